@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The folders of the distributions beside the core's.
-PARTS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml extras/*/pyproject.toml))
+PARTS := $(patsubst %/pyproject.toml,%,$(wildcard engines/*/pyproject.toml plugins/*/pyproject.toml extras/*/pyproject.toml))
 # The CPU build of torch; what depends on torch is installed in the same command, or pip fetches another build.
 TORCH := torch==2.13.0
 # What to test, as arguments of pytest: `make test TESTS=tests/cli`. JOBS processes run the tests: one more than cores,

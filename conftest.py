@@ -27,27 +27,31 @@ TOGETHER = {
         "tests/accelerator/",
         "tests/cli/test_fidelity.py",
         "tests/cli/test_probe.py",
-        "tests/engines/megatron/trial/test_probe.py",
-        "tests/engines/megatron/trial/test_trial_parity.py",
-        "tests/engines/megatron/trial/test_trial_program.py",
-        "tests/engines/megatron/trial/test_tune_for_real.py",
-        "tests/engines/training/test_memory_of_ranks.py",
+        "engines/megatron/tests/trial/test_probe.py",
+        "engines/megatron/tests/trial/test_trial_parity.py",
+        "engines/megatron/tests/trial/test_trial_program.py",
+        "engines/megatron/tests/trial/test_tune_for_real.py",
+        "engines/training/tests/test_memory_of_ranks.py",
         "tests/vendors/test_simulated_nodes.py",
     ),
     "fixture runs": ("tests/report/page/",),
     "fixture example_folder": ("tests/test_docs",),
     "megatron-core, imported": (
-        "tests/engines/megatron/space/test_rules.py",
-        "tests/engines/megatron/layers/test_stages.py",
-        "tests/engines/megatron/trial/test_trial_layers.py",
+        "engines/megatron/tests/space/test_rules.py",
+        "engines/megatron/tests/layers/test_stages.py",
+        "engines/megatron/tests/trial/test_trial_layers.py",
     ),
 }
 """Prefixes of files whose tests stay in one process of pytest-xdist: they train, or share what takes long to start."""
 SPREAD = (
     "tests/cli/test_tune",
-    "tests/engines/serving/trial/test_misbehaving_servers.py",
+    "engines/serving/tests/trial/test_misbehaving_servers.py",
     "tests/launchers/",
     "extras/",
+    "engines/llamacpp/",
+    "engines/lmdeploy/",
+    "engines/sglang/",
+    "engines/trainers/",
 )
 """Prefixes of files whose tests may run in any process, for most of their time is waiting."""
 

@@ -1,19 +1,18 @@
-"""Dependencies: a checkout asks for the folders of plugins and extras beside it, a release for their versions.
+"""Dependencies: a checkout asks for the folders of the distributions beside it, a release for their versions.
 
 `pip install ".[metax]"` from a clone must work where no index knows `flagcore-metax`; an sdist, and a wheel that
 is made from it, must ask for it by name and version. `python -m build` makes a release so: the sdist first, the
 wheel out of it. A wheel made straight from a checkout is for that checkout alone.
 """
 
-import inspect
+import re
 from pathlib import Path
 from typing import Any
 
-from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 CORE = (
-    "aiohttp>=3.10",
     "annotated-types>=0.6",
     "click>=8.1",
     "jinja2>=3.1",
@@ -31,8 +30,13 @@ CORE = (
     "tomli>=2; python_version < '3.11'",
 )
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
-EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing", "trainers")
-"""The folders of `extras`. Each is a distribution of its own, as a plugin is."""
+EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
+INSTALLED = {
+    "plugins": ("cpu",),
+    "engines": ("llamacpp", "megatron", "serving", "sglang", "training", "vllm"),
+    "extras": ("hosts",),
+}
+"""What comes with the core, by folder. Each is a distribution of its own, as those of VENDORS and EXTRAS are."""
 ENGINES = {
     "megatron": ["torch>=2.5", "megatron-core>=0.12"],
     "vllm": ["vllm>=0.11"],
@@ -40,6 +44,7 @@ ENGINES = {
     "llamacpp": ["xllamacpp>=2026.10"],
     "lmdeploy": ["lmdeploy>=0.18"],
 }
+"""The packages of the engines themselves, by extra."""
 TOOLS = {
     "mlflow": ["mlflow-skinny>=2.14"],
     "tensorboard": ["tensorboard>=2.16"],
@@ -78,29 +83,34 @@ class CustomMetadataHook(MetadataHookInterface):
         """Add the dependencies to the project's metadata. Called once per build."""
         root = Path(self.root)
         version = _version(root)
-        folders = (root / "plugins").is_dir() and not _sdist_is_being_built()
 
         def part(folder: str, name: str) -> str:
-            if folders:
+            if (root / folder).is_dir():
                 return f"flagcore-{name} @ {(root / folder / name).as_uri()}"
             return f"flagcore-{name}=={version}"
 
         own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
-        own["dynamo"] = own["kubernetes"]
+        own |= {"dynamo": own["kubernetes"], "trainers": [part("engines", "trainers")]}
         watchers = {name: [part("extras", "watchers"), *needs] for name, needs in TOOLS.items()}
-        adapters = {name: part("extras", name) for name in ("llamacpp", "lmdeploy", "sglang")}
-        engines = ENGINES | {name: [adapter, *ENGINES[name]] for name, adapter in adapters.items()}
+        engines = ENGINES | {"lmdeploy": [part("engines", "lmdeploy"), *ENGINES["lmdeploy"]]}
         parts = {**own, **engines, **watchers}
         everything = list(dict.fromkeys(need for name, needs in parts.items() if name not in ENGINES for need in needs))
-        hosts = part("extras", "hosts")
-        metadata["dependencies"] = [*CORE, part("plugins", "cpu"), hosts, adapters["llamacpp"], adapters["sglang"]]
+        installed = (part(folder, name) for folder, names in INSTALLED.items() for name in names)
+        metadata["dependencies"] = [*CORE, *installed]
         dev = [*DEV, *TOOLS["tensorboard"]]
         metadata["optional-dependencies"] = {**parts, "all": everything, "dev": dev, "docs": DOCS}
 
 
-def _sdist_is_being_built() -> bool:
-    """Whether the builder that wants the metadata is that of the sdist; hatchling does not tell its hooks."""
-    return any(isinstance(frame.frame.f_locals.get("self"), SdistBuilder) for frame in inspect.stack(context=0))
+class SdistHook(BuildHookInterface[Any]):
+    """Names versions in place of folders in the metadata of an sdist. Wheels of it take their metadata from there."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Change the metadata before the sdist is written."""
+        core, released = self.metadata.core, _version(Path(self.root))
+        for needs in (core.dependencies, *core.optional_dependencies.values()):
+            needs[:] = [re.sub(r"^(flagcore-\w+) ?@ .*", rf"\1=={released}", need) for need in needs]
 
 
 def _version(root: Path) -> str:

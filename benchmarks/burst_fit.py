@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import serving_fit
+from flagcore_serving.model.predict import predict
+from flagcore_serving.model.work import Overheads
 from scipy.optimize import minimize
 
 from flagcore import plugins
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster
-from flagcore.engines.serving.model.predict import predict
-from flagcore.engines.serving.model.work import Overheads
 from flagcore.physics.roofline import Curve, Roofline
 
 START = {

@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from client_reports import read_report
+from flagcore_serving.load.figures import figures_of
+from flagcore_serving.load.result import Answer, Target
+from flagcore_serving.load.sending import measure
+from flagcore_serving.load.traffic import salted
 
 from flagcore.domain.serving import LATENCIES, STATISTICS, Load
-from flagcore.engines.serving.load.figures import figures_of
-from flagcore.engines.serving.load.result import Answer, Target
-from flagcore.engines.serving.load.sending import measure
-from flagcore.engines.serving.load.traffic import salted
 
 Figures = Mapping[str, float]
 

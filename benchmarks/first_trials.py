@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import serving_fit
+from flagcore_serving.model.predict import predict
 
 from flagcore import plugins
 from flagcore.domain.prediction import Features, Observations, features
-from flagcore.engines.serving.model.predict import predict
 from flagcore.tuner.learning.ratios import TIME, Ratios
 from flagcore.tuner.learning.trials import MIN_NOISE
 

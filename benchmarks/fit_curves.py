@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 import yaml
+from flagcore_megatron.predict import base_inputs
+from flagcore_training.layout import Layout, Training
+from flagcore_training.time.step import step_time
 from scipy.optimize import least_squares
 
 from flagcore import plugins
@@ -25,9 +28,6 @@ from flagcore.contracts import Costs, Workload
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.megatron.predict import base_inputs
-from flagcore.engines.training.layout import Layout, Training
-from flagcore.engines.training.time.step import step_time
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec.jobs import read_job
 from flagcore.tuner.stages.discover import costs

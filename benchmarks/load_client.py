@@ -16,9 +16,10 @@ import sys
 from pathlib import Path
 from statistics import median
 
+from flagcore_serving.load.result import Target
+from flagcore_serving.load.sending import measure
+
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load.result import Target
-from flagcore.engines.serving.load.sending import measure
 
 GOAL = 20_000
 

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from flagcore_megatron.space.options import settings_in_force
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import Problem
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
-from flagcore.engines.megatron.space.options import settings_in_force
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.problem import build_problem

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from flagcore_serving.model.candidates import ClosedLoop, steady_state
+from flagcore_serving.model.iteration import iteration_costs
+from flagcore_serving.model.memory import serving_memory
+from flagcore_serving.model.predict import predict, serving_of
+from flagcore_serving.model.work import Overheads
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving.model.candidates import ClosedLoop, steady_state
-from flagcore.engines.serving.model.iteration import iteration_costs
-from flagcore.engines.serving.model.memory import serving_memory
-from flagcore.engines.serving.model.predict import predict, serving_of
-from flagcore.engines.serving.model.work import Overheads
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec.jobs import read_job
 from flagcore.tuner.stages.discover import costs as costs_of

@@ -11,6 +11,9 @@ import time
 from dataclasses import replace
 
 import numpy as np
+from flagcore_serving.model.predict import predict
+from flagcore_serving.space.settings import Settings
+from flagcore_vllm.profile import WORKLOAD as ENGINE
 
 from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Fact, Source
@@ -18,9 +21,6 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving.model.predict import predict
-from flagcore.engines.serving.space.settings import Settings
-from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline

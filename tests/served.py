@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 import numpy as np
+from flagcore_serving.model.iteration import IterationCosts, iteration_costs
+from flagcore_serving.model.work import Overheads, Serving
+from flagcore_serving.space.settings import Settings
 
 from flagcore.contracts import Costs
 from flagcore.domain.chip import Fact
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Model
-from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
-from flagcore.engines.serving.model.work import Overheads, Serving
-from flagcore.engines.serving.space.settings import Settings
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline

@@ -13,11 +13,11 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from flagcore_kubernetes.pods import pod_options
+from flagcore_megatron.space.knobs import knob_of_row
 
 from flagcore.cli.main import flag
 from flagcore.domain.plan import Counts
 from flagcore.domain.trial import TrialState
-from flagcore.engines.megatron.space.knobs import knob_of_row
 from flagcore.errors import RunError
 from flagcore.report.text import funnel
 from flagcore.spec.clusters import read_hosts

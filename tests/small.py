@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from flagcore_megatron.space.knobs import SPACE_KNOBS
+
 from flagcore.contracts import Costs, Platform, Problem, PruningRule, SearchContext, Telemetry
 from flagcore.domain.chip import Chip, Device, DeviceUse, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -13,7 +15,6 @@ from flagcore.domain.prediction import Prediction, Predictions
 from flagcore.domain.space import Candidate, KnobValue, Legality, Space
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import PlainMemory

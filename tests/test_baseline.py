@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flagcore_megatron.adapter import WORKLOAD
 
 from flagcore.contracts import Problem
-from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.feasibility import crowded_baseline_text
 from flagcore.tuner.problem import UNUSUAL_SHARE, build_problem, rows_by_time
 from flagcore.tuner.stages.build import PLANNED_SHARE

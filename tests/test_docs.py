@@ -13,12 +13,12 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from flagcore_megatron.reading import METRICS, STEPS
+from flagcore_serving.engine import Engine
 
 from docs.site import cli_page, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
-from flagcore.engines.megatron.reading import METRICS, STEPS
-from flagcore.engines.serving.engine import Engine
 from flagcore.plugins import WORKLOADS, names, workload
 from tests.pages import FENCE, PAGES, ROOT, TEXT, prose
 
@@ -60,7 +60,8 @@ def test_paths_that_a_page_names_exist(page: str) -> None:
 
 
 def test_pages_that_code_names_exist() -> None:
-    files = [file for room in ("flagcore", "extras", "benchmarks", "tools") for file in (ROOT / room).rglob("*.py")]
+    rooms = ("flagcore", "engines", "extras", "benchmarks", "tools")
+    files = [file for room in rooms for file in (ROOT / room).rglob("*.py")]
     named = {page for file in files for page in NAMED.findall(file.read_text(encoding="utf-8"))}
     assert "docs/hooks.md" in named
     assert {page for page in named if not (ROOT / page).exists()} == {
@@ -90,7 +91,7 @@ def test_extras_and_commands_that_a_page_names_exist(page: str) -> None:
 
 def test_reference_has_every_environment_variable() -> None:
     text = section("docs/cli.md", "## Environment variables")
-    files = chain((ROOT / "flagcore").rglob("*.py"), (ROOT / "extras").glob("*/flagcore_*/*.py"))
+    files = chain((ROOT / "flagcore").rglob("*.py"), ROOT.glob("e*s/*/flagcore_*/**/*.py"))
     code = "\n".join(file.read_text(encoding="utf-8") for file in files)
     own = set(re.findall(r'"(FLAGCORE_[A-Z]+)"', code)) - {"FLAGCORE_TRACE"}  # only the trace of a script sets it
     assert {name for name in own if f"`{name}`" not in text} == set()
@@ -215,7 +216,7 @@ def test_every_form_on_a_page_is_tested(form: str) -> None:
 
 
 def test_pages_are_at_their_expected_paths() -> None:
-    folders = [ROOT / "docs", *ROOT.glob("plugins/*"), *ROOT.glob("extras/*")]
+    folders = [ROOT / "docs", *ROOT.glob("plugins/*"), *ROOT.glob("engines/*"), *ROOT.glob("extras/*")]
     lying = {str(file.relative_to(ROOT)) for folder in folders for file in folder.rglob("*.md")}
     assert {page for page in lying if "tests/" not in page} <= set(PAGES)
 

@@ -143,7 +143,7 @@ def main() -> int:
         for each in chosen:
             print(f"{each.name:18} {why_not(each)}".rstrip())
         return 0
-    paths = options.paths or ["tests", "plugins", "extras"]
+    paths = options.paths or ["tests", "engines", "plugins", "extras"]
     if options.files:
         files = test_files(paths)
         paths = draw.sample(files, min(options.files, len(files)))
@@ -198,7 +198,7 @@ def run(environment: Environment, paths: Sequence[str], options: argparse.Namesp
             (work / name).mkdir()
         checkout, status = copied(work / environment.copy) if environment.copy else ROOT, changes()
         if environment.copy:
-            folders = [checkout, *sorted(checkout.glob("plugins/*")), *sorted(checkout.glob("extras/*"))]
+            folders = [checkout, *(file.parent for file in sorted(checkout.glob("*/*/pyproject.toml")))]
             variables |= {"PYTHONPATH": os.pathsep.join(map(str, folders)), "PYTHONDONTWRITEBYTECODE": "1"}
         junit, before = work / "base" / "junit.xml", work / "base" / "before"
         pytest = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--dist", "loadfile"]

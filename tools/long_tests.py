@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MARK = "mark.long"
 FURTHER = {
     "flagcore/tuner/loop.py": ("tests/cli",),
-    "flagcore/launchers": ("tests/cli", "tests/engines", "extras"),
-    "flagcore/contracts": ("tests/cli", "tests/engines", "extras/flagscale"),
+    "flagcore/launchers": ("tests/cli", "engines", "extras"),
+    "flagcore/contracts": ("tests/cli", "engines", "extras/flagscale"),
     "flagcore/tuner/stages": ("tests/cli",),
     "flagcore/tuner/strategies": ("tests/cli", "tests/benchmarks"),
     "flagcore/api": ("tests/cli",),
@@ -24,9 +24,9 @@ FURTHER = {
     "flagcore/hooks.py": ("extras/testing", "plugins"),
     "flagcore/vendorkit": ("extras/testing", "tests/vendors", "plugins"),
     "flagcore/physics": ("tests/vendors",),
-    "flagcore/engines/megatron": ("tests/engines/megatron", "tests/vendors", "tests/cli/test_probe.py"),
-    "flagcore/engines/training": ("tests/engines/megatron", "tests/vendors", "tests/cli/test_probe.py"),
-    "flagcore/tuner/stages/shorten.py": ("tests/engines/megatron",),
+    "engines/megatron/flagcore_megatron": ("engines/megatron/tests", "tests/vendors", "tests/cli/test_probe.py"),
+    "engines/training/flagcore_training": ("engines/megatron/tests", "tests/vendors", "tests/cli/test_probe.py"),
+    "flagcore/tuner/stages/shorten.py": ("engines/megatron/tests",),
     "extras/testing": ("extras/testing/tests", "plugins"),
     "plugins": ("tests/vendors",),
     "benchmarks": ("tests/test_benchmarks.py", "tests/benchmarks"),
@@ -63,7 +63,7 @@ def changed(commit: str) -> list[str]:
 def guards(path: str) -> set[str]:
     """Return the files and folders of the tests for a source, a page or a test."""
     places = {place for prefix, further in FURTHER.items() if lies_in(path, prefix) for place in further}
-    if path.startswith(("tests/", "plugins/", "extras/")):
+    if path.startswith(("tests/", "engines/", "plugins/", "extras/")):
         places.add(path if Path(path).name.startswith("test_") else str(Path(path).parent))
     elif path.startswith("flagcore/"):
         folder = Path("tests", *Path(path).parts[1:-1])
@@ -83,7 +83,7 @@ def lies_in(path: str, place: str) -> bool:
 
 def long_files() -> Iterable[str]:
     """Yield the files with long tests."""
-    for file in _git("ls-files", "tests", "plugins", "extras").splitlines():
+    for file in _git("ls-files", "tests", "engines", "plugins", "extras").splitlines():
         if Path(file).name.startswith("test_") and MARK in (ROOT / file).read_text(encoding="utf-8"):
             yield file
 

@@ -1,4 +1,4 @@
-"""Writes the table of Megatron-LM's arguments by release: `flagcore/engines/megatron/command/releases.json`.
+"""Writes the table of Megatron-LM's arguments by release: `engines/megatron/flagcore_megatron/command/releases.json`.
 
 `python tools/megatron_arguments.py --repository REPO --flagscale WHEEL core_v0.10.0 ... HEAD`, run by a Python with the
 imports of Megatron-LM (torch, numpy, einops, packaging). REPO is a clone of NVIDIA/Megatron-LM, the last words are its

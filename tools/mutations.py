@@ -97,7 +97,7 @@ def copy_sources(folder: Path) -> None:
 
 def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
     """Run tests of a copy against the copy's sources. Returns pytest's exit code and output."""
-    paths = [folder, *sorted(folder.glob("plugins/*")), *sorted(folder.glob("extras/*"))]
+    paths = [folder, *(file.parent for file in sorted(folder.glob("*/*/pyproject.toml")))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests]
     try:

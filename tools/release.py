@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = sorted(file.parent for file in ROOT.glob("*/*/pyproject.toml") if file.parts[-3] in ("plugins", "extras"))
+PARTS = sorted(file.parent for file in ROOT.glob("[ep]*/*/pyproject.toml"))
 PLUGINS = {part.name for part in PARTS if part.parent.name == "plugins"}
 VENDOR = "metax"
 """The extra that is installed alone."""

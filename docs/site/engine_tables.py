@@ -4,11 +4,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from flagcore_serving.engine import Engine
+
 from flagcore.domain.chip import Chip, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.engine import Engine
 from flagcore.plugins import WORKLOADS, engines, names, workload
 from flagcore.spec.convert import parse_spec
 from flagcore.vendorkit.chip_file import load_chips

@@ -1,6 +1,6 @@
 """Lists of names of the FlagScale importer, from its tables."""
 
-from flagcore.engines.megatron.importing.arguments import TABLES
+from flagcore_megatron.importing.arguments import TABLES
 
 NAMES = {"other_layers": tuple(TABLES["other_layers"])}
 

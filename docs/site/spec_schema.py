@@ -8,12 +8,12 @@ from flagcore.plugins.entry_points import installed, origin
 from flagcore.spec.serving import json_schema
 
 ROOT = Path(__file__).parents[2]
-FILE, EXTRAS = ROOT / "examples" / "spec.schema.json", ROOT / "extras"
+FILE, ENGINES = ROOT / "examples" / "spec.schema.json", ROOT / "engines"
 
 
 def schema() -> str:
     """Return the JSON Schema of a spec without engines of other distributions that are installed here."""
-    own = {"flagcore", *(f"flagcore-{folder.name}" for folder in EXTRAS.iterdir())}
+    own = {f"flagcore-{folder.name}" for folder in ENGINES.iterdir()}
     points = installed(WORKLOADS)
     own_names = {name for name, each in points.items() if {origin(point).name for point in each} <= own}
     found = engines()

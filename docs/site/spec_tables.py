@@ -5,7 +5,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from flagcore.engines.megatron.space.knobs import KNOBS
+from flagcore_megatron.space.knobs import KNOBS
+
 from flagcore.spec.schema import document_of
 from flagcore.spec.serving import ServeDocument
 from flagcore.spec.validate import describe, keys_of

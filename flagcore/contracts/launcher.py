@@ -26,13 +26,15 @@ class HostCheck:
     `files`: files and folders that must be the same on all hosts.
     `variables`: the variables of trials, which may set the port at which hosts connect to the first host. None if hosts
     do not connect.
-    `compare`: whether the speeds of hosts are compared.
+    `speed`: the command that measures the speed of its host with torch. Empty if speeds are not compared. It gets JSON
+    with the device type and the backend of torch, the rank of the host, the number of hosts, and the first host's
+    address and port.
     """
 
     report: Sequence[str]
     files: Sequence[str] = ()
     variables: Mapping[str, str] | None = None
-    compare: bool = False
+    speed: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ cache may be stale for two minutes after an install, and because one unreadable 
 
 import logging
 import os
+import re
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -169,6 +170,8 @@ LAUNCHERS = "flagcore.launchers"
 STRATEGIES = "flagcore.strategies"
 IMPORTERS = "flagcore.importers"
 WATCHERS = "flagcore.watchers"
+BENCHMARKS = "flagcore.benchmarks"
+"""Programs that measure devices: `kernels` for `flag calibrate`, `links` for the network between hosts."""
 KINDS = {WORKLOADS: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 """The noun that messages use for the objects of each entry point group."""
 
@@ -227,18 +230,31 @@ def command_readers() -> list[str]:
 
 
 def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Workload]:
-    """Return the installed engines by name, flagcore's own engines first.
+    """Return the installed engines by name, those that are installed with flagcore first.
 
     `spec`: the data of the spec that the engines are for, which may be invalid.
 
     Call it once per command, because reading entry points takes milliseconds.
     """
     points = installed(WORKLOADS)
-    builtin = {name for name, each in points.items() if any(point.value.startswith("flagcore.") for point in each)}
-    found = _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in builtin, name))))
+    needs = {re.split("[^a-z-]", each)[0] for each in requires("flagcore") or () if "extra ==" not in each}
+    own = {name for name, each in points.items() if any(origin(point).metadata["Name"] in needs for point in each)}
+    found = _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in own, name))))
     train = (spec or {}).get("train")
     found.program = train.get("program") if isinstance(train, Mapping) else None
     return found
+
+
+def first_engine(kind: str) -> str:
+    """Return the name of the first installed engine of a kind, "train" or "serve", or an empty string."""
+    return next((name for name in engines() if kind_of(name) == kind), "")
+
+
+def benchmark(name: str) -> str:
+    """Return the module of a benchmark program, which is started and not imported. Raises NoDevice if it is missing."""
+    for point in installed(BENCHMARKS).get(name, ()):
+        return point.value
+    raise NoDevice(f"the benchmark program {name} is not installed; install flagcore-training")
 
 
 @cache

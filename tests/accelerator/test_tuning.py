@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from engines.megatron.tests.trial import trial_jobs
+from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS, make_job
 from tests import small
 from tests.accelerator.machine import MEMORY_BYTES, Machine
-from tests.engines.megatron.trial import trial_jobs
-from tests.engines.megatron.trial.trial_jobs import DENSE, EXPERTS, make_job
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),

@@ -19,11 +19,11 @@ import yaml
 from flagcore_kubernetes.job import KINDS
 from flagcore_testing import fakes
 
+from engines.megatron.tests.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from extras.kubernetes.tests.test_manifest import checked, found
 from flagcore import api
 from flagcore.errors import UsageError
 from flagcore.launchers import network
-from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from tests.pages import ROOT
 from tests.small import SHAPE
 

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import yaml
 from flagcore_llamacpp import profile as llamacpp
+from flagcore_serving.space.knobs import arguments
 
+from engines.megatron.tests.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from extras.kubernetes.tests.test_manifest import CRDS, problems, require_restricted
 from flagcore import api
 from flagcore.api.tuning import targets
-from flagcore.engines.serving.space.knobs import arguments
 from flagcore.errors import FlagError
 from tests.api.test_export import DYNAMO, SCHEMAS, server, started, written
 from tests.cli.conftest import Project
-from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from tests.pages import ROOT
 from tests.small import LLAMA_8B
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_serving.launch.server import PORT
 
+from engines.serving.tests.engines.tasks import engine_of, planned, server
 from flagcore import api
 from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.contracts import ImportedSpec
-from flagcore.engines.serving.launch.server import PORT
 from flagcore.errors import SpecError, UsageError
 from flagcore.spec.importing import commented_yaml
-from tests.engines.serving.engines.tasks import engine_of, planned, server
 
 CONFIG = {
     "model_type": "qwen3",

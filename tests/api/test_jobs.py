@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 import pytest
+from flagcore_megatron import WORKLOAD
 
 from flagcore.api import estimate_jobs
 from flagcore.api.planning.jobs import past
-from flagcore.engines.megatron import WORKLOAD
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.shapes import Shape
 from tests import small

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flagcore_megatron.space.knobs import BY_NAME
 
 from flagcore.api.explaining.reports import candidate_report, state_of
 from flagcore.api.explaining.subject import Subject, columns_of
@@ -14,7 +15,6 @@ from flagcore.api.runs import Run, trial_fields
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
-from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.report.text import values_text
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.rank import learn

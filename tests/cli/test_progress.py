@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from flagcore_megatron.space.knobs import BY_NAME
 
 from flagcore.cli.progress import line, status_line
 from flagcore.contracts import Event
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.engines.megatron.space.knobs import BY_NAME
 from tests import small
 
 CANDIDATE = small.candidate(use_recompute=True, recompute_granularity="full", use_distributed_optimizer=True)

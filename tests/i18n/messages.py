@@ -57,7 +57,7 @@ Message = str | tuple[str, ...]
 def sources() -> Catalog:
     """Return all messages of the sources."""
     catalogue = Catalog(project="flagcore", domain="flagcore", fuzzy=False)
-    for file in sorted([*CORE.rglob("*.py"), *ROOT.glob("extras/*/flagcore_*/**/*.py")]):
+    for file in sorted([*CORE.rglob("*.py"), *ROOT.glob("e[nx]*/*/flagcore_*/**/*.py")]):
         tree, file_name = ast.parse(file.read_text(encoding="utf-8")), str(file.relative_to(ROOT))
         for message in [*_marked(tree), *(_help(tree) if file.parent == CORE / "cli" else [])]:
             catalogue.add(message, locations=[(file_name, 0)])

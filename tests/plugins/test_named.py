@@ -79,7 +79,7 @@ def test_an_engine_does_the_work_of_a_spec_or_is_refused_with_its_key() -> None:
 
 def test_devices_are_measured_for_an_engine_of_flagcore_first(install: Install) -> None:
     *_, before = calibration.target(load_plugins())
-    source = "import copy\nfrom flagcore.engines.megatron import WORKLOAD\nWORKLOAD = copy.copy(WORKLOAD)\n"
+    source = "import copy\nfrom flagcore_megatron import WORKLOAD\nWORKLOAD = copy.copy(WORKLOAD)\n"
     install("flagcore-acme", {"acme": "flagcore_acme:WORKLOAD"}, {"flagcore_acme": source}, group=WORKLOADS)
     assert names(WORKLOADS)[0] == "acme"
     *_, engine = calibration.target(load_plugins())

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
+from flagcore_megatron.predict import LABELS
+from flagcore_megatron.space.knobs import BY_NAME
 
 from flagcore.domain.prediction import Labels
-from flagcore.engines.megatron.predict import LABELS
-from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.report.candidate_report import causes_text, differs_text, largest_differences
 from flagcore.report.explanation import memory_parts, needs_text, prediction_text
 

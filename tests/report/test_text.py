@@ -4,9 +4,9 @@ from itertools import chain
 
 import pytest
 from flagcore_llamacpp.profile import KNOBS
+from flagcore_megatron.space.knobs import BY_NAME
 
 from flagcore.domain.knob import Effect, Knob
-from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.report.candidate_report import differs_text
 from flagcore.report.formats import fitted, render, table
 from flagcore.report.text import candidate_columns, candidate_text, values_text

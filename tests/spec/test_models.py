@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_serving.space.weights import parameters
 
 from flagcore.domain.model import LinearAttention, Model, Windows
-from flagcore.engines.serving.space.weights import parameters
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
 from tests.small import SHAPE, VISION

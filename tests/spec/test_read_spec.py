@@ -3,10 +3,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from flagcore_megatron.space.knobs import KNOBS
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
-from flagcore.engines.megatron.space.knobs import KNOBS
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.plain_data import spec_as_data

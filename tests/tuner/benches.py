@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from flagcore_megatron.adapter import WORKLOAD
+
 from flagcore.contracts import Event, Launcher, Strategy, Workload
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
@@ -13,7 +15,6 @@ from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.plan import Plan
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Control
-from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.loop import Dependencies, TuneResult, tune
 from flagcore.tuner.store.trials import OptunaStore

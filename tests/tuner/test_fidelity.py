@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_megatron.adapter import Megatron
 
 from flagcore.contracts import Costs, Launcher
 from flagcore.domain.launch import Exit, Launch
@@ -17,7 +18,6 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.engines.megatron.adapter import Megatron
 from flagcore.errors import Interrupted, NoDevice
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult

@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 
 import pytest
+from flagcore_serving.launch.start import instances_of
 from flagcore_testing import fakes
+from flagcore_vllm.profile import WORKLOAD as VLLM
 
+from engines.serving.tests.engines.tasks import serving
 from flagcore import plugins
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device
 from flagcore.domain.engine import EngineSupport, device_variables
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
-from flagcore.engines.serving.launch.start import instances_of
-from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.plugins.entry_points import capture_warnings
 from flagcore.tuner.devices import divide, parallel_probe_ranks
 from flagcore.tuner.launches import with_selected_devices
@@ -27,7 +28,6 @@ from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.rows import Listing, Row
 from tests import small
-from tests.engines.serving.engines.tasks import serving
 from tests.vendors.test_simulated_nodes import METAX
 
 

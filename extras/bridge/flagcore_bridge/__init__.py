@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from flagcore_megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
+from flagcore_megatron.layers.stages import LAYOUT
+from flagcore_megatron.space.knobs import SETTINGS
 
 from flagcore.contracts import ImportedSpec, Importer
 from flagcore.domain.chip import Chip, normalize_name
 from flagcore.domain.spec import ImportNote
-from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
-from flagcore.engines.megatron.layers.stages import LAYOUT
-from flagcore.engines.megatron.space.knobs import SETTINGS
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.importing import Notes

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
+from flagcore_megatron.space.knobs import SPACE_KNOBS
+
 from flagcore_flagscale.source import TABLES, Source
 
 Entry = tuple[str, Any]

@@ -8,14 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flagcore_megatron.layers.stages import LAYOUT
+from flagcore_megatron.mixed.hetero import mixed
+from flagcore_megatron.space.knobs import SPACE_KNOBS
+
 from flagcore.contracts import ExportJob
 from flagcore.contracts.exchange import DEVICES_OF_HOST
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND
-from flagcore.engines.megatron.layers.stages import LAYOUT
-from flagcore.engines.megatron.mixed.hetero import mixed
-from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.errors import UsageError
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_flagscale.source import ENGINES, flagscale_name

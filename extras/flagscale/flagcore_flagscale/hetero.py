@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Any
 
+from flagcore_megatron.importing.arguments import Flags
+from flagcore_megatron.layers.split import SPLIT
+from flagcore_megatron.mixed.meshes import MESHES, SIZES, mesh_text
+
 from flagcore.domain.chip import Chip, normalize_name
-from flagcore.engines.megatron.importing.arguments import Flags
-from flagcore.engines.megatron.layers.split import SPLIT
-from flagcore.engines.megatron.mixed.meshes import MESHES, SIZES, mesh_text
 from flagcore.spec.clusters import HostLine
 from flagcore_flagscale.experiment import Machines
 from flagcore_flagscale.source import Source

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flagcore.engines.megatron.importing.arguments import flag_name
-from flagcore.engines.serving.launch.importing import LENGTHS, parse_length
-from flagcore.engines.serving.space.hardware import PP, PREFILL_DECODE, TP
-from flagcore.engines.serving.space.knobs import LAYOUT, TRANSFER
+from flagcore_megatron.importing.arguments import flag_name
+from flagcore_serving.launch.importing import LENGTHS, parse_length
+from flagcore_serving.space.hardware import PP, PREFILL_DECODE, TP
+from flagcore_serving.space.knobs import LAYOUT, TRANSFER
+
 from flagcore.errors import SpecError, join_errors
 from flagcore_flagscale import compose
 from flagcore_flagscale.experiment import control, machines

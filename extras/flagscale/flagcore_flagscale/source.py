@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 from flagcore_llamacpp.profile import KNOBS as LLAMACPP
+from flagcore_megatron.importing.arguments import flag_name
 from flagcore_sglang.profile import KNOBS as SGLANG
+from flagcore_vllm.knobs import KNOBS as VLLM
 
 from flagcore.contracts import ImportedSpec
-from flagcore.engines.megatron.importing.arguments import flag_name
-from flagcore.engines.serving.vllm.knobs import KNOBS as VLLM
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.importing import Notes
 from flagcore.spec.plain_data import spec_error

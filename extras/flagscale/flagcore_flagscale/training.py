@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flagcore.domain.chip import Chip
-from flagcore.engines.megatron.importing.arguments import (
+from flagcore_megatron.importing.arguments import (
     RECOMPUTE,
     SIZES,
     Flags,
@@ -13,9 +12,11 @@ from flagcore.engines.megatron.importing.arguments import (
     options,
     shape,
 )
-from flagcore.engines.megatron.layers.split import SPLIT
-from flagcore.engines.megatron.mixed.meshes import MESHES
-from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
+from flagcore_megatron.layers.split import SPLIT
+from flagcore_megatron.mixed.meshes import MESHES
+from flagcore_megatron.space.knobs import SPACE_KNOBS
+
+from flagcore.domain.chip import Chip
 from flagcore_flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries
 from flagcore_flagscale.experiment import add_own_variables, control, machines
 from flagcore_flagscale.hetero import (

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from flagcore_flagscale import FlagScale
 from flagcore_flagscale.source import Imported
+from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.space.knobs import SPACE_KNOBS
 
 from extras.flagscale.tests.test_same_job import DATA, HERE, TABLE, arguments, meaning, run_flagscale
 from flagcore import api
 from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.space import Candidate
-from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.errors import SpecError
 from flagcore.plugins import load_plugins
 from flagcore.spec.convert import parse_spec

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from flagcore_flagscale import FlagScale
+from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.command.arguments import ArgumentTable, release_table
+from flagcore_megatron.command.trial import RULES
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.command.arguments import ArgumentTable, release_table
-from flagcore.engines.megatron.command.trial import RULES
 from flagcore.spec.convert import parse_spec
 from tests import small
 

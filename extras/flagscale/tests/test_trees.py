@@ -16,13 +16,13 @@ from flagcore_flagscale import FlagScale, Imported, history, source, translate
 from flagcore_flagscale.compose import compose
 from flagcore_flagscale.source import RESERVED_ARGUMENTS
 from flagcore_llamacpp import profile as llama_knobs
+from flagcore_megatron import start
+from flagcore_megatron.space.options import settings_in_force
 from flagcore_sglang import profile as sglang_knobs
+from flagcore_vllm import knobs as vllm_knobs
 
 import flagcore
 from extras.flagscale.tests.accounting import TREES, unaccounted
-from flagcore.engines.megatron import start
-from flagcore.engines.megatron.space.options import settings_in_force
-from flagcore.engines.serving.vllm import knobs as vllm_knobs
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.importing import commented_yaml

@@ -59,8 +59,8 @@ class HostsLauncher(HostTrials):
             reports = [report for report in reports if not problems[report.host]]
             _warn(_("{line}; the host is not used", line=line) for line in unusable_hosts)
             _warn(host_warnings(reports))
-            is_compared = check.compare and not cluster.groups and 1 < len(reports) <= MAX_COMPARED
-            speeds = compare_hosts(self, reports) if is_compared else []
+            is_compared = not cluster.groups and 1 < len(reports) <= MAX_COMPARED
+            speeds = compare_hosts(self, check.speed, reports) if is_compared else []
             by_host = {report.host: report.devices or () for report in reports}
             if any(by_host.values()):
                 agents.watch_devices((*check.report, "watch"), shared_variables())
@@ -77,7 +77,7 @@ class HostsLauncher(HostTrials):
         """Check and compare hosts, and return one record per host: its problem, if any, its devices and speed."""
         reports = inspect_hosts(self, self.hold(tuple(kinds), users), check, kinds)
         _warn(host_warnings(reports))
-        speeds = {each.host: each for each in compare_hosts(self, reports)}
+        speeds = {each.host: each for each in compare_hosts(self, check.speed, reports)}
         if network := measured_network(tuple(speeds.values())):
             _warn([network.note])
         return [_record(report, reports, speeds.get(report.host)) for report in reports]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from flagcore_hosts.checks import HostReport, usable
 from flagcore_hosts.trials import HostTrials
 
 LOG = logging.getLogger("flagcore")
-SPEED_PROGRAM = "flagcore.engines.microbench.hosts"
 SPEED_SECONDS = 180.0
 SLOW_LINK_RATIO = 2.0
 """A host's network is slow if its fastest all-reduce takes this many times the median of the others."""
@@ -47,18 +45,18 @@ class HostSpeed:
     cores: bool = False
 
 
-def compare_hosts(launcher: HostTrials, reports: Sequence[HostReport]) -> list[HostSpeed]:
+def compare_hosts(launcher: HostTrials, program: Sequence[str], reports: Sequence[HostReport]) -> list[HostSpeed]:
     """Measure the speed of the usable hosts, and warn about slow devices and networks. The result is empty without
-    torch. Hosts of different kinds are not compared."""
+    torch or without `program`. Hosts of different kinds are not compared."""
     usable_reports = usable(reports)
     if len(kinds := dict.fromkeys(report.kind for report in usable_reports)) > 1:
         of_kinds = ([report for report in usable_reports if report.kind == kind] for kind in kinds)
-        return [speed for of_kind in of_kinds for speed in compare_hosts(launcher, of_kind)]
+        return [speed for of_kind in of_kinds for speed in compare_hosts(launcher, program, of_kind)]
     job = usable_reports[0].torch if usable_reports else None
-    if job is None or any(report.torch != job for report in usable_reports):
+    if not program or job is None or any(report.torch != job for report in usable_reports):
         return []
     try:
-        speeds = measure_speed(launcher, [report.host for report in usable_reports], job)
+        speeds = measure_speed(launcher, program, [report.host for report in usable_reports], job)
     except LaunchError as error:
         LOG.warning("%s", _("the hosts cannot be compared: {reason}", reason=error))
         return []
@@ -67,13 +65,15 @@ def compare_hosts(launcher: HostTrials, reports: Sequence[HostReport]) -> list[H
     return speeds
 
 
-def measure_speed(launcher: HostTrials, hosts: Sequence[str], job: Mapping[str, Any]) -> list[HostSpeed]:
-    """Return the speed of each host. Raises LaunchError if the hosts cannot connect.
+def measure_speed(
+    launcher: HostTrials, program: Sequence[str], hosts: Sequence[str], job: Mapping[str, Any]
+) -> list[HostSpeed]:
+    """Return the speed of each host, which `program` measures. Raises LaunchError if the hosts cannot connect.
 
     `job` contains the device type and the backend of torch.
     """
     words = ("{node_rank}", "{nnodes}", "{master_addr}", "{master_port}")
-    argv = (sys.executable, "-m", SPEED_PROGRAM, json.dumps(job), *words)
+    argv = (*program, json.dumps(job), *words)
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
         envs = {"GLOO_SOCKET_IFNAME": "{interface}"}
         launch = Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=envs, timeout_seconds=SPEED_SECONDS)

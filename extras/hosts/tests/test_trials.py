@@ -18,15 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from flagcore_hosts import connection
 from flagcore_hosts.connection import agent_command
-from flagcore_hosts.launcher import HostsLauncher, HostsRunning, ssh_channel
+from flagcore_hosts.launcher import HostsLauncher, ssh_channel
+from flagcore_hosts.trials import HostsRunning
 
 from extras.hosts.tests.cluster.bed import HOST, missing
 from flagcore import plugins
 from flagcore.api.tuning.run_best import run_best
 from flagcore.domain.launch import Exit, Launch
-from flagcore.errors import HostLost, LaunchError
-from flagcore.launchers import connection, guard
+from flagcore.errors import HostLost, LaunchError, NoDevice
+from flagcore.launchers import guard
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from tests.launchers.processes import ended, marked, within
 
@@ -346,7 +348,7 @@ def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, ma
         launcher().start(launch("true", tmp_path / "trial", directory="/no/such/folder"))
     with pytest.raises(LaunchError, match="no-such-ssh"):
         launcher(a=lambda host: ["no-such-ssh"]).start(launch("true", tmp_path / "trial"))
-    with pytest.raises(LaunchError, match="no hosts"):
+    with pytest.raises(NoDevice, match="no hosts"):
         launcher().start(launch("true", tmp_path / "trial", hosts=()))
     with pytest.raises(LaunchError, match="/no/such"):
         launcher().start(launch("sleep 60", tmp_path / "trial", client=("/no/such",)))
@@ -516,7 +518,7 @@ def test_a_kept_agent_forks_trials_until_one_fails_and_no_program_that_is_unfit(
 def test_a_host_that_never_ends_its_trial_costs_only_its_trial(
     tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flagcore_hosts.launcher.START_SECONDS", 1.0)
+    monkeypatch.setattr("flagcore_hosts.trials.START_SECONDS", 1.0)
     beats = f"cat > /dev/null & echo '{READY}'; echo '{{\"started\": 1}}'; while sleep 1; do echo; done"
     host_launcher = launcher(b=lambda host: ["sh", "-c", beats.replace("echo;", "echo {};")])
     running = host_launcher.start(launch("true", tmp_path / "trial", hosts=("b",), timeout_seconds=1.0))

@@ -24,12 +24,11 @@ from flagcore.domain.engine import EngineSupport, device_variables
 from flagcore.domain.launch import Launch
 from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
 from flagcore.i18n import N_, _
-from flagcore.plugins import LoadedPlugins
+from flagcore.plugins import LoadedPlugins, benchmark
 from flagcore.report.page.run import tail
 from flagcore.tuner.calibration import Calibration, Calibrations
 from flagcore.tuner.stages.discover import best_chip
 
-PROGRAM = "flagcore.engines.microbench"
 SECONDS = 90.0
 LOAD_SECONDS = 0.5
 """Seconds in which the load of the processors is measured before the program starts."""
@@ -84,7 +83,7 @@ def _run_measurement(job: dict[str, Any], environment: dict[str, str]) -> dict[s
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         file, output = Path(folder, "job.json"), Path(folder, "found.json")
         file.write_text(json.dumps({**job, "output": str(output)}), encoding="utf-8")
-        argv, seconds = (sys.executable, "-m", PROGRAM, str(file)), 2.0 * job["seconds"] + GRACE_SECONDS
+        argv, seconds = (sys.executable, "-m", benchmark("kernels"), str(file)), 2.0 * job["seconds"] + GRACE_SECONDS
         try:
             trial = plugins.launcher("local").start(
                 Launch(argv=argv, folder=folder, environment=environment, timeout_seconds=seconds)
@@ -163,14 +162,13 @@ def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ..
     """
     detected_devices = loaded.devices()
     known_chips = [chip for device in detected_devices if (chip := loaded.find_chip(device.chip))]
-    engines = tuple(plugins.engines())  # flagcore's own engines come first
-    training_engine = next((name for name in engines if plugins.kind_of(name) == "train"), "")
+    training_engine = plugins.first_engine("train")
     if all(loaded.engine_support(chip, training_engine).shared_devices for chip in known_chips) and (
         uncatalogued_chip := uncatalogued(loaded)
     ):
         return (*uncatalogued_chip, training_engine)
     reasons = []
-    for engine in engines:
+    for engine in dict.fromkeys([training_engine, *plugins.engines()]):
         chip = best_chip(detected_devices, loaded, engine)
         support = loaded.engine_support(chip, engine)
         names_device = support.device_type is not None and support.distributed_backend is not None

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -90,7 +90,7 @@ def reading(reader: Telemetry | None) -> dict[str, Any]:
 
 def idle_bytes(loaded: LoadedPlugins, device: Device) -> float:
     """Return the memory in use on a device without tensors, in bytes. It is 0 if the chip is unknown."""
-    chip, engine = loaded.find_chip(device.chip), next(iter(plugins.engines()), "")
+    chip, engine = loaded.find_chip(device.chip), plugins.first_engine("train")
     model = loaded.memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=1), engine) if chip else None
     return float(model.device_used_bytes(np.zeros(1))[0]) if model else 0.0
 
@@ -109,6 +109,14 @@ def busy(device: Device, reader: Telemetry | None, idle: float = 0.0) -> str:
     return busy_reason(device, reader, found["figures"].get(MEMORY_IN_USE, nan), memory_bytes, idle)
 
 
+def host_check(files: Sequence[str], variables: Mapping[str, str] | None, *, compare: bool = True) -> HostCheck:
+    """Return what is checked on hosts. With `compare`, speeds are compared if the program for it is installed."""
+    speed: tuple[str, ...] = ()
+    with suppress(NoDevice):
+        speed = (sys.executable, "-m", plugins.benchmark("links")) if compare else ()
+    return HostCheck(report=REPORT, files=files, variables=variables, speed=speed)
+
+
 def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
     """Return one record per host of a host file: its problem, if any, its devices, versions and speed.
 
@@ -116,7 +124,7 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
     """
     lines = read_hosts(hostfile, file=str(hostfile))
     kinds, users = {line.host: line.kind for line in lines}, {line.host: line.user for line in lines if line.user}
-    return plugins.launcher(launcher).report_hosts(kinds, users, HostCheck(report=REPORT, variables={}))
+    return plugins.launcher(launcher).report_hosts(kinds, users, host_check((), {}))
 
 
 def main(arguments: Sequence[str]) -> None:

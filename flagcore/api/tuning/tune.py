@@ -27,12 +27,12 @@ from flagcore.api.inputs import (
     with_fidelity,
     write_spec,
 )
-from flagcore.api.managing.host_report import REPORT
+from flagcore.api.managing.host_report import host_check
 from flagcore.api.managing.report import save_report, save_report_of_engines
 from flagcore.api.planning.jobs import past_of_problem
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.api.tuning.watch import Watchers
-from flagcore.contracts import Event, HostCheck, OnEvent, Problem, Telemetry
+from flagcore.contracts import Event, OnEvent, Problem, Telemetry
 from flagcore.domain.chip import Device
 from flagcore.domain.files import writable, write
 from flagcore.domain.plan import Plan
@@ -163,12 +163,8 @@ class _EngineRun:
     def _use_hosts(self, agents: ExitStack) -> tuple[tuple[Device, ...], Callable[[Device], Telemetry | None]]:
         """Reserve the spec's hosts. Return their devices, and telemetry until `agents` ends. Raises NoDevice."""
         cluster = self.spec.cluster
-        check = HostCheck(
-            report=REPORT,
-            files=self._files(),
-            variables=self.spec.envs if isinstance(self.spec.work, TrainSpec) else None,
-            compare=self.spec.control.compare_hosts,
-        )
+        variables = self.spec.envs if isinstance(self.spec.work, TrainSpec) else None
+        check = host_check(self._files(), variables, compare=self.spec.control.compare_hosts)
         hosts = agents.enter_context(self.launcher.use_hosts(cluster, check))
         cluster = replace(cluster, hosts=hosts.names)
         identity = None if self.new else self.directory.identity()

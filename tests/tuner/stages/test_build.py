@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_megatron.adapter import WORKLOAD
 
 from flagcore.domain.engine import ForcedSetting, RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import Axis, Candidate, Merge, Rule, Space
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice, SpecError
 from flagcore.tuner.stages import build as build_module
 from flagcore.tuner.stages.build import build, check, legality, rejection_rules

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_megatron.adapter import WORKLOAD
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Chip, Device, Fact, Support
@@ -15,7 +16,6 @@ from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSettin
 from flagcore.domain.launch import Launch
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins

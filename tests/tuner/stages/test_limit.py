@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_megatron.adapter import WORKLOAD
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import Fact
@@ -12,7 +13,6 @@ from flagcore.domain.search_state import EXTRA_ROUNDS, SLACK, UNKNOWN_SECONDS
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Role, Shortened, TimeLimit, Trial, TrialState
-from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.i18n import choose, from_record
 from flagcore.tuner.feasibility import search_time
 from flagcore.tuner.stages.build import build

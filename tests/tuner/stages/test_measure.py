@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_megatron.adapter import WORKLOAD, Megatron
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device, Support
@@ -17,7 +18,6 @@ from flagcore.domain.secrets import REDACTED
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Measurement, Role, Shortened, TimeLimit, Trial, TrialState
-from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
 from flagcore.errors import FlagError
 from flagcore.tuner.stages.measure import EARLY_STOP_RATIO, measure
 from tests import small

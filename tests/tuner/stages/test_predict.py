@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_megatron.adapter import WORKLOAD
 
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.prediction import PART_NAMES
-from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages import predict as predict_module
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.predict import limit, predict, record

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import HostsLauncher
+from flagcore_megatron.adapter import Megatron
 
+from engines.megatron.tests.launch.test_probing import METRICS
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device
 from flagcore.domain.engine import EngineSupport
@@ -19,14 +21,12 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.prediction import Probe, RankMeasurement, RankPrediction, RankProbe
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import TimeLimit, TrialState
-from flagcore.engines.megatron.adapter import Megatron
 from flagcore.errors import HostLost
 from flagcore.launchers.local import LAUNCHER
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.tuner.devices import parallel_probe_ranks
 from flagcore.tuner.stages.probe import combine, probe
 from tests import small
-from tests.engines.megatron.launch.test_probing import METRICS
 
 TASK = small.task(devices=4)
 CANDIDATE = small.candidate(pipeline_model_parallel_size=4, data_parallel_size=1)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flagcore_megatron.adapter import WORKLOAD
 
 from flagcore.contracts import PruningRule
 from flagcore.domain.plan import count
@@ -12,7 +13,6 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY, Pruned
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, Space
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune_by_trials

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flagcore_megatron.adapter import WORKLOAD, Megatron
 
 from flagcore.contracts import Costs
 from flagcore.domain.launch import Exit, Launch
@@ -15,7 +16,6 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, KnobValue
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Measurement, Shortened, Trial, TrialState
-from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
 from flagcore.report.result import result
 from flagcore.tuner.stages.predict import predict_columns
 from flagcore.tuner.stages.shorten import FIXED_FACTOR, UNMODELLED_SHARE, scale_nodes, scale_steps, shorten

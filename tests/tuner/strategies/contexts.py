@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from flagcore_megatron import WORKLOAD
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.prediction import PastMeasurements, Predictions
 from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.engines.megatron import WORKLOAD
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.rank import learn

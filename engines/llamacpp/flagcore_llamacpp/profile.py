@@ -1,0 +1,336 @@
+"""llama.cpp: the user's own llama-server, or the server of the xllamacpp wheel with the same flags.
+
+Flags and defaults: llama.cpp `tools/server/README.md` (00dc8057). Sources of the rules: the same, and runs of the
+server of xllamacpp 2026.10.11549.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from importlib.util import find_spec
+
+import numpy as np
+from flagcore_serving.engine import Engine
+from flagcore_serving.launch.server import PORT, Instance, address
+from flagcore_serving.space import knobs
+from flagcore_serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
+from flagcore_serving.space.knobs import CONTEXT, KV, SPECULATION, Auto, or_default
+from flagcore_serving.space.program import Program
+from flagcore_serving.space.rules import (
+    check_images,
+    context_rules,
+    forbidden,
+    same_as_unset,
+    speculation_rules,
+    split_rules,
+)
+from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
+from flagcore_serving.space.weights import cache_bytes_per_token, unusable_weights
+
+from flagcore.domain.serving import EngineArg
+from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import FlagError, NoDevice
+from flagcore.spec.models import context_length
+from flagcore.vendorkit import installed
+from flagcore.vendorkit.installed import strip_dashes
+from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
+
+PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
+N_BATCH, N_UBATCH = "batch_size", "ubatch_size"
+SPLIT, LAYERS, UNIFIED = "split_mode", "n_gpu_layers", "kv_unified"
+NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")
+
+MAX_SLOTS, SLOT_GRAIN = 256, 256
+"""The maximum number of slots, and the multiple to which the context of a slot is rounded up."""
+UBATCH, HOST_CACHE_MIB = 512, 8192
+"""llama.cpp's defaults: tokens of a physical batch, and MiB of evicted prompts in the host's memory."""
+SPIN_COUNT = 10_000
+"""How often libgomp's threads check a barrier before they sleep. With libgomp's default, a server beside two busy
+processes on two cores took 2.5 times longer per iteration; with threads that sleep at once, 1.8 times longer on idle
+cores. With this value, the server was as fast as the better of both settings in each case (xllamacpp, two threads, 4
+and 16 sequences)."""
+PACKAGE = "xllamacpp"
+
+
+class LlamaProgram(Program):
+    """The user's own llama-server of any release, or the server of the xllamacpp wheel, whose flags are checked."""
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """See `Program`. `ctx-size` is the context of all slots, and a cache has two types, which are mostly equal."""
+        result = {self.full_name(strip_dashes(name)): value for name, value in args.items()}
+        keys, values = (result.get(f"cache-type-{part}") for part in ("k", "v"))
+        if keys == values and keys in self.cache_types:
+            del result["cache-type-k"], result["cache-type-v"]
+            result[KV] = keys
+        slots, total = (_int(result.get(name)) or 0 for name in (PARALLEL, "ctx-size"))
+        if slots > 0 and total and total % (slots * SLOT_GRAIN) == 0 and "kv-unified" not in result:
+            del result["ctx-size"]
+            result[CONTEXT] = total // slots
+        return result
+
+    def flags_of(self, spec: Spec) -> Collection[str]:
+        return FLAGS_BY_NAME if spec.serve.command is None else ()
+
+    def version(self, spec: Spec) -> str:
+        wheel = "" if spec.serve.command is not None else installed.package_version(sys.executable, PACKAGE)
+        return spec.serve.engine_version or wheel
+
+    def ready(self, spec: Spec) -> None:
+        serve = spec.serve
+        if serve.weights is None or not os.path.isfile(serve.weights):
+            fix = "set the path of a GGUF file; examples/tiny_gguf.py creates a small one"
+            raise unusable_weights(spec, "is not a file", fix)
+        self.parse(spec)
+        if serve.command is not None:
+            installed.find_command(spec, serve.command)
+        elif find_spec(PACKAGE) is None:
+            raise NoDevice(
+                f"{PACKAGE} is not installed; run pip install 'flagcore[llamacpp]', or set serve.command, such "
+                "as [llama-server]"
+            )
+        else:
+            installed.check_version(spec, installed.package_version(sys.executable, PACKAGE))
+
+
+def _batches(task: Task) -> tuple[int, ...]:
+    fixed = PROGRAM.split(task.spec).fixed.get(N_UBATCH)
+    return tuple(dict.fromkeys(max(size, _int(fixed) or 0) for size in (512, 2048)))
+
+
+SLOTS = Auto(
+    lambda task: knobs.powers_in_flight(task, count=6, maximum=MAX_SLOTS),
+    "six powers of two up to the requests in flight",
+)
+LAYERS_OF_DEVICES = Auto(
+    lambda task: (-1,) if Hardware.of(task).on_cores else (task.spec.model.num_layers + 1,), "all; on cores auto"
+)
+PROGRAM = LlamaProgram.read(
+    "flagcore_llamacpp",
+    {
+        "slots": SLOTS,
+        "layers": LAYERS_OF_DEVICES,
+        "batches": Auto(_batches, "512, 2048, and at least ubatch_size of engine_args"),
+    },
+)
+KNOBS = PROGRAM.knobs
+
+
+def total_context(task: Task) -> int:
+    """Return the total context of all slots in tokens, as set in `engine_args`, or 0 if it is not set there."""
+    return _int(PROGRAM.parse(task.spec).others.get("ctx-size")) or 0
+
+
+def slot_context(task: Task, context: int | None) -> int:
+    """Return the context of a slot in tokens: `context` or the longest request, rounded up to SLOT_GRAIN."""
+    return -(-(context or longest_request(task.spec.serve.loads, task.spec.model.vision)) // SLOT_GRAIN) * SLOT_GRAIN
+
+
+def slot_share(columns: Columns, total: int) -> IntArray:
+    """Return the context of one slot from the `total` of all slots: an even share, or all if the cache is unified."""
+    slots, on = columns[PARALLEL], PROGRAM.code(UNIFIED, "on")
+    is_unified = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
+    return np.where(is_unified, total, total // np.maximum(slots, 1))
+
+
+def host_cache_mib(task: Task) -> float:
+    """Return how many MiB of evicted prompts an instance may store in host memory.
+
+    The default is 0 if prompts never repeat, because storing them would only cost time.
+    """
+    cache_mib = _int(PROGRAM.parse(task.spec).others.get("cache-ram"))
+    if cache_mib is not None:
+        return cache_mib if cache_mib >= 0 else math.inf
+    return HOST_CACHE_MIB if any(load.trace or load.turns > 1 for load in task.spec.serve.loads) else 0
+
+
+def _trained_context(spec: Spec) -> int | None:
+    """Return the context with which the model was trained, llama.cpp's default, or None if the weights are missing."""
+    weights = spec.serve.weights
+    try:
+        return None if weights is None else context_length(weights)
+    except FlagError:
+        return None
+
+
+def settings(task: Task, columns: Columns) -> Settings:
+    """Return llama.cpp's effective settings for each candidate.
+
+    A slot corresponds to a sequence, and a logical batch to an iteration.
+    """
+    values = PROGRAM.columns(task, columns)
+    hardware, total = Hardware.of(task), total_context(task)
+    slots, batch = or_default(values[PARALLEL], AUTO_SLOTS), PROGRAM.values(values, N_BATCH)
+    context = or_default(values[CONTEXT], slot_context(task, None))
+    pool = np.full_like(slots, total) if total else slots * context
+    if trained := _trained_context(task.spec):  # all slots share it if their number is not set
+        is_trained_context = (values[PARALLEL] == 0) & (values[CONTEXT] == 0) & (total == 0)
+        context, pool = np.where(is_trained_context, trained, context), np.where(is_trained_context, trained, pool)
+    element = PROGRAM.element_bytes(values)
+    devices, all_layers = values[TP] * values[PP], task.spec.model.num_layers + 1  # the output head is the last layer
+    if hardware.on_cores:
+        share = hardware.share(values[INSTANCES])
+        devices = np.where(values[THREADS] > 0, np.minimum(values[THREADS], share), share)
+    return Settings.of(
+        task,
+        values,
+        devices=devices,
+        max_running=slots,
+        max_batched_tokens=batch,
+        pass_tokens=np.minimum(or_default(values[N_UBATCH], UBATCH), batch),
+        context_len=slot_share(values, total) if total else context,
+        graph_tokens=np.full_like(devices, GRAPH_TOKENS),
+        cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
+        cache_element_bytes=element,
+        on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
+        host_tokens=host_cache_mib(task) * 2**20 / (cache_bytes_per_token(task.spec.model, 1.0) * element),
+    )
+
+
+RUNNER = "flagcore_llamacpp.server"
+
+
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
+    spec = task.spec
+    other_args = PROGRAM.parse(spec).others
+    is_embedded = spec.serve.command is None and not spec.serve.elsewhere
+    command = (sys.executable, "-m", RUNNER) if is_embedded else PROGRAM.start_command(spec)
+    argv = [*command, "--model", spec.serve.weights or "", "--host", address(task), "--port", PORT, "--metrics"]
+    argv += knobs.arguments([knob for knob in KNOBS if knob.name != CONTEXT], values)
+    slots, context = _int(values.get(PARALLEL)), _int(values.get(CONTEXT))
+    if (slots or context) and not total_context(task):
+        argv += ["--ctx-size", str((slots or AUTO_SLOTS) * slot_context(task, context))]
+    if values.get(KV) is not None:
+        argv += ["--cache-type-k", str(values[KV]), "--cache-type-v", str(values[KV])]
+    if values.get(SPLIT) is None and count(values, TP) > 1:
+        argv += ["--split-mode", "row"]
+    if values.get(THREADS) is None and cores and count(values, INSTANCES) > 1:
+        argv += ["--threads", str(len(cores))]
+    if "cache-ram" not in other_args and not host_cache_mib(task) and not spec.serve.elsewhere:
+        argv += ["--cache-ram", "0"]
+    if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity"}:
+        argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
+    if values.get(SPECULATION) is None and SPECULATION in spec.space:  # the draft model is for other candidates
+        other_args = {name: value for name, value in other_args.items() if not name.startswith("spec-")}
+    argv += [word for name, value in other_args.items() for word in _flag(name, value)]
+    return Instance(argv=tuple(argv), environment={"GOMP_SPINCOUNT": str(SPIN_COUNT)})
+
+
+def _flag(name: str, value: EngineArg) -> Sequence[str]:
+    """Return a flag of `engine_args` as command-line words.
+
+    True becomes the bare flag, and False its opposite, unless the flag takes the values on and off. None becomes no
+    word.
+    """
+    flag = FLAGS_BY_NAME.get(name)
+    spelling = f"--{name}"
+    if value is None:
+        return ()
+    if not isinstance(value, bool):
+        return (spelling, *map(str, value if isinstance(value, list) else [value]))
+    if flag and (flag.kind == "on/off" or "on" in flag.words):
+        return (spelling, "on" if value else "off")
+    if value:
+        return (spelling,)
+    if flag and flag.off:
+        return ((flag.names if {spelling, f"-{name}"} & {*flag.off} else flag.off)[-1],)
+    positive = name.removeprefix("no-")
+    return () if positive in PROGRAM.reserved else (f"--{positive}" if positive != name else f"--no-{name}",)
+
+
+def _int(value: EngineArg) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return llama.cpp's legality rules for candidates."""
+    check_images(task, "mmproj")
+    hardware, total = Hardware.of(task), total_context(task)
+    return (
+        *split_rules(task, attention_and_experts=False),
+        *forbidden(task, PROGRAM),
+        Rule(
+            name="batch_holds_slots",
+            knobs=(PARALLEL, N_BATCH),
+            message=f"{N_BATCH} must be at least {PARALLEL}, or llama.cpp aborts",
+            broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < or_default(c[PARALLEL], AUTO_SLOTS)),
+        ),
+        Rule(
+            name="ubatch_in_batch",
+            knobs=(N_BATCH, N_UBATCH),
+            message=f"{N_UBATCH} must not exceed {N_BATCH} (default {PROGRAM.defaults[N_BATCH]})",
+            broken=lambda c: c[N_UBATCH] > PROGRAM.values(c, N_BATCH),
+        ),
+        Rule(
+            name="threads_on_cores",
+            knobs=(INSTANCES, THREADS, BATCH_THREADS),
+            message=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {hardware.cards} cores",
+            broken=lambda c: (
+                (np.maximum(c[THREADS], c[BATCH_THREADS]) > hardware.share(c[INSTANCES])) & hardware.on_cores
+            ),
+        ),
+        *context_rules(task, CONTEXT),
+        Rule(
+            name="context_grain",
+            knobs=(CONTEXT,),
+            message=f"{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up",
+            broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
+        ),
+        *((_slot_context(task, total),) if total else ()),
+        *speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "spec-draft-model", "draft-mtp"),
+    )
+
+
+def _slot_context(task: Task, total: int) -> Rule:
+    longest = longest_request(task.spec.serve.loads, task.spec.model.vision)
+    return Rule(
+        name="slot_context",
+        knobs=(PARALLEL, UNIFIED),
+        message=f"ctx-size = {total} over {PARALLEL} slots must be at least {longest} per slot, the longest request",
+        broken=lambda c: slot_share(c, total) < longest,
+    )
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return merges that ignore knobs without effect, and that treat llama.cpp's defaults as not set."""
+    hardware = Hardware.of(task)
+    default_codes = [PROGRAM.code(SPLIT, name) for name in ("none", "layer", "row")]
+
+    def batches(c: Columns) -> Columns:
+        default = np.minimum(UBATCH, PROGRAM.values(c, N_BATCH))
+        return {N_UBATCH: np.where(c[N_UBATCH] == default, 0, c[N_UBATCH])}
+
+    on_cores = Merge(
+        name="nothing_to_offload", knobs=(LAYERS,), canonical=lambda c: {LAYERS: np.full_like(c[LAYERS], -1)}
+    )
+    return (
+        Merge(
+            name="batch_threads_as_threads",
+            knobs=(THREADS, BATCH_THREADS),
+            canonical=lambda c: {BATCH_THREADS: np.where(c[BATCH_THREADS] == c[THREADS], 0, c[BATCH_THREADS])},
+        ),
+        *same_as_unset(PROGRAM),
+        Merge(
+            # TP and PP already imply these modes: none for one device, layer for stages, row for tensor parallelism.
+            name="split_by_default",
+            knobs=(SPLIT,),
+            canonical=lambda c: {SPLIT: np.where(np.isin(c[SPLIT], default_codes), 0, c[SPLIT])},
+        ),
+        Merge(name="ubatch_by_default", knobs=(N_BATCH, N_UBATCH), canonical=batches),
+        *((on_cores,) if hardware.on_cores else ()),
+    )
+
+
+WORKLOAD = Engine(
+    name="llamacpp",
+    where="flagcore_llamacpp.reports:REPORTS",
+    program=PROGRAM,
+    modules={PACKAGE: PACKAGE},
+    rules=rules,
+    merges=merges,
+    settings=settings,
+    server=_server,
+    split_by=PP,
+    host_times=(0.2e-3, 0.2e-3),  # a model of one layer on one core, 1 to 16 sequences; and the HTTP server of 16
+)

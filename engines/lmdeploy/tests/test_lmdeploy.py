@@ -1,0 +1,52 @@
+"""LMDeploy: knobs, rules, settings, the command line and what is read back, as its documentation has them."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_lmdeploy.profile import WORKLOAD
+from flagcore_serving.load.result import GENERATE
+from flagcore_serving.load.stream import Stream
+from flagcore_serving.load.traffic import body
+from flagcore_serving.space.weights import weight_bytes
+
+from engines.serving.tests.engines.tasks import planned, settings
+from flagcore.api.managing import inspection
+from flagcore.api.managing.inspection import doctor
+from flagcore.domain.spec import Task
+
+
+def cards(**arguments: Any) -> Task:
+    return planned("lmdeploy", **arguments)
+
+
+def test_the_cache_is_a_share_of_the_memory_without_weights() -> None:
+    task = cards(memory=24 * 2**30)
+    free = 24 * 2**30 - weight_bytes(task)
+    assert settings(task).cache_bytes == pytest.approx(0.8 * free)
+    assert settings(task, cache_max_entry_count="0.5").cache_bytes == pytest.approx(0.5 * free)
+    buffers = 2.0 * (8192 + 2 * 128) * task.spec.model.vocab_size
+    assert settings(task, backend="pytorch").cache_bytes == pytest.approx(0.8 * (free - buffers))
+    assert settings(task, kv_cache_type="int4").cache_element_bytes == 0.5
+
+
+def test_a_request_has_token_ids_and_a_streamed_answer() -> None:
+    sent = json.loads(body("m", np.array([5, 6, 7]), 2, GENERATE))
+    assert (sent["input_ids"], sent["max_tokens"], sent["ignore_eos"]) == ([5, 6, 7], 2, True)
+    stream = Stream()
+    for result, finish in ((1, None), (2, {"type": "length"})):
+        meta = {"prompt_tokens": 3, "completion_tokens": result, "finish_reason": finish}
+        event = json.dumps({"text": "a", "output_ids": [9], "meta_info": meta})
+        stream.feed(f"data: {event}\n\n".encode(), 10.0 + result)
+    stream.feed(b"data: [DONE]\n\n", 12.0)
+    answer = stream.answer(sent_s=10.0, start_s=0.0, input_tokens=3, output_tokens=2, target=0)
+    assert (answer.ttft_s, answer.tpot_s) == (1.0, 1.0)
+
+
+def test_untested_support_is_reported_to_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "version", lambda name: "0.18.1")
+    (part,) = [part for part in doctor() if part["name"] == "lmdeploy"]
+    assert (part["ok"], part["fix"]) == ("untested", WORKLOAD.untested)
+    on_chip = [part["ok"] for part in doctor() if "lmdeploy on this chip" in part["for"]]
+    assert True not in on_chip

@@ -1,0 +1,18 @@
+"""The engine Megatron: its knobs and their rules, its flags, predictions and trials.
+
+The adapter is imported only when it is used. A trial process, which only needs `trial`, starts sooner without it.
+"""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from flagcore_megatron.adapter import WORKLOAD
+
+__all__ = ["WORKLOAD"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "WORKLOAD":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flagcore_megatron.adapter import WORKLOAD
+
+    return WORKLOAD

@@ -1,0 +1,205 @@
+"""Megatron as a workload of the core.
+
+For any model, a larger micro-batch and an unsharded gradient buffer or optimizer need more memory. Sequence parallelism
+adds a buffer, which may be larger than the memory that it saves when layers are recomputed in full.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flagcore import contracts
+from flagcore.domain.knob import Knob
+from flagcore.domain.launch import FailurePattern, Start
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import AUTO, ImportNote, SettingValue, Spec, Task
+from flagcore_megatron import predict as prediction
+from flagcore_megatron import probing, reading, start
+from flagcore_megatron.command import checks
+from flagcore_megatron.command.user_command import starts_megatron
+from flagcore_megatron.layers.split import SPLIT
+from flagcore_megatron.mixed import meshes
+from flagcore_megatron.mixed import planner as mesh_planner
+from flagcore_megatron.mixed.rules import merges_with_meshes, with_meshes
+from flagcore_megatron.space import knobs as knob_rows
+from flagcore_megatron.space import options, production
+from flagcore_megatron.space import rules as legality
+from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns, in_space
+from flagcore_megatron.space.rules import CP, DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
+
+
+class UselessSelectiveRecompute:
+    """A rule that excludes selective recompute of only the attention core, which flash attention always recomputes."""
+
+    name = "selective_recompute_with_flash_attention"
+    message = "flash attention stores no attention core, so recomputing it costs time and saves nothing"
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        selective: BoolArray = columns["recompute_granularity"] == SELECTIVE
+        return selective
+
+
+class Megatron(contracts.Workload):
+    """Training with megatron-core, or with a user's own Megatron-LM command."""
+
+    name = "megatron"
+    kind = "train"
+    knobs: tuple[Knob, ...] = knob_rows.KNOBS
+    modules: Mapping[str, str] = start.MODULES
+
+    columns = staticmethod(knob_rows.columns)
+    published = staticmethod(production.published)
+    read_probe = staticmethod(probing.read_probe)
+    axes = staticmethod(knob_rows.axes)
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        options.check(task, options.settings_in_force(task.spec))
+        # Assumed settings are used only by candidates for which they are legal, so they make no candidate illegal.
+        of_settings = (rule for rule in legality.settings_with_rules(task) if rule.name not in task.spec.train.assumed)
+        return with_meshes(task, (*legality.rules(task), *of_settings))
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        return merges_with_meshes(task, legality.merges(task))
+
+    bound_knobs = tuple(knob.name for knob in SPACE_KNOBS if knob.name not in meshes.RECOMPUTE_KNOBS)
+    least_seconds = staticmethod(prediction.least_seconds)
+    least_share = staticmethod(prediction.least_share)
+    in_space = staticmethod(in_space)
+    labels = prediction.LABELS
+    predict = staticmethod(prediction.predict)
+    components = staticmethod(prediction.components)
+    rank = staticmethod(prediction.rank_figures)
+    pipelines = staticmethod(prediction.pipelines)
+    stage_layers = staticmethod(prediction.stage_layers)
+    sizes = staticmethod(prediction.sizes)
+    parts = staticmethod(prediction.model_parts)
+
+    check_values = staticmethod(checks.check_values)
+    spec_warnings = staticmethod(checks.spec_warnings)
+    job_warnings = staticmethod(checks.job_warnings)
+
+    replicas = DP
+    shorter_batch = staticmethod(start.shorter_batch)
+
+    ready = staticmethod(start.ready)
+    launch = staticmethod(start.launch)
+    progress = staticmethod(reading.progress)
+    read = staticmethod(reading.read)
+    step_limit = staticmethod(reading.step_limit)
+    command_changes = staticmethod(checks.command_changes)
+    starts = staticmethod(starts_megatron)
+    as_in_production = staticmethod(production.as_in_production)
+    unusual = staticmethod(production.unusual)
+    assumed = staticmethod(production.assumed)
+    runs_as = staticmethod(production.runs_as)
+    derived_knobs: Collection[str] = (meshes.MESHES,)
+    with_derived_values = staticmethod(mesh_planner.with_meshes)
+    values_alone = staticmethod(mesh_planner.values_alone)
+    splits = staticmethod(meshes.splits)
+    as_installed = staticmethod(start.as_installed)
+    installation_notes = staticmethod(start.installation_notes)
+    ready_to_probe = staticmethod(probing.ready_to_probe)
+    work_parts: Collection[str] = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
+    stage_ranks = staticmethod(probing.stage_ranks)
+    probe_ranks = staticmethod(probing.probe_ranks)
+    probe_launch = staticmethod(probing.probe_launch)
+
+    def pruning_rules(self, task: Task) -> tuple[contracts.PruningRule, ...]:
+        only_core = options.recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
+        return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        other = candidate_columns(candidate.as_dict())
+        same = (columns[SP] == other[SP]) | ((_recompute_level(columns) < 2) & (_recompute_level(other) < 2))
+        result: BoolArray = _ordered_at_least(columns, other, MEMORY_ORDER) & _recomputes_at_most(columns, other) & same
+        return result
+
+    def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        other = candidate_columns(candidate.as_dict())
+        return _ordered_at_least(columns, other, {}) & _recomputes_at_most(other, columns)
+
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        """Return the values that an expert would consider, for each knob.
+
+        The values are all sizes of TP, PP, DP and EP, sizes of CP with USUAL_TOKENS per rank, micro-batch size 1,
+        and the distributed optimizer and full recompute on and off.
+        """
+        neutral: dict[str, tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
+        auto = (DP, TP, PP, EP, SP, DIST_OPT, RECOMPUTE)
+        neutral[SPLIT] = (None, "balanced")
+        most = task.spec.train.seq_length // production.USUAL_TOKENS
+        neutral[CP] = tuple(1 << power for power in range(max(most.bit_length(), 1)))
+        recompute: tuple[tuple[KnobValue, ...], ...] = (("full",), ("uniform",), (1,))
+        full = dict(zip(meshes.RECOMPUTE_KNOBS[1:], recompute, strict=True))
+        return {**neutral, **dict.fromkeys(auto, AUTO), **full}
+
+    def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
+        """Return the row of the candidate in `columns` with the smallest TP x PP x CP that fits in memory.
+
+        Full recompute counts like twice the size. If no candidate fits, return the row of the one that needs the least
+        memory. Candidates whose TP groups and expert groups are each inside a node, then those with at most LONG_TOKENS
+        per CP rank, and then those with an even split, come first. Ties prefer, in this order: no recompute, a smaller
+        CP and EP, no distributed optimizer, TP over PP, and sequence parallelism.
+        """
+        missing_bytes = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
+        size = columns[TP] * columns[PP] * columns[CP] * (1 + columns[RECOMPUTE])
+        ties = [columns[name] for name in (RECOMPUTE, CP, EP, DIST_OPT, PP)]
+        crosses = np.maximum(columns[TP], columns[EP]) > task.cluster.linked_devices
+        tokens = np.maximum(task.spec.train.seq_length / columns[CP], production.LONG_TOKENS)
+        keys = (missing_bytes, crosses, tokens, columns[SPLIT], size, *ties, -columns[SP])
+        return int(np.lexsort(keys[::-1])[0])
+
+    def read_flags(self, text: str, spec: Spec) -> tuple[str, Mapping[str, SettingValue], Sequence[str]]:
+        from flagcore_megatron.importing.command import read_flags
+
+        return read_flags(text, spec)
+
+    def read_command(
+        self, start: Start, directory: Path, model: str | None
+    ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+        from flagcore_megatron.importing.command import spec_of_command  # other commands do not need it
+
+        return spec_of_command(start, directory, model)
+
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        return reading.FAILURES
+
+
+MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}
+"""How the values of each knob are ordered by memory. The knobs of recompute are not included."""
+
+
+def _ordered_at_least(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolArray:
+    plain = [knob.name for knob in SPACE_KNOBS if knob.name not in order and knob.name not in meshes.RECOMPUTE_KNOBS]
+    equal = [columns[knob] == other[knob] for knob in plain]
+    above = [(columns[knob] - other[knob]) * sign >= 0 for knob, sign in order.items()]
+    result: BoolArray = np.logical_and.reduce([*equal, *above])
+    return result & (columns[meshes.MESHES] == 0) if meshes.MESHES in columns else result
+
+
+def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
+    """Return a mask of the candidates for which the columns `less` recompute at most as much as the columns `more`.
+
+    They then recompute nothing, the same, or at most as many layers by block recompute.
+
+    Selective and full recompute have no order: full recompute of some layers keeps the attention scores of the others.
+    """
+    low, high = _recompute_level(less), _recompute_level(more)
+    same_method = less["recompute_method"] == more["recompute_method"]
+    layers, others = less["recompute_num_layers"], more["recompute_num_layers"]
+    block = (less["recompute_method"] == BLOCK) & (layers <= others)
+    same: BoolArray = same_method & ((layers == others) | block)
+    result: BoolArray = (low == 0) | ((low == high) & same)
+    return result
+
+
+def _recompute_level(columns: Columns) -> IntArray:
+    """Return a code for each candidate: 0 for no recompute, 1 for selective and 2 for full recompute."""
+    level: IntArray = columns["use_recompute"] * columns["recompute_granularity"]
+    return level
+
+
+WORKLOAD = Megatron()

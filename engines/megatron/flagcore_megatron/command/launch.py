@@ -1,0 +1,272 @@
+"""Starts a candidate with a user's own command: as a trial without side effects, or as the real job.
+
+For a spec without a command, it builds the launch of Megatron-LM that `best.sh` runs.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from flagcore.contracts import Platform
+from flagcore.domain.launch import Launch
+from flagcore.domain.model import Model
+from flagcore.domain.secrets import is_secret, redact_arguments, redact_data
+from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import SLOTS, Spec, Task
+from flagcore.errors import LaunchError
+from flagcore.spec.plain_data import package_yaml
+from flagcore.spec.script import SHELLS
+from flagcore_megatron.command.arguments import Argument
+from flagcore_megatron.command.trial import (
+    RENDEZVOUS_OPTIONS,
+    Change,
+    ChangedCommand,
+    limit_to_trial,
+    replaced_arguments,
+    set_arguments,
+    set_launch_options,
+)
+from flagcore_megatron.command.user_command import (
+    Option,
+    UserCommand,
+    argument_table,
+    environment,
+    expand_command,
+    flags,
+    readable_command,
+    release_of,
+    user_command,
+)
+from flagcore_megatron.mixed import hetero
+from flagcore_megatron.mixed.hetero import NOT_PASSED, PROGRAM, Mixed
+from flagcore_megatron.mixed.meshes import SIZES
+from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS
+from flagcore_megatron.space.rules import DIST_OPT
+
+ARGUMENTS_FILE = "arguments.json"
+"""A file in a trial's folder that contains its command and the differences from the user's command."""
+OF_HOST = re.compile("((PET_)?(NODE_RANK|MASTER_ADDR|MASTER_PORT|NNODES)|SLURM_.*|.*_(IFNAME|HCA))$")
+"""Variables that have other values on each host, unless the spec sets them."""
+
+
+def own_launch(
+    platform: Platform, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None, *, for_real: bool
+) -> Launch:
+    """Return the launch of the user's own command with a candidate's knob `values`.
+
+    `mixed`: the candidate as a mixed job.
+
+    With `for_real`, the launch is the real job instead of a trial. If the command does not start Megatron-LM, the
+    candidate's flags replace the word `{flags}` or are appended. Raises SpecError for a script that cannot be read,
+    LaunchError if `arguments.json` cannot be written.
+    """
+    spec, train, knob_variables = platform.task.spec, platform.task.spec.train, environment(values)
+    variables = {**platform.environment, **knob_variables}
+    command = user_command(spec, variables)
+    if command is None:
+        assert train.command is not None
+        flag_words = flags(values, spec, None if for_real else spec.control.train_iters)
+        argv = expand_command(train.command, values, flag_words, folder)
+        return Launch(argv=argv, folder=folder, environment=knob_variables, directory=train.directory)
+    if not for_real:
+        changed = trial_command(platform.task, command, values, folder, mixed)
+        launch = _launch(changed.command, values, folder, {**variables, **spec.envs})
+        launch = replace(launch, hosts=_hosts_of(platform.task, mixed))
+        _write_record(launch, changed.changes, folder)
+        return launch
+    words, dests = _arguments(spec, command, values, mixed)
+    table = argument_table(spec, command)
+    replaced = replaced_arguments(command, table, dests)
+    starts_all = spec.on_each_host and any(Path(word).name == "srun" for word in command.prefix)
+    can_rerun = command.skipped is not None and not starts_all  # otherwise each host would start all hosts
+    if can_rerun and (script := rerun(spec, command, replaced, words, variables)):
+        argv = expand_command(script, values, (), folder)
+        return Launch(argv=argv, folder=folder, environment=knob_variables, directory=train.directory, own_script=True)
+    real = set_arguments(command, table, dests, words).command
+    if command.skipped is not None and spec.on_each_host and spec.cluster.nodes > 1:
+        real = _of_each_host(real, spec)
+    return _launch(real, values, folder, {**variables, **spec.envs})
+
+
+def _of_each_host(command: UserCommand, spec: Spec) -> UserCommand:
+    """Return a command that a script starts here as that of each host, with the rank and the addresses of the host."""
+    own = {name: value for name, value in command.environment.items() if name in spec.envs or not OF_HOST.match(name)}
+    prefix = () if any(Path(word).name == "srun" for word in command.prefix) else command.prefix
+    names = ("nnodes", "node-rank", "master-addr", "master-port")
+    words = [Option(name=name, words=(f"--{name}={{{name.replace('-', '_')}}}",)) for name in names]
+    kept = [option for option in command.options if option.name not in (*names, *RENDEZVOUS_OPTIONS)]
+    options = (*words, *kept) if command.launcher else command.options
+    return replace(command, environment=own, prefix=prefix, options=options)
+
+
+def trial_command(
+    task: Task, command: UserCommand, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None
+) -> ChangedCommand:
+    """Return the user's command, changed to a trial in `folder` with the knob `values` and without side effects."""
+    table, (words, dests) = argument_table(task.spec, command), _arguments(task.spec, command, values, mixed)
+    with_knobs = set_arguments(command, table, dests, words)
+    groups, run = task.cluster.groups, str(Path(folder).parent.parent)
+    limited = limit_to_trial(with_knobs.command, table, task.spec.control.train_iters, run)
+    nodes = sum(group.nodes for group in groups)
+    devices = SLOTS if len(groups) > 1 else groups[0].devices_per_node
+    on_each_host = task.spec.on_each_host
+    launched = set_launch_options(limited.command, devices, nodes, folder, on_each_host=on_each_host)
+    return ChangedCommand(command=launched.command, changes=(*with_knobs.changes, *limited.changes, *launched.changes))
+
+
+def _hosts_of(task: Task, mixed: Mixed | None) -> tuple[str, ...]:
+    """Return the hosts of the node groups that a mixed job uses, or no hosts if it uses all groups."""
+    groups = task.cluster.groups
+    if mixed is None or len(mixed.groups) == len(groups):
+        return ()
+    of_groups = (number for number, group in enumerate(groups) for _ in range(group.nodes))
+    hosts = zip(task.spec.cluster.hosts, of_groups, strict=False)
+    return tuple(host for host, group in hosts if group in mixed.groups)
+
+
+def _arguments(
+    spec: Spec, command: UserCommand, values: Mapping[str, KnobValue], mixed: Mixed | None = None
+) -> tuple[list[str], set[str]]:
+    """Return the arguments of a candidate, and the argparse destinations of the user's arguments to replace."""
+    train = replace(spec.train, engine_version=release_of(spec, command))
+    if mixed is not None:
+        settings = {name: value for name, value in train.settings.items() if name not in hetero.NOT_PASSED}
+        train = replace(train, settings=settings)
+        values = {name: value for name, value in values.items() if name not in hetero.NOT_PASSED}
+        values[SIZES["pp"]] = mixed.stages
+    table, words = argument_table(spec, command), flags(values, replace(spec, work=train), None)
+    knobs = [*SPACE_KNOBS, *(BY_NAME[name] for name in train.settings)]
+    if mixed is not None:
+        knobs = [knob for knob in knobs if knob.name not in hetero.NOT_PASSED]
+        words += mixed.words
+    if values.get("data_parallel_size") == 1 and not values.get(DIST_OPT):  # the user's flag has no effect, and stays
+        knobs = [knob for knob in knobs if knob.name != DIST_OPT]
+    names = [name for knob in knobs for flag in knob.flags for name in (flag.name, flag.off) if name]
+    specs = [table.find(f"--{name}") for name in names] + [argument.spec for argument in table.parse(words)[0]]
+    specs += [table.find(flag) for flag in hetero.REPLACED] if mixed is not None else []
+    return words, {spec.dest for spec in specs if spec}
+
+
+def _launch(command: UserCommand, values: Mapping[str, KnobValue], folder: str, variables: Mapping[str, str]) -> Launch:
+    """Return the launch of a command. Variables that the user's script sets take precedence over `variables`."""
+    overrides = {
+        name: value for name, value in sorted(command.environment.items()) if name in variables and not is_secret(name)
+    }
+    prefix = ("env", *(f"{name}={value}" for name, value in overrides.items())) if overrides else ()
+    argv = expand_command((*prefix, *command.words), values, (), folder)
+    other_variables = {name: value for name, value in command.environment.items() if name not in overrides}
+    launch_variables = {**environment(values), **other_variables}
+    skipped = command.skipped
+    return Launch(
+        argv=argv, folder=folder, environment=launch_variables, directory=command.directory, leaves_out=skipped
+    )
+
+
+def _write_record(launch: Launch, changes: Sequence[Change], folder: str) -> None:
+    record = {
+        "argv": list(redact_arguments(launch.argv)),
+        "changes": redact_data([asdict(change) for change in changes]),
+        "skipped": list(launch.leaves_out or ()),
+    }
+    file = Path(folder, ARGUMENTS_FILE)
+    try:
+        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        file.write_text(text, encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
+
+
+WRAPPER_PROGRAMS = ("nohup", "setsid", "env", "srun", "mpirun")
+"""Programs through which a script may start the training program."""
+SHELL_TEMPLATE = files(__package__).joinpath("shadow.bash").read_text("utf-8").rstrip()
+"""Shell functions that shadow the programs in a script which may start the training program.
+
+They replace the program's arguments, and are exported to all bash processes of the script."""
+
+
+def rerun(
+    spec: Spec, command: UserCommand, replaced: Iterable[Argument], values: Sequence[str], variables: Mapping[str, str]
+) -> tuple[str, ...] | None:
+    """Return a command that runs the script of `spec` with `values` in place of the arguments `replaced`.
+
+    `command` is what the script starts. Returns None if the script, when it is traced again, starts something else.
+    """
+    words = spec.train.command or ()
+    script = words[1:] if Path(words[0]).name in SHELLS else words
+    argv = ("bash", "-c", _shell_functions(command, replaced, values), "best", "bash", *script)
+    trace = readable_command(replace(spec, work=replace(spec.train, command=argv)), variables)
+    if trace is None or trace.program != command.program or trace.arguments[-len(values) :] != tuple(values):
+        return None
+    count = len(command.arguments) - sum(map(_word_count, replaced)) + len(values)
+    return argv if len(trace.arguments) == count else None
+
+
+def _shell_functions(command: UserCommand, replaced: Iterable[Argument], values: Sequence[str]) -> str:
+    names = dict.fromkeys((command.words[0], *WRAPPER_PROGRAMS))
+    cases: dict[int, dict[str, None]] = {}
+    for argument in replaced:
+        cases.setdefault(_word_count(argument), {})[argument.flag] = None
+        if argument.spec.values != 0:
+            cases.setdefault(1, {})[f"{argument.flag}=*"] = None
+    return SHELL_TEMPLATE.format(
+        program=shlex.quote(Path(command.program[-1]).name),
+        cases="\n        ".join(f"{' | '.join(flags)}) skip={count} ;;" for count, flags in cases.items()) or "-) ;;",
+        values=" ".join(word if word == shlex.quote(word) else f'"{word}"' for word in values),
+        functions="\n".join(f'{name}() {{ flagcore_start {name} "$@"; }}' for name in names),
+        names=" ".join(names),
+    )
+
+
+def _word_count(argument: Argument) -> int:
+    return argument.end - argument.position
+
+
+REFERENCE: Mapping[str, Any] = package_yaml(__package__, "reference.yaml")
+"""The arguments of a job without a command."""
+
+
+def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None) -> Launch:
+    """Return the launch of `pretrain_gpt.py` with the arguments of the model, the precision and the candidate.
+
+    For a mixed job, FlagScale's program is started instead.
+    """
+    spec, group = task.spec, task.cluster.groups[0]
+    train, nodes = spec.train, sum(each.nodes for each in task.cluster.groups)
+    addresses = ["--master-addr={master_addr}", "--master-port={master_port}"]
+    rendezvous = ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", "--node-rank={node_rank}", *addresses]
+    program = "pretrain_gpt.py" if mixed is None else PROGRAM
+    argv = ["torchrun", *rendezvous, f"--nproc-per-node={group.devices_per_node}", program]
+    argv += model_arguments(spec.model)
+    argv += ["--max-position-embeddings", str(train.seq_length), *REFERENCE["precisions"][train.precision]]
+    argv += ["--transformer-impl", train.implementation] if train.implementation else []
+    if mixed is None:
+        argv += flags(values, spec, None)
+    else:
+        values = {name: value for name, value in values.items() if name not in NOT_PASSED}
+        argv += [*flags({**values, SIZES["pp"]: mixed.stages}, spec, None), *mixed.words]
+    return Launch(argv=tuple(argv), folder=folder, missing=REFERENCE["missing"], sample=tuple(REFERENCE["sample"]))
+
+
+def model_arguments(model: Model) -> list[str]:
+    """Return Megatron-LM's arguments for a model: a decoder with RMSNorm, rotary embeddings and no biases."""
+    is_latent, has_experts, dense = model.multi_latent_attention, model.num_moe_experts, model.moe_first_dense_layers
+    names = [*REFERENCE["sizes"], *(REFERENCE["latent_sizes"] if is_latent else ())]
+    names += REFERENCE["expert_sizes"] if has_experts else []
+    switches = [name for name in REFERENCE["switches"] if getattr(model, name)]
+    sizes = {name: getattr(model, name) for name in names}
+    if has_experts and dense:
+        sizes["moe_layer_freq"] = f"([0]*{dense}+[1]*{model.num_layers - dense})"
+    if model.num_query_groups != model.num_attention_heads and not is_latent:
+        sizes["num_query_groups"] = model.num_query_groups
+        switches.append("group_query_attention")
+    words = [word for name, size in sizes.items() if size for word in (_flag(name), str(size))]
+    return [*words, *REFERENCE["fixed"], *map(_flag, switches)]
+
+
+def _flag(name: str) -> str:
+    return f"--{REFERENCE['spellings'].get(name, name).replace('_', '-')}"

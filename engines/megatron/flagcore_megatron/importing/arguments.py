@@ -1,0 +1,317 @@
+"""Megatron's arguments by name, from a command or another tool's file, and what they mean for a spec.
+
+They determine a baseline, the options of the job, and the shape of the model with Megatron's defaults.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from flagcore.errors import join_errors
+from flagcore.spec.importing import Notes
+from flagcore_megatron.layers.split import SPLIT
+from flagcore_megatron.space.knobs import LOADER
+
+TABLES: Any = yaml.load(files(__package__).joinpath("arguments.yaml").read_text("utf-8"), LOADER)
+
+
+class Flags:
+    """Megatron's arguments by name: the last part of a key, with underscores. If a name is repeated, the last is used.
+
+    `entries` are full keys and values. Nulls and empty mappings count as missing. `usual_key` is the key to report for
+    a missing argument; it contains `{name}` or `{flag}`.
+    """
+
+    def __init__(self, source: Notes, entries: Iterable[tuple[str, Any]], usual_key: str = "--{flag}") -> None:
+        self.source, self._usual_key = source, usual_key
+        self._arguments: dict[str, tuple[str, Any]] = {}
+        for key, value in entries:
+            if value is None or value == {}:
+                continue
+            if previous := self._arguments.get(name := flag_name(key)):
+                source.note(previous[0], f"dropped ({previous[1]}): {key} comes later")
+            self._arguments[name] = (key, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a flag, or `default` if it is missing."""
+        return self._arguments.get(name, ("", default))[1]
+
+    def has(self, name: str) -> bool:
+        """Return whether the arguments contain a flag."""
+        return name in self._arguments
+
+    def names(self) -> list[str]:
+        """Return the names of all flags."""
+        return list(self._arguments)
+
+    def key(self, name: str) -> str:
+        """Return the full key of a flag, or `usual_key` for a missing flag."""
+        usual_key = self._usual_key.format(name=name, flag=name.replace("_", "-"))
+        return self._arguments.get(name, (usual_key, None))[0]
+
+    def note(self, name: str, text: str, at: str = "") -> None:
+        """Add an import note about a flag."""
+        self.source.note(self.key(name), text, at)
+
+
+def flag_name(key: str) -> str:
+    """Return the name of the flag for a key: the last part of the key, with underscores."""
+    return key.rpartition(".")[2].lstrip("-").replace("-", "_")
+
+
+SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+)
+"""The parallel sizes, in the order in which a baseline lists them."""
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+
+
+def baseline_of(flags: Flags, has_experts: bool, *, on_meshes: bool = False) -> dict[str, Any]:
+    """Return the knobs in Megatron's arguments as a baseline. Missing knobs are off or 1.
+
+    With `on_meshes`, the sizes are those of meshes, not of the whole job.
+    """
+    baseline = {key: value for key in SIZES if (value := flags.get(key)) not in (None, 0)}
+    if per_stage := _layers_of_virtual_stages(flags, baseline.get("pipeline_model_parallel_size", 1)):
+        baseline["num_layers_per_virtual_pipeline_stage"] = per_stage
+    if not has_experts and (experts := baseline.pop("expert_model_parallel_size", None)) is not None:
+        flags.note(
+            "expert_model_parallel_size", f"dropped ({experts}): the model has no experts", "auto_tuner.baseline"
+        )
+    baseline["micro_batch_size"] = flags.get("micro_batch_size", 1)
+    baseline["use_distributed_optimizer"] = bool(flags.get("use_distributed_optimizer"))
+    if sequence := flags.get("sequence_parallel"):
+        if baseline.get("tensor_model_parallel_size", 1) == 1 and not on_meshes:
+            text = "off in the baseline: it needs tensor parallelism"
+            flags.note("sequence_parallel", text, "auto_tuner.baseline")
+        else:
+            baseline["sequence_parallel"] = True
+    elif sequence is not None:
+        baseline["sequence_parallel"] = False
+    baseline |= _recompute(flags)
+    return baseline
+
+
+def _layers_of_virtual_stages(flags: Flags, stages: object) -> int:
+    """Return the number of layers per virtual stage if the arguments give the number of virtual stages; else 0."""
+    virtual, layers = flags.get("num_virtual_stages_per_pipeline_rank"), flags.get("num_layers")
+    if type(virtual) is not int or type(layers) is not int or type(stages) is not int or virtual < 1 or stages < 1:
+        return 0
+    return 0 if layers % (virtual * stages) else layers // (virtual * stages)
+
+
+def _recompute(flags: Flags) -> dict[str, Any]:
+    """Return the recompute knobs. Block recompute of 0 layers is off.
+
+    `recompute_activations` means selective, as in Megatron-LM core_v0.15 `validate_args` (training/arguments.py).
+    """
+    knobs = {name: value for name in RECOMPUTE if (value := flags.get(name)) is not None}
+    if flags.get("recompute_activations"):
+        knobs = {**knobs, RECOMPUTE[0]: "selective"}
+    if flags.get("checkpoint_activations"):  # the name of old releases
+        knobs = {RECOMPUTE[0]: "full", RECOMPUTE[1]: "uniform", RECOMPUTE[2]: 1, **knobs}
+    if RECOMPUTE[0] not in knobs:
+        return {"use_recompute": False}
+    if knobs[RECOMPUTE[0]] == "full":
+        knobs.setdefault(RECOMPUTE[2], 1)  # the default of old releases; others require it
+    if knobs.get("recompute_num_layers") == 0:
+        if knobs.get("recompute_method") == "block":
+            flags.note("recompute_num_layers", "0: nothing is recomputed", "auto_tuner.baseline")
+            return {"use_recompute": False}
+        flags.note("recompute_num_layers", "dropped (0): it must be at least 1", "auto_tuner.baseline")
+        del knobs["recompute_num_layers"]
+    return {"use_recompute": True, **knobs}
+
+
+def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
+    """Return why the parallel sizes of a job do not fit its devices, batch or layers, or an empty string."""
+    tensor, stages, context = (baseline.get(key, 1) for key in SIZES[:3])
+    shape = (model["num_layers"], model["num_attention_heads"])
+    numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], *shape)
+    if not all(type(each) is int and each > 0 for each in numbers):
+        return ""  # the rules of the spec report such values
+    if not devices or devices % (tensor * stages * context):
+        return f"TP {tensor} x PP {stages} x CP {context} does not divide {devices} devices"
+    if model["num_attention_heads"] % tensor:
+        return f"TP {tensor} does not divide {model['num_attention_heads']} attention heads"
+    experts, expert_size = model.get("num_moe_experts"), baseline.get("expert_model_parallel_size", 1)
+    if type(experts) is int and type(expert_size) is int and expert_size > 0 and experts % expert_size:
+        return f"EP {expert_size} does not divide {experts} experts"
+    if type(expert_size) is int and expert_size > 0 and devices % (expert_size * stages):
+        return f"EP {expert_size} x PP {stages} does not divide {devices} devices"
+    samples = devices // (tensor * stages * context) * baseline["micro_batch_size"]
+    if train["global_batch_size"] % samples:
+        return f"{samples} samples at once do not divide a global batch of {train['global_batch_size']}"
+    has_split = any(re.match("num_layers_in_|account_for_|.*layout", key) for key in train.get("settings", {}))
+    if model["num_layers"] % stages and not (has_split or baseline.get(SPLIT)):
+        return f"{model['num_layers']} layers cannot be split evenly over {stages} stages"
+    return ""
+
+
+def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
+    """Return the keys of `train` that a spec needs in addition to the command.
+
+    With `on_meshes`, each mesh has its own recompute.
+    """
+    result: dict[str, Any] = {"precision": _precision(flags)}
+    has_flash, backend = flags.get("use_flash_attn", flags.get("use_flash_attention")), flags.get("attention_backend")
+    if backend in ("unfused", "local") or (has_flash is False and flags.get("transformer_impl") == "local"):
+        result["attention"] = "unfused"
+    elif backend in ("flash", "fused") or (backend is None and has_flash):
+        result["attention"] = "flash"
+    for key in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+        if (layers := flags.get(key)) is not None:
+            flags.note(key, f"{layers} applies to all candidates: only pipelines that it fits are tried", "train")
+    for name in flags.names():
+        of_mesh = on_meshes and name.endswith("_per_stage_micro_batch")
+        if why := next((why for part, why in TABLES["not_predicted"].items() if part in name and not of_mesh), ""):
+            flags.note(name, f"not in the predictions: {why}", "train")
+    dropouts = dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.1)  # Megatron's defaults
+    settings: dict[str, Any] = {name: value for name, value in dropouts.items() if not flags.has(name)}
+    if flags.get("peft_type") is not None:
+        settings["trainable"] = "adapters"
+    return {**result, **({"settings": settings} if settings else {})}
+
+
+def _precision(flags: Flags) -> str:
+    precision = "fp32"
+    for name in ("fp16", "bf16"):
+        value = flags.get(name)
+        if not isinstance(value, (bool, type(None))):
+            flags.source.report(flags.key(name), "must be true or false", value=value)
+        precision = name if value else precision
+    fp8_format, recipe = flags.get("fp8", flags.get("fp8_format")), flags.get("fp8_recipe")
+    if not fp8_format:
+        return precision
+    if recipe not in (None, "mxfp8"):
+        flags.note("fp8_recipe", f"{recipe}: all recipes but mxfp8 are predicted alike", "train.precision")
+    return "mxfp8" if recipe == "mxfp8" else "fp8"
+
+
+_MISSING = "give it, or the arguments that the script needs, as in `flag import -- bash FILE ARGUMENT`"
+_PATTERN_TERM = re.compile(r"(?:(\d{1,4}) *\* *)?\[([01, ]*)\](?: *\* *(\d{1,4}))?")
+"""A term of a pattern of layers, such as [0]*3 in ([0]*3+[1]*58)."""
+_REPEATED = re.compile(r"\(([^()]*)\) *\* *(\d{1,4})")
+
+
+def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
+    """Return the section `model` of a spec from Megatron's arguments.
+
+    Raises SpecError for a missing size or an unsupported pattern of layers.
+    """
+    section: dict[str, Any] = {key: value for key in TABLES["model"] if (value := flags.get(key)) is not None}
+    problems = []
+    if not {"num_layers", "hidden_size", "num_attention_heads"} & section.keys():
+        problem, fix = "are not in the command: it reads them from a checkpoint, or is another program", "give --model"
+        raise flags.source.error("--num-layers, --hidden-size and --num-attention-heads", problem, fix=fix)
+    for key in ("num_layers", "hidden_size", "num_attention_heads"):
+        if key not in section:
+            problems.append(flags.source.error(flags.key(key), "is missing", fix=_MISSING))
+        elif not isinstance(section[key], int):
+            problems.append(flags.source.error(flags.key(key), "must be a number", value=section[key]))
+    if problems:
+        raise join_errors(problems)
+    section["vocab_size"] = vocabulary
+    is_gated = bool(flags.get("swiglu"))
+    section["gated_linear_unit"] = is_gated
+    section["ffn_hidden_size"] = _width(flags, section["hidden_size"], is_gated)
+    section["untie_embeddings_and_output_weights"] = bool(flags.get("untie_embeddings_and_output_weights"))
+    section |= _attention(flags) | _experts(flags, section["num_layers"])
+    _note_other_layers(flags)
+    return section
+
+
+def _attention(flags: Flags) -> dict[str, Any]:
+    """Return the keys of `model` for attention: query groups, QKV bias, and the sizes of latent attention."""
+    section: dict[str, Any] = {}
+    groups, is_grouped = flags.get("num_query_groups"), flags.get("group_query_attention")
+    is_latent = bool(flags.get("multi_latent_attention"))
+    if is_grouped and is_latent:
+        flags.note("group_query_attention", f"not used ({is_grouped}): latent attention has no query groups", "model")
+    elif is_grouped:
+        section["num_query_groups"] = groups or 1
+    if groups is not None and (is_latent or not is_grouped):
+        flags.note("num_query_groups", "not used: without group_query_attention, every head has its own keys", "model")
+    has_biases = not flags.get("disable_bias_linear") and flags.get("add_bias_linear", True)
+    text = "linear layers have no biases except those of add_qkv_bias"
+    if has_biases:
+        text = "is not set: linear layers have biases; flagcore models only those of queries, keys and values"
+    flags.note("disable_bias_linear", text, "model")
+    if (flags.get("add_qkv_bias") or has_biases) and not is_latent:
+        section["add_qkv_bias"] = True
+    elif flags.get("add_qkv_bias"):
+        flags.note("add_qkv_bias", "not in the predictions: latent attention has no such biases", "model")
+    if is_latent:
+        sizes = {key: flags.get(key, default) for key, default in TABLES["latent"].items()}
+        rank = flags.get("q_lora_rank")
+        section |= {"multi_latent_attention": True, **sizes, **({} if rank is None else {"q_lora_rank": rank})}
+    return section
+
+
+def _note_other_layers(flags: Flags) -> None:
+    """Add notes about layers of the model that flagcore cannot describe."""
+    enabled = [name for name in flags.names() if flags.get(name) not in (False, 0)]
+    texts = ((("freeze_",), "training all weights"), (tuple(TABLES["other_layers"]), "a plain decoder with attention"))
+    for prefixes, model in texts:
+        if keys := [flags.key(name) for name in enabled if name.startswith(prefixes)]:
+            flags.source.note(", ".join(keys), f"predictions are those of {model}", "model")
+
+
+def _width(flags: Flags, hidden: int, gated: bool) -> Any:
+    """Return the width of the feed-forward network. If it is missing, the default of FlagScale's Megatron is used."""
+    if (width := flags.get("ffn_hidden_size")) is not None:
+        return width
+    if not gated:
+        return 4 * hidden
+    multiple, factor = flags.get("multiple_of"), flags.get("hidden_dim_multiplier")
+    numbers = [each for each in (multiple, factor) if each is not None]
+    if any(isinstance(each, (bool, str, list)) or each <= 0 for each in numbers):
+        value = {"multiple_of": multiple, "hidden_dim_multiplier": factor}
+        flags.source.report(flags.key("multiple_of"), "must be a positive number", value=value)
+        return None
+    if multiple is None:
+        return int(4 * hidden * 2 / 3 / 64) * 64
+    return math.ceil(int(int(4 * hidden * 2 / 3) * (factor or 1)) / multiple) * multiple
+
+
+def _experts(flags: Flags, layers: int) -> dict[str, Any]:
+    experts, frequency = flags.get("num_experts", flags.get("num_moe_experts")), flags.get("moe_layer_freq", 1)
+    if experts is None:
+        return {}
+    sizes = {key: value for key in TABLES["experts"] if (value := flags.get(key)) is not None}
+    if (shared := flags.get("n_shared_experts")) and (width := sizes.get("moe_ffn_hidden_size")):
+        sizes.setdefault("moe_shared_expert_intermediate_size", shared * width)
+    section = {"num_moe_experts": experts, "moe_router_topk": 2, **sizes}
+    pattern = _pattern(frequency, layers)
+    dense = pattern.index(1) if 1 in pattern else len(pattern)
+    if (first := flags.get("first_k_dense_replace")) and dense == 0:
+        dense = min(first, layers)
+        pattern = [0] * dense + pattern[dense:]
+    if pattern != [0] * dense + [1] * (layers - dense) or dense >= layers:
+        key, problem = flags.key("moe_layer_freq"), "must be dense layers first, then MoE layers"
+        flags.source.report(key, problem, value=frequency, fix="use e.g. [0]+[1]*26")
+    return {**section, "moe_first_dense_layers": dense} if dense else section
+
+
+def _pattern(frequency: object, layers: int) -> list[Any]:
+    """Return a list with 1 for each MoE layer and 0 for each other layer, like Megatron's `moe_freq_type`.
+
+    It is empty if `frequency` is invalid.
+    """
+    text = str(frequency).strip()
+    if outer := _REPEATED.fullmatch(text):
+        return _pattern(outer[1], layers) * min(int(outer[2]), 9999)
+    if text.isdecimal() and int(text) > 0:
+        return [0 if layer % int(text) else 1 for layer in range(layers)]
+    if not text or _PATTERN_TERM.sub("", text).strip("()+ "):
+        return []
+    layer_kinds: list[Any] = []
+    for factor, digits, repeats in _PATTERN_TERM.findall(text):
+        count = min(int(factor or 1) * int(repeats or 1), 9999)
+        layer_kinds += [int(digit) for digit in re.findall("[01]", digits)] * count
+    return layer_kinds

@@ -1,0 +1,278 @@
+"""Converts a Megatron-LM command, or a script that starts one, to a spec."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.launch import Start
+from flagcore.domain.spec import ImportNote, SettingValue, Spec
+from flagcore.errors import SpecError, join_errors
+from flagcore.i18n import _
+from flagcore.spec.containers import FORMS
+from flagcore.spec.importing import Notes
+from flagcore.spec.models import model_from
+from flagcore.spec.plain_data import load_json
+from flagcore.spec.public import public_models, public_name
+from flagcore.spec.script import UNSET
+from flagcore_megatron.command.arguments import Argument, ArgumentSpec, release_table
+from flagcore_megatron.command.user_command import (
+    TORCHRUN_SWITCHES,
+    UserCommand,
+    detected_release,
+    parse_settings,
+    read_command,
+)
+from flagcore_megatron.importing.arguments import (
+    SIZES,
+    TABLES,
+    Flags,
+    baseline_of,
+    baseline_problem,
+    options,
+    shape,
+)
+from flagcore_megatron.layers.split import EXPERT_TENSOR, TP
+from flagcore_megatron.layers.stages import VIRTUAL_STAGES
+from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS, in_space
+
+
+def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+    """Return the data of a spec for a command, with notes (see `Workload.read_command`). Raises SpecError."""
+    command = start.words
+    user_command = read_command(command, str(directory), start.envs)
+    if user_command is None:
+        problem, fix = "starts no Megatron-LM program", "give `torchrun ... pretrain_gpt.py ...` or a script with it"
+        raise SpecError(key="command", value=" ".join(command), problem=problem, fix=fix)
+    notes = Notes()
+    flags = _flags(user_command, notes)
+    if not flags.names():
+        problem, fix = "has no argument of Megatron-LM: variables are not set, or it is a part", "give all of it"
+        raise SpecError(key="command", value=" ".join(user_command.words), problem=problem, fix=fix)
+    cluster = cluster_of(user_command, notes, start)
+    devices = cluster["nodes"] * (cluster["devices_per_node"] if cluster["devices_per_node"] != "auto" else 1)
+    if model:
+        section = asdict(model_from(model, base=directory))
+        _compare_shapes(flags, section)
+    else:
+        section = shape(flags, _vocabulary(flags, Path(user_command.directory)))
+    baseline = baseline_of(flags, bool(section.get("num_moe_experts")))
+    sizes = {"seq_length": flags.get("seq_length"), "global_batch_size": _global_batch(flags, baseline, devices)}
+    if sizes["seq_length"] is None:
+        notes.report("--seq-length", "is missing", fix="add it to the command")
+    if notes.problems:
+        raise join_errors(notes.problems)
+    train = {"engine": "megatron", **sizes, **options(flags), "command": list(command), "directory": str(directory)}
+    tuner: dict[str, Any] = {"baseline": baseline}
+    is_known = cluster["devices_per_node"] != "auto"  # otherwise the baseline is checked when the spec is used
+    settings = {"settings": parse_settings(user_command.arguments)}
+    if is_known and (problem := baseline_problem(baseline, {**train, **settings}, section, devices)):
+        notes.note("baseline", f"the command cannot run: {problem}; the rule of thumb is used instead", "auto_tuner")
+        tuner = {}
+    notes.note("command", "runs with other values of the knobs in each trial; all its other arguments stay", "train")
+    return {"model": model or section, "cluster": cluster, "train": train, "auto_tuner": tuner}, notes.notes
+
+
+def _flags(command: UserCommand, notes: Notes) -> Flags:
+    """Return the arguments of a command by name. If an argument is repeated, its last value is used, as in argparse."""
+    table = release_table(detected_release(command, {}))
+    own = {
+        f"--{name.replace('_', '-')}": ArgumentSpec(flags=(), dest=name, type=kind)
+        for name, kind in TABLES["of_forks"].items()
+    }
+    table = replace(table, by_flag={**release_table(None).by_flag, **own, **table.by_flag})  # forks take over others
+    words = [new for each in command.arguments for new in _renamed(*each.partition("="))]
+    arguments, problems = table.parse(words)
+    for problem in problems:
+        spec = table.find(problem.flag) if problem.problem.startswith("takes one value") and not problem.value else None
+        if spec and spec.type in ("int", "float") and "rank" not in problem.flag:
+            fix = "write its value, which may be an empty variable of the script"
+            notes.report(problem.flag, "has no value", fix=fix)
+        notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
+    for each in arguments:
+        if each.spec.values == "*" and not each.values:
+            notes.note(each.flag, "has no value: a variable of the script may be empty", "train.command")
+    return Flags(notes, {each.flag: _value(each) for each in arguments}.items())
+
+
+NEWER = {
+    "--recompute-activations": "--recompute-granularity selective",
+    "--num-virtual-stages-per-pipeline-rank": "--virtual-pipeline-model-parallel-size",
+}
+
+
+def read_flags(text: str, spec: Spec) -> tuple[str, dict[str, SettingValue], list[str]]:
+    """See `Workload.read_flags`. By default, experts are split like all other matrices."""
+    words = [new for each in text.split() for new in _renamed(*each.partition("="))]
+    first, *flags = re.split(r"(?:^| )--(?=[a-zA-Z])", " ".join(NEWER.get(word, word) for word in words))
+    kept, unused, settings, sizes = [first.strip(" ,")], list[str](), dict[str, SettingValue](), dict[str, int]()
+    for each in flags:
+        flag, _, value = re.sub(r"[=\s]+", " ", each, count=1).strip(" ,").partition(" ")
+        name = flag.replace("-", "_")
+        if value.isdecimal():
+            sizes[name] = int(value)
+        if (name in BY_NAME and BY_NAME[name] in SPACE_KNOBS) or name in spec.space:
+            kept.append(f"{name} {value}")
+        elif found := parse_settings((f"--{flag}", *value.split())):
+            settings |= found
+        elif f"--{flag}" in release_table(None).by_flag:
+            unused.append(f"--{flag}")
+        elif name != VIRTUAL_STAGES:
+            kept.append(f"{name} {value}")
+    if VIRTUAL_STAGES in sizes:
+        kept.append(f"{SIZES[-1]} {in_space(sizes, spec.model).get(SIZES[-1])}")
+    if flags and spec.model.num_moe_experts and EXPERT_TENSOR not in spec.train.settings:
+        settings = {EXPERT_TENSOR: sizes.get(TP, 1), **settings}
+    return ", ".join(filter(None, kept)), settings, unused
+
+
+def _renamed(flag: str, equals: str, value: str) -> list[str]:
+    """Return the words in place of a word, with the flag of the newest release in place of another name."""
+    *before, last = TABLES["renamed"].get(flag, [flag])
+    return [*before, f"{last}{equals}{value}"]
+
+
+def _value(argument: Argument) -> Any:
+    """Return the value of an argument, its text if it is a choice of a fork, or None if it is invalid."""
+    try:
+        return argument.spec.values == 0 or argument.value
+    except ValueError:
+        return " ".join(argument.values) if argument.spec.choices else None
+
+
+def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, Any]:
+    """Return the section `cluster` from the options of the launcher, or else from the surroundings of the command."""
+    note_empty(command, notes)
+    option = command.option("nproc-per-node", "nproc_per_node")
+    hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances, start.devices or 0)
+    has_starter = hosts > 1 or bool(FORMS["starters"].search(" ".join(command.prefix)))
+    default = "1" if option is None and (command.launcher or not has_starter) else "auto"
+    ranks = re.findall(r"\w+_(?:RANK|PROCID|SIZE)\b", start.envs.get(UNSET, ""))
+    if ranks and not command.launcher and not has_starter:
+        fix = "give the command that starts it, as in `flag import -- mpirun -np N bash FILE`, or set these variables"
+        notes.report("command", f"is one rank of a job, which {', '.join(ranks)} number", fix=fix)
+    devices = option.value if option else ""
+    devices = devices if devices.isdecimal() else str(per_host or start.devices or default)
+    nodes = option.value.rpartition(":")[2] if (option := command.option("nnodes")) else ""
+    if not devices.isdecimal():
+        notes.note("cluster.devices_per_node", "is not in the command; auto is the number on this machine", "cluster")
+    return {
+        "chip": "auto",
+        "nodes": int(nodes) if nodes.isdecimal() and int(nodes) else hosts,
+        "devices_per_node": int(devices) if devices.isdecimal() else "auto",
+    }
+
+
+def note_empty(command: UserCommand, notes: Notes) -> None:
+    """Add a note on each option of a launcher that lacks its value, and on each argument such as `--name=`."""
+    options = [each.words[0] for each in command.options if not each.value and each.name not in TORCHRUN_SWITCHES]
+    for word in [*options, *(each for each in command.arguments if re.fullmatch(r"--[\w.-]+=", each))]:
+        notes.note(word.partition("=")[0], "has no value: a variable of the script may be empty", "train.command")
+
+
+def _of_launcher(command: UserCommand, notes: Notes, hosts: int, devices: int) -> tuple[int, int]:
+    """Return the number of hosts, by default `hosts`, and the ranks per host (or 0) that srun or mpirun start.
+    `devices`: those of a host, or 0. Several times as many ranks are on several hosts."""
+    text = f" {' '.join(command.prefix)}"
+    starter = FORMS["starters"].search(text)
+    if starter is None:
+        return hosts, 0
+    text = text[starter.end() - 1 :]
+    if starter[2] == "jsrun":
+        sets, size, per_host_of = (int(each[1]) if (each := re.search(rf" -{n} ?(\d+)", text)) else 1 for n in "nar")
+        return max(1, sets // max(1, per_host_of)), 0 if command.launcher else size * per_host_of
+    tasks, per_host, given = (FORMS[name].search(text) for name in ("tasks", "tasks per host", "hosts"))
+    per = int(per_host[1]) if per_host and not command.launcher else 0
+    if starter[2] == "srun":
+        return (int(given[1]) if given else hosts), per
+    if given and not per:  # -N of Open MPI
+        per = int(given[1])
+    count = re.sub("^-.*", "", tasks[1] or tasks[2] or "") if tasks else ""
+    if tasks and not (count.isdecimal() and int(count)):
+        fix = "set the variables of the batch system that the script uses, as in NHOSTS=4 flag import FILE"
+        notes.report(tasks[0].split()[0], "has no number of processes", value=count or None, fix=fix)
+        return hosts, per
+    total = int(count or 0)
+    if command.launcher:  # a torchrun on each host
+        return (total or hosts), 0
+    if hosts == 1 and devices and total % devices == 0:
+        per = per or devices
+    return (max(1, total // per), per) if per and total else (hosts, per or -(-total // hosts))
+
+
+def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:
+    """Return the global batch size. By default it is one micro-batch of each replica, as in Megatron."""
+    if (size := flags.get("global_batch_size")) is not None:
+        return size
+    replicas = devices // math.prod(baseline.get(name, 1) for name in SIZES[:3])
+    flags.note("global_batch_size", "is missing: as in Megatron, one micro-batch of each replica", "train")
+    return baseline["micro_batch_size"] * max(1, replicas)
+
+
+def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:
+    """Report an error for each model size in the command that differs from the model `section` of the spec."""
+    for name, key in TABLES["shape"].items():
+        value = flags.get(name)
+        if isinstance(value, int) and value != section.get(key):
+            problem = _("differs from --model, which has {n}", n=section.get(key) or "none")
+            flags.source.report(flags.key(name), problem, value=value, fix=_("give the model that the command trains"))
+
+
+def _vocabulary(flags: Flags, directory: Path) -> int | None:
+    """Return the vocabulary size from the command or the tokenizer's files, or None and report an error."""
+    for name in ("vocab_size", "padded_vocab_size"):
+        if isinstance(size := flags.get(name), int):
+            return size
+    for name, file, keys in (
+        ("tokenizer_model", "config.json", ("vocab_size",)),
+        ("tokenizer_model", "tokenizer.json", ("model", "vocab")),
+        ("vocab_file", "", ()),
+    ):
+        path = Path(directory, str(flags.get(name)), file)
+        if flags.has(name) and path.is_file() and path.suffix == ".json" and (size := _size_in(path, keys)):
+            flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
+            return size
+    for part in [part for name in TABLES["tokenizers"] for part in Path(str(flags.get(name, ""))).parts[:-3:-1]]:
+        known = public_name(part.removeprefix("models--").replace("--", "/"))
+        if known and (size := public_models()[known].get("vocab_size")):
+            flags.note("vocab_size", f"{size}, that of {known}, which the tokenizer's path names", "model.vocab_size")
+            return int(size)
+    tokenizer = str(flags.get("tokenizer_type", "GPT2BPETokenizer"))  # GPT2BPETokenizer is pretrain_gpt.py's default
+    if size := TABLES["vocabularies"].get(tokenizer):
+        flags.note("vocab_size", f"{size}, the usual vocabulary of {tokenizer}", "model.vocab_size")
+        return int(size)
+    if name := _of_shape(flags):
+        size = public_models()[name]["vocab_size"]
+        flags.note("vocab_size", f"{size}, that of {name}, which has this shape", "model.vocab_size")
+        return int(size)
+    fix = "add it to the command, or give the model's Hugging Face directory as --model"
+    flags.source.report("--vocab-size", "is missing, and the tokenizer's files do not give it", fix=fix)
+    return None
+
+
+def _of_shape(flags: Flags) -> str:
+    """Return the public model with the shape of the command, or an empty text if none or different ones have it."""
+    sizes: dict[str, str] = TABLES["of_config"]
+    wanted = [flags.get(name) for name in sizes]
+    if None in wanted[:-1] or flags.has("num_experts"):
+        return ""
+    wanted[-1] = wanted[-1] or wanted[-2]
+    found = dict[object, str]()
+    for name, config in public_models().items():
+        heads = config.get("num_key_value_heads", config.get("num_attention_heads"))
+        if [*(config.get(key) for key in [*sizes.values()][:-1]), heads] == wanted:
+            found.setdefault(config.get("vocab_size"), name)
+    return next(iter(found.values())) if len(found) == 1 and None not in found else ""
+
+
+def _size_in(path: Path, keys: Sequence[str]) -> int:
+    """Return the number at the nested `keys` of a JSON file, or the length of the object there; 0 if it is missing."""
+    try:
+        value = load_json(path.read_text(encoding="utf-8"))
+        for key in keys:
+            value = value[key]
+    except (OSError, ValueError, KeyError, TypeError, SpecError):
+        return 0
+    return value if isinstance(value, int) else len(value) if isinstance(value, (dict, list)) else 0

@@ -1,0 +1,465 @@
+"""Plans the meshes of a mixed cluster: the combinations that may be the fastest.
+
+The time and the memory of a layer are known for the sizes of each node group, so a combination is scored without
+predicting it: the score is based on the shortest time of the slowest stage for which the stages have room for all
+layers. The combinations with the best scores become candidates, which are predicted exactly.
+
+Also plans data splits: whole replicas on each kind of chip, with shares of the batch. A replica takes `start + x *
+pace` seconds for x micro-batches. The shares minimize the time of the slowest replica. For each combination of sizes,
+the time with real numbers of micro-batches is a lower bound. For the combinations with the lowest bounds, whole numbers
+near the real ones are tried.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import combinations, permutations, product
+from typing import Any
+
+import numpy as np
+from flagcore_training.memory.training import memory_in_use
+from flagcore_training.time.step import costs_in_run, step_time
+
+from flagcore.contracts import Costs, Platform
+from flagcore.domain.effects import engine_task
+from flagcore.domain.space import BoolArray, FloatArray, IntArray, KnobValue
+from flagcore.domain.spec import AUTO, Task
+from flagcore_megatron.layers.split import derived
+from flagcore_megatron.mixed import hetero
+from flagcore_megatron.mixed.meshes import (
+    AFTER_REPLICAS,
+    ALL_REPLICAS,
+    CP,
+    DP,
+    EP,
+    MBS,
+    MESHES,
+    MICROBATCHES,
+    PIPELINE,
+    PP,
+    RECOMPUTE_KNOBS,
+    REPLICAS,
+    SIZES,
+    SPLIT,
+    TP,
+    Meshes,
+    mesh_text,
+)
+from flagcore_megatron.mixed.options import MeshOptions, mesh_columns, mesh_options, recompute_words
+from flagcore_megatron.mixed.rules import tied
+from flagcore_megatron.mixed.trials import program_runs_meshes, require_runnable
+from flagcore_megatron.predict import base_inputs
+from flagcore_megatron.space.knobs import BY_NAME
+
+PLANNED = 256
+"""Number of meshes that become candidates. In addition, each order of the node groups gets an equal share of this
+number."""
+NEAR = 1.5
+"""A combination is dropped if its score, or a lower bound of the score, exceeds the best score by this factor."""
+MAX_SIZES = 16
+"""Of the options of a node group with equal numbers of stages, with and without EP, this many of the fastest and this
+many of those with the most room for layers are combined."""
+MAX_SCORED = 4096
+"""Maximum number of combinations that are scored, for one set of node groups and one batch."""
+EQUAL = ("tp", "dp", "ep", "recompute")
+"""Sizes and recompute that must be equal on all meshes of a trial."""
+LARGE = 64
+"""For node groups with more devices than this, candidates on such a group alone only have the sizes of its meshes."""
+STEPS = 24
+"""Number of times that the interval of the slowest stage's time is halved."""
+
+
+def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
+    """Return `platform` with a space that includes the meshes that may be the fastest.
+
+    If the spec lists meshes, nothing is added. Meshes of any sizes are added with `plan`, or if the command runs
+    FlagScale with meshes. Otherwise, only meshes that flagcore's trials can run are added: with equal sizes, in another
+    order than the spec, or without some groups. Raises SpecError for meshes in the spec that trials cannot run.
+    """
+    task = platform.task
+    if len(task.cluster.groups) == 1:
+        return platform
+    any_sizes = plan or hetero.command_runs_meshes(task.spec)
+    if not any_sizes:
+        require_runnable(task)
+    listed = task.spec.space.get(MESHES, AUTO)
+    if listed != AUTO or not derived(engine_task(task)) or not (any_sizes or program_runs_meshes(task.spec)):
+        return platform
+    texts = planned(engine_task(task), platform.costs, plan=any_sizes)
+    if not hetero.command_runs_meshes(task.spec):
+        texts += planned_replicas(engine_task(task), platform.costs)
+    task_with_meshes = _with_space(task, {MESHES: (None, *texts)})
+    return replace(
+        platform, task=_with_space(task_with_meshes, values_alone(task_with_meshes)) if plan else task_with_meshes
+    )
+
+
+def _with_space(task: Task, values: Mapping[str, str | tuple[KnobValue, ...]]) -> Task:
+    """Return the task with these values of knobs, unless the spec lists values for them."""
+    space = {**values, **{knob: listed for knob, listed in task.spec.space.items() if listed != AUTO}}
+    return replace(task, spec=replace(task.spec, space=space))
+
+
+def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[KnobValue, ...]]:
+    """Return the parallel sizes and the recompute of the meshes in a space, as knob values for jobs without meshes.
+
+    With `group`, only texts with a single mesh on this node group are used. The result is then empty unless the group
+    is `LARGE`, because the whole space of smaller groups is searched. Candidates without meshes need no other values:
+    their sizes are also sizes of meshes. PP and DP are omitted, because virtual stages, which meshes cannot have,
+    favour longer pipelines.
+    """
+    if group is not None and task.cluster.groups[group].devices <= LARGE:
+        return {}
+    table = Meshes.from_task(task)
+    number, rows = table.number(np.arange(table.lengths.size)), table.groups >= 0
+    if group is not None:
+        rows &= (number == 1)[:, None] & (table.groups == group)
+    values: dict[str, str | tuple[KnobValue, ...]] = {}
+    for knob in (*SIZES.values(), *RECOMPUTE_KNOBS) if rows.any() else ():
+        if knob not in (DP, PP):
+            axis = BY_NAME[knob].axis(())
+            codes = np.unique(table.codes[knob][rows]).tolist()
+            values[knob] = tuple(axis.decode(code) for code in codes if code or knob == RECOMPUTE_KNOBS[0])
+    return {knob: listed for knob, listed in values.items() if listed}
+
+
+def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
+    """Return the texts of the meshes that may be the fastest, sorted by score.
+
+    Without `plan`, only meshes that trials can run are returned.
+    """
+    names, words = task.cluster.names, recompute_words(task)
+    groups = [replace(each, further={}, between=None) for each in costs.groups]
+    options = [mesh_options(task, each, number) for number, each in enumerate(groups)]
+    subsets = [subset for size in range(1, len(names) + 1) for subset in combinations(range(len(names)), size)]
+    scores: dict[tuple[int, ...], dict[str, float]] = {order: {} for each in subsets for order in permutations(each)}
+    equal_fields = () if plan else EQUAL
+    equal = equal_fields or (("tp", "dp") if tied(task) else ())
+    for _, context, samples in sorted(_batches(task, options)):
+        parts = [each[np.flatnonzero((each.context == context) & (each.samples == samples))] for each in options]
+        parts = [_useful(each, task.spec.model.num_layers, np.inf, equal=equal) for each in parts]
+        for subset in subsets:
+            limits = {order: NEAR * min(scores[order].values(), default=np.inf) for order in permutations(subset)}
+            of_set = _crossed(task, [parts[group] for group in subset], max(limits.values()), equal, equal_fields)
+            crossed = dict(zip(subset, of_set, strict=True))
+            for order, limit in limits.items():
+                if not plan and order == (*range(len(names)),):
+                    continue  # candidates without meshes have these sizes
+                seconds, chosen = _best(task, [crossed[group] for group in order], limit)
+                for place, score in enumerate(seconds.tolist()):
+                    meshes = zip(order, chosen, strict=True)
+                    text = PIPELINE.join(each.text(place, names[group], words) for group, each in meshes)
+                    scores[order][text] = min(scores[order].get(text, np.inf), score)
+    texts: list[str] = []
+    every = {text: score for of_order in scores.values() for text, score in of_order.items()}
+    for by_text, most in ((every, PLANNED), *((of_order, PLANNED // len(scores)) for of_order in scores.values())):
+        texts += sorted(by_text, key=by_text.__getitem__)[:most]
+    return tuple(dict.fromkeys(texts))
+
+
+def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float, int, int]]:
+    """Yield a lower bound of the step time, a context-parallel size, and the number of samples per micro-batch. The
+    samples are the total over all replicas. The bound is in seconds."""
+    layers, batch = task.spec.model.num_layers, task.spec.train.global_batch_size
+    keys = {key for each in options for key in zip(each.context.tolist(), each.samples.tolist(), strict=True)}
+    for context, samples in keys:
+        # The bound assumes the fastest option of every group, and no embedding, head, filling and optimizer. So no
+        # combination with this key is faster. The keys with the lowest bounds come first and limit the others.
+        rates = [(each.pp / each.layer)[(each.context == context) & (each.samples == samples)] for each in options]
+        rate = sum(float(each.max(initial=0.0)) for each in rates)
+        yield batch / samples * layers / max(rate, 1e-30), context, samples
+
+
+def _crossed(
+    task: Task, options: Sequence[MeshOptions], limit: float, equal: Sequence[str], alike: Sequence[str]
+) -> list[MeshOptions]:
+    """Return the combinations of options whose step time has a lower bound of at most `limit` seconds.
+
+    The result contains the options of each group, with one row per combination. It does not depend on the order of the
+    groups. The groups are combined one after the other. The bound of an incomplete combination assumes the best of each
+    group that follows: its highest rate, its smallest number of stages, and its largest room. All meshes of a
+    combination have equal values in the fields `alike`.
+    """
+    layers, microbatches = float(task.spec.model.num_layers), _microbatches(task, options)
+    useful = [_useful(each, layers, limit / microbatches, equal=equal) for each in options]
+    if not all(each.pp.size for each in useful):
+        return [each[:0] for each in useful]
+    rates = [each.pp / each.layer for each in useful]
+    rooms = [each.pp * np.minimum(each.room(np.ones(each.pp.size), np.zeros(1)), layers) for each in useful]
+    rows, sums, step = np.zeros((0, 1), dtype=np.int64), np.zeros((3, 1)), np.zeros(1)
+    for number, each in enumerate(useful):
+        columns, later_groups = np.stack([rates[number], rooms[number], each.pp]), range(number + 1, len(useful))
+        place, option = np.divmod(np.arange(step.size * each.pp.size), each.pp.size)
+        sums, step = sums[:, place] + columns[:, option], np.maximum(step[place], each.step[option])
+        rate = sums[0] + sum(float(rates[later].max()) for later in later_groups)
+        room = sums[1] + sum(float(rooms[later].max()) for later in later_groups)
+        stages = sums[2] + sum(float(useful[later].pp.min()) for later in later_groups)
+        bound = (microbatches - 1.0 + stages) * layers / rate + step
+        conditions = [
+            getattr(each, name)[option] == getattr(useful[0], name)[rows[0, place]] for name in alike if number
+        ]
+        chosen = np.flatnonzero(np.logical_and.reduce([bound <= limit, stages <= layers, room >= layers, *conditions]))
+        if chosen.size > MAX_SCORED:  # limits the memory for adding the next group
+            chosen = chosen[np.argpartition(bound[chosen], MAX_SCORED)[:MAX_SCORED]]
+        rows = np.concatenate((rows[:, place[chosen]], option[None, chosen]))
+        sums, step = sums[:, chosen], step[chosen]
+    return [each[row] for each, row in zip(useful, rows, strict=True)]
+
+
+def _microbatches(task: Task, options: Sequence[MeshOptions]) -> float:
+    """Return the number of micro-batches of a step."""
+    samples = next((int(each.samples[0]) for each in options if each.samples.size), 1)
+    return task.spec.train.global_batch_size / samples
+
+
+def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[FloatArray, list[MeshOptions]]:
+    """Return the shortest step times, at most `limit` seconds, in ascending order, and the options that give them. The
+    options are one MeshOptions per mesh, in the order of the pipeline."""
+    legal = np.flatnonzero(_legal(options, shares_weights=tied(task)))
+    chosen = [each[legal] for each in options]
+    if not legal.size:
+        return np.zeros(0), chosen
+    seconds = _seconds(chosen, float(task.spec.model.num_layers), _microbatches(task, options))
+    best = np.argsort(seconds)[:PLANNED]
+    best = best[np.isfinite(seconds[best]) & (seconds[best] <= min(limit, NEAR * float(seconds[best[0]])))]
+    return seconds[best], [each[best] for each in chosen]
+
+
+def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Sequence[str]) -> MeshOptions:
+    """Return the options that no other option beats in both time and memory.
+
+    Two options are compared if they have the same number of stages and equal values in the fields `equal`. Options
+    whose stages cannot compute one layer in `seconds` are dropped.
+    """
+    ones = np.ones(options.pp.size)
+    most = np.minimum(options.fits(seconds * ones), layers)
+    equal_fields: list[IntArray | BoolArray] = [options.pp, options.ep > 1, *(getattr(options, name) for name in equal)]
+    room = [np.minimum(options.room(flight * ones, 0.0 * ones), most) for flight in (1.0, 4.0, 16.0, 64.0)]
+    room.append(np.minimum(options.room_last(), most))
+    less = [options.layer, options.seconds - options.base * options.layer, options.step, *(-each for each in room)]
+    beats: BoolArray = np.ones((ones.size, ones.size), dtype=np.bool_)
+    for values in equal_fields:
+        beats &= values[:, None] == values
+    for values in less:
+        beats &= values[:, None] <= values + 1e-12
+    beats &= ~(beats.T & (np.arange(ones.size)[:, None] >= np.arange(ones.size)))  # keeps the first of equal options
+    unbeaten = np.flatnonzero(~beats.any(axis=0) & (room[0] >= 1.0))
+    useful = options[unbeaten]
+    group = 2 * useful.pp + (useful.ep > 1)
+    # Options are ranked by their room with 16 micro-batches in flight: the first stages hold about as many.
+    return useful[np.flatnonzero(_rank(group, useful.layer) | _rank(group, -room[2][unbeaten]))]
+
+
+def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
+    """Return a mask of the options with the `MAX_SIZES` lowest values in `figure`, among those with equal `alike`."""
+    order = np.lexsort((figure, alike))
+    place = np.empty_like(order)
+    place[order] = np.arange(order.size) - np.searchsorted(alike[order], alike[order])
+    return place < MAX_SIZES
+
+
+def _legal(chosen: Sequence[MeshOptions], *, shares_weights: bool) -> BoolArray:
+    """Return a mask of the combinations that satisfy the rules between meshes."""
+    tensor, data, expert = (np.stack([getattr(each, name) for each in chosen]) for name in ("tp", "dp", "ep"))
+    legal: BoolArray = (expert > 1).all(axis=0) | (expert == 1).all(axis=0)
+    if shares_weights:
+        legal &= (tensor[0] == tensor[-1]) & ((data[0] % data[-1] == 0) | (data[-1] % data[0] == 0))
+    return legal
+
+
+def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -> FloatArray:
+    """Return the estimated step time in seconds, for each combination of options.
+
+    It is the sum of the slowest stage's time for all micro-batches, the pipeline fill time, and the longest time of
+    gradient reduction and optimizer step.
+    """
+    kinds = [kind for number in range(len(parts)) for kind in _kinds(parts, number, microbatches)]
+
+    def held(seconds: FloatArray) -> list[FloatArray]:
+        """Return the maximum number of layers that a stage of each kind can process within `seconds`."""
+        return [np.minimum(mesh.fits(seconds - extra), room) for mesh, _, room, extra in kinds]
+
+    def enough(seconds: FloatArray) -> BoolArray:
+        counts = [count * most for (_, count, _, _), most in zip(kinds, held(seconds), strict=True)]
+        return np.asarray(sum(counts) >= layers)
+
+    zeros = np.zeros(parts[0].pp.shape)
+    high = np.maximum.reduce([mesh.seconds + layers * mesh.layer + extra for mesh, _, _, extra in kinds])
+    possible = np.logical_and.reduce([enough(high), *((room >= 0) | (count == 0) for _, count, room, _ in kinds)])
+    low, filling, steps = zeros, zeros, zeros
+    for _ in range(STEPS):
+        middle = (low + high) / 2.0
+        fits = enough(middle)
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    for (mesh, count, _, extra), most in zip(kinds, held(high), strict=True):
+        more = most - mesh.base
+        filling = filling + count * (mesh.seconds + mesh.layer * more + extra)
+        steps = np.maximum(steps, (count > 0) * (mesh.step + mesh.more_step * more))
+    return np.where(possible, (microbatches - 1.0) * high + filling + steps, np.inf)
+
+
+def _kinds(
+    parts: Sequence[MeshOptions], number: int, microbatches: float
+) -> Iterator[tuple[MeshOptions, FloatArray, FloatArray, FloatArray]]:
+    """Yield the kinds of stages on mesh `number`: the pipeline's first stage, its last one, and those between.
+
+    A mesh may not contain all of them. Each item consists of the mesh, the number of such stages, the maximum number of
+    layers of each stage, and the seconds of embedding and head. For the stages between, the maximum is the mean of the
+    maxima of the first and the last of them.
+    """
+    options, zeros = parts[number], np.zeros(parts[0].pp.shape)
+    stages, after = options.pp.astype(np.float64), zeros + sum(part.pp for part in parts[number + 1 :])
+    is_first, is_last = number == 0, number == len(parts) - 1
+    alone = (stages == 1.0) & is_first & is_last
+    most, least = np.minimum(after + stages, microbatches), np.minimum(after + 1.0 + is_last, microbatches)
+    if is_first:
+        room = options.room(most, options.used_first + alone * options.used_last)
+        yield options, zeros + 1.0, room, options.first + alone * options.last
+    if is_last:
+        yield options, 1.0 - alone, options.room_last(), options.last
+    room = np.maximum((options.room(most, zeros) + options.room(least, zeros)) / 2.0, 0.0)
+    yield options, np.maximum(stages - is_first - is_last, 0.0), room, zeros
+
+
+PLANNED_REPLICAS = 64
+"""Maximum number of data splits that become candidates."""
+SOLVED = 1024
+"""Maximum number of combinations of sizes for which whole numbers of micro-batches are tried."""
+NEARBY = {2: 64, 3: 8}
+"""Maximum distance between tried whole numbers of micro-batches and the real numbers, by the number of kinds (else
+2)."""
+
+Rows = Mapping[str, Any]
+"""Columns of options for the replicas of a node group: sizes, and times of the replicas."""
+
+
+def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
+    """Return the texts of the data splits that may be the fastest, sorted by their estimated time."""
+    if task.spec.model.mtp_num_layers or costs.between is None:
+        return ()
+    names, words, batch = task.cluster.names, recompute_words(task), task.spec.train.global_batch_size
+    columns = [_replicas_columns(task, number) for number in range(len(names))]
+    seconds_of_text: dict[str, float] = {}
+    for size in range(2, len(names) + 1):
+        for subset in combinations(range(len(names)), size):
+            rows = _crossed_replicas(task, costs, {group: columns[group] for group in subset})
+            samples, start, pace = (np.stack([each[key] for each in rows], axis=1) for key in SOLVE)
+            bound = _level(samples, start, pace, batch) + np.maximum.reduce([each["after"] for each in rows])
+            best = np.argsort(bound)[:SOLVED]
+            rows = [{name: column[best] for name, column in each.items()} for each in rows]
+            counts, seconds = shares(samples[best], start[best], pace[best], batch)
+            seconds = seconds + np.maximum.reduce([each["after"] for each in rows])
+            for place in np.argsort(seconds, kind="stable")[:PLANNED_REPLICAS].tolist():
+                if np.isfinite(seconds[place]):
+                    first = int(rows[0][MBS][place])
+                    usual = first if batch % first == 0 else 0
+                    meshes = zip(subset, rows, counts[place].tolist(), strict=True)
+                    parts = [
+                        _replica_text(names[group], each, place, words, usual, count) for group, each, count in meshes
+                    ]
+                    seconds_of_text[REPLICAS.join(parts)] = float(seconds[place])
+    return tuple(sorted(seconds_of_text, key=lambda text: seconds_of_text[text])[:PLANNED_REPLICAS])
+
+
+def _replica_text(name: str, rows: Rows, place: int, words: Sequence[str], usual: int, count: int) -> str:
+    """Return the text of a mesh with replicas. The micro-batch size is only included if it differs from `usual`."""
+    sizes = {key: int(rows[knob][place]) for key, knob in SIZES.items()}
+    micro_batch = "" if rows[MBS][place] == usual else f"mbs{int(rows[MBS][place])} "
+    return mesh_text(name, sizes, words[int(rows["word"][place])], f"{micro_batch}x{count}")
+
+
+def _replicas_columns(task: Task, group: int) -> dict[str, IntArray]:
+    """Return the columns of all legal sizes for the replicas of one node group. The column `shape` encodes the sizes
+    that must be equal in the replicas of all groups."""
+    columns = mesh_columns(task, group, has_share=True)
+    columns[SPLIT] = np.zeros_like(columns[SPLIT])
+    columns["shape"] = np.ravel_multi_index((columns[TP], columns[PP], columns[CP]), (1 << 20,) * 3)
+    legal = (columns[EP] == 1) & ((columns[CP] == 1) | (columns[PP] == 1))
+    legal &= task.spec.model.num_layers % columns[PP] == 0
+    return {name: column[legal] for name, column in columns.items()}
+
+
+SOLVE = ("samples", "start", "pace")
+
+
+def _crossed_replicas(task: Task, costs: Costs, columns: Mapping[int, Mapping[str, IntArray]]) -> list[Rows]:
+    """Return the combinations of sizes that fit in memory.
+
+    Each row is an option of each group, with its replicas' times.
+
+    For each micro-batch size of each node group, only the fastest option is used.
+    """
+    shapes = reduce(np.intersect1d, [each["shape"] for each in columns.values()])
+    devices = sum(task.cluster.groups[group].devices for group in columns)
+    of_groups, chosen = [], []
+    for group, each in columns.items():
+        is_shared_shape = np.isin(each["shape"], shapes)
+        rows = {name: column[is_shared_shape] for name, column in each.items()}
+        rows[ALL_REPLICAS] = devices // (rows[TP] * rows[PP] * rows[CP])
+        of_groups.append(_replica_figures(task, replace(costs.groups[group], further={}, between=costs.between), rows))
+    for shape in shapes.tolist():
+        fastest = [_fastest_replicas(each, np.flatnonzero(each["shape"] == shape)) for each in of_groups]
+        chosen += list(product(*fastest))
+    table = np.array(chosen, dtype=np.int64).reshape(-1, len(of_groups))
+    return [
+        {name: column[rows] for name, column in each.items()} for each, rows in zip(of_groups, table.T, strict=True)
+    ]
+
+
+def _replica_figures(task: Task, costs: Costs, rows: Mapping[str, IntArray]) -> Rows:
+    """Return the options `rows`, extended with the times of their replicas in seconds.
+
+    `start` is the fixed time of a step (inf if the replicas do not fit), `pace` the time of each micro-batch, and
+    `after` the time after all micro-batches. A micro-batch has `samples` samples over all replicas of the group.
+    """
+    run, samples = costs_in_run(costs), rows[MBS] * rows[DP]
+    count = np.maximum(rows[PP], task.spec.train.global_batch_size // samples)
+    once, twice = (step_time(*base_inputs(task, {**rows, MICROBATCHES: count * times}), run) for times in (1, 2))
+    work = [sum((each[name] for name in each if name not in AFTER_REPLICAS), np.zeros(())) for each in (once, twice)]
+    pace = (work[1] - work[0]) / count
+    memory = memory_in_use(*base_inputs(task, {**rows, MICROBATCHES: rows[PP]}), costs)
+    start = np.where(memory.used > memory.capacity, np.inf, work[0] - pace * count)
+    after = sum((once[name] for name in AFTER_REPLICAS), np.zeros(()))
+    return {**rows, "samples": samples, "start": start, "pace": pace, "after": after}
+
+
+def _fastest_replicas(rows: Rows, places: IntArray) -> list[int]:
+    """Return the index of the fastest option in `places` that fits in memory, for each micro-batch size."""
+    best: dict[int, int] = {}
+    for place in places[np.argsort(rows["pace"][places], kind="stable")].tolist():
+        if np.isfinite(rows["start"][place] + rows["pace"][place]):
+            best.setdefault(int(rows[MBS][place]), place)
+    return list(best.values())
+
+
+def _level(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> FloatArray:
+    """Return the time in which the replicas of all kinds together process the batch, in seconds. `start` and `pace` are
+    seconds per step and per micro-batch. Numbers of micro-batches are not rounded."""
+    rate = samples / pace
+    level: FloatArray = (batch + (rate * start).sum(axis=1)) / rate.sum(axis=1)
+    return level
+
+
+def shares(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> tuple[IntArray, FloatArray]:
+    """Return the number of micro-batches per kind that minimizes the time of the slowest replica, and this time.
+
+    The time is inf if no numbers are possible. The arguments and the numbers have the shape (rows, kinds). A
+    micro-batch of all replicas of a kind has `samples` samples.
+    """
+    kinds = samples.shape[1]
+    order = np.argsort(-samples, axis=1, kind="stable")
+    size, first, each = (np.take_along_axis(values, order, axis=1) for values in (samples, start, pace))
+    level = _level(size, first, each, batch)[:, None]
+    far = NEARBY.get(kinds, 2)
+    offsets = np.array(list(product(range(-far, far + 1), repeat=kinds - 1)))
+    counts = np.maximum(np.floor((level - first) / each)[:, None, :-1] + offsets, 1.0)
+    remaining = batch - (counts * size[:, None, :-1]).sum(axis=2)
+    last = np.floor(remaining / size[:, -1:])
+    counts = np.concatenate((counts, last[:, :, None]), axis=2)
+    seconds = (first[:, None] + counts * each[:, None]).max(axis=2)
+    seconds = np.where((last >= 1.0) & (last * size[:, -1:] == remaining), seconds, np.inf)
+    best = np.argmin(seconds, axis=1)
+    row = np.arange(len(best))
+    best_counts: IntArray = np.ones(samples.shape, dtype=np.int64)
+    np.put_along_axis(best_counts, order, counts[row, best].astype(np.int64), axis=1)
+    return best_counts, seconds[row, best]

@@ -1,0 +1,200 @@
+"""Rules and merges for candidates with meshes: Megatron's rules on each mesh, and the rules between meshes.
+
+Source of the rules between meshes: FlagScale da4935e, `flagscale/train/arguments.py` (`pre_validate_args`), and for the
+experts the description of its pull request 395. Sources of the rules of replicas: in FlagScale v0.3 (5c75bb7),
+`megatron/megatron/core/parallel_state.py`, `initialize_model_parallel_hetero_dp` requires one TP and PP for all kinds,
+and no virtual stages, CP or EP. megatron-core 0.16 `parallel_state.py` requires one TP, CP and PP, and refuses EP if
+the ranks of a replica are consecutive.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, Columns, Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore_megatron.layers.split import LAYERS_PER_VIRTUAL, Split
+from flagcore_megatron.mixed.meshes import MBS, MESHES, MICROBATCHES, OWN, SIZES, SP, SPLIT, Meshes
+from flagcore_megatron.space.rules import DIST_OPT
+
+DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
+WHOLE_CLUSTER = ("world_size", "stages_in_one_group", "expert_world_size", "virtual_needs_pipeline")
+"""Names of the rules about sizes on the whole cluster, which do not apply to a single mesh."""
+OF_BATCH = "global_batch_size"
+"""The rule about the global batch size, which does not apply to replicas, because they have shares of the batch."""
+
+
+def with_meshes(task: Task, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Extend `rules`, which apply to candidates without meshes, to tasks whose candidates may have meshes."""
+    if len(task.cluster.groups) == 1:
+        return tuple(rules)
+    table = Meshes.from_task(task)
+    return *(_on_each_mesh(table, rule) for rule in rules), *_of_texts(task, table), *_of_knobs(task, table)
+
+
+def _on_each_mesh(table: Meshes, rule: Rule) -> Rule:
+    """Return a rule that applies to each mesh of candidates with meshes."""
+
+    def broken(columns: Columns) -> BoolArray:
+        result, code = rule.broken(columns), columns[MESHES]
+        rows = np.flatnonzero(code)
+        if not rows.size:
+            return result
+        result = result.copy()
+        result[rows] = False
+        for mesh in range(table.groups.shape[1] if rule.name not in WHOLE_CLUSTER else 0):
+            with_mesh = rows[table.groups[code[rows], mesh] >= 0]
+            if rule.name == OF_BATCH:
+                with_mesh = with_mesh[~table.splits_data[code[with_mesh]]]
+            subset = {name: column[with_mesh] for name, column in columns.items()}
+            result[with_mesh] |= rule.broken(table.columns(subset, mesh))
+        return np.asarray(result)
+
+    return replace(rule, knobs=(*rule.knobs, MESHES), broken=broken)
+
+
+def _of_texts(task: Task, table: Meshes) -> Iterator[Rule]:
+    """Yield the rules that depend only on the texts of the meshes."""
+    model, has_mesh, splits_data = task.spec.model, table.groups >= 0, table.splits_data
+    size = {knob: np.where(has_mesh, values, 1) for knob, values in table.codes.items()}
+    last = np.maximum(has_mesh.sum(axis=1) - 1, 0)
+    row = np.arange(last.size)
+    ends = {knob: (size[knob][:, 0], size[knob][row, last]) for knob in (TP, DP)}
+    stage = size[TP] * size[CP] * size[DP]
+    devices = np.array([group.devices for group in task.cluster.groups])
+    used = np.stack([np.where(table.groups == g, stage * size[PP], 0).sum(axis=1) for g in range(devices.size)])
+    expert_ranks = size[EP] * (Split.from_task(task).expert_tensor or size[TP])
+    several, multiple = last > 0, (ends[DP][0] % ends[DP][1] == 0) | (ends[DP][1] % ends[DP][0] == 0)
+    differ = {knob: (has_mesh & (size[knob] != size[knob][:, :1])).any(axis=1) for knob in (TP, PP, CP)}
+    has_experts, has_microbatches = (size[EP] > 1).any(axis=1), has_mesh & (table.codes[MICROBATCHES] > 0)
+    checks = {
+        "mesh_devices": (
+            f"the TP x CP x DP x PP of a chip's meshes must be its number of devices, {task.cluster.chips}",
+            ((used != 0) & (used != devices[:, None])).any(axis=0),
+        ),
+        "mesh_stages": (
+            f"the sum of the PP of all meshes must be at most num_layers = {model.num_layers}",
+            table.lengths > model.num_layers,
+        ),
+        "mesh_context_parallel": ("all meshes need the same CP", differ[CP]),
+        "mesh_experts": (
+            "the EP of the meshes must be 1 on all of them, or on none",
+            several & ((size[EP] == 1) & has_mesh).any(axis=1) & has_experts,
+        ),
+        "mesh_expert_world_size": (
+            "EP x expert tensor parallel size (default: TP) must divide TP x CP x DP of a mesh",
+            ((stage % expert_ranks != 0) & has_mesh).any(axis=1) & (model.num_moe_experts is not None),
+        ),
+        "mesh_embedding": (
+            "tied embeddings and multi-token prediction need the same TP on the first and the last mesh, and a DP of "
+            "one that is a multiple of the other's",
+            several & ~splits_data & tied(task) & ((ends[TP][0] != ends[TP][1]) | ~multiple),
+        ),
+        "replicas_shape": (
+            "meshes that split the data need the same TP and PP, to reduce their gradients",
+            splits_data & (differ[TP] | differ[PP]),
+        ),
+        "replicas_context": (
+            "meshes that split the data have CP 1 or PP 1",
+            splits_data & (size[CP][:, 0] > 1) & (size[PP][:, 0] > 1),
+        ),
+        "replicas_experts": ("meshes that split the data need EP 1", splits_data & has_experts),
+        "replicas_mtp": (
+            "meshes that split the data exclude multi-token prediction, whose loss Megatron weights per replica",
+            splits_data & (model.mtp_num_layers > 0),
+        ),
+        "replicas_microbatches": (
+            "meshes that split the data have x on all of them, or on none",
+            splits_data & has_microbatches.any(axis=1) & (has_mesh & ~has_microbatches).any(axis=1),
+        ),
+    }
+    for name, (message, broken) in checks.items():
+        yield Rule(name=name, knobs=(MESHES,), message=message, broken=_looked_up(broken))
+
+
+def tied(task: Task) -> bool:
+    """Return whether the first and the last stage of a pipeline share weights."""
+    return task.spec.model.mtp_num_layers > 0 or not task.spec.model.untie_embeddings_and_output_weights
+
+
+def _looked_up(broken: BoolArray) -> Callable[[Columns], BoolArray]:
+    return lambda columns: broken[columns[MESHES]] & (columns[MESHES] > 0)
+
+
+def _of_knobs(task: Task, table: Meshes) -> Iterator[Rule]:
+    """Yield the rules between meshes that also depend on other knobs."""
+    batch, has_mesh, splits_data = task.spec.train.global_batch_size, table.groups >= 0, table.splits_data
+    data, tensor = np.where(has_mesh, table.codes[DP], 1), np.where(has_mesh, table.codes[TP], 1)
+    needs_split = (has_mesh.sum(axis=1) > 1) & ~splits_data & (tensor.max(axis=1) > 1)
+
+    def wrong_batch(columns: Columns) -> BoolArray:
+        code, counts = columns[MESHES], table.microbatches(columns, batch)
+        samples = table.sizes(columns) * table.codes[DP][code] * counts
+        wrong: BoolArray = (samples.sum(axis=1) != batch) | (has_mesh[code] & (counts < 1)).any(axis=1)
+        return wrong & splits_data[code]
+
+    checks: dict[str, tuple[str, str, Callable[[Columns], BoolArray]]] = {
+        "mesh_batch": (
+            MBS,
+            f"{MBS} x DP of the first mesh must be a multiple of the DP of each mesh",
+            lambda c: (
+                ((c[MBS] * data[c[MESHES], 0])[:, None] % data[c[MESHES]] != 0).any(axis=1) & ~splits_data[c[MESHES]]
+            ),
+        ),
+        "mesh_sequence_parallel": (
+            SP,
+            f"a mesh with TP > 1 beside another mesh needs {SP}, because messages between meshes are split",
+            lambda c: (c[SP] == 0) & needs_split[c[MESHES]],
+        ),
+        "mesh_virtual": (
+            LAYERS_PER_VIRTUAL,
+            "meshes exclude virtual pipeline stages",
+            lambda c: (c[LAYERS_PER_VIRTUAL] > 0) & (c[MESHES] > 0),
+        ),
+        "replicas_batch": (
+            MBS,
+            f"the sum of DP x mbs x number of micro-batches (x) of all meshes must be the batch, {batch}",
+            wrong_batch,
+        ),
+    }
+    for name, (knob, message, broken) in checks.items():
+        yield Rule(name=name, knobs=(MESHES, knob), message=message, broken=broken)
+
+
+def merges_with_meshes(task: Task, merges: Sequence[Merge]) -> tuple[Merge, ...]:
+    """Extend `merges` to tasks whose candidates may have meshes.
+
+    The given merges apply only to candidates without meshes. Further merges reset the knobs that a candidate's meshes
+    set or make irrelevant.
+    """
+    if len(task.cluster.groups) == 1:
+        return tuple(merges)
+    table = Meshes.from_task(task)
+    neutral = {**{knob: int(knob in SIZES.values()) for knob in OWN}, SPLIT: 0}
+    size = np.where(table.groups >= 0, table.codes[DP] * table.codes[CP], 1).max(axis=1)
+    sets_samples = table.splits_data & ((table.codes[MBS] > 0) | (table.groups < 0)).all(axis=1)
+    useless = {SP: table.codes[TP].max(axis=1) == 1, DIST_OPT: (size == 1) & ~table.splits_data}
+    useless[MBS] = sets_samples
+
+    def on_meshes(name: str, knob: str, rows: BoolArray | np.bool_, value: int) -> Merge:
+        """Return a merge that sets a knob to `value` for the candidates whose meshes `rows` of the table select."""
+        rows = np.broadcast_to(rows, size.shape)
+        return Merge(
+            name=name,
+            knobs=(MESHES, knob),
+            canonical=lambda c: {knob: np.where((c[MESHES] > 0) & rows[c[MESHES]], value, c[knob])},
+        )
+
+    def without(merge: Merge) -> Merge:
+        def canonical(columns: Columns) -> Columns:
+            changed = merge.canonical(columns)
+            return {name: np.where(columns[MESHES] > 0, columns[name], value) for name, value in changed.items()}
+
+        return replace(merge, knobs=(*merge.knobs, MESHES), canonical=canonical)
+
+    return (
+        *(on_meshes(f"{knob}_of_meshes", knob, np.True_, value) for knob, value in neutral.items()),
+        *(on_meshes(f"useless_{knob}", knob, rows, int(knob == MBS)) for knob, rows in useless.items()),
+        *map(without, merges),
+    )

@@ -1,0 +1,417 @@
+"""Predicts the memory and the step time of candidates, which are given as knob columns."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from flagcore_training.layout import Layout, Mesh, Placement, Training
+from flagcore_training.memory.training import component_table, memory_in_use, stages_in_use
+from flagcore_training.stages import (
+    edge_parameters,
+    layer_parameters,
+    model_flops,
+    mtp_parameters,
+    placed,
+    stage,
+    stage_of,
+)
+from flagcore_training.time import step
+from flagcore_training.time.step import Blocks, Pace, costs_in_run, rank_time, step_time
+
+from flagcore.contracts import Costs, Platform
+from flagcore.domain.chip import ASSUMED_NETWORK_RANGE
+from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
+from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, KnobValue
+from flagcore.domain.spec import Task
+from flagcore.i18n import N_
+from flagcore.spec.plain_data import package_yaml
+from flagcore_megatron.command.user_command import implementation_of_command
+from flagcore_megatron.layers.fastest import fit_splits, layouts, split_layers
+from flagcore_megatron.layers.partition import leading_layers
+from flagcore_megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
+from flagcore_megatron.layers.stages import LAYOUT, parse_layout
+from flagcore_megatron.mixed import meshes as mixed
+from flagcore_megatron.mixed.meshes import ALL_REPLICAS, MESHES, MICROBATCHES, PP, RECOMPUTE_KNOBS, Meshes
+from flagcore_megatron.mixed.trials import plain_values
+from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM, candidate_columns
+from flagcore_megatron.space.knobs import columns as row_of
+from flagcore_megatron.space.options import options, precision, settings_in_force
+
+BATCH_ROWS = 1 << 14
+"""Candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
+
+DENSE_INTERVAL, MOE_INTERVAL = (0.87, 1.17), (0.80, 1.25)
+ESTIMATED_INTERVAL, SHARED_CPU_INTERVAL = (0.76, 1.39), (0.87, 1.60)
+"""80% intervals of the step time, relative to the prediction.
+
+They are the 10th and 90th percentiles of measured over predicted times of runs that were left out of the fit
+(`benchmarks/fitted.json`). There are intervals for dense models, for mixtures of experts, for chips without measured
+kernels (the same runs without the fitted curves), and for ranks that share a CPU (an estimate from ranks on one CPU).
+"""
+NETWORK_PARTS = ("cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_exposed_s")
+"""The parts of a step that may use the network between hosts. Their times widen the interval if its rate is assumed."""
+
+
+def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
+    """Return the predicted device memory in bytes and step time in seconds, for each candidate in `columns`."""
+    parts, order = [], []
+    for rows, meshes in mixed.by_kinds(task, columns, costs):
+        results = [_predicted(task, *each) for each in meshes]
+        result = results[0] if len(results) == 1 else mixed.together(results, [each[PP] for each, _ in meshes])
+        capacity = np.nan if result.capacity_bytes is None else result.capacity_bytes
+        parts.append(replace(result, capacity_bytes=capacity * np.ones(rows.size)) if costs.further else result)
+        order.append(rows)
+    return parts[0] if len(parts) == 1 else Predictions.join(parts).take(np.argsort(np.concatenate(order)))
+
+
+def _predicted(task: Task, columns: Columns, costs: Costs) -> Predictions:
+    """Return the predictions of candidates on the same node groups."""
+    train, layout = base_inputs(task, columns)
+    is_derived, run_costs = balanced(columns) & (layout.split == 0), costs_in_run(costs)
+    blocks = Blocks.from_layout(train, layout, run_costs)
+    train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
+    predictions = _predictions(train, layout, costs, blocks)
+    train, layout, has_new_split = fit_splits(train, layout, is_derived, predictions.share_in_use, run_costs, blocks)
+    if not has_new_split.any():
+        return predictions
+    rows, others = np.flatnonzero(has_new_split), np.flatnonzero(~has_new_split)
+    order = np.argsort(np.concatenate((others, rows)), kind="stable")
+    parts = [predictions.take(others), _predictions(train, layout[rows], costs, blocks[rows])]
+    return Predictions.join(parts).take(order)
+
+
+WITHOUT_BOUNDS = {"pipeline_schedule", "offload_stages"}
+"""Settings with which other stages than the last two may need the least memory."""
+
+
+def least_seconds(task: Task, columns: Columns, costs: Costs) -> FloatArray:
+    """Return a lower bound of the step time of each candidate, for any split of layers.
+
+    On average, a stage takes the mean time, without recompute if `columns` do not have its knobs. Gradient exchange and
+    optimizer are left out. Few candidates are faster, by up to 2%. The bound is 0 for other schedules than Megatron's
+    own, and on several kinds of chips.
+    """
+    if costs.further or settings_in_force(task.spec).keys() & WITHOUT_BOUNDS:
+        return np.zeros(columns[PP].shape)
+    columns, run_costs = {**_with_recompute(columns, (0, 0, 0, 0)), **columns}, costs_in_run(costs)
+    train, layout = base_inputs(task, columns)
+    layout = replace(layout, block=layout.block * layout.pipeline)  # of all stages together
+    pace = Pace.from_blocks(train, layout, run_costs, Blocks.from_layout(train, layout, run_costs))
+    layers = np.full_like(layout.data, float(train.model.num_layers))
+    busy = pace.seconds(layers, leading_layers(train), first=True, mtp=True, last=True) / layout.pipeline
+    return busy * (layout.microbatches + (layout.pipeline - 1.0) / layout.virtual)
+
+
+def least_share(task: Task, columns: Columns, costs: Costs) -> FloatArray:
+    """Return a lower bound of the share of the memory in use of each candidate, for any split.
+
+    If `columns` have no knobs of recompute, all layers are recomputed one by one; chunks of several layers may need up
+    to 10% less. Some stage has at least the mean number of layers; leading dense layers are not counted, and the memory
+    is that of the last stage or the one before it, which store the fewest micro-batches. The bound is 0 where that of
+    `least_seconds` is, and NaN if the capacity is unknown.
+    """
+    if costs.further or settings_in_force(task.spec).keys() & WITHOUT_BOUNDS:
+        return np.zeros(columns[PP].shape)
+    train, layout = base_inputs(task, {**_with_recompute(columns, (1, FULL, UNIFORM, 1)), **columns})
+    last, layout = layout.pipeline - 1.0, replace(layout, split=np.ones_like(layout.pipeline))
+    layers = np.ceil((train.model.num_layers - leading_layers(train)) / layout.pipeline)
+    places, nowhere = (np.maximum(last - 1.0, 0.0), last), np.full_like(last, -1.0)
+    ends = [stage_of(train, layout, place, layers, 0, nowhere, nowhere) for place in places]
+    return np.minimum(*(each.used / each.capacity for each in stages_in_use(train, layout, costs, ends)))
+
+
+def _with_recompute(columns: Columns, codes: tuple[int, ...]) -> Columns:
+    """Return `columns` with the same codes of the recompute knobs for all candidates."""
+    recompute = {knob: np.full_like(columns[PP], code) for knob, code in zip(RECOMPUTE_KNOBS, codes, strict=True)}
+    return {**columns, **recompute}
+
+
+def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout]:
+    """Return the inputs to the formulas for each candidate, with the layer splits that `predict` uses.
+
+    All candidates are on the same node groups, which have these `costs`.
+    """
+    train, layout = base_inputs(task, columns)
+    is_derived, run_costs = balanced(columns) & (layout.split == 0), costs_in_run(costs)
+    if is_derived.any():
+        blocks = Blocks.from_layout(train, layout, run_costs)
+        train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
+        memory = memory_in_use(train, layout, costs)
+        train, layout, _ = fit_splits(train, layout, is_derived, memory.used / memory.capacity, run_costs, blocks)
+    return train, layout
+
+
+def base_inputs(task: Task, columns: Columns) -> tuple[Training, Layout]:
+    """Return the inputs to the formulas for each candidate, before layer splits are derived: all splits are even."""
+    train, layout = training(task), layout_of(task, columns)
+    if (code := columns.get(MESHES)) is not None and code.any():
+        layout = _on_meshes(task, columns)
+    if text := settings_in_force(task.spec).get(LAYOUT):
+        stages = parse_layout(str(text), train.model.num_layers, train.model.mtp_num_layers)
+        layout, options = placed(train.model, layout, train.options, stages)
+        train = replace(train, options=options)
+    return train, layout
+
+
+def _on_meshes(task: Task, columns: Columns) -> Layout:
+    """Return the layouts of candidates that all have the same number of meshes."""
+    table, code = Meshes.from_task(task), columns[MESHES]
+    count = int(table.number(code).max())
+    first, *others = (layout_of(task, table.columns(columns, mesh)) for mesh in range(count))
+    starts = np.cumsum(table.codes[PP][code], axis=1).astype(np.float64).T
+    return replace(first, further=tuple(Mesh(start, each) for start, each in zip(starts, others, strict=False)))
+
+
+def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
+    """Return the number of layers of each pipeline stage for each candidate; empty if it has no derived split."""
+    if not balanced(columns).any():
+        return []
+    layers_by_row: dict[int, list[int]] = {}
+    for rows, meshes in mixed.by_kinds(task, columns, costs):
+        if len(meshes) > 1:
+            continue
+        train, layout = inputs(task, *meshes[0])
+        stages = [np.minimum(layout.pipeline - 1.0, float(index)) for index in range(int(layout.pipeline.max()))]
+        layers = np.stack([stage(train.model, layout, index, train.options).layers for index in stages], axis=1)
+        lengths = np.where(balanced(meshes[0][0]), layout.pipeline, 0.0).astype(np.int64)
+        for row, row_layers, length in zip(rows.tolist(), layers.astype(np.int64).tolist(), lengths, strict=True):
+            layers_by_row[row] = row_layers[:length]
+    return [layers_by_row.get(row, []) for row in range(columns[PP].size)]
+
+
+def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
+    """Return the predictions of each candidate. Candidates with similar numbers of distinct stages share a batch."""
+    distinct_counts, split = np.zeros(layout.split.shape, dtype=np.int64), layout.split.astype(np.int64)
+    if train.options.splits is not None:
+        distinct_counts = train.options.splits.distinct_counts[split] * (split > 0)
+    order = np.lexsort((np.minimum(layout.pipeline, 3.0), distinct_counts))
+    parts = np.split(order, range(BATCH_ROWS, order.size, BATCH_ROWS))
+    results = [_predict(train, layout[rows], costs, blocks[rows]) for rows in parts]
+    return (results[0] if len(results) == 1 else Predictions.join(results)).take(np.argsort(order))
+
+
+def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
+    """Return the weights and the peak bytes by component, for a rank of the given stage of each candidate."""
+    found: dict[str, dict[str, FloatArray]] = {}
+    for rows, row_columns, group_costs in mixed.with_stage(task, columns, stages, costs):
+        train, layout = inputs(task, row_columns, group_costs)
+        index, placement = stages[rows].astype(np.float64), Placement.from_layout(layout, group_costs)
+        index = index % layout.pipeline
+        tables = [
+            component_table(train, each, index, device_costs.memory.workspace_bytes())
+            for each, device_costs in zip(placement.layouts, group_costs.groups, strict=True)
+        ]
+        for name, figures in tables[0].items():
+            for key in figures:
+                values = placement.pick(index, [table[name][key] for table in tables])
+                found.setdefault(name, {}).setdefault(key, np.zeros(stages.size))[rows] = values
+    return found
+
+
+def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
+    """Return the base-2 logarithms of a candidate's tokens per micro-batch, hidden size and TP size."""
+    train, layout = training(task), layout_of(task, columns)
+    width = np.full_like(layout.tensor, float(train.model.hidden_size))
+    return {
+        "tokens": np.log2(layout.tokens(train.sequence)),
+        "hidden_size": np.log2(width),
+        "tensor_model_parallel_size": np.log2(layout.tensor),
+    }
+
+
+def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+    """Return the predicted memory and busy time of one global rank of the first candidate.
+
+    Ranks are in Megatron's order tp-cp-ep-dp-pp.
+    """
+    row, group_costs, rank = mixed.on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
+    train, layout = inputs(task, row, group_costs)
+    stage_ends, placement = np.cumsum(mixed.stage_devices(task, row)), Placement.from_layout(layout, group_costs)
+    number = np.searchsorted(stage_ends, [rank], side="right")
+    index = np.minimum(number, stage_ends.size - 1).astype(np.float64)
+    rank_stage = stage(train.model, layout, index, train.options)
+    (in_use,) = stages_in_use(train, layout, group_costs, [rank_stage])
+    group = int(placement.group(index)[0])
+    times = [float(time[0]) for time in rank_time(train, placement.layouts[group], group_costs.groups[group], index)]
+    compute, optimizer = (time if np.isfinite(time) else None for time in times)
+    return RankPrediction(
+        rank=rank,
+        static_bytes=float(in_use.memory.static[0]),
+        peak_allocated_bytes=float(in_use.memory.peak[0]),
+        reserved_bytes=float(in_use.reserved[0]),
+        device_used_bytes=float(in_use.used[0]),
+        compute_time_s=compute,
+        optimizer_time_s=optimizer,
+    )
+
+
+def training(task: Task) -> Training:
+    """Return the inputs to the formulas that all candidates of `task` share.
+
+    If the spec names no implementation, flagcore's trial program uses megatron-core's local layers without fused
+    activation functions. A user's command is assumed to be Megatron-LM, which uses transformer-engine by default.
+    """
+    train = task.spec.train
+    kind = train.implementation or (
+        "trial" if train.command is None else implementation_of_command(task.spec) or "transformer_engine"
+    )
+    return Training(
+        model=task.spec.model,
+        sequence=train.seq_length,
+        global_batch=train.global_batch_size,
+        precision=precision(train, settings_in_force(task.spec)),
+        flash=train.attention == "flash",
+        fused_activation=kind != "trial",
+        transformer_engine=kind == "transformer_engine",
+        gathered_keys=kind == "trial",
+        options=options(task),
+    )
+
+
+def layout_of(task: Task, columns: Columns) -> Layout:
+    """Return the parallel layout of each candidate. Knobs that a job record does not set have Megatron's defaults."""
+
+    def count(knob: str) -> FloatArray:
+        return columns[knob].astype(np.float64)
+
+    data, tensor = count("data_parallel_size"), count("tensor_model_parallel_size")
+    micro_batch = count("micro_batch_size")
+    granularity = columns["recompute_granularity"] * columns["use_recompute"]
+    is_full, is_block = granularity == FULL, columns["recompute_method"] == BLOCK
+    layers = np.maximum(count("recompute_num_layers"), 1.0)
+    split = Split.from_task(task)
+    first, last = split.ends(columns)
+    replicas, counts = columns.get(ALL_REPLICAS), columns.get(MICROBATCHES)
+    is_apart = replicas is not None and counts is not None
+    number = task.spec.train.global_batch_size / (micro_batch * data) if counts is None else counts.astype(np.float64)
+    return Layout(
+        data=data if replicas is None else replicas.astype(np.float64),
+        here=(data,) if is_apart else (),
+        tensor=tensor,
+        pipeline=count("pipeline_model_parallel_size"),
+        virtual=split.virtual(columns).astype(np.float64),
+        context=count("context_parallel_size"),
+        expert=count("expert_model_parallel_size"),
+        expert_tensor=split.expert_tensor_size(columns).astype(np.float64),
+        micro_batch=micro_batch,
+        microbatches=np.maximum(number, 1.0),
+        sharded_optimizer=count("use_distributed_optimizer"),
+        sequence_parallel=count("sequence_parallel"),
+        selective=(granularity == SELECTIVE).astype(np.float64),
+        uniform=np.where(is_full & ~is_block, layers, 0.0),
+        block=np.where(is_full & is_block, layers, 0.0),
+        first_layers=first.astype(np.float64),
+        last_layers=last.astype(np.float64),
+        split=np.zeros_like(data),
+    )
+
+
+def _predict(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
+    memory = memory_in_use(train, layout, costs)
+    time_s = step_time(train, layout, costs, blocks)
+    total = sum(time_s.values(), np.zeros(()))
+    run_interval = DENSE_INTERVAL if train.model.num_moe_experts is None else MOE_INTERVAL
+    intervals = [run_interval]
+    for each in costs.groups:
+        intervals += [SHARED_CPU_INTERVAL] if each.synchronous else [ESTIMATED_INTERVAL] if each.guessed else []
+    low, high = min(bound[0] for bound in intervals), max(bound[1] for bound in intervals)
+    network = np.zeros(())
+    if any(each.assumed_network for each in costs.groups):
+        network = sum((time_s[part] for part in NETWORK_PARTS if part in time_s), network)
+    return Predictions(
+        step_time_s=total,
+        low_s=(total - network * (1.0 - 1.0 / ASSUMED_NETWORK_RANGE)) * low,
+        high_s=(total + network * (ASSUMED_NETWORK_RANGE - 1.0)) * high,
+        time_s=time_s,
+        static_bytes=memory.memory.static,
+        activation_bytes=memory.memory.activation,
+        peak_allocated_bytes=memory.memory.peak,
+        reserved_bytes=memory.reserved,
+        device_used_bytes=memory.used,
+        worst_stage=memory.memory.worst_stage,
+        capacity_bytes=memory.capacity if costs.further else costs.memory.capacity_bytes(),
+        model_flops=model_flops(train),
+    )
+
+
+LABELS = Labels(
+    components=package_yaml(__package__, "components.yaml"),
+    measured_parts={"forward_backward_s": N_("forward and backward"), "optimizer_s": N_("optimizer")},
+    memory_line=(
+        "Theoretical memory footprints: weight and optimizer={static_mb:.2f} MB, "
+        "activation={activation_mb:.2f} MB, total={total_mb:.2f} MB"
+    ),
+)
+"""Names of the parts of a prediction in tables. `memory_line` has the format of Megatron-LM's own memory report."""
+
+_EXPERTS = ("experts", "shared_experts", "router")
+
+
+def model_parts(task: Task) -> tuple[ModelPart, ...]:
+    """Return the parts of the model, with the number of weights of each and how often it occurs.
+
+    A part is a layer of one kind, for example. The vocabulary is padded. A norm belongs to the attention or FFN that
+    follows it, the final norm to the output head.
+    """
+    train, model = training(task), task.spec.model
+    unsplit_task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, settings={})))
+    layout = layout_of(unsplit_task, candidate_columns({}))  # one device that holds the whole model
+    one = np.ones(1)
+    dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
+    edge_weights = edge_parameters(train, layout, first=one, last=one)
+    attention, ffn = _layer_weights(train, layout, moe=False)
+    parts = [ModelPart("Embedding", float(edge_weights["embedding"][0]), 1)]
+    parts.append(ModelPart("MLA" if model.multi_latent_attention else "Attention", attention, model.num_layers))
+    if model.num_moe_experts is not None:
+        moe_weights = _layer_weights(train, layout, moe=True)[1]
+        parts.append(ModelPart("MoE", moe_weights, model.num_layers - dense_layers))
+    if dense_layers:
+        parts.append(ModelPart("MLP", ffn, dense_layers))
+    if model.mtp_num_layers:
+        mtp_weights = _sum(mtp_parameters(train, layout)) / model.mtp_num_layers
+        parts.append(ModelPart("MTP", mtp_weights, model.mtp_num_layers))
+    parts.append(ModelPart("Output", _sum(edge_weights) - parts[0].params, 1))
+    return tuple(parts)
+
+
+def _layer_weights(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:
+    parts = {name: float(value[0]) for name, value in layer_parameters(train, layout, moe=moe).items()}
+    norm = float(train.model.hidden_size)
+    ffn = norm + sum(value for name, value in parts.items() if name in (*_EXPERTS, "ffn"))
+    return sum(parts.values()) - ffn, ffn
+
+
+def _sum(parts: Mapping[str, FloatArray]) -> float:
+    return float(sum(value[0] for value in parts.values()))
+
+
+def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:
+    """Return a candidate's knob values with the layout of its stages in place of `balanced`.
+
+    An even split needs no layout. A layout includes the virtual stages, so the number of layers per virtual stage,
+    which Megatron then refuses, is unset.
+    """
+    task = platform.task
+    values = plain_values(task, candidate)
+    if values.pop(SPLIT, None) != "balanced":
+        return values
+    ((_, ((row, costs), *_)),) = mixed.by_kinds(task, row_of(task, candidate.as_dict()), platform.costs)
+    (text,) = layouts(*inputs(task, row, costs))
+    return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
+
+
+def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
+    """Return the passes of the first candidate's pipelines.
+
+    There is one pipeline, or one for each kind of chip that has its own replicas. The list is empty if a time is
+    unknown.
+    """
+    row = {knob: values[:1] for knob, values in columns.items()}
+    order, all_passes = mixed.groups_of_row(task, row), []
+    ((_, parts),) = mixed.by_kinds(task, row, costs)
+    for number, (subset, group_costs) in enumerate(parts):
+        if (pipeline_passes := step.passes(*inputs(task, subset, group_costs), group_costs)) is None:
+            return []
+        groups = order[number : number + 1] if len(parts) > 1 else order
+        all_passes.append(replace(pipeline_passes, groups=tuple(groups[group] for group in pipeline_passes.groups)))
+    return all_passes

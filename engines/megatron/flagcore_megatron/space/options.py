@@ -1,0 +1,219 @@
+"""Converts settings, precision and implementation to the options of the memory and time formulas."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flagcore_training.layout import Options
+
+from flagcore.domain.knob import in_versions
+from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
+from flagcore.errors import NotModelled, SpecError
+from flagcore.physics.pipelines import SCHEDULES
+from flagcore.spec.plain_data import package_yaml
+from flagcore_megatron.command.user_command import readable_command, release_of, settings_of_command
+from flagcore_megatron.layers.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, parse_layout
+from flagcore_megatron.space.knobs import BY_NAME
+
+Settings = Mapping[str, SettingValue]
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+NARROW = {"mxfp8": 33 / 64}
+"""Bytes of formats in which experts exchange tokens, with a scale per 32 elements, relative to 16 bits."""
+TRIAL, COMMAND = "trial", "command"
+MTP_LAYOUTS_SINCE, EARLY_MTP_SINCE = ">=0.14", ">=0.16"
+"""Releases whose layouts may contain multi-token prediction: at all, and on a stage before the loss.
+
+Source: megatron-core's `pipeline_parallel_layer_layout.py`."""
+DEFAULTS: Mapping[str, Settings] = {
+    TRIAL: {"moe_token_dispatcher_type": "alltoall", "cp_comm_type": "all_gather"},
+    COMMAND: {"moe_token_dispatcher_type": "allgather"},
+}
+"""Default settings that differ between flagcore's own trial program and Megatron-LM."""
+
+
+def runs(train: TrainSpec) -> str:
+    """Return which program's run of a job is predicted: `trial` (flagcore's own) or `command` (Megatron-LM)."""
+    return TRIAL if train.command is None and train.implementation in (None, "local") else COMMAND
+
+
+def settings_in_force(spec: Spec) -> Settings:
+    """Return all settings of a job, from the defaults, assumed settings, the user's command, and the spec.
+
+    Later sources take precedence.
+
+    Raises SpecError if the spec contradicts a command whose arguments cannot be changed.
+    """
+    train, command = spec.train, settings_of_command(spec)
+    for key, value in () if readable_command(spec) else command.items():
+        if train.settings.get(key, value) != value:
+            raise SpecError(
+                key=f"train.settings.{key}",
+                value=train.settings[key],
+                problem=f"contradicts train.command, which sets {value}",
+                fix="remove one of the two",
+            )
+    return {**DEFAULTS[runs(train)], **train.assumed, **command, **train.settings}
+
+
+TABLES = package_yaml(__package__, "options.yaml")
+
+
+def options(task: Task) -> Options:
+    """Return the options of the memory and time formulas for a task.
+
+    Raises SpecError for settings that exclude each other, NotModelled for a schedule that cannot be predicted.
+    """
+    train, settings = task.spec.train, settings_in_force(task.spec)
+    check(task, settings)
+    share, offloads = settings.get("optimizer_offload_fraction", 1.0), "fine_grained_activation_offloading"
+    fp8_attention = settings.get("fp8_dot_product_attention")
+    fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in TABLES["switches"].items()}
+    fields |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in TABLES["widths"].items()}
+    return Options(
+        **fields,
+        schedule=schedule(settings.get("pipeline_schedule")),
+        early_mtp=takes_early_mtp(task.spec),
+        recompute_modules=recompute_modules(settings),
+        grad_bytes=_grad_bytes(precision(train, settings), settings),
+        assumed_fp8_gather="fp8_param_gather" in train.assumed,
+        optimizer_offload_fraction=float(share or 0.0) if settings.get("optimizer_cpu_offload") else 0.0,
+        offload_modules=words(settings.get("offload_modules")) if settings.get(offloads) else frozenset(),
+        offload_stages=numbers(settings.get("offload_stages")),
+        offload_layers=int(settings.get("cpu_offloading_num_layers") or 0),
+        adapters=settings.get("trainable") == "adapters",
+        gradient_fusion=bool(settings.get("gradient_accumulation_fusion", True)),
+        overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
+        dispatcher=str(settings["moe_token_dispatcher_type"]),
+        dispatch_share=NARROW.get(str(settings.get("moe_dispatch_fwd_dtype")), 1.0),
+        combine_gradient_share=NARROW.get(str(settings.get("moe_combine_bwd_dtype")), 1.0),
+        linked_devices=float(task.cluster.linked_devices),
+        expert_imbalance=_imbalance(settings),
+        cp_comm=str(settings.get("cp_comm_type", "p2p")),
+        attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
+        cuda_graph=_graph(settings),
+        dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
+    )
+
+
+def release(spec: Spec) -> str | None:
+    """Return the release of Megatron that runs a job, or None if it is unknown."""
+    command = readable_command(spec)
+    return release_of(spec, command) if command else spec.train.engine_version
+
+
+def takes_layouts(spec: Spec) -> bool:
+    """Return whether the release that runs a job supports `pipeline_model_parallel_layout` for its model."""
+    since = MTP_LAYOUTS_SINCE if spec.model.mtp_num_layers else ""
+    return BY_NAME[LAYOUT].is_available(release(spec)) and in_versions(since, release(spec))
+
+
+def takes_early_mtp(spec: Spec) -> bool:
+    """Return whether a layout may place multi-token prediction on a stage before the loss."""
+    return spec.model.mtp_num_layers > 0 and in_versions(EARLY_MTP_SINCE, release(spec))
+
+
+def precision(train: TrainSpec, settings: Settings) -> str:
+    """Return the precision of matrix products: the job's, or FP8 if settings enable it in a 16-bit job."""
+    if train.precision not in ("bf16", "fp16") or not settings.get("fp8_format"):
+        return train.precision
+    return "mxfp8" if settings.get("fp8_recipe") == "mxfp8" else "fp8"
+
+
+def check(task: Task, settings: Settings) -> None:
+    """Raise SpecError for a combination of settings that Megatron refuses for every candidate.
+
+    Sources: megatron-core 0.16 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
+    """
+    modules, model = recompute_modules(settings), task.spec.model
+    if model.linear_attention or model.indexer:
+        kind = "linear" if model.linear_attention else "sparse"
+        problem = f"has layers with {kind} attention, which predictions for training do not support"
+        raise SpecError(key="model", value=model.name, problem=problem, fix="use another model, or tune a server")
+    enabled = {key for key, value in settings.items() if value not in (False, "fp32", 0, "none")}
+    dispatcher = settings.get("moe_token_dispatcher_type")
+    aware_optimizer, shared_overlap = "use_precision_aware_optimizer", "moe_shared_expert_overlap"
+    required_settings = dict.fromkeys(TABLES["widths"].values(), aware_optimizer) | {
+        "optimizer_cpu_offload": aware_optimizer,
+        "delay_wgrad_compute": "overlap_moe_expert_parallel_comm",
+        "offload_modules": "fine_grained_activation_offloading",
+        "fine_grained_activation_offloading": "offload_modules",
+        "moe_pad_expert_input_to_capacity": "moe_expert_capacity_factor",
+    }
+    for key, other in required_settings.items():
+        if key in enabled and other not in enabled:
+            raise _refused(key, settings, f"needs {other}")
+    refusals = {
+        "moe_pad_expert_input_to_capacity": (dispatcher == "flex", "excludes moe_token_dispatcher_type: flex"),
+        shared_overlap: (dispatcher != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
+        "recompute_modules": (
+            ("mla_up_proj" in modules and not model.multi_latent_attention)
+            or ("moe_act" in modules and model.num_moe_experts is not None and "moe_grouped_gemm" not in enabled)
+            or ("shared_experts" in modules and shared_overlap in enabled),
+            "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",
+        ),
+        LAYOUT: (bool({EMBEDDING, LOSS, FIRST, LAST} & enabled), "excludes other settings of the split of layers"),
+    }
+    for key, (is_wrong, problem) in refusals.items():
+        if is_wrong and key in enabled:
+            raise _refused(key, settings, problem)
+    if settings.get(LAYOUT) and model.mtp_num_layers:
+        *_, last = parse_layout(str(settings[LAYOUT]), model.num_layers, model.mtp_num_layers)
+        if not takes_layouts(task.spec) or (not last.mtp and not takes_early_mtp(task.spec)):
+            since, where = (MTP_LAYOUTS_SINCE, "") if last.mtp else (EARLY_MTP_SINCE, " before the loss")
+            raise _refused(LAYOUT, settings, f"has multi-token prediction{where}, which needs Megatron {since}")
+
+
+def _refused(key: str, settings: Settings, problem: str) -> SpecError:
+    return SpecError(key=f"train.settings.{key}", value=settings.get(key), problem=problem)
+
+
+def schedule(name: SettingValue) -> str | None:
+    """Return the name of a pipeline schedule, or None for the engine's default. Raises NotModelled for another one."""
+    canonical = re.sub(r"^zb-?(?=[hv12])", "zb-", str(name or "1f1b").lower().replace("_", "-"))
+    if canonical in ("1f1b", "interleaved", "1f1b-i", "interleaved-1f1b"):
+        return None
+    if canonical not in SCHEDULES:
+        names = ", ".join(SCHEDULES)
+        raise NotModelled(f"train.settings.pipeline_schedule = {name} is not modelled; use one of {names}")
+    return canonical
+
+
+def recompute_modules(settings: Mapping[str, SettingValue]) -> frozenset[str]:
+    """Return the modules that selective recompute recomputes."""
+    return words(settings.get("recompute_modules") or "core_attn")
+
+
+def words(text: SettingValue) -> frozenset[str]:
+    """Return the words in a comma-separated list."""
+    return frozenset(str(text).split(",")) if text else frozenset()
+
+
+def numbers(text: SettingValue) -> tuple[int, ...]:
+    """Return the numbers in a comma-separated list."""
+    return tuple(int(part) for part in str(text).split(",")) if text is not None else ()
+
+
+def _grad_bytes(precision: str, settings: Settings) -> int:
+    """Return the bytes of one gradient element: by default 4 with bf16 weights, otherwise the same as a weight. Source:
+    Megatron-LM `arguments.py`, which enables fp32 accumulation for bf16 by default."""
+    if precision == "fp32" or settings.get("accumulate_allreduce_grads_in_fp32"):
+        return 4
+    fp32 = precision != "fp16" and settings.get("accumulate_allreduce_grads_in_fp32", True)
+    return 4 if fp32 and not settings.get("grad_reduce_in_bf16") else 2
+
+
+def _imbalance(settings: Settings) -> float:
+    """Return the number of tokens of the busiest expert rank, relative to the mean over ranks. A capacity factor limits
+    the load. With padding to the capacity, the load equals the factor."""
+    load, capacity = float(settings.get("moe_expert_imbalance") or 1.0), settings.get("moe_expert_capacity_factor")
+    if not capacity:
+        return load
+    return float(capacity) if settings.get("moe_pad_expert_input_to_capacity") else min(load, max(1.0, float(capacity)))
+
+
+def _graph(settings: Settings) -> str:
+    scope, kind = words(settings.get("cuda_graph_scope")), settings.get("cuda_graph_impl", "none")
+    if kind == "none":
+        return ""
+    return "iteration" if kind == "full_iteration" or "full_iteration" in scope else "layer"

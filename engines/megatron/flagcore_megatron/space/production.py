@@ -1,0 +1,282 @@
+"""Production defaults from published recipes, and the settings of published runs.
+
+The defaults are used in plans and for job records that omit settings. Sources: "General Performance Tips" and
+"Fine-grained Recomputation" in Megatron-LM's `core/transformer/moe/README.md`; Megatron-Bridge's recipes
+(`comm_overlap.py`, `mixed_precision.py`); `best_practice/DeepSeekV3` of yanring/Megatron-MoE-ModelZoo; the report of
+DeepSeek-V3 (arXiv 2412.19437, 3.2.3).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Platform
+from flagcore.domain.engine import RefusedValues, ValueRule
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Candidate, Columns, FloatArray, KnobValue
+from flagcore.domain.spec import SettingValue, Spec, Task
+from flagcore.errors import SpecError
+from flagcore.i18n import _
+from flagcore.spec.knobs import setting_from_text
+from flagcore.spec.plain_data import package_yaml
+from flagcore_megatron.command.checks import release_problem
+from flagcore_megatron.layers.stages import (
+    LAYOUT,
+    SPLIT_SETTINGS,
+    VIRTUAL_STAGES,
+    parse_layout,
+    published_split,
+)
+from flagcore_megatron.mixed.meshes import MESHES, Meshes
+from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
+from flagcore_megatron.space.options import check, settings_in_force
+from flagcore_megatron.space.rules import CP, EP, EXPERT_OVERLAP, PP, TP, settings_with_rules
+
+IMPLEMENTATION = "transformer_engine"
+
+
+def overlaps(
+    task: Task, kind: str, settings: Mapping[str, SettingValue], *, sharded: bool, sequence_parallel: bool
+) -> dict[str, SettingValue]:
+    """Return the settings for overlapping communication with compute, and those for the experts' matrix products.
+
+    `sharded` is whether the distributed optimizer is used.
+    """
+    precision, dense = task.spec.train.precision, task.spec.model.num_moe_experts is None
+    overlap_reduce = bool(settings.get("overlap_grad_reduce", sharded))
+    is_eight_bit = precision in ("fp8", "mxfp8", "nvfp4") and "accumulate_allreduce_grads_in_fp32" not in settings
+    narrow_gradients = overlap_reduce and sharded and kind == IMPLEMENTATION and is_eight_bit
+    flash = task.spec.train.attention == "flash" and kind == IMPLEMENTATION
+    return {
+        "overlap_grad_reduce": overlap_reduce,
+        "overlap_param_gather": overlap_reduce and sharded,
+        "grad_reduce_in_bf16": narrow_gradients,  # most of these 8-bit runs would not fit otherwise
+        "fp8_param_gather": narrow_gradients and precision != "nvfp4",
+        "moe_grouped_gemm": kind != "local",
+        "tp_comm_overlap": flash and sharded and sequence_parallel and dense,
+    }
+
+
+def as_in_production(platform: Platform) -> Platform:
+    """Return `platform` with the vendor's layers and settings, and otherwise the settings of published recipes.
+
+    It is unchanged if the spec names a program.
+
+    A setting is skipped if the spec sets it or compares its values, if the chip or the release does not support it, or
+    if it contradicts another setting.
+    """
+    task, stack = platform.task, platform.support.stack
+    train, spec = task.spec.train, task.spec
+    is_open = train.command is None and train.implementation is None
+    if not stack or not is_open or _refuses(platform.value_rules, "implementation", stack.implementation):
+        return platform
+    train = replace(train, implementation=stack.implementation)
+    is_dense, set_keys = spec.model.num_moe_experts is None, {*train.settings, *spec.space, *(spec.baseline or {})}
+    known = {name for name, knob in BY_NAME.items() if not (is_dense and knob.experts_only)}
+    for key, value in {**_recipe(task, stack.implementation), **stack.settings}.items():
+        if key in set_keys or key not in known or not value or _refuses(platform.value_rules, f"settings.{key}", value):
+            continue
+        if train.engine_version and release_problem(BY_NAME[key], value, train.engine_version):
+            continue
+        extended = replace(train, assumed={**train.assumed, key: value})
+        with suppress(SpecError):
+            check(task, settings_in_force(replace(spec, work=extended)))
+            train = extended
+    return replace(platform, task=replace(task, spec=replace(spec, work=train)))
+
+
+def runs_as(spec: Spec) -> str:
+    """Return how a job without a command runs: flagcore's trial program, or the vendor's layers."""
+    if (kind := spec.train.implementation) in (None, "local"):
+        return _("as flagcore's trial program runs it, without overlap (see train.implementation)")
+    names = {"engine": spec.train.engine, "implementation": kind}
+    return _("as {engine} runs it with {implementation} layers (train.implementation)", **names)
+
+
+def assumed(task: Task, candidate: Candidate) -> dict[str, SettingValue]:
+    """Return the assumed settings of a plan that are legal for a candidate and affect it."""
+    values, settings = candidate.as_dict(), task.spec.train.assumed
+    unused = {key for key in settings for need in BY_NAME[key].requires if values[need.knob] not in need.one_of}
+    columns, legal = candidate_columns(values), {key: settings[key] for key in settings if key not in unused}
+    for rule in settings_with_rules(task) if legal else ():
+        if rule.name in legal and rule.broken(columns).any():
+            del legal[rule.name]
+    return legal
+
+
+def unusual(task: Task, columns: Columns, predictions: Predictions) -> FloatArray:
+    """Return the weight of each candidate's unusual properties. Of several meshes, the largest sizes count.
+
+    These are tensor parallelism over several nodes, which counts twice, and fewer than USUAL_TOKENS tokens per
+    context-parallel rank, which counts 5 times: no published run checks such predictions, and 10% is the mean error of
+    those of runs that no fit has used. Each kind of model parallelism counts TIE.
+    """
+    code, meshes = columns.get(MESHES, np.array(0)), Meshes.from_task(task).codes
+    sizes = np.stack([np.maximum(columns[name], meshes[name][code].max(axis=-1)) for name in (TP, CP, PP, EP)])
+    is_short = (sizes[1] > 1) & (sizes[1] * USUAL_TOKENS > task.spec.train.seq_length)
+    spans_nodes = sizes[0] > task.cluster.linked_devices
+    return np.asarray(5.0 * is_short + 2.0 * spans_nodes + TIE * (sizes > 1).sum(axis=0))
+
+
+USUAL_TOKENS, LONG_TOKENS = 4096, 8192
+"""The fewest and the most tokens per context-parallel rank of published runs (Megatron-Bridge, NeMo, DGX Cloud,
+MoE-ModelZoo, SimuMax). In none of these runs does a tensor-parallel group span nodes."""
+TIE = 0.1
+"""Chosen by hand, so that the simpler one of two layouts with about the same predicted time comes first."""
+
+
+def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
+    """Return the settings of published recipes. MoE models recompute cheap modules that store many bytes."""
+    model, settings = task.spec.model, task.spec.train.settings
+    recipe = overlaps(task, kind, settings, sharded=True, sequence_parallel=True)
+    recipe["cross_entropy_loss_fusion"] = True
+    if model.num_moe_experts is None:
+        return {**recipe, "moe_grouped_gemm": False}
+    modules = "layernorm,moe_act" + (",mla_up_proj" if model.multi_latent_attention else "")
+    if task.spec.train.precision == "fp8":
+        recipe["fp8_recipe"] = "blockwise"  # the default, delayed scaling, cannot be combined with such recompute
+    recipe |= {"expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "flex"}
+    return {**recipe, EXPERT_OVERLAP: True, "recompute_modules": modules}
+
+
+def _refuses(rules: Sequence[ValueRule], knob: str, value: SettingValue) -> bool:
+    refused = (each for each in rules if isinstance(each, RefusedValues))
+    return any(each.knob == knob and value in each.values for each in refused)
+
+
+def published(
+    task: Task, values: Mapping[str, KnobValue], notes: str
+) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+    """Return the completed task and knobs of a job record, and the names of the settings that only its notes mention.
+
+    Raises SpecError for an invalid layout of stages.
+    """
+    adapters = re.search(r"\b(lora|peft)\b", task.spec.model.name, re.IGNORECASE)  # only the name reveals adapters
+    noted = read_notes(f"{notes}; {adapters[0] if adapters else ''}")
+    train, values = task.spec.train, dict(values)
+    # Papers on schedules (arXiv 2104.04473, 2401.10241) used unfused attention: their reported memory confirms it.
+    if "pipeline_schedule" in noted:
+        train = replace(train, attention="unfused")
+        noted = {"overlap_p2p_comm": False, **noted}
+        task = replace(task, spec=replace(task.spec, work=train))
+    kind = train.implementation or IMPLEMENTATION
+    settings = {**noted, **train.settings}
+    settings = _defaults(task, kind, settings, values) | settings
+    stages = int(values.get("pipeline_model_parallel_size") or 1)
+    layout = settings.get(LAYOUT)
+    if layout:
+        layout_stages = parse_layout(str(layout), task.spec.model.num_layers, task.spec.model.mtp_num_layers)
+        if not values.get(VIRTUAL_STAGES) and len(layout_stages) % stages == 0:
+            values[VIRTUAL_STAGES] = len(layout_stages) // stages
+    elif not any(settings.get(key) or values.get(key) for key in SPLIT_SETTINGS):
+        settings |= published_split(task.spec.model, stages * int(values.get(VIRTUAL_STAGES) or 1))
+    spec = replace(task.spec, work=replace(train, implementation=kind, settings=settings))
+    return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
+
+
+def _defaults(
+    task: Task, kind: str, settings: Mapping[str, SettingValue], values: Mapping[str, KnobValue]
+) -> dict[str, SettingValue]:
+    flash, sharded = task.spec.train.attention == "flash", bool(values.get("use_distributed_optimizer"))
+    split = bool(values.get("sequence_parallel")) and int(values.get("tensor_model_parallel_size") or 1) > 1
+    return {
+        **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
+        "moe_token_dispatcher_type": "alltoall",
+        "cp_comm_type": "p2p",
+        "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default: older models had dropout
+        "hidden_dropout": 0.0 if flash else 0.1,
+    }
+
+
+_PAIR_PATTERN = re.compile(
+    r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE
+)
+_LAYOUT_PATTERN = re.compile(r"(?<![\w-])(\w*layout)\s*=\s*([^\s;]+)", re.IGNORECASE)
+_NEGATION_PATTERN = r"(?:no|non|not|without|disabled?)[- _]+"
+_OFF_PATTERN = r"[- _]*(?:off|disabled)\b"
+
+
+@lru_cache(maxsize=4096)
+def read_notes(notes: str) -> Mapping[str, SettingValue]:
+    """Return the settings that the text `notes` mentions.
+
+    `name = value` takes precedence over phrases. Of several mentions of a setting, the first is used.
+    """
+    settings: dict[str, SettingValue] = {}
+    remaining = notes[:10_000]
+    for pattern in (_LAYOUT_PATTERN, _PAIR_PATTERN):
+        for pair in pattern.finditer(remaining):
+            _add_missing(settings, _parse_pair(pair[1], pair[2]))
+        remaining = pattern.sub(";", remaining)
+    remaining = remaining.lower()
+    for flag in _switch_patterns():
+        if match := flag.search(remaining):
+            off = bool(match["no"] or match["off"])
+            name, value = _setting_name(match["name"]), "false" if off else "true"
+            _add_missing(settings, setting_from_text(name, value, SETTINGS))
+            remaining = remaining[: match.start()] + ";" + remaining[match.end() :]
+    for phrase, phrase_settings in _tables()["phrases"].items():
+        match = re.search(phrase, remaining)
+        if match and not re.search(_NEGATION_PATTERN + "$", remaining[: match.start()]):
+            _add_missing(settings, _settings_of_phrase(phrase_settings, match))
+    enabled = [name for key, name in _tables()["implied"].items() if settings.get(key, False) is not False]
+    _add_missing(settings, dict.fromkeys(enabled, True))
+    return settings
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    return dict(package_yaml(__package__, "notes.yaml"))
+
+
+@cache
+def _switch_patterns() -> list[re.Pattern[str]]:
+    """Return patterns that match the names of switches, in descending order of their length."""
+    switches = [knob.name for knob in SETTINGS if knob.kind == "flag"]
+    aliases = [name for name, key in _tables()["names"].items() if key in switches]
+    return [
+        re.compile(
+            rf"(?<![\w-])(?:--)?(?P<no>{_NEGATION_PATTERN})?"
+            rf"(?P<name>{name.replace('_', '[- _]')})(?![\w=])(?P<off>{_OFF_PATTERN})?"
+        )
+        for name in sorted((*switches, *aliases), key=len, reverse=True)
+    ]
+
+
+def _add_missing(settings: dict[str, SettingValue], new: Mapping[str, SettingValue]) -> None:
+    settings.update({key: value for key, value in new.items() if key not in settings})
+
+
+def _parse_pair(name: str, text: str) -> Mapping[str, SettingValue]:
+    key, value = _setting_name(name), re.sub(r"""[\[\]'"()]""", "", text).strip()
+    if key == LAYOUT:
+        return {LAYOUT: text}
+    implied: Mapping[str, SettingValue] | None = _tables()["values"].get(key, {}).get(value.lower())
+    if implied is not None:
+        return implied
+    if key == "use_megatron_fsdp" and value.isdecimal():
+        return {key: int(value) > 1}
+    return setting_from_text(key, value, SETTINGS) or setting_from_text(key, value.lower(), SETTINGS)
+
+
+def _settings_of_phrase(phrase_settings: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str, SettingValue]:
+    """Return the settings that a phrase stands for. `{1}` is replaced by the match's first group; invalid values are
+    skipped.
+    """
+    settings: dict[str, SettingValue] = {}
+    for key, value in phrase_settings.items():
+        if value != "{1}":
+            settings[key] = value
+        elif match[1]:
+            settings |= setting_from_text(key, re.sub(r" *[+,] *", ",", match[1]), SETTINGS)
+    return settings
+
+
+def _setting_name(name: str) -> str:
+    plain = re.sub(r"[- ]+", "_", name.strip("-").lower())
+    return str(_tables()["names"].get(plain, plain))

@@ -1,0 +1,425 @@
+"""Megatron's rules for legal candidates, and merges of candidates that it treats as equal.
+
+Rules about a setting are named after it. Sources: megatron-core 0.16 `parallel_state.py`, `transformer_config.py`,
+`num_microbatches_calculator.py`, `pipeline_parallel/schedules.py`, `multi_token_prediction.py`, `distrib_optimizer.py`;
+Megatron-LM core_v0.16 `arguments.py`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
+from flagcore.domain.spec import SettingValue, Task
+from flagcore.physics.pipelines import SCHEDULES
+from flagcore_megatron.command.user_command import implementation_of_command
+from flagcore_megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced, derived
+from flagcore_megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
+from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
+from flagcore_megatron.space.options import Settings, numbers, precision, schedule, settings_in_force
+
+DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CP, EP = "context_parallel_size", "expert_model_parallel_size"
+MBS, SP, DIST_OPT = "micro_batch_size", "sequence_parallel", "use_distributed_optimizer"
+RECOMPUTE, GRANULARITY = "use_recompute", "recompute_granularity"
+DIST_OPT_SETTINGS = ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
+"""Settings that Megatron refuses without the distributed optimizer, even on one rank."""
+METHOD, RECOMPUTE_LAYERS = "recompute_method", "recompute_num_layers"
+EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
+
+
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return the legality rules for training `task` with Megatron."""
+    groups = (_batch_rules, _width_rules, _length_rules, _node_group_rules, _pipeline_rules, _expert_rules)
+    return tuple(rule for group in (*groups, _recompute_rules) for rule in group(task))
+
+
+def _batch_rules(task: Task) -> Iterator[Rule]:
+    devices, batch = task.cluster.devices, task.spec.train.global_batch_size
+    yield Rule(
+        name="world_size",
+        knobs=(DP, TP, PP, CP),
+        message=f"{DP} x {TP} x {PP} x {CP} must be the number of devices, {devices}",
+        broken=lambda c: c[DP] * c[TP] * c[PP] * c[CP] != devices,
+    )
+    yield Rule(
+        name="global_batch_size",
+        knobs=(DP, MBS),
+        message=f"global_batch_size = {batch} must be a multiple of {MBS} x {DP}",
+        broken=lambda c: batch % (c[MBS] * c[DP]) != 0,
+    )
+
+
+def _width_rules(task: Task) -> Iterator[Rule]:
+    model = task.spec.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    widths = [model.moe_shared_expert_intermediate_size or 0]
+    if model.num_moe_experts is None or model.moe_first_dense_layers:
+        widths.append(model.ffn_hidden_size)
+    expert_width, split = model.moe_ffn_hidden_size or 0, Split.from_task(task)
+    keys_values = 2 * groups * model.kv_channels
+    yield Rule(
+        name="attention_heads",
+        knobs=(TP,),
+        message=f"{TP} must divide num_attention_heads = {heads}",
+        broken=lambda c: heads % c[TP] != 0,
+    )
+    yield Rule(
+        name="query_groups",
+        knobs=(TP,),
+        message=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
+        broken=lambda c: (groups % c[TP] != 0) & (c[TP] % groups != 0),
+    )
+    yield Rule(
+        name="qkv_width",
+        knobs=(TP,),
+        message=f"{TP} must divide the width of keys and values, {keys_values}",
+        broken=lambda c: (keys_values % c[TP] != 0) & (not model.multi_latent_attention),
+    )
+    yield Rule(
+        name="ffn_width",
+        knobs=(TP,),
+        message=f"{TP} must divide the width of the feed-forward layers, {max(widths)}",
+        broken=lambda c: np.logical_or.reduce([width % c[TP] != 0 for width in widths]),
+    )
+    yield Rule(
+        name="expert_width",
+        knobs=(TP,),
+        message=f"the expert tensor parallel size (default: {TP}) must divide moe_ffn_hidden_size = {expert_width}",
+        broken=lambda c: expert_width % split.expert_tensor_size(c) != 0,
+    )
+
+
+def _length_rules(task: Task) -> Iterator[Rule]:
+    length, experts = task.spec.train.seq_length, task.spec.model.num_moe_experts
+    is_local = task.spec.train.command is not None and implementation_of_command(task.spec) == "local"
+    yield Rule(
+        name="context_parallel_implementation",
+        knobs=(CP,),
+        message=f"{CP} > 1 needs the attention of transformer-engine; train.command sets --transformer-impl local",
+        broken=lambda c: (c[CP] > 1) & is_local,
+    )
+    yield Rule(
+        name="context_length",
+        knobs=(CP,),
+        message=f"seq_length = {length} must be a multiple of 2 x {CP} when {CP} > 1",
+        broken=lambda c: (c[CP] > 1) & (length % (2 * c[CP]) != 0),
+    )
+    yield Rule(
+        name="sequence_length",
+        knobs=(TP, CP, SP),
+        message=f"seq_length = {length} must be a multiple of {TP} x {CP} with {SP}",
+        broken=lambda c: (c[SP] == 1) & (length % (c[TP] * c[CP]) != 0),
+    )
+    yield Rule(
+        name="moe_sequence_parallel",
+        knobs=(TP, SP),
+        message=f"a mixture of experts with {TP} > 1 trains only with {SP}",
+        broken=lambda c: (c[TP] > 1) & (c[SP] == 0) & (experts is not None),
+    )
+
+
+def _node_group_rules(task: Task) -> Iterator[Rule]:
+    """Yield the rule that each pipeline stage is on a single node group, for clusters with several kinds of chips."""
+    cluster = task.cluster
+    if len(cluster.groups) == 1:
+        return
+    boundaries, devices = list(accumulate(group.devices for group in cluster.groups))[:-1], cluster.devices
+    smallest_factor = math.lcm(*(devices // math.gcd(edge, devices) for edge in boundaries))
+    yield Rule(
+        name="stages_in_one_group",
+        knobs=(PP,),
+        message=(
+            f"{PP} must be a multiple of {smallest_factor}, so that no stage has devices of two node groups, "
+            f"{cluster.chips}: a stage runs on one chip model"
+        ),
+        broken=lambda c: c[PP] % smallest_factor != 0,
+    )
+
+
+def _pipeline_rules(task: Task) -> Iterator[Rule]:
+    split, batch = Split.from_task(task), task.spec.train.global_batch_size
+
+    def interleaved(c: Columns) -> BoolArray:
+        is_interleaved: BoolArray = (split.virtual(c) > 1) | (c[LAYERS_PER_VIRTUAL] > 0)
+        return is_interleaved
+
+    yield Rule(name="pipeline_stages", knobs=(PP, SPLIT), message=_split_message(split), broken=split.uneven)
+    yield Rule(
+        name="virtual_needs_pipeline",
+        knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),
+        message=f"virtual pipeline stages need {PP} > 1",
+        broken=lambda c: interleaved(c) & (c[PP] == 1),
+    )
+    yield Rule(
+        name="virtual_stages",
+        knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),
+        message=f"{LAYERS_PER_VIRTUAL} (or {VIRTUAL_STAGES}) must divide num_layers / {PP}",
+        broken=split.ragged,
+    )
+    yield Rule(
+        name="interleaved_microbatches",
+        knobs=(DP, MBS, PP, SPLIT, LAYERS_PER_VIRTUAL),
+        message=f"with virtual stages the number of micro-batches must be a multiple of {PP}",
+        broken=lambda c: interleaved(c) & ((batch // np.maximum(c[MBS] * c[DP], 1)) % c[PP] != 0),
+    )
+
+
+def _expert_rules(task: Task) -> Iterator[Rule]:
+    experts, devices, split = task.spec.model.num_moe_experts, task.cluster.devices, Split.from_task(task)
+    yield Rule(
+        name="experts_exist",
+        knobs=(EP,),
+        message=f"{EP} > 1 needs a model with experts",
+        broken=lambda c: (c[EP] > 1) & (experts is None),
+    )
+    yield Rule(
+        name="experts_divide",
+        knobs=(EP,),
+        message=f"{EP} must divide num_moe_experts = {experts}",
+        broken=lambda c: (experts or 0) % c[EP] != 0,
+    )
+    yield Rule(
+        name="expert_world_size",
+        knobs=(TP, PP, EP),
+        message=f"{EP} x expert tensor parallel size (default: {TP}) x {PP} must divide the {devices} devices",
+        broken=lambda c: (devices % (split.expert_tensor_size(c) * c[EP] * c[PP]) != 0) & (experts is not None),
+    )
+
+
+def _split_message(split: Split) -> str:
+    if split.layout_layers:
+        stages = len(split.layout_layers)
+        return f"{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end"
+    extra = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
+    return (
+        f"{PP} must divide num_layers = {split.layers}{extra}, or the layers that {FIRST} and {LAST} leave "
+        f"(in train.settings, where {LAYOUT} sets any split)"
+    )
+
+
+def _recompute_rules(task: Task) -> Iterator[Rule]:
+    split, depths = Split.from_task(task), task.spec.model.mtp_num_layers
+    yield Rule(
+        name="recompute_granularity",
+        knobs=(RECOMPUTE, GRANULARITY),
+        message=f"{RECOMPUTE} needs {GRANULARITY}",
+        broken=lambda c: (c[RECOMPUTE] == 1) & (c[GRANULARITY] == 0),
+    )
+    yield Rule(
+        name="selective_recompute",
+        knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+        message=f"selective recompute takes neither {METHOD} nor {RECOMPUTE_LAYERS}",
+        broken=lambda c: recomputes(c, SELECTIVE) & ((c[METHOD] != 0) | (c[RECOMPUTE_LAYERS] != 0)),
+    )
+    yield Rule(
+        name="recompute_method",
+        knobs=(RECOMPUTE, GRANULARITY, METHOD),
+        message=f"full recompute needs {METHOD}",
+        broken=lambda c: recomputes(c, FULL) & (c[METHOD] == 0),
+    )
+    yield Rule(
+        name="uniform_recompute",
+        knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+        message=f"uniform recompute needs a {RECOMPUTE_LAYERS} that divides the layers of a (virtual) stage",
+        broken=lambda c: (
+            recomputes(c, FULL)
+            & (c[METHOD] == UNIFORM)
+            & (c[RECOMPUTE_LAYERS] > 0)
+            & np.where(
+                balanced(c),
+                c[RECOMPUTE_LAYERS] > 1,
+                np.any([each % np.maximum(c[RECOMPUTE_LAYERS], 1) != 0 for each in split.chunk_layers(c)], axis=0),
+            )
+        ),
+    )
+    yield Rule(
+        name="multi_token_recompute",
+        knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+        message=f"uniform recompute of multi-token prediction needs {RECOMPUTE_LAYERS} = 1",
+        broken=lambda c: recomputes(c, FULL) & (c[METHOD] == UNIFORM) & (c[RECOMPUTE_LAYERS] > 1) & (depths > 0),
+    )
+    yield Rule(
+        name="recompute_num_layers",
+        knobs=(PP, SPLIT, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
+        message=f"full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}",
+        broken=lambda c: (
+            recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c)))
+        ),
+    )
+
+
+def settings_with_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of all enabled settings, including those that flagcore assumes for production."""
+    settings, split = settings_in_force(task.spec), Split.from_task(task)
+    sharded, depths = bool(settings.get("use_megatron_fsdp")), task.spec.model.mtp_num_layers
+    offloaded = numbers(settings.get("offload_stages"))
+
+    rules = (
+        *(
+            Rule(
+                name=name,
+                knobs=(DIST_OPT,),
+                message=f"{name} needs {DIST_OPT}",
+                broken=lambda c: (c[DIST_OPT] == 0) & (not sharded),
+            )
+            for name in DIST_OPT_SETTINGS
+        ),
+        Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
+        Rule(
+            name=EXPERT_OVERLAP,
+            knobs=(PP, SPLIT, EP, LAYERS_PER_VIRTUAL, RECOMPUTE, GRANULARITY),
+            message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute; with "
+            f"multi-token prediction also {PP} > 1 and mtp_num_layers: 1",
+            broken=lambda c: (
+                (c[EP] == 1)
+                | recomputes(c, FULL)
+                | ((c[PP] > 1) & (split.virtual(c) == 1))
+                | ((c[PP] == 1) & (depths > 0))
+                | (depths > 1)
+            ),
+        ),
+        Rule(
+            name="offload_stages",
+            knobs=(PP,),
+            message=f"offload_stages must be below {PP}",
+            broken=lambda c: c[PP] <= max(offloaded, default=-1),
+        ),
+        Rule(
+            name="cpu_offloading_num_layers",
+            knobs=(PP, RECOMPUTE, GRANULARITY),
+            message=f"cpu_offloading_num_layers needs {PP} = 1, and no recompute",
+            broken=lambda c: (c[PP] > 1) | (c[RECOMPUTE] > 0),
+        ),
+        _schedule_rule(settings.get("pipeline_schedule"), split, task.spec.train.global_batch_size),
+        *_requirement_rules(task, settings),
+    )
+    return tuple(rule for rule in rules if settings.get(rule.name))
+
+
+def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:
+    """Yield a rule that rejects every candidate, for each setting that requires another setting that is off."""
+    is_flex = settings.get("moe_token_dispatcher_type") == "flex"
+    requirements = {
+        "overlap_param_gather": ("overlap_grad_reduce", settings.get("overlap_grad_reduce")),
+        "moe_flex_dispatcher_backend": ("moe_token_dispatcher_type: flex", is_flex),
+        "moe_dispatch_fwd_dtype": ("moe_token_dispatcher_type: flex", is_flex),
+        "moe_combine_bwd_dtype": ("moe_token_dispatcher_type: flex", is_flex),
+        "fp8_recipe": ("fp8_format", "fp8" in precision(task.spec.train, settings)),
+        "cuda_graph_scope": ("cuda_graph_impl", settings.get("cuda_graph_impl", "none") != "none"),
+    }
+    for name, (requirement, is_met) in requirements.items():
+        if not is_met and name in task.spec.train.settings:
+            message = f"{name} needs {requirement}"
+            yield Rule(name=name, knobs=(DP,), message=message, broken=lambda c: np.ones(c[DP].shape, dtype=np.bool_))
+
+
+def _schedule_rule(setting: SettingValue, split: Split, batch: int) -> Rule:
+    """Return the rule about the virtual stages of a schedule.
+
+    Interleaved schedules require virtual stages, 1F1B allows any number, and all others have a fixed number. DualPipe
+    and DualPipeV need two micro-batches per stage, DualPipe even numbers of stages and of micro-batches (source: its
+    repository).
+    """
+    name = schedule(setting)
+    min_virtual = 2 if name is None and str(setting or "1f1b").lower() != "1f1b" else 1
+    fixed_virtual = SCHEDULES[name].parts if name else None
+    is_dual = name in ("dualpipe", "dualpipev")
+    virtual_stages = "virtual stages" if fixed_virtual is None else f"{fixed_virtual} virtual stages or none"
+    message = f"pipeline_schedule: {setting} needs {virtual_stages}"
+    if name == "dualpipev":
+        message += ", and at least two micro-batches per stage"
+    if name == "dualpipe":
+        message += ", even numbers of stages and of micro-batches, and at least two micro-batches per stage"
+
+    def broken(c: Columns) -> BoolArray:
+        virtual = split.virtual(c)
+        wrong = (virtual < min_virtual) if fixed_virtual is None else (virtual > 1) & (virtual != fixed_virtual)
+        if is_dual:
+            microbatches = batch // np.maximum(c[MBS] * c[DP], 1)
+            wrong |= microbatches < 2 * c[PP]
+            if name == "dualpipe":
+                wrong |= (c[PP] % 2 != 0) | (microbatches % 2 != 0)
+        result: BoolArray = (c[PP] > 1) & wrong
+        return result
+
+    knobs = (PP, SPLIT, LAYERS_PER_VIRTUAL, DP, MBS) if is_dual else (PP, SPLIT, LAYERS_PER_VIRTUAL)
+    return Rule(name="pipeline_schedule", knobs=knobs, message=message, broken=broken)
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return merges of candidates that Megatron treats as equal: knobs without effect, and equivalent schedules."""
+    split, is_dense, can_derive = Split.from_task(task), task.spec.model.num_moe_experts is None, derived(task)
+    settings = settings_in_force(task.spec)
+    sharded = task.spec.train.command is not None and any(settings.get(name) for name in DIST_OPT_SETTINGS)
+
+    def virtual(c: Columns) -> dict[str, IntArray]:
+        is_derived, parts = balanced(c), split.virtual(c)
+        has_one_stage = (c[PP] == 1) | np.where(is_derived, parts == 1, c[LAYERS_PER_VIRTUAL] * c[PP] == split.counted)
+        per_virtual = c[LAYERS_PER_VIRTUAL]
+        per_virtual = np.where(is_derived & (per_virtual > 0), -(-split.layers // (c[PP] * parts)), per_virtual)
+        return {LAYERS_PER_VIRTUAL: np.where(has_one_stage, 0, per_virtual)}
+
+    return (
+        Merge(
+            name="sequence_parallel_without_tensor_parallel",
+            knobs=(TP, SP),
+            canonical=lambda c: {SP: np.where(c[TP] == 1, 0, c[SP])},
+        ),
+        Merge(
+            name="distributed_optimizer_of_one",
+            knobs=(DP, CP, DIST_OPT),
+            canonical=lambda c: {DIST_OPT: np.where((c[DP] * c[CP] == 1) & (not sharded), 0, c[DIST_OPT])},
+        ),
+        Merge(
+            name="experts_of_a_dense_model",
+            knobs=(EP,),
+            canonical=lambda c: {EP: np.ones_like(c[EP]) if is_dense else c[EP]},
+        ),
+        Merge(
+            name="nothing_to_balance",
+            knobs=(PP, SPLIT),
+            canonical=lambda c: {SPLIT: np.where((c[PP] > 1) & can_derive, c[SPLIT], 0)},
+        ),
+        Merge(name="one_virtual_stage", knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL), canonical=virtual),
+        *_recompute_merges(split),
+    )
+
+
+def _recompute_merges(split: Split) -> Sequence[Merge]:
+    def recompute_layers(c: Columns) -> dict[str, IntArray]:
+        block, number = c[METHOD] == BLOCK, c[RECOMPUTE_LAYERS]
+        recomputes_all = block & (number >= split.chunk_layers(c)[0]) & (number <= split.stage_layers(c))
+        method, layers = np.where(recomputes_all, UNIFORM, c[METHOD]), np.where(recomputes_all, 1, number)
+        return {METHOD: method, RECOMPUTE_LAYERS: layers}
+
+    return (
+        Merge(
+            name="granularity_without_recompute",
+            knobs=(RECOMPUTE, GRANULARITY),
+            canonical=lambda c: {GRANULARITY: c[GRANULARITY] * c[RECOMPUTE]},
+        ),
+        Merge(
+            name="method_without_full_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, METHOD),
+            canonical=lambda c: {METHOD: np.where(recomputes(c, FULL), c[METHOD], 0)},
+        ),
+        Merge(
+            name="number_without_full_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
+            canonical=lambda c: {RECOMPUTE_LAYERS: np.where(recomputes(c, FULL), c[RECOMPUTE_LAYERS], 0)},
+        ),
+        Merge(
+            name="recompute_of_every_layer",
+            knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL, METHOD, RECOMPUTE_LAYERS),
+            canonical=recompute_layers,
+        ),
+    )
+
+
+def recomputes(c: Columns, granularity: int) -> BoolArray:
+    """Return a mask of the candidates whose recompute has the `granularity` `SELECTIVE` or `FULL`."""
+    result: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == granularity)
+    return result

@@ -1,0 +1,333 @@
+"""Starts a candidate or a shorter step, with flagcore's trial program or with the user's own command."""
+
+import functools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
+
+from flagcore.contracts import Platform
+from flagcore.domain.launch import Launch
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import AUTO, SettingValue, Spec, Task, TrainSpec
+from flagcore.errors import LaunchError, NoDevice, SpecError, join_errors
+from flagcore.i18n import N_, _
+from flagcore_megatron.command.checks import check_command, release_problems
+from flagcore_megatron.command.launch import own_launch, reference_launch
+from flagcore_megatron.command.user_command import DISTRIBUTION
+from flagcore_megatron.mixed import hetero
+from flagcore_megatron.mixed.meshes import MESHES
+from flagcore_megatron.mixed.trials import (
+    data_problem,
+    hosts_of,
+    on_groups,
+    plain_values,
+    program_runs_meshes,
+    shares,
+)
+from flagcore_megatron.predict import with_layout
+from flagcore_megatron.space import production
+from flagcore_megatron.space.knobs import BY_NAME
+from flagcore_megatron.space.options import DEFAULTS, runs, schedule
+from flagcore_megatron.space.rules import DP, PP
+from flagcore_megatron.trial.job import Candidate as JobCandidate
+
+PROGRAM = "flagcore_megatron.trial"
+MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}
+"""Modules that trials import, with their pip requirements."""
+SEED = 1234
+LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
+PRECISIONS = ("bf16", "fp16", "fp32")
+EIGHT_BITS = ("fp8", "mxfp8")
+ACCEPTED_KEYS = frozenset(field.name for field in fields(JobCandidate))
+"""Knobs and settings that the trial program accepts."""
+TRANSFORMER_ENGINE_SETTINGS = (
+    *("tp_comm_overlap", "moe_grouped_gemm", "fp8_recipe", "use_precision_aware_optimizer"),
+    *("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+)
+"""Settings that only transformer-engine supports."""
+ACCEPTED_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "moe_token_dispatcher_type": dict.fromkeys((LOCAL, TRANSFORMER_ENGINE), ("alltoall", "allgather")),
+    "cp_comm_type": {LOCAL: ("all_gather",), TRANSFORMER_ENGINE: ("p2p", "all_gather", "a2a")},
+}
+"""The only values that the trial program accepts for these settings, by implementation."""
+
+
+def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
+    """Raise SpecError or NoDevice if trials of `spec` cannot run on this machine.
+
+    For a user's own command, only the command and the settings are checked.
+    """
+    train = spec.train
+    listed = spec.space.get(MESHES, AUTO)
+    runs_meshes = hetero.command_runs_meshes(spec) or (program_runs_meshes(spec) and spec.cluster.groups)
+    if not isinstance(listed, str) and any(listed) and not runs_meshes:
+        problem, fix = "cannot run in trials", "remove it; `flag estimate` can predict it"
+        raise SpecError(key=f"auto_tuner.space.{MESHES}", value=list(listed), problem=problem, fix=fix)
+    if train.command is not None:
+        check_command(spec)
+    for key, value in train.settings.items():
+        _require_in_megatron(key, value)
+    if train.command is not None:
+        return
+    if spec.cluster.groups:
+        _check_groups(spec)
+    if spec.cluster.nodes != 1 and not spec.on_each_host:
+        problem = "is more than one, but trials start on this machine"
+        fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or set a train.command"
+        raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
+    check(train)
+    if missing := [requirement for module, requirement in modules.items() if not installed(module, requirement)]:
+        public = "'flagcore[megatron]' (install the vendor's build of torch first, if there is one)"
+        install = public if "torch" in missing else f"--no-deps {' '.join(map(repr, missing))}"
+        problem = f"trials need {' and '.join(missing)}, not installed here"
+        raise NoDevice(f"{problem}; pip install {install}, or set a train.command")
+    if problems := release_problems(spec, release()):
+        raise join_errors(problems)
+
+
+def _check_groups(spec: Spec) -> None:
+    """Raise SpecError if the trial program cannot start on all node groups."""
+    groups = spec.cluster.groups
+    chips, problem = [group.chip for group in groups], ""
+    if not spec.on_each_host:
+        problem = "are several chips, but one machine has one"
+        fix = "list the hosts in cluster.hostfile, and set the launcher"
+    elif len({group.devices_per_node for group in groups}) > 1:
+        problem, fix = "have other numbers of devices per node", "start trials on as many devices of each host"
+    elif len(set(chips)) > 1:
+        problem, fix = "are several chips: trials start the same software on all hosts", "name groups of one chip"
+    if problem:
+        fix += "; to run trials otherwise, set a train.command that starts on all groups; `flag estimate` predicts"
+        raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
+
+
+def _require_in_megatron(key: str, value: SettingValue) -> None:
+    """Raise SpecError if flagcore can only predict a setting or its value, because megatron-core 0.16 lacks it."""
+    pairs = (("trainable", "adapters"), ("fp8_dot_product_attention", True))
+    only_predicted = key == "offload_stages" or (key, value) in pairs
+    if only_predicted or (key == "pipeline_schedule" and schedule(value) is not None):
+        problem = "is only predicted by `flag estimate`: megatron-core 0.16 does not support it in a trial"
+        raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="remove it")
+
+
+def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+    """Return the launch of `candidate`, and write the trial program's job file into `folder`.
+
+    With `for_real` and without a user's command, the launch runs Megatron-LM's `pretrain_gpt.py`. Raises SpecError or
+    LaunchError if the launch cannot be built.
+    """
+    train, values = platform.task.spec.train, with_layout(platform, candidate)
+    if (for_real or train.command is not None) and shares(platform.task, candidate):
+        raise LaunchError(f"{MESHES} = {candidate.as_dict()[MESHES]} {data_problem()}")
+    if train.command is not None:
+        mixed = hetero.mixed_job(platform, candidate)
+        return own_launch(platform, values, folder, mixed, for_real=for_real)
+    if for_real:
+        for key, value in train.settings.items():
+            _require_in_megatron(key, value)
+        settings = {**production.assumed(platform.task, candidate), **train.settings}
+        spec = replace(platform.task.spec, work=replace(train, settings=settings))
+        meshes = hetero.mixed(platform, candidate.as_dict()) if values.get(MESHES) else None
+        task = platform.task if meshes else on_groups(platform.task, candidate)
+        return reference_launch(replace(task, spec=spec), values, folder, meshes)
+    planned = replace(program_launch(job(platform, candidate, folder), folder), warm=True)
+    if platform.task.spec.on_each_host:
+        return replace(planned, hosts=hosts_of(platform.task, candidate))
+    return planned
+
+
+def program_launch(job: Mapping[str, object], folder: str, program: str = PROGRAM) -> Launch:
+    """Write the job file of a trial program, and return its launch. Raises LaunchError if it cannot be written."""
+    file = Path(folder, "job.json")
+    try:
+        file.write_text(json.dumps(job, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
+    return Launch(argv=(sys.executable, "-m", program, str(file)), folder=folder)
+
+
+MIN_MICROBATCHES = 4
+"""Minimum number of micro-batches. With fewer, the fixed costs of a step would dominate its time."""
+
+MICROBATCHES_PER_STAGE = 2
+"""Micro-batches per stage with which the pipeline fills and memory reaches its peak, in every schedule.
+
+1F1B has 1 in flight per stage, interleaved fewer than 2, and DualPipe requires 2 (deepseek-ai/DualPipe `dualpipe.py`).
+"""
+
+
+def shorter_batch(task: Task, candidate: Candidate, share: float) -> int | None:
+    """Return the smallest legal global batch size of at least `share` times the task's, or None if it is not smaller.
+
+    The number of micro-batches is a multiple of the number of stages, which interleaved schedules require
+    (megatron-core `schedules.py`).
+    """
+    values = plain_values(task, candidate)
+    data, pipeline, micro_batch = (int(values.get(knob) or 1) for knob in (DP, PP, "micro_batch_size"))
+    microbatches = task.spec.train.global_batch_size // (data * micro_batch)
+    min_microbatches = max(MIN_MICROBATCHES, MICROBATCHES_PER_STAGE * pipeline, math.ceil(share * microbatches))
+    count = math.ceil(min_microbatches / pipeline) * pipeline
+    return count * data * micro_batch if count < microbatches else None
+
+
+def check(train: TrainSpec) -> None:
+    """Raise SpecError for anything in `train` that the trial program cannot run with the installed layers."""
+    layers = train.implementation or (TRANSFORMER_ENGINE if installed("transformer_engine") else LOCAL)
+    precisions = PRECISIONS + (EIGHT_BITS if layers == TRANSFORMER_ENGINE else ())
+    requirements = {
+        "train.implementation": (layers, layers == LOCAL or installed("transformer_engine"), "install it"),
+        "train.precision": (train.precision, train.precision in (AUTO, *precisions), f"use {', '.join(precisions)}"),
+        "train.attention": (train.attention, train.attention == "flash", "use flash"),
+        **{
+            f"train.settings.{key}": (value, trial_runs(key, value, layers), "remove it")
+            for key, value in train.settings.items()
+        },
+    }
+    for key, (value, is_met, fix) in requirements.items():
+        if not is_met:
+            problem = f"is not supported by flagcore's own trial program with {layers} layers"
+            raise SpecError(key=key, value=value, problem=problem, fix=f"{fix}, or set a train.command")
+
+
+def trial_runs(key: str, value: SettingValue, layers: str = LOCAL) -> bool:
+    """Return whether the trial program accepts a setting, or runs the same way without it."""
+    harmless_values: dict[str, tuple[SettingValue, ...]] = {
+        "pipeline_schedule": (value,),
+        "moe_expert_imbalance": (value,),
+        "trainable": ("all",),
+    }
+    if key in ACCEPTED_VALUES:
+        return value in ACCEPTED_VALUES[key][layers]
+    is_harmless = value in harmless_values.get(key, (False, "fp32", "none"))
+    if key in TRANSFORMER_ENGINE_SETTINGS and layers != TRANSFORMER_ENGINE:
+        return is_harmless or (key == "moe_grouped_gemm" and installed("grouped_gemm"))
+    return is_harmless or key in ACCEPTED_KEYS
+
+
+def installed(module: str, requirement: str = "") -> bool:
+    """Return whether a module is installed in a version that satisfies `requirement`. The module is not imported."""
+    try:
+        return find_spec(module) is not None and not (requirement and _excluded(Requirement(requirement)))
+    except (ImportError, ValueError):
+        return False
+
+
+def _excluded(requirement: Requirement) -> bool:
+    try:
+        return bool(requirement.specifier) and version(requirement.name) not in requirement.specifier
+    except (PackageNotFoundError, InvalidVersion):  # a vendor's build may have no valid version
+        return False
+
+
+def release() -> str | None:
+    """Return the installed release of megatron-core, or None if it is not installed."""
+    with suppress(PackageNotFoundError):
+        return version(DISTRIBUTION)
+    return None
+
+
+def as_installed(platform: Platform) -> Platform:
+    """Return `platform` with transformer-engine's layers, if it can be imported and the spec names no implementation.
+
+    Otherwise the spec stays unchanged: the trial program runs megatron-core's own, unfused layers.
+    """
+    modules = (*platform.support.preload, "transformer_engine.pytorch")
+    if not _chooses_layers(platform) or not installed("transformer_engine") or not _imports(modules):
+        return platform
+    task = platform.task
+    work = replace(task.spec.train, implementation=TRANSFORMER_ENGINE)
+    return replace(platform, task=replace(task, spec=replace(task.spec, work=work)))
+
+
+def installation_notes(platform: Platform) -> tuple[str, ...]:
+    """Return a note if transformer-engine cannot be imported although the device supports it."""
+    if not _chooses_layers(platform):
+        return ()
+    text = N_(
+        "transformer-engine does not import here: trials run megatron-core's own layers, without fused kernels, "
+        "FP8 and overlap of tensor-parallel messages; a job with transformer-engine is faster"
+    )
+    return (_(text),)
+
+
+def _chooses_layers(platform: Platform) -> bool:
+    """Return whether the spec names no implementation of layers, and the device may support transformer-engine."""
+    train = platform.task.spec.train
+    is_named = train.command is not None or train.implementation is not None
+    return not is_named and platform.support.device_type not in (None, "cpu")
+
+
+@functools.cache
+def _imports(modules: tuple[str, ...]) -> bool:
+    """Return whether modules can be imported after torch, in a separate process, which a driver may crash."""
+    try:
+        code = f"import torch, {', '.join(modules)}"
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return process.returncode == 0
+
+
+def job(
+    platform: Platform, candidate: Candidate, folder: str, probe: Mapping[str, int] | None = None
+) -> dict[str, object]:
+    """Return the trial program's job, as in its job file. For a probe, `probe` contains its `rank` and `device`."""
+    task = platform.task
+    spec, train = task.spec, task.spec.train
+    shared = shared_job(platform, folder)
+    return shared | {
+        "train": {
+            **shared["train"],
+            "balanced_routing": probe is not None,
+            "implementation": train.implementation or LOCAL,
+        },
+        "candidate": _settings(train) | with_layout(platform, candidate),
+        "probe": probe,
+        "shares": shares(task, candidate),
+        "nodes": len(hosts_of(task, candidate)) if spec.on_each_host and probe is None else 1,
+    }
+
+
+def shared_job(platform: Platform, folder: str) -> dict[str, Any]:
+    """Return the part of a trial program's job that does not depend on the candidate or on the engine."""
+    spec, train, support = platform.task.spec, platform.task.spec.train, platform.support
+    group = platform.task.cluster.groups[0]
+    cores = len(platform.cores) or group.chip.devices_per_node
+    return {
+        "model": asdict(replace(spec.model, vision=None, windows=None)),
+        "train": {
+            "seq_length": train.seq_length,
+            "global_batch_size": train.global_batch_size,
+            "precision": train.precision,
+            "train_iters": spec.control.train_iters,
+            "seed": SEED,
+        },
+        "device": {
+            "type": support.device_type,
+            "backend": support.distributed_backend,
+            "preload": list(support.preload),
+            "threads_per_rank": max(1, cores // group.devices_per_node) if support.shared_devices else 1,
+        },
+        "output": folder,
+        "end_after_s": spec.control.max_time_per_task,
+    }
+
+
+def _settings(train: TrainSpec) -> dict[str, object]:
+    values = {**DEFAULTS[runs(train)], **train.settings}
+    return {
+        key: str(value).split(",") if BY_NAME[key].kind in ("words", "ints") else value
+        for key, value in values.items()
+        if key in ACCEPTED_KEYS
+    }

@@ -1,0 +1,125 @@
+"""Megatron's log lines, as its `training_log`, `report_memory` and `_print_args` write them."""
+
+import time
+from pathlib import Path
+
+import pytest
+from flagcore_megatron import reading
+from flagcore_megatron.reading import MegatronLog, read_logs
+
+ARGUMENTS = """\
+using world size: 4, data-parallel size: 2, context-parallel size: 1, tensor-model-parallel size: 2
+------------------------ arguments ------------------------
+  micro_batch_size ................................ 2
+  num_layers_per_virtual_pipeline_stage ........... None
+  sequence_parallel ............................... True
+  tensor_model_parallel_size ...................... 2
+-------------------- end of arguments ---------------------
+"""
+
+
+def iteration(number: int, milliseconds: str, loss: str = "1.084E+01", nans: str = "0") -> str:
+    """One line of the last rank, with the figures that `--log-throughput` adds."""
+    return (
+        f" [2026-03-16 10:00:0{number % 10}.123456] iteration {number:8}/{5:8} | consumed samples: {number * 64:12} |"
+        f" elapsed time per iteration (ms): {milliseconds} | throughput per GPU (TFLOP/s/GPU): 123.4 |"
+        f" learning rate: 1.000000E-04 | global batch size: {64:5} | lm loss: {loss} | loss scale: 1.0 |"
+        f" grad norm: 2.345 | number of skipped iterations:   0 | number of nan iterations: {nans:>3} |\n"
+    )
+
+
+def memory(rank: int, allocated: str, reserved: str) -> str:
+    return (
+        f"[Rank {rank}] (after 2 iterations) memory (MB) | allocated: 1000.5 | max allocated: {allocated} |"
+        f" reserved: 2000.0 | max reserved: {reserved}\n"
+    )
+
+
+def read(folder: Path, text: str | bytes) -> MegatronLog:
+    (folder / "stdout.log").write_bytes(text.encode() if isinstance(text, str) else text)
+    return read_logs(str(folder))
+
+
+WHOLE, PLAIN = iteration(1, "10.0"), " iteration {}/ 5 | elapsed time per iteration (ms): 9.0 | {} |\n"
+NOISE = bytes(range(256)) * 50 + b"\niteration of the loop | done\nTheoretical memory footprints: total=1 MB\n"
+NO_LOSS = [PLAIN.format(1, "number of skipped iterations:   1"), PLAIN.format(2, "loss scale: 1.0 | grad norm: nan")]
+READ: dict[str, tuple[str | bytes, list[float], list[float | None]]] = {
+    "seconds in order": (ARGUMENTS + iteration(1, "1000.5") + iteration(2, "2000.5"), [1.0005, 2.0005], [10.84, 10.84]),
+    "an iteration without a number": (WHOLE + iteration(2, "10.0", nans="1"), [0.01, 0.01], [10.84, None]),
+    "a line without a loss": (PLAIN.format(1, "learning rate: 1E-4"), [0.009], []),
+    "skipped, then no number": ("".join(NO_LOSS), [0.009, 0.009], [None]),
+    "an incomplete line": (WHOLE + WHOLE[: WHOLE.index("10.0") + 2], [0.01], [10.84]),
+    "noise": (NOISE + WHOLE.encode() + NOISE, [0.01], [10.84]),
+    "a line of several ranks": (f"[default0]:{WHOLE}[default3]:{WHOLE}", [0.01], [10.84]),
+    "other text before it": (f"Number of parameters in billions:  0.00{WHOLE}", [0.01], [10.84]),
+    **{
+        f"the loss {loss}": (iteration(1, "10.0", loss=loss), [0.01], [None])
+        for loss in ("nan", "NaN", "inf", "-inf", "nan.", "-", "e", "1e999", "error", "--1")
+    },
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_steps_and_losses_are_read_from_lines(tmp_path: Path, name: str) -> None:
+    text, seconds, losses = READ[name]
+    log = read(tmp_path, text)
+    assert (log.step_times_s, log.losses) == (seconds, losses)
+    assert [step.skipped for step in log.steps.values()] == ["skipped" in name, *[False] * (len(seconds) - 1)]
+
+
+def test_memory_is_the_largest_of_all_ranks_in_bytes(tmp_path: Path) -> None:
+    log = read(tmp_path, memory(0, "1500.25", "2500.0") + memory(2, "1700.0", "2400.0"))
+    assert (log.peak_allocated_bytes, log.peak_reserved_bytes) == (1700 << 20, 2500 << 20)
+
+
+def test_arguments_are_those_that_megatron_printed_first(tmp_path: Path) -> None:
+    log = read(tmp_path, ARGUMENTS + "  micro_batch_size ................................ 16\n")
+    assert log.arguments["micro_batch_size"] == "2"
+    assert log.arguments["num_layers_per_virtual_pipeline_stage"] == "None"
+    assert log.arguments["sequence_parallel"] == "True"
+    for prefix in ("0: ", "[default3]:"):
+        line = f"{prefix}  tensor_model_parallel_size ................................ 2\n"
+        assert read(tmp_path, line).arguments == {"tensor_model_parallel_size": "2"}
+
+
+@pytest.mark.parametrize("figure", ["1.2.3", "...", "9" * 400, "1" * 3000])
+def test_a_non_numeric_time_is_skipped(tmp_path: Path, figure: str) -> None:
+    log = read(tmp_path, iteration(1, figure) + memory(0, figure, figure) + iteration(2, "20.0"))
+    assert log.step_times_s == [0.02]
+
+
+def test_both_logs_are_read_and_a_missing_one_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "stderr.log").write_text(iteration(1, "40.0"))
+    assert read_logs(str(tmp_path)).step_times_s == [0.04]
+    assert read_logs(str(tmp_path / "missing")).step_times_s == []
+
+
+def test_an_endless_log_line_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LARGEST_LOG", 1 << 20)
+    file = tmp_path / "stdout.log"
+    with file.open("wb") as endless:
+        endless.truncate(20 << 30)
+    began = time.monotonic()
+    assert read_logs(str(tmp_path)).step_times_s == []
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.slow
+def test_adversarial_lines_are_matched_quickly(tmp_path: Path) -> None:
+    began = time.process_time()
+    read(tmp_path, ("iteration 1/ 1 |" * 20_000 + "\n") * 3 + "a" * 300_000 + " ..." * 100_000)
+    assert time.process_time() - began < 5
+
+
+def test_an_invalid_memory_line_is_left_out(tmp_path: Path) -> None:
+    line = "[Rank 0] (after 2 iterations) memory (MB) | max allocated: 1{} | reserved: 1 | max reserved: 2"
+    log = read(tmp_path, line.format("0" * 305) + "\n" + line.format("") + "\n")
+    assert log.peak_allocated_bytes == 1 << 20
+
+
+def test_logs_of_ranks_below_the_trials_folder_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "ranks" / "none_x" / "attempt_0" / "1"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").write_text(iteration(1, "10.0"))
+    (tmp_path / "stdout.log").write_text(iteration(1, "10.0") + iteration(2, "20.0"))
+    assert read_logs(str(tmp_path)).step_times_s == [0.01, 0.02]

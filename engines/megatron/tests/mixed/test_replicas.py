@@ -1,0 +1,159 @@
+"""A data split: whole replicas on each kind of chips, with shares of the batch."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.mixed.hetero import mixed
+from flagcore_megatron.mixed.meshes import MESHES, SIZES
+from flagcore_megatron.mixed.options import share_sizes
+from flagcore_megatron.mixed.planner import planned_replicas, with_meshes
+from flagcore_megatron.mixed.trials import plain_values, require_runnable, shares
+from flagcore_megatron.space.knobs import divisors
+
+from engines.megatron.tests.mixed.test_meshes import (
+    EXPERTS,
+    MODEL,
+    UNEVEN,
+    best_of,
+    costs,
+    on_hosts,
+    pair,
+    predicted,
+    replace_space,
+    task,
+)
+from engines.megatron.tests.mixed.test_meshes import mixed as with_network
+from flagcore.domain.model import Model
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import Task, TrainSpec
+from flagcore.errors import LaunchError, SpecError
+from tests import small
+
+
+def every(job: Task) -> list[str]:
+    """Return all data splits of a job over two groups, without context parallelism."""
+    devices, batch = job.cluster.groups[0].devices, job.spec.train.global_batch_size
+    texts = []
+    for tensor, pipeline in product(divisors(devices), divisors(devices)):
+        if devices % (tensor * pipeline):
+            continue
+        replicas = devices // tensor // pipeline
+        for sizes, words in product(product(share_sizes(batch), repeat=2), product(("", "full"), repeat=2)):
+            for count in range(1, batch // (replicas * sizes[0]) + 1):
+                other, rest = divmod(batch - replicas * sizes[0] * count, replicas * sizes[1])
+                if other > 0 and not rest:
+                    meshes = zip(("fast", "slow"), words, sizes, (count, other), strict=True)
+                    shape = f"tp{tensor} pp{pipeline} dp{replicas}"
+                    texts.append(" | ".join(f"{name} {shape} {word} mbs{size} x{n}" for name, word, size, n in meshes))
+    return texts
+
+
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(("capacity", "batch"), [((80e9, 80e9), 32), ((9e9, 6e9), 32), ((80e9, 80e9), 27)])
+def test_the_planned_data_splits_have_the_best_of_all(model: Model, capacity: tuple[float, float], batch: int) -> None:
+    made, lists = pair(*capacity, devices=4), {"context_parallel_size": (1,), "use_distributed_optimizer": (True,)}
+    whole = replace_space(task(model=model, devices=4), lists).with_batch(batch)
+    chosen, texts = planned_replicas(whole, made), every(whole)
+    assert 0 < len(chosen) <= 64 < len(texts)
+    best = best_of(task(*chosen, model=model, devices=4, **lists).with_batch(batch), made)
+    alone = task(*texts, model=model, devices=4, micro_batch_size=(1,), **lists).with_batch(batch)
+    assert best == pytest.approx(best_of(alone, made))
+
+
+def test_meshes_with_their_own_micro_batch_sizes_are_one_candidate() -> None:
+    job = task("fast dp8 mbs1 x3 | slow dp8 mbs1 x1", "fast dp8 x1 | slow dp8 mbs1 x2")
+    space, _ = predicted(job, pair())
+    rows = [space.candidate(row).as_dict() for row in np.flatnonzero(space.columns()[MESHES] > 0)]
+    found = {(row[MESHES], row["micro_batch_size"]) for row in rows}
+    assert {size for text, size in found if "x3" in text} == {1}
+    assert {size for text, size in found if "x3" not in text} == {2}
+
+
+def test_shares_follow_the_speed_and_the_memory_of_the_chips() -> None:
+    lists = {"tensor_model_parallel_size": (1,), "pipeline_model_parallel_size": (1,), "micro_batch_size": (1,)}
+    job = replace_space(task(devices=8), {**lists, "context_parallel_size": (1,)})
+    chosen = planned_replicas(job.with_batch(128), pair())[0]
+    fast, slow = (int(part.rsplit("x", 1)[1]) for part in chosen.split(" | "))
+    assert fast + slow == 16
+    assert fast / slow > 2.0
+    assert not planned_replicas(job, pair(slow_capacity=2e9))
+
+
+def test_an_even_data_split_over_equal_groups_is_predicted_like_one_group() -> None:
+    """Reductions go through the same networks in another order."""
+    text = "fast tp2 dp4 | slow tp2 dp4"
+    job, same = task(text), costs(capacity=80e9)
+    made = replace(with_network(same, same), further={8: same})
+    row = WORKLOAD.columns(job, {MESHES: text, "sequence_parallel": True, "use_distributed_optimizer": True})
+    split = WORKLOAD.predict(job, row, made)
+    one = replace(job, cluster=replace(job.cluster, groups=(replace(job.cluster.groups[0], nodes=2),)))
+    plain = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True}
+    alone = WORKLOAD.predict(one, WORKLOAD.columns(one, plain), same)
+    for name in ("compute_s", "tp_comm_s", "pp_bubble_s", "optimizer_s"):
+        assert split.time_s[name] == pytest.approx(alone.time_s[name])
+    assert split.time_s["dp_comm_exposed_s"] == pytest.approx(alone.time_s["dp_comm_exposed_s"], rel=0.5)
+    assert split.device_used_bytes == pytest.approx(alone.device_used_bytes)
+
+
+def test_the_slowest_replicas_and_the_fullest_device_count() -> None:
+    job, made = task(UNEVEN), pair()
+    row = WORKLOAD.columns(job, {MESHES: UNEVEN, "micro_batch_size": 1, "sequence_parallel": True})
+    predictions, pipelines = WORKLOAD.predict(job, row, made), WORKLOAD.pipelines(job, row, made)
+    work = sum(float(each[0]) for name, each in predictions.time_s.items() if name not in AFTER)
+    assert [(each.groups, each.microbatches) for each in pipelines] == [((0,), 6), ((1,), 2)]
+    assert work == pytest.approx(max(each.predicted_s or 0.0 for each in pipelines))
+    assert (predictions.capacity_bytes, predictions.worst_stage) == (32e9, 1)  # the slow chips have less memory
+    parts = WORKLOAD.components(job, row, predictions.worst_stage, made)
+    static = sum(float(part[name][0]) for part in parts.values() for name in part if name in STATIC)
+    assert static == pytest.approx(float(predictions.static_bytes[0]))
+    ranks = [WORKLOAD.rank(job, row, rank, made).peak_allocated_bytes for rank in (0, 7, 8, 15)]
+    assert ranks[0] == ranks[1]
+    assert ranks[3] == pytest.approx(float(predictions.peak_allocated_bytes[0]))
+
+
+AFTER = ("dp_comm_exposed_s", "optimizer_s")
+STATIC = ("weights_bytes", "gradients_bytes", "main_params_bytes", "optimizer_bytes")
+
+
+def test_a_trial_has_the_share_of_each_kind() -> None:
+    text = "slow tp2 dp2 pp2 full x2 | fast tp2 dp2 pp2 mbs2 x7"
+    job = on_hosts(task(text))
+    values = {**dict.fromkeys(SIZES.values(), 1), "micro_batch_size": 1, MESHES: text}
+    slow, fast = shares(job, Candidate.of(values))
+    assert (slow["replicas"], slow["microbatches"], fast["microbatches"]) == (2, 2, 7)
+    own = [dict(each["values"]) for each in (slow, fast)]
+    assert [(each["micro_batch_size"], each["use_recompute"]) for each in own] == [(1, True), (2, False)]
+    plain = plain_values(job, Candidate.of(values))
+    assert [plain[SIZES[name]] for name in ("tp", "pp", "dp")] == [2, 2, 4]
+    assert not plain["layer_split"]
+    text = "fast tp2 dp4 + slow tp2 dp4"
+    assert not shares(on_hosts(task(text)), Candidate.of({MESHES: text}))
+
+
+def test_only_the_trial_program_runs_data_splits(tmp_path: Path) -> None:
+    job = on_hosts(task(UNEVEN))
+    require_runnable(job)
+    command = replace(job.spec.train, command=("torchrun", "train_gpt.py", "--enable-hetero"))
+    assert isinstance(command, TrainSpec)
+    with pytest.raises(SpecError) as caught:
+        with_meshes(small.platform(replace(job, spec=replace(job.spec, work=command)), costs=pair()), plan=False)
+    assert caught.value.key == f"auto_tuner.space.{MESHES}"
+    assert "replicas_release" in str(caught.value)
+    values = {**dict.fromkeys(SIZES.values(), 1), "micro_batch_size": 1, MESHES: UNEVEN}
+    with pytest.raises(LaunchError, match="replicas_release"):
+        WORKLOAD.launch(small.platform(job, costs=pair()), Candidate.of(values), str(tmp_path), for_real=True)
+    with pytest.raises(LaunchError, match="replicas_release"):
+        mixed(small.platform(job, costs=pair()), values)
+
+
+def test_ways_to_split_a_job_have_names() -> None:
+    job = task(UNEVEN, "fast tp2 dp4 + slow tp2 dp4", "fast dp8")
+    space, _ = predicted(job, pair())
+    ways = WORKLOAD.splits(job, space.columns())
+    texts = [space.candidate(row).as_dict()[MESHES] for row in range(len(space))]
+    for name, sign in (("layer split", "+"), ("data split", "|")):
+        assert {texts[row] for row in np.flatnonzero(ways[name])} == {text for text in texts if text and sign in text}

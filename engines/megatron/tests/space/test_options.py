@@ -1,0 +1,232 @@
+"""From settings to the options of physics, and what a published run means that does not say."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.predict import layout_of, training
+from flagcore_megatron.space.options import options
+from flagcore_training.layout import Options
+
+from flagcore.errors import NotModelled, SpecError
+from flagcore.tuner.stages.build import check
+from tests import small
+
+SHARDED = {"use_distributed_optimizer": True, "data_parallel_size": 4}
+AWARE = {"use_precision_aware_optimizer": True}
+LATENT = dataclasses.replace(small.EXPERTS, **small.LATENT)
+
+
+def options_of(settings: dict[str, Any] | None = None, **train: Any) -> Options:
+    return options(small.task(LATENT, settings=settings or {}, **train))
+
+
+def published(values: dict[str, Any], notes: str = "", *, model: Any = small.EXPERTS, **train: Any) -> Options:
+    return options(WORKLOAD.published(small.task(model, **train), values, notes)[0])
+
+
+def overlaps(found: Options) -> tuple[bool, bool]:
+    return found.overlap_grad_reduce, found.overlap_param_gather
+
+
+COMMAND = ("torchrun", "pretrain_gpt.py")
+SWITCHES = {
+    "overlap_moe_expert_parallel_comm": "overlap_expert_comm",
+    "use_megatron_fsdp": "fsdp",
+    "cross_entropy_loss_fusion": "cross_entropy_fusion",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding",
+    "account_for_loss_in_pipeline_split": "account_for_loss",
+    **{name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "fp8_param_gather")},
+}
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "schedule": ({"pipeline_schedule": "ZB_H1"}, {"schedule": "zb-h1"}),
+    "engine's schedule": ({"pipeline_schedule": "1f1b"}, {"schedule": None}),
+    "modules": ({"recompute_modules": "layernorm,mlp"}, {"recompute_modules": {"layernorm", "mlp"}}),
+    "gradients in bf16": ({"grad_reduce_in_bf16": True}, {"grad_bytes": 2}),
+    "widths": (
+        {**AWARE, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "main_params_dtype": "fp16"},
+        {"precision_aware_optimizer": True, "exp_avg_bytes": 1, "exp_avg_sq_bytes": 2, "main_param_bytes": 2},
+    ),
+    "offload of all": (
+        {**AWARE, "optimizer_cpu_offload": True},
+        {"precision_aware_optimizer": True, "optimizer_offload_fraction": 1.0},
+    ),
+    "offload of some": (
+        {**AWARE, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        {"precision_aware_optimizer": True, "optimizer_offload_fraction": 0.5},
+    ),
+    "offload of none": ({"optimizer_offload_fraction": 0.5}, {"optimizer_offload_fraction": 0.0}),
+    "activations": (
+        {"fine_grained_activation_offloading": True, "offload_modules": "core_attn", "offload_stages": "0,2"},
+        {"offload_modules": {"core_attn"}, "offload_stages": (0, 2)},
+    ),
+    "flex": ({"moe_token_dispatcher_type": "flex"}, {"dispatcher": "flex"}),
+    "adapters": ({"trainable": "adapters"}, {"adapters": True}),
+    "dropout": ({"hidden_dropout": 0.1}, {"dropout": True}),
+    "imbalance": ({"moe_expert_imbalance": 2.0}, {"expert_imbalance": 2.0}),
+    "a capacity": ({"moe_expert_imbalance": 2.0, "moe_expert_capacity_factor": 1.5}, {"expert_imbalance": 1.5}),
+    "filled up to a capacity": (
+        {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
+        {"expert_imbalance": 1.5},
+    ),
+    "layer graphs": ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"}, {"cuda_graph": "layer"}),
+    "a graph of all": ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, {"cuda_graph": "iteration"}),
+    "no graphs": ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, {"cuda_graph": ""}),
+    "switches": (
+        {**dict.fromkeys(SWITCHES, True), "overlap_p2p_comm": False, "delay_wgrad_compute": True},
+        {**dict.fromkeys(SWITCHES.values(), True), "overlap_p2p_comm": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
+    settings, expected = SETTINGS[name]
+    plain = options_of(command=COMMAND)
+    assert options_of(settings, command=COMMAND) == dataclasses.replace(plain, **expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype"),
+        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload"),
+        ({"delay_wgrad_compute": True}, "delay_wgrad_compute"),
+        ({"offload_modules": "core_attn"}, "offload_modules"),
+        ({"fine_grained_activation_offloading": True}, "fine_grained_activation_offloading"),
+        ({"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity"),
+        ({"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "flex"}, "moe_shared_expert_overlap"),
+        ({"recompute_modules": "moe_act"}, "recompute_modules"),
+        ({"recompute_modules": "shared_experts", "moe_shared_expert_overlap": True}, "recompute_modules"),
+        (
+            {"pipeline_model_parallel_layout": "EttttL", "account_for_loss_in_pipeline_split": True},
+            "pipeline_model_parallel_layout",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        options_of(settings)
+    assert refused.value.key == f"train.settings.{key}"
+
+
+def test_the_latent_attention_module_needs_latent_attention() -> None:
+    settings = {"recompute_modules": "mla_up_proj"}
+    assert options_of(settings).recompute_modules == {"mla_up_proj"}
+    with pytest.raises(SpecError):
+        options(small.task(settings=settings))
+
+
+def test_an_unmodelled_schedule_is_reported_as_unknown() -> None:
+    with pytest.raises(NotModelled, match="zigzag"):
+        options_of({"pipeline_schedule": "zigzag"})
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("fp16", 2), ("bf16", 4), ("fp8", 4), ("nvfp4", 4)])
+def test_gradients_are_as_wide_as_megatron_keeps_them(precision: str, width: int) -> None:
+    assert options_of(precision=precision).grad_bytes == width
+    assert options_of({"accumulate_allreduce_grads_in_fp32": True}, precision=precision).grad_bytes == 4
+
+
+def test_defaults_match_the_runner() -> None:
+    trial, command = options_of(), options_of(command=COMMAND)
+    assert (trial.dispatcher, command.dispatcher) == ("alltoall", "allgather")
+    for each in (trial, command):
+        assert overlaps(each) == (False, False)
+        assert not each.grouped_gemm
+
+
+def test_flags_of_a_custom_command_are_settings() -> None:
+    flags = ("--overlap-grad-reduce", "--recompute-modules", "mlp", "layernorm", "--exp-avg-dtype=bf16")
+    extra = ("--use-precision-aware-optimizer", "--no-overlap-p2p-communication", "--moe-grouped-gemm", "--lr", "1e-4")
+    found = options_of(command=(*COMMAND, *flags, *extra))
+    assert found.overlap_grad_reduce
+    assert found.grouped_gemm
+    assert not found.overlap_p2p_comm
+    assert found.recompute_modules == {"mlp", "layernorm"}
+    assert found.exp_avg_bytes == 2
+    local = small.task(command=(*COMMAND, "--transformer-impl", "local"))
+    assert not training(local).transformer_engine
+    assert training(small.task(command=COMMAND)).transformer_engine
+
+
+def test_settings_win_over_a_command_of_megatron_and_may_not_contradict_another() -> None:
+    with pytest.raises(SpecError, match=r"contradicts train\.command"):
+        options_of({"exp_avg_dtype": "fp8"}, command=("train", "--exp-avg-dtype", "bf16"))
+    for value in (True, False):
+        found = options_of({"overlap_grad_reduce": value}, command=(*COMMAND, "--overlap-grad-reduce"))
+        assert found.overlap_grad_reduce is value
+
+
+def test_published_run_overlaps_its_exchange_with_a_distributed_optimizer() -> None:
+    tuned, plain = published(SHARDED), published({})
+    assert overlaps(tuned) == (True, True)
+    assert overlaps(plain) == overlaps(published(SHARDED, "no overlap-grad-reduce")) == (False, False)
+    assert (tuned.dispatcher, tuned.grouped_gemm) == ("alltoall", True)
+    assert not published(SHARDED, implementation="local").grouped_gemm
+
+
+def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -> None:
+    tuned = {**SHARDED, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert published(tuned, model=small.DENSE).tp_comm_overlap
+    assert not published(tuned, "tp-comm-overlap off", model=small.DENSE).tp_comm_overlap
+    for missing in ("use_distributed_optimizer", "sequence_parallel", "tensor_model_parallel_size"):
+        values = {key: value for key, value in tuned.items() if key != missing}
+        assert not published(values, model=small.DENSE).tp_comm_overlap
+    assert not published(tuned).tp_comm_overlap
+    assert not published(tuned, model=small.DENSE, implementation="local").tp_comm_overlap
+    assert not published(tuned, model=small.DENSE, attention="unfused").tp_comm_overlap
+
+
+def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
+    assert published({}, model=dataclasses.replace(small.DENSE, name="some 70B LoRA")).adapters
+    assert not published({}, model=dataclasses.replace(small.DENSE, name="flora-7b")).adapters
+
+
+def test_notes_on_schedules_mention_unfused_attention_and_waits_for_messages() -> None:
+    task, _, _ = WORKLOAD.published(small.task(), {}, "schedule=ZB-H1")
+    assert not training(task).flash
+    assert not options(task).overlap_p2p_comm
+    task, _, _ = WORKLOAD.published(small.task(), {"pipeline_schedule": "zb-h1"}, "")
+    assert training(task).flash
+
+
+def test_a_record_overrides_its_notes_and_these_override_defaults() -> None:
+    notes = "DeepEP; cross-entropy fusion"
+    reported = published({}, notes, settings={"moe_token_dispatcher_type": "allgather"})
+    assert (reported.dispatcher, reported.cross_entropy_fusion) == ("allgather", True)
+    assert published({}, notes).dispatcher == "flex"
+
+
+def test_layout_of_a_published_run_gives_its_virtual_stages() -> None:
+    task = small.task(devices=2, settings={"pipeline_model_parallel_layout": "Et|t|t|tL"})
+    found, values, _ = WORKLOAD.published(task, {"pipeline_model_parallel_size": 2}, "")
+    layout = layout_of(found, WORKLOAD.columns(found, values))
+    assert layout.virtual.tolist() == [2.0]
+
+
+def test_counting_embedding_and_loss_as_layers_allows_an_even_split() -> None:
+    model = dataclasses.replace(small.DENSE, num_layers=6)
+    settings = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    for arguments, legal in (({}, False), (settings, True)):
+        task = small.task(model, settings=arguments)
+        _, broken = check(WORKLOAD.columns(task, {"pipeline_model_parallel_size": 4}), WORKLOAD.rules(task), ())
+        assert broken is not legal
+
+
+def test_settings_of_all_candidates_replace_missing_knobs() -> None:
+    settings = {"num_layers_in_first_pipeline_stage": 1, "expert_tensor_parallel_size": 1}
+    task = small.task(small.EXPERTS, settings=settings)
+    values = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    layout = layout_of(task, WORKLOAD.columns(task, values))
+    np.testing.assert_array_equal([layout.first_layers, layout.last_layers, layout.expert_tensor], [[1], [0], [1]])
+
+
+@pytest.mark.parametrize(("precision", "kept"), [("bf16", False), ("fp8", True), ("mxfp8", True), ("nvfp4", False)])
+def test_published_runs_in_8_bits_keep_their_weights_in_fp8(precision: str, kept: bool) -> None:
+    values = {"use_distributed_optimizer": True}
+    assert published(values, precision=precision).fp8_param_gather is kept
+    assert not published({"use_distributed_optimizer": False}, precision=precision).fp8_param_gather
+    assert not published(values, settings={"fp8_param_gather": False}, precision=precision).fp8_param_gather

@@ -1,0 +1,152 @@
+"""From knob columns to predictions."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.predict import components, predict
+from flagcore_megatron.space.knobs import candidate_columns
+
+from engines.training.tests.candidates import LLAMA
+from engines.training.tests.simulation import step_seconds
+from flagcore.contracts import Costs
+from flagcore.domain.chip import Chip
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.model import Model
+from flagcore.domain.prediction import components_of_row
+from flagcore.domain.spec import Task
+from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.pipelines import SCHEDULES
+from tests import small
+
+DENSE = dataclasses.replace(
+    LLAMA, num_layers=16, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_query_groups=8
+)
+EXPERTS = dataclasses.replace(DENSE, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=1408)
+PIPELINE = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_bubble_s", "pp_comm_s")
+PARTS = (*PIPELINE, "dp_comm_exposed_s", "optimizer_s")
+
+
+def task(model: Model = DENSE, chip: Chip = small.CHIP) -> Task:
+    found = small.task(model, seq_length=4096, global_batch_size=64)
+    return dataclasses.replace(found, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
+
+
+def costs(chip: Chip = small.CHIP, capacity: float | None = 80e9) -> Costs:
+    return small.costs(task(chip=chip), capacity)
+
+
+def columns(**knobs: list[int]) -> dict[str, np.ndarray]:
+    rows = max((len(values) for values in knobs.values()), default=1)
+    base = {knob: np.repeat(values, rows) for knob, values in candidate_columns({}).items()}
+    return base | {knob: np.array(values) for knob, values in knobs.items()}
+
+
+MANY = columns(
+    data_parallel_size=[8, 4, 4, 2, 4, 1, 2],
+    tensor_model_parallel_size=[1, 2, 1, 2, 1, 8, 1],
+    pipeline_model_parallel_size=[1, 1, 2, 2, 1, 1, 4],
+    context_parallel_size=[1, 1, 1, 1, 2, 1, 1],
+    sequence_parallel=[0, 1, 0, 1, 0, 1, 0],
+    num_layers_per_virtual_pipeline_stage=[0, 0, 4, 0, 0, 0, 2],
+)
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=lambda model: model.name + str(model.num_moe_experts))
+def test_parts_of_the_time_add_up_to_the_step(model: Model) -> None:
+    found = predict(task(model), MANY, costs())
+    assert tuple(found.time_s) == PARTS
+    np.testing.assert_allclose(sum(found.time_s.values()), found.step_time_s)
+    assert (found.low_s < found.step_time_s).all()
+    assert (found.step_time_s < found.high_s).all()
+
+
+def test_time_lies_above_the_peak_rate_and_within_reason() -> None:
+    found = predict(task(), MANY, costs())
+    share = found.model_flops / (found.step_time_s * 8 * 900e12)
+    assert (share > 0.03).all()
+    assert (share < 0.82).all()
+
+
+def test_each_communicator_of_a_layout_takes_its_buffers() -> None:
+    memory = PlainMemory(capacity=80e9, communicator=1e9)
+    made = (costs(), dataclasses.replace(costs(), memory=memory))
+    experts = columns(data_parallel_size=[8], expert_model_parallel_size=[4])
+    # all ranks, and each of TP, CP, DP with CP, PP and EP that has several ranks
+    for model, rows, number in ((DENSE, MANY, [2, 3, 3, 4, 3, 2, 3]), (EXPERTS, experts, [4])):
+        without, used = (predict(task(model), rows, each).device_used_bytes for each in made)
+        np.testing.assert_allclose((used - without) / 1e9, number)
+
+
+def test_each_layout_pays_for_its_own_traffic_only() -> None:
+    found = predict(task(), MANY, costs()).time_s
+    np.testing.assert_array_equal(found["tp_comm_s"] > 0, MANY["tensor_model_parallel_size"] > 1)
+    np.testing.assert_array_equal(found["cp_comm_s"] > 0, MANY["context_parallel_size"] > 1)
+    np.testing.assert_array_equal(found["pp_bubble_s"] > 0, MANY["pipeline_model_parallel_size"] > 1)
+    np.testing.assert_array_equal(found["pp_comm_s"] > 0, MANY["pipeline_model_parallel_size"] > 1)
+    assert (found["ep_comm_s"] == 0).all()
+    assert (predict(task(EXPERTS), columns(expert_model_parallel_size=[4]), costs()).time_s["ep_comm_s"] > 0).all()
+
+
+def test_an_unknown_rate_leaves_the_time_out_and_keeps_the_memory() -> None:
+    bare = Chip(name="bare", vendor="test")
+    row = predict(task(chip=bare), columns(), costs(bare, capacity=None)).row(0)
+    assert row.step_time_s is None
+    assert row.fits is None
+    assert row.peak_allocated_bytes > row.static_bytes > 0
+
+
+def test_rows_are_independent() -> None:
+    found = predict(task(), {knob: np.tile(values, 3000) for knob, values in MANY.items()}, costs())
+    assert found.worst_stage.shape == (21000,)
+    for row in range(7):
+        one = predict(task(), {knob: values[[row]] for knob, values in MANY.items()}, costs())
+        assert set(found.step_time_s[row::7]) == {*one.step_time_s}
+        assert set(found.peak_allocated_bytes[row::7]) == {*one.peak_allocated_bytes}
+
+
+def test_no_rows_give_no_predictions() -> None:
+    empty = {knob: values[:0] for knob, values in MANY.items()}
+    assert predict(task(), empty, costs()).step_time_s.size == 0
+
+
+def test_expert_tensor_parallel_is_the_tensor_parallel_size_unless_given() -> None:
+    shared = {"tensor_model_parallel_size": [4, 4], "sequence_parallel": [1, 1], "expert_model_parallel_size": [2, 2]}
+    default = predict(task(EXPERTS), columns(**shared), costs()).static_bytes
+    arguments = predict(task(EXPERTS), columns(**shared, expert_tensor_parallel_size=[4, 1]), costs()).static_bytes
+    assert arguments[0] == default[0]
+    assert arguments[1] > default[1]
+
+
+def test_components_come_from_the_worst_stage() -> None:
+    values = {"pipeline_model_parallel_size": 4, "data_parallel_size": 2, "expert_model_parallel_size": 2}
+    found = predict(task(EXPERTS), columns(**{knob: [value] for knob, value in values.items()}), costs())
+    table = components_of_row(components(task(EXPERTS), candidate_columns(values), found.worst_stage, costs()), 0)
+    row = found.row(0)
+    assert row.worst_stage == 0
+    assert table["experts"]["params"] == 4 * 4 * 3 * 2048 * 1408
+    assert table["router"]["params"] == 4 * 2048 * 8
+    assert "output_head" not in table
+    states = ("weights_bytes", "gradients_bytes", "main_params_bytes", "optimizer_bytes")
+    assert sum(part[name] for part in table.values() for name in states) == pytest.approx(row.static_bytes, rel=1e-12)
+    assert sum(part["activation_bytes"] for part in table.values()) == pytest.approx(row.activation_bytes, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("interleaved", 2), *((name, 1) for name in SCHEDULES if name != "1f1b")]
+)
+def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual: int) -> None:
+    settings = {} if schedule == "interleaved" else {"pipeline_schedule": schedule}
+    model = dataclasses.replace(small.EXPERTS, num_layers=8)
+    job = small.task(model, devices=4, settings=settings, global_batch_size=16)
+    knobs = {"pipeline_model_parallel_size": 4, "micro_batch_size": 1}
+    row = WORKLOAD.columns(job, {**knobs, "num_layers_per_virtual_pipeline_stage": 1 if virtual > 1 else None})
+    (passes,) = WORKLOAD.pipelines(job, row, small.costs(job))
+    assert (passes.schedule, passes.microbatches, passes.virtual) == (schedule, 16, virtual)
+    assert bool(passes.paired_s) is schedule.startswith("dualpipe")
+    step = WORKLOAD.predict(job, row, small.costs(job)).time_s
+    pipeline_s = sum(float(step[name][0]) for name in PIPELINE)
+    assert passes.predicted_s == pytest.approx(pipeline_s, rel=1e-6)
+    if schedule in ("gpipe", "interleaved", "zb-h1", "zb-h2"):
+        assert step_seconds(passes) == pytest.approx(pipeline_s, rel=0.035)

@@ -1,0 +1,366 @@
+"""Serving engines as workloads of the core.
+
+Job records of published runs omit some settings. They are filled in as follows:
+
+- The KV cache has 8-bit elements if the chip computes in 4 bits and the weights have fewer than 16 bits: recipes for
+  such chips use such a cache, and the numbers of requests in published points confirm it. Otherwise it has 16 bits.
+- If the weights take more than 80% of a device's memory, the engine may use 95% of that memory.
+- A missing release, or a commit instead of a release, is replaced with `PublishedRuns.release`, which dates from the
+  time of the measurements.
+- Other settings come from the engine's `PublishedRuns`, then from its defaults.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from flagcore.contracts import Costs, Platform, PruningRule, Workload
+from flagcore.domain.knob import unknown_release
+from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import MIN_REQUESTS, RATES
+from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
+from flagcore.domain.spec import Spec, Task
+from flagcore.domain.trial import Measurement, Trial
+from flagcore.errors import SpecError, UsageError
+from flagcore.spec.public import find_public
+from flagcore.vendorkit.installed import release
+from flagcore_serving.launch import importing, start
+from flagcore_serving.launch.profile import EngineProfile
+from flagcore_serving.load.figures import SteadyState
+from flagcore_serving.load.traffic import in_flight, traffic
+from flagcore_serving.model.predict import predict
+from flagcore_serving.model.work import Overheads, overheads_of
+from flagcore_serving.space import knobs as common_knobs
+from flagcore_serving.space import placement, rules
+from flagcore_serving.space.hardware import DP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
+from flagcore_serving.space.program import Program
+from flagcore_serving.space.settings import PublishedRuns
+from flagcore_serving.space.weights import (
+    WIDE_PRECISIONS,
+    check_formats,
+    has_unknown_format,
+    is_quantized,
+    min_devices,
+    quantizes,
+    weight_bytes,
+)
+from flagcore_serving.trial import reading
+from flagcore_serving.trial.failures import PATTERNS
+from flagcore_serving.trial.reading import with_measured_acceptance
+
+
+@dataclass(kw_only=True, eq=False)
+class Engine(EngineProfile, Workload):
+    """A serving engine as the core's `Workload`. All engines share this class and differ in their `EngineProfile`."""
+
+    kind: str = "serve"
+    targets: Collection[str] = ("compose",)
+    per_server: bool = False
+    starts = importing.starts
+    role = importing.role
+    read_command = importing.spec_of_command
+    check_values = staticmethod(check_formats)
+    export = start.exported
+    groups = start.server_groups
+
+    def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
+        """Parse the knob values of a spec or a job record. Raises SpecError for an unknown knob or an invalid value."""
+        return common_knobs.parse(values, self.knobs, self.name)
+
+    def defaults(self, task: Task) -> dict[str, KnobValue]:
+        """Return the knob values of a candidate that sets no knob itself.
+
+        Knobs have the values that `engine_args` fix, or else their neutral values. The default of the knob `split_by`
+        is the minimum number of devices that hold the weights.
+        """
+        neutral = {knob.name: knob.neutral for knob in self.knobs}
+        return neutral | {self.split_by: min_devices(task)} | self.program.parse(task.spec).fixed
+
+    def device_counts(self, task: Task, columns: Columns) -> IntArray:
+        """Return the number of devices of each candidate, summed over its instances."""
+        kinds = placement.instance_kinds(task, columns)
+        return kinds.total(self.settings(task, kinds.columns).devices).astype(np.int64)
+
+    def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
+        """Return the engine's overheads for a task.
+
+        `on_host`: whether the CPU that schedules also computes. Small kernels then have no launch overhead.
+        """
+        serve = task.spec.serve
+        overheads = overheads_of(self.program.overheads, serve.engine_version)
+        if on_host:
+            overheads = replace(overheads, attention=0.0, latent=0.0, ffn=0.0, experts={})
+            if self.host_times is not None:
+                iteration, sequence = self.host_times
+                overheads = replace(overheads, iteration=iteration, sequence=sequence, request=3e-3, entry=0.5e-3)
+        receive = serve.engine_args.get(self.receive_flag)
+        return replace(overheads, receive=receive) if isinstance(receive, int) and receive > 0 else overheads
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        kinds = placement.instance_kinds(task, columns)
+        return predict(
+            task,
+            self.settings(task, kinds.columns),
+            costs,
+            self.overheads_for(task, on_host=costs.synchronous),
+            untested=bool(self.untested),
+            kinds=kinds,
+        )
+
+    def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
+        """Return the base-2 logarithms of each candidate's instance count, TP size and limits on an iteration.
+
+        The TP size and the limits on sequences and tokens are those of the candidate's first kind of instance.
+        """
+        kinds = placement.instance_kinds(task, columns)
+        settings, rows = self.settings(task, kinds.columns), kinds.first_rows
+        figures = {
+            "instances": settings.instances,
+            "tensor_model_parallel_size": settings.tensor,
+            "max_running": settings.max_running,
+            "max_batched_tokens": settings.max_batched_tokens,
+        }
+        return {name: np.log2(np.maximum(values[rows], 1).astype(np.float64)) for name, values in figures.items()}
+
+    def load_seconds(self, task: Task, predictions: Predictions) -> FloatArray:
+        """Return the predicted seconds of all loads and repeats of each candidate, or NaN for `ServeSpec.highest`.
+
+        The metrics are those of one load point. Answers of points with fewer clients are assumed to take as long.
+        """
+        serve, asked, figures = task.spec.serve, (*task.spec.limits, task.spec.objective), predictions.figures
+        seconds = np.full(predictions.step_time_s.shape, np.nan if serve.highest else 0.0)
+        for load in map(in_flight, serve.loads):
+            requests = load.num_prompts or SteadyState(asked, load.concurrency).enough
+            slots_rate = (load.concurrency or math.inf) / figures["e2e_s.mean"]
+            seconds += serve.repeats * requests / np.minimum(figures["requests_per_s"], slots_rate)
+        return seconds
+
+    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
+        return (SloImpossible(task.spec.limits),) if task.spec.limits else ()
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return the rows of `columns` that are certain to need at least as much memory as `candidate`, as a mask.
+
+        A knob that `candidate` does not set, or whose effect on memory is unknown, must have the same value in the row.
+        """
+        values, orders = candidate.as_dict(), {knob.name: knob.memory_order for knob in self.knobs}
+        result = np.ones(next(iter(columns.values())).size, dtype=np.bool_)
+        for name, column in columns.items():
+            value, order = values.get(name), orders.get(name, 0)
+            if isinstance(value, str):  # its code is not known here, so no row is certain
+                return np.zeros_like(result)
+            code = 0 if value is None else int(value)
+            if order > 0 and code > 0:
+                result &= column >= code
+            elif order < 0:
+                result &= column <= code
+            else:
+                result &= column == code
+        return result
+
+    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+        return super().columns(task, {**self.defaults(task), **self.parse(values)})
+
+    def _columns_of(self, task: Task, candidate: Candidate) -> dict[str, IntArray]:
+        """Encode a candidate as one-row columns, without the knobs of plugins."""
+        engine_knobs = {axis.knob for axis in self.axes(task)}
+        return self.columns(task, {knob: value for knob, value in candidate.items if knob in engine_knobs})
+
+    def published(
+        self, task: Task, values: Mapping[str, KnobValue], notes: str
+    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+        return *published(task, self.parse(values), self.published_runs), frozenset()
+
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        return rules.usual_space(task, self.program, self.defaults(task))
+
+    def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
+        return rules.rule_of_thumb(columns, predictions, self.split_by)
+
+    def unusual(self, task: Task, columns: Columns, predictions: Predictions) -> IntArray:
+        """Return the number of unusual properties of each candidate.
+
+        These are more pipeline stages than nodes that the weights need, unless the engine splits by stages, and a mean
+        TTFT of more than half of the time of a request. Such stages count as `DEEP` properties.
+        """
+        kinds, figures = placement.instance_kinds(task, columns), predictions.figures
+        needed = max(1, min_devices(task) // task.cluster.linked_devices)
+        is_deep = (self.split_by != PP) & (self.settings(task, kinds.columns).pipeline > needed)
+        is_late = figures["ttft_s.mean"] > 0.5 * figures["e2e_s.mean"]
+        return DEEP * (kinds.total(np.where(is_deep, 1.0, 0.0)) > 0).astype(np.int64) + is_late
+
+    def ready(self, spec: Spec) -> None:
+        """Raise SpecError or NoDevice if servers of `spec` cannot be started from this machine."""
+        serve, cluster = spec.serve, spec.cluster
+        if cluster.groups:
+            chips = [group.chip for group in cluster.groups]
+            problem = "are several kinds of chips, but one machine has only one kind"
+            fix = "predict with `flag estimate`"
+            raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
+        if cluster.nodes > 1 and not spec.on_each_host:
+            problem = "is more than one, but no launcher for several hosts is set"
+            fix = "set auto_tuner.launcher and cluster.hostfile, or predict with `flag estimate`"
+            raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
+        for load in serve.loads:
+            traffic(in_flight(replace(load, num_prompts=1) if load.is_steady else load))
+        if serve.directory is not None and not Path(serve.directory).is_dir():
+            problem, fix = "is not a folder, but serve.command starts there", "use an existing folder, or remove it"
+            raise SpecError(key="serve.directory", value=serve.directory, problem=problem, fix=fix)
+        if spec.objective == "goodput_requests_per_s" and not spec.limits:
+            problem, fix = "needs an SLO: it counts the requests that meet it", "set serve.slo"
+            raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)
+        self.program.ready(spec)
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        predicted = {} if for_real else self._predicted(platform, candidate)
+        return start.launch(platform, self, candidate, folder, predicted, for_real=for_real)
+
+    def _predicted(self, platform: Platform, candidate: Candidate) -> Mapping[str, float]:
+        """Return the predicted metrics of a candidate by name, without NaN and infinite values."""
+        columns = self._columns_of(platform.task, candidate)
+        figures = self.predict(platform.task, columns, platform.costs).row(0).figures
+        return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
+
+    def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
+        values = candidate.as_dict()
+        if (pair := values.get(PREFILL_DECODE)) is not None:
+            raise UsageError(f"{PREFILL_DECODE} = {pair}: this target only starts identical servers")
+        return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
+
+    def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
+        return tuple(_spec_warnings(spec, self.program))
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        kinds = placement.instance_kinds(task, self._columns_of(task, candidate))
+        instance_devices = np.repeat(self.settings(task, kinds.columns).devices, kinds.count)
+        return reading.read(task, candidate, folder, instance_devices.tolist())
+
+    def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
+        return with_measured_acceptance(task, trials)
+
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        """Return the failure patterns for the output of the trial program, which itself reads the engine's log."""
+        return PATTERNS
+
+
+CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
+"""Published runs raise the engine's memory share to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE` of a
+device's memory."""
+
+
+def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) -> tuple[Task, dict[str, KnobValue]]:
+    """Return the task and the knob values of a job record, with omitted settings filled in (see the module)."""
+    serve, chip = task.spec.serve, task.cluster.groups[0].chip
+    values = dict(values)
+    if runs.cache_type and serve.precision not in WIDE_PRECISIONS and "fp4" in chip.dense_flops_per_second:
+        values.setdefault(common_knobs.KV, runs.cache_type)
+    if runs.release and release(serve.engine_version or "") is None:
+        serve = replace(serve, engine_version=runs.release)
+    serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+    if runs.memory_flag and _weights_share(task, values) > CROWDED_SHARE:
+        serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
+    # The space must contain the value of PREFILL_DECODE, which is possibly not among those of `auto`.
+    kinds = values.get(PREFILL_DECODE)
+    space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else task.spec.space
+    return replace(task, spec=replace(task.spec, work=serve, space=space)), values
+
+
+def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
+    if pair := values.get(PREFILL_DECODE):
+        devices = min(each.devices for each in placement.roles(str(pair)))
+    else:
+        devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
+    return weight_bytes(task) / devices / Hardware.of(task).memory_bytes
+
+
+DEEP = 5
+"""Unusual properties of a pipeline on devices that need none: together about the median error of predictions, which are
+too fast for pipelines in most published pairs (benchmarks/README.md)."""
+
+CERTAIN_SHARE = 0.4
+"""A limit below this share of the prediction is certain to be missed: only 1.3% of 152 published times to the first
+token were below 0.49 of the prediction."""
+
+
+class SloImpossible:
+    """Prunes candidates whose predictions miss an SLO limit by far.
+
+    A candidate is pruned if even an optimistic value of a metric exceeds the limit. On a logarithmic scale, this value
+    is twice as far below the prediction as the lower end of the 80% interval. It is at most `CERTAIN_SHARE` of the
+    prediction.
+    """
+
+    name = "slo_impossible"
+
+    def __init__(self, limits: Mapping[str, float]) -> None:
+        self._limits = limits
+        bounds = ", ".join(f"{name} <= {limit:g} s" for name, limit in limits.items())
+        self.message = f"the prediction misses the SLO by far ({bounds})"
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        """Return a mask of the rows that cannot meet a limit. Rows with an unknown metric or interval are kept."""
+        lower_share = np.minimum((predictions.low_s / predictions.step_time_s) ** 2, CERTAIN_SHARE)
+        is_pruned = np.zeros(predictions.step_time_s.shape, dtype=np.bool_)
+        for name, limit in self._limits.items():
+            if name in predictions.figures:
+                is_pruned |= predictions.figures[name] * lower_share > limit
+        return is_pruned
+
+
+FIXED_RATES = RATES[:3]
+"""Rates that the arrivals of requests determine as long as the servers keep up."""
+
+LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
+"""Limits of at least this many seconds cause a warning. `e2e_s` has no such bound: a whole answer may take long."""
+
+
+def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
+    """Yield a one-line warning for each doubtful setting of a spec.
+
+    Doubtful settings are an unknown release, unknown flags, limits that look like milliseconds, too few requests, an
+    objective that the load determines, speculation with unknown acceptance, and weights that are missing or of another
+    format.
+    """
+    serve = spec.serve
+    yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
+    flags = program.flags_of(spec)
+    for name in program.split(spec).others:
+        key = f"serve.engine_args.{name}"
+        if found := program.flag_problem(name, flags, program.version(spec)):
+            release = ", or set serve.engine_version to your release" if found.removed else ""
+            yield f"{key} {found.problem}; {found.fix}{release}"
+        elif program.flags and name not in flags and not program.knows_flag(name):
+            yield f"{key} is not known to flagcore: it is passed to the engine unchanged"
+    for name, limit in serve.slo.items():
+        if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf):
+            yield f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"
+    fewest = min((load.num_prompts for load in serve.loads if load.num_prompts is not None), default=math.inf)
+    min_requests = {name: MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in serve.slo}
+    name = max(min_requests, key=lambda each: min_requests[each], default="")
+    if fewest < min_requests.get(name, 0):
+        yield f"serve.slo.{name}: {fewest} requests are too few; use serve.profile.num_prompts >= {min_requests[name]}"
+    is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in serve.loads)
+    if is_open and serve.highest is None and spec.objective in FIXED_RATES:
+        fix = (
+            "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
+        )
+        yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
+    speculates = common_knobs.SPECULATION in spec.space or common_knobs.SPECULATION in program.parse(spec).fixed
+    if speculates and any(load.acceptance is None for load in serve.loads):
+        yield "speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"
+    weights, precision = serve.weights, serve.precision
+    if weights is None:
+        return
+    if not serve.elsewhere and not find_public(weights) and not Path(weights).exists():
+        size = f"predictions compute their size from the model and serve.precision = {precision}"
+        yield f"serve.weights: {weights} does not exist here; {size}"
+    elif precision in WIDE_PRECISIONS and has_unknown_format(weights):
+        text = f"the format of the quantized weights is unknown, so predictions assume {precision}; set it"
+        yield f"serve.precision: {text}"
+    elif not (precision in WIDE_PRECISIONS or is_quantized(weights) or quantizes(spec)):
+        fix = f"set the weights to a checkpoint in {precision}, or serve.engine_args: {{quantization: ...}}"
+        yield f"serve.precision: predictions assume {precision}, but {weights} is not quantized; {fix}"

@@ -1,0 +1,393 @@
+"""Converts the command of a server to a spec."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from flagcore.domain.chip import USUAL_DEVICES
+from flagcore.domain.launch import Start
+from flagcore.domain.secrets import is_secret, redact_text
+from flagcore.domain.serving import CLIENTS_PER_DEVICE, Load
+from flagcore.domain.spec import ImportNote
+from flagcore.errors import SpecError, join_errors
+from flagcore.spec.containers import FORMS
+from flagcore.spec.importing import Notes
+from flagcore.spec.plain_data import read_mapping
+from flagcore.spec.public import find_public
+from flagcore.vendorkit.installed import strip_dashes
+from flagcore_serving.launch.profile import EngineProfile
+from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP
+from flagcore_serving.space.knobs import CONTEXT, DEFAULT_SPACE, QUANTIZATION, TRANSFER
+from flagcore_serving.space.placement import parse_roles
+from flagcore_serving.space.program import as_words
+from flagcore_serving.space.rules import check_text
+
+LENGTHS = ("max_model_len", "context_length", "ctx_size")
+"""Arguments whose value may have a unit, such as 32k."""
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_HOSTS = "nnodes"
+Pair: TypeAlias = tuple[str, list[str]]
+"""A flag, with its dashes, and its values."""
+
+
+def spec_of_command(
+    engine: EngineProfile, start: Start, directory: Path, model: str | None
+) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+    """Convert a command to the data of a spec, with notes (see `Workload.read_command`). Raises SpecError."""
+    words, place = start.words, _position(engine, start.words)
+    if place is None:
+        name = " ".join(engine.program.commands[0])
+        problem, fix = f"starts no server of {engine.program.title}", f"give a command with `{name}`"
+        raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
+    program = words[place[0] : place[1]]
+    notes = Notes()
+    if before := " ".join(each for each in words[: place[0]] if not FORMS["passes"].fullmatch(each)):
+        notes.note("command", f"is left out in front of the program: {redact_text(before)[:100]}")
+    is_default = tuple(program) == tuple(engine.program.program)
+    flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
+    pairs = _with_config(engine, list(_split(engine, words[place[1] :])), directory, notes)
+    pairs = [*_of_variables(engine, start.envs), *pairs]
+    pairs = [*pairs, ("", [model])] if model else _with_model(engine, pairs, notes)
+    path, arguments, hosts, local = _arguments(engine, pairs, flags, version, notes)
+    path = model or _weights(path, directory, notes)
+    if path and FORMS["no text"].search(os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))):
+        problem, fix = "generates no text, which flagcore cannot tune", "give the command of a server that does"
+        raise SpecError(key="model", value=path, problem=problem, fix=fix)
+    check_text(arguments, "--")
+    if not (path or "").strip("/ "):
+        names = ("", *engine.program.model_flags)
+        empty = any(strip_dashes(flag) in names and not any(values) for flag, values in pairs)
+        problem, fix = "is not in the command", f"write it after {' '.join(program)}, set its variable, or add --model"
+        raise SpecError(key="model", problem="is empty: its variable is not set" if empty else problem, fix=fix)
+    baseline, engine_args = _divide(engine, arguments, version, directory, notes)
+    shares, by_rows = str(engine_args.get(engine.program.share_flag, "")).count(",") + 1, baseline.get("split_mode")
+    if by_rows in ("row", "tensor") and not {TP, PP} & baseline.keys():
+        baseline[TP] = max(shares, start.devices or 2)
+        notes.note("--split-mode", f"{baseline[TP]} devices: set their number", f"auto_tuner.baseline.{TP}")
+    elif shares > 1 and not {TP, PP} & baseline.keys():
+        baseline[engine.split_by] = shares
+    formats = (str(each.get(QUANTIZATION)) for each in (baseline, engine_args))
+    if (precision := next(filter(None, map(engine.program.stored.get, formats)), "")) and path:
+        public = find_public(path)
+        precision = public[1] if public and public[1] in ("int8", "int4") else precision
+        notes.note(f"--{QUANTIZATION}", f"{precision} is assumed: set the precision of the weights", "serve.precision")
+    notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
+    load = {**_lengths(baseline), "concurrency": CLIENTS_PER_DEVICE}
+    serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
+    if precision:
+        serve["precision"] = precision
+    if not is_default:
+        serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
+    if start.version:
+        serve["engine_version"] = start.version
+        notes.note("serve.engine_version", "is the tag of the image", "serve.engine_version")
+    devices = math.prod(baseline.get(name, 1) for name in (INSTANCES, TP, PP, DP))
+    is_spread = devices > (start.devices or devices) and devices == start.instances * (start.devices or 0)
+    if (hosts == start.instances and start.hosts <= 1) or is_spread:  # each pod is a host of the same server
+        start = replace(start, instances=1, hosts=start.instances)
+    if start.instances > 1:
+        baseline = {INSTANCES: start.instances * baseline.get(INSTANCES, 1), **baseline}
+        notes.note("replicas", f"{start.instances}: the instances of the baseline", f"auto_tuner.baseline.{INSTANCES}")
+    cluster: dict[str, Any] = {"chip": "auto"}
+    devices *= start.instances
+    load["concurrency"] *= devices
+    if engine_args.pop(engine.program.expert_switch, False):
+        baseline[EP] = devices // (baseline.get(PP, 1) * baseline.get(INSTANCES, 1))
+    if devices > 1 or engine.split_by == TP:
+        cluster |= _cluster(devices, hosts, local * devices // baseline.get(DP, 1), start, notes)
+        baseline = {TP: 1, **baseline}
+    data = {"model": path, "cluster": cluster, "serve": serve, "auto_tuner": {"baseline": baseline}}
+    if start.prefill:
+        _add_prefill(engine, data, spec_of_command(engine, start.prefill, directory, path)[0], notes)
+    elif half := start.role or role(engine, words):
+        for name in _of_role(engine, engine_args):
+            notes.note(f"--{name}", f"dropped: a {half} half that runs alone transfers nothing", "serve.engine_args")
+            del engine_args[name]
+        notes.note("command", f"is only the {half} half of a pair: give both halves in one file to tune them", "serve")
+    return data, notes.notes
+
+
+def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, Any], notes: Notes) -> None:
+    """Add the servers of the spec `other`, which only prefill, to those of the spec `data`, which only decode."""
+    names = {INSTANCES: "", TP: "xtp", PP: "pp", DP: "dp", EP: "ep"}
+    baseline = data["auto_tuner"]["baseline"]
+    layouts = [{name: each.pop(name, 1) for name in names} for each in (other["auto_tuner"]["baseline"], baseline)]
+    kinds = ["".join(f"{text}{layout[name]}" for name, text in names.items()) for layout in layouts]
+    clusters = [each["cluster"] for each in (other, data)]
+    total = sum(each.get("nodes", 1) * each.get("devices_per_node", 1) for each in clusters)
+    is_one_host = total <= USUAL_DEVICES and all(each.get("nodes", 1) == 1 for each in clusters)
+    width = total if is_one_host else max(each.get("devices_per_node", 1) for each in clusters)
+    data["cluster"] |= {"nodes": -(-total // width), "devices_per_node": width}
+    arguments = data["serve"]["engine_args"]
+    transfers = next((knob.words for knob in engine.knobs if knob.name == TRANSFER), ())
+    for name in _of_role(engine, arguments):
+        if word := next((each for each in transfers[1:] if each in str(arguments[name])), ""):  # not the default
+            baseline[TRANSFER] = word
+        notes.note(f"--{name}", f"dropped ({arguments.pop(name)}): {PREFILL_DECODE} sets it", PREFILL_DECODE)
+    baseline[PREFILL_DECODE] = parse_roles("+".join(kinds), PREFILL_DECODE)
+    text = "servers that only prefill or decode: other arguments are those of the servers that decode"
+    notes.note(PREFILL_DECODE, text, f"auto_tuner.baseline.{PREFILL_DECODE}")
+
+
+def _of_role(engine: EngineProfile, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the names of the flags that only servers of a pair need."""
+    is_of_role = re.compile(engine.program.role_flags).fullmatch
+    return [each for each in arguments if is_of_role(strip_dashes(each).replace("_", "-"))]
+
+
+def _lengths(baseline: Mapping[str, Any]) -> dict[str, int]:
+    """Return the default lengths of prompts and answers, or shorter ones that fit the context in `baseline`."""
+    lengths = {"input_len": Load().input_len, "output_len": Load().output_len}
+    context, total = baseline.get(CONTEXT), sum(lengths.values())
+    limit = context if isinstance(context, int) else 0
+    return {name: max(1, each * limit // total) if 0 < limit < total else each for name, each in lengths.items()}
+
+
+def starts(engine: EngineProfile, command: Sequence[str], directory: str) -> bool:
+    """Return whether a command starts the engine's server."""
+    return _position(engine, command) is not None
+
+
+def role(engine: EngineProfile, command: Sequence[str]) -> str:
+    """Return `prefill` or `decode` if a command starts a server that does only that; otherwise an empty text."""
+    text = " ".join(command)
+    return next((name for name, pattern in engine.program.roles.items() if re.search(pattern, text)), "")
+
+
+def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -> dict[str, int]:
+    """Return the section `cluster` of a spec. `local`: the devices on one host in the command, 0 if unknown."""
+    key, each = "cluster.devices_per_node", local or start.devices
+    hosts = max(hosts, start.hosts * start.instances if start.hosts > 1 else 1)
+    if hosts > 1 and devices % hosts == 0:
+        each = devices // hosts
+    elif start.instances > 1 and devices <= USUAL_DEVICES:
+        each = devices
+    elif each is None and devices > USUAL_DEVICES and devices % USUAL_DEVICES == 0:
+        each = USUAL_DEVICES
+        notes.note(key, f"{USUAL_DEVICES} is assumed: {devices} devices on hosts of usual size", key)
+    if each and devices > each and devices % each == 0:
+        return {"nodes": devices // each, "devices_per_node": each}
+    notes.note(key, "is the number of devices that the command uses", key)
+    if start.devices and start.devices > devices:
+        text = f"the container or job has {start.devices} devices; set it to let the search use all of them"
+        notes.note(key, text, key)
+    return {"devices_per_node": devices}
+
+
+def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | None:
+    """Return the start and end index of the engine's program in a command, or None if it is not there."""
+    for start, word in enumerate(words):
+        name, rest = os.path.basename(word), start + 1
+        if start and FORMS["name flag"].fullmatch(words[start - 1]):
+            continue
+        if FORMS["python"].fullmatch(name):
+            name = "python"
+            while rest < len(words) and re.fullmatch("-[uBEIsSO]+", words[rest]):  # options of the interpreter
+                rest += 1
+        for pattern in engine.program.commands:
+            end = rest + len(pattern) - 1
+            found = [name, *map(os.path.basename, words[rest:end])]
+            if len(found) == len(pattern) and all(map(re.fullmatch, pattern, found)):
+                return start, end
+    return None
+
+
+def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, notes: Notes) -> list[Pair]:
+    """Return the flags of a command, preceded by the flags in its configuration file. Raises SpecError."""
+    name = engine.program.config_flag
+    found = next((values for flag, values in pairs if name and values and strip_dashes(flag) == name), None)
+    if found is None:
+        return pairs
+    file, *model = found  # the model may follow the file
+    notes.note(f"--{name}", f"the flags of {file} are part of the command", "serve")
+    config_flags = {f"--{key}": value for key, value in read_mapping(directory / file, file=file).items()}
+    for key in [key for key, value in config_flags.items() if value is False]:
+        notes.note(key, f"dropped: as in {engine.program.title}, false in a configuration file has no effect", "serve")
+        del config_flags[key]
+    lists = {key: value if isinstance(value, list) else [value] for key, value in config_flags.items()}
+    added = [
+        (key, [json.dumps(each) if isinstance(each, Mapping) else str(each) for each in value if each is not True])
+        for key, value in lists.items()
+    ]
+    first = [pair for pair in [*pairs, ("", model)] if not pair[0] and pair[1]]
+    return [*first, *added, *(pair for pair in pairs if pair[0] and strip_dashes(pair[0]) != name)]
+
+
+def _of_variables(engine: EngineProfile, envs: Mapping[str, str]) -> Iterator[Pair]:
+    """Yield the flags that variables stand for. Those of the command override them."""
+    for name, value in envs.items():
+        if (prefix := engine.program.env_prefix) and name.startswith(prefix):
+            flag = name.removeprefix(prefix).lower().replace("_", "-")
+            yield f"--{engine.program.env_flags.get(flag, flag)}", [value]
+
+
+def _arguments(
+    engine: EngineProfile, pairs: Sequence[Pair], installed_flags: Collection[str], version: str, notes: Notes
+) -> tuple[str | None, dict[str, Any], int, int]:
+    """Return a command line's model, flags with values (True if none), hosts, and data-parallel ranks per host (or 0).
+    `installed_flags`: as in `Program.check`. Raises SpecError for misspelt flags."""
+    model, arguments, hosts, local, problems = None, dict[str, Any](), 1, 0, list[SpecError]()
+    for flag, values in pairs:
+        name = strip_dashes(flag)
+        knob, _ = engine.program.knob_of(name)
+        if knob is None and flag:
+            is_short = not flag.startswith("--")
+            name = engine.program.full_name(name) if is_short else engine.program.unabbreviated(name, version)
+            knob, _ = engine.program.knob_of(name)
+            if not is_short and name != strip_dashes(flag):
+                notes.note(flag, f"is short for --{name}", "serve")
+        elif knob is not None and flag[1:2] != "-" and knob.flags:
+            name = strip_dashes(knob.flags[0].name)
+        if model is None and knob is not None and len(values) > (knob.kind != "flag"):
+            model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
+        if not flag and len(values) > 1:
+            fix = f"write only the model after {' '.join(engine.program.commands[0])}"
+            raise SpecError(key="model", value=" ".join(values), problem="is several words", fix=fix)
+        if not flag or name in engine.program.model_flags:
+            model = values[0] if values else model
+        elif name == _HOSTS and len(values) == 1 and values[0].isdecimal():
+            hosts = int(values[0])
+            notes.note(flag, "is the number of hosts of the cluster", "cluster")
+        elif name == engine.program.local_flag and len(values) == 1 and values[0].isdecimal():
+            local = int(values[0])
+            notes.note(flag, "is the number of data-parallel ranks per host", "cluster")
+        elif reason := engine.program.reserved.get(name):
+            notes.note(flag, f"dropped: {reason}", "serve.engine_args")
+        elif is_secret(name):
+            notes.note(flag, "dropped: secrets are not copied", "serve.engine_args")
+        elif unfilled := next(filter(FORMS["value placeholder"].fullmatch, values), ""):
+            fix = "write its value: give the file after `envsubst`, `helm template` or the like has filled it"
+            problems.append(SpecError(key=flag, value=unfilled, problem="is a placeholder", fix=fix))
+        elif not values and name.replace("-", "_") in LENGTHS:
+            fix = "write its value, which may be a variable that is not set"
+            problems.append(SpecError(key=flag, problem="has no value", fix=fix))
+        elif len(values) > 1 and knob is not None:
+            notes.note(flag, f"dropped ({' '.join(values)}): a knob has a single value", "serve.engine_args")
+        else:
+            given = [_value(name, each) for each in values] or [True]
+            if knob is not None and knob.kind == "flag" and str(given[0]).lower() in ("true", "false", "1", "0"):
+                given[0] = str(given[0]).lower() in ("true", "1")
+            arguments[name] = given if len(given) > 1 else given[0]
+    if model and FORMS["model placeholder"].fullmatch(model):
+        problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
+        problems.insert(0, SpecError(key="model", value=model, problem=problem, fix=fix))
+    known_arguments = engine.program.known_args(arguments)
+    for name in [name for name in known_arguments if engine.program.knob_of(name)[0] is None]:
+        flag = as_words({name: True}, has_negation=True)[0]
+        found = engine.program.flag_problem(name, installed_flags, version)
+        if found and not found.removed:
+            fix = found.fix.replace("did you mean ", "did you mean --")
+            problems.append(SpecError(key=flag, problem=found.problem, fix=fix))
+        elif found and found.is_certain:
+            notes.note(flag, f"dropped: {found.problem}; {found.fix}", "serve.engine_args")
+            del known_arguments[name]
+            arguments.pop(name, None)
+        elif found:
+            problem = f"{found.problem}; {found.fix}, or set serve.engine_version to your release"
+            notes.note(flag, problem, f"serve.engine_args.{name}")
+        elif not engine.program.knows_flag(name) and name not in installed_flags:
+            problem = "is not known to flagcore: it is passed to the engine unchanged"
+            notes.note(flag, problem, f"serve.engine_args.{name}")
+    if problems:
+        raise join_errors(problems)
+    added = " and ".join(name for name in known_arguments if name not in (*arguments, EP))
+    for name in (name for name in arguments if name not in known_arguments):
+        notes.note(f"--{name}", f"is replaced with {added}" if added else "dropped: has no effect", "serve.engine_args")
+    return model, known_arguments, hosts, local
+
+
+def _with_model(engine: EngineProfile, pairs: list[Pair], notes: Notes) -> list[Pair]:
+    """Return the flags of a command, with the model first: if it has no other place, it follows the value of a flag."""
+    for flag, values in pairs:
+        name = engine.program.full_name(strip_dashes(flag))
+        knob, _ = engine.program.knob_of(name)
+        if not flag or name in engine.program.model_flags or (knob and len(values) > (knob.kind != "flag")):
+            return pairs
+    is_path = FORMS["path"].match
+    long = [pair for pair in pairs if len(pair[1]) > 1 and is_path(pair[1][-1])]
+    last = [pair for pair in pairs[-1:] if any(map(is_path, pair[1])) and not FORMS["path flag"].search(pair[0])]
+    if not (long or last):
+        return pairs
+    flag, values = pair = (long or last)[-1]
+    notes.note("model", f"{values[-1]} is not the value of {flag}", "model")
+    return [("", values[-1:]), *((flag, values[:-1]) if each is pair else each for each in pairs)]
+
+
+def _split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
+    """Yield each flag with its values. Values before the first flag have an empty flag."""
+    flag, values = "", list[str]()
+    for word in words:
+        if not re.match("--?[A-Za-z]", word):
+            values.append(word)
+            continue
+        if flag or values:
+            yield flag, values
+        flag, equals, value = word.partition("=")
+        if word[1:2] in tuple(engine.program.digit_flags) and word[2:].isdecimal():
+            flag, equals, value = word[:2], "=", word[2:]
+        values = [value] if equals else []
+    if flag or values:
+        yield flag, values
+
+
+def _divide(
+    engine: EngineProfile, arguments: Mapping[str, Any], version: str, directory: Path, notes: Notes
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a command's arguments into a baseline (the values of searched knobs) and all others. Raises SpecError."""
+    baseline, others, problems = dict[str, Any](), dict[str, Any](), list[SpecError]()
+    for name, value in arguments.items():
+        try:
+            fixed, rest = engine.program.divided({name: value}, version, "--")
+        except SpecError as error:
+            fix = "write its value, which may be an empty variable of the script"
+            missing = SpecError(key=f"--{name}", problem="has no value", fix=fix)
+            problems.append(missing if value is True else error)
+            continue
+        for knob in (each for each in engine.knobs if each.name in fixed):
+            kept = "all candidates keep it, unless the space lists it"
+            text = "the search tries other values" if {*knob.names} & {*DEFAULT_SPACE} else kept
+            written = name if name == knob.name else f"{'--' if len(name) > 1 else '-'}{name}"
+            notes.note(written, f"is the baseline; {text}", f"auto_tuner.baseline.{knob.name}")
+            if isinstance(value, str) and value in knob.spellings and fixed[knob.name] is None:
+                fixed[knob.name] = value
+        baseline |= fixed
+        for key, other in rest.items():
+            is_file = isinstance(other, str) and other.startswith(("./", "../"))
+            others[key] = os.path.abspath(directory / str(other)) if is_file else other
+    if problems:
+        raise join_errors(problems)
+    return baseline, others
+
+
+def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
+    """Return the path of a model's weights, perhaps in Hugging Face's cache, or else `model`, with a note."""
+    if model is None or (directory / model).exists():
+        return model and os.path.abspath(directory / model)
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    cached = sorted(Path(home, "hub", f"models--{model.replace('/', '--')}", "snapshots").glob("*/config.json"))
+    if cached:
+        return str(cached[-1].parent)
+    if model.startswith(("./", "../")) or not find_public(model):
+        notes.note("model", f"{model} is not on this machine: download it, and set its path", "model")
+    return model
+
+
+def _value(name: str, text: str) -> Any:
+    """Convert a command-line value to a number if it is one; otherwise return `text`."""
+    if FORMS["number"].fullmatch(text):
+        return float(text) if "." in text else int(text)
+    return parse_length(text) if name.replace("-", "_") in LENGTHS else text
+
+
+def parse_length(value: Any) -> Any:
+    """Convert `4k` to 4000, `4K` to 4096 and `1.5k` to 1500, as vLLM does. Return other values unchanged."""
+    match = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?([kKmMgG])", value) if isinstance(value, str) else None
+    if not match or (match[2] and match[3].isupper()):
+        return value
+    return int(Decimal(f"{match[1]}.{match[2] or 0}") * _UNITS[match[3]])

@@ -1,0 +1,202 @@
+"""Describes how one server is started, the router in front of several, and the job of the trial program.
+
+flagcore writes the job to `serve.json`, and the trial program reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.serving import Load
+from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import Task
+from flagcore_serving.load.result import MinRate
+from flagcore_serving.load.routing import MAX_MORE, MAX_RATIO
+
+PORT = "{port}"
+"""Placeholder for the port in a command line. The port is chosen when the server is started."""
+HEAD, HEAD_PORT = "{head}", "{head_port}"
+"""Placeholders in the command line of an instance on several hosts: its first host, and a free port of this host."""
+TRANSFER_PORT, URL = "{transfer_port}", "{url}"
+"""Placeholders for instances that only prefill or decode: the port for caches, and their URL for the router."""
+
+
+def address(task: Task) -> str:
+    """Return the address on which servers listen: all addresses if the client may be on another host."""
+    return "0.0.0.0" if task.spec.on_each_host else "127.0.0.1"
+
+
+ROUTER_HEALTH = "/health"
+"""Path that returns status 200 when a router is ready, for all routers."""
+LOCAL_ADDRESS = ("--host", "127.0.0.1", "--port", PORT)
+"""Flags for the address on which routers listen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One server: its command line, CPU cores, requested knob values and hosts.
+
+    - `argv`: the command line, with the placeholder PORT.
+    - `cores`: the CPU cores to which it is pinned; empty for all cores.
+    - `requested`: the knob values that the server must report. None means that the engine chooses.
+    - `host`: the index of the host on which it runs.
+    - `further`: the command lines for the other hosts if it spans several. Only the first host serves requests.
+    - `kind`: prefill or decode if it does only one of both, else empty.
+    """
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+    requested: Mapping[str, KnobValue] = field(default_factory=dict)
+    host: int = 0
+    further: tuple[tuple[str, ...], ...] = ()
+    kind: str = ""
+
+    def at_port(self, port: int) -> Instance:
+        """Return the instance with `port` in place of PORT, and this machine's address in place of a remaining HEAD."""
+        return self.filled({PORT: str(port), TRANSFER_PORT: str(transfer_port(port)), HEAD: "127.0.0.1"})
+
+    def at_head(self, host: str, port: str) -> Instance:
+        """Return the instance with `host` in place of HEAD, and the rendezvous port `port` in place of HEAD_PORT."""
+        return self.filled({HEAD: host, HEAD_PORT: port})
+
+    def filled(self, values: Mapping[str, str]) -> Instance:
+        """Return the instance with the placeholders in `values` replaced."""
+
+        def words(argv: Sequence[str]) -> tuple[str, ...]:
+            return tuple(_replaced(word, values) for word in argv)
+
+        environment = {name: _replaced(value, values) for name, value in self.environment.items()}
+        further = tuple(words(argv) for argv in self.further)
+        return replace(self, argv=words(self.argv), environment=environment, further=further)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """The command line of vLLM's or SGLang's router in front of instances.
+
+    - `argv`: the command line, with the placeholder PORT.
+    - `prefill`: the words to add for each instance that only prefills, with the placeholders URL and TRANSFER_PORT.
+    - `decode`: the words to add for each other instance, with the same placeholders.
+
+    Source of the flags: `--help` of vllm-router 0.1.17 and sglang-router 0.3.2.
+    """
+
+    argv: tuple[str, ...]
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+
+    @classmethod
+    def of_replicas(cls, program: Sequence[str], *, prefix_aware: bool) -> Router:
+        """Return the router for instances that both prefill and decode, with the routing policy of the load client."""
+        limits = ("--balance-abs-threshold", str(MAX_MORE), "--balance-rel-threshold", str(MAX_RATIO))
+        policy = ("cache_aware", *limits) if prefix_aware else ("power_of_two",)
+        argv = (*program, "--policy", *policy, "--prometheus-port", TRANSFER_PORT, *LOCAL_ADDRESS, "--worker-urls")
+        return cls(argv=argv, prefill=(), decode=(URL,))
+
+    @classmethod
+    def of_pairs(cls, program: Sequence[str], switch: str, prefill: Sequence[str] = ("--prefill", URL)) -> Router:
+        """Return the router for instances that only prefill or only decode. `switch`: the flag for such instances."""
+        argv = (*program, switch, "--policy", "round_robin", "--prometheus-port", TRANSFER_PORT, *LOCAL_ADDRESS)
+        return cls(argv=argv, prefill=tuple(prefill), decode=("--decode", URL))
+
+    @property
+    def name(self) -> str:
+        """The name of the router's program, or of its Python package."""
+        return self.argv[2].partition(".")[0] if self.argv[1] == "-m" else Path(self.argv[0]).name
+
+    def instance(self, places: Sequence[tuple[str, str, int]]) -> Instance:
+        """Return the router as an instance to start. `places`: the kind, host and port of each server behind it."""
+        words = list(self.argv)
+        for kind, host, port in places:
+            values = {URL: f"http://{host}:{port}", TRANSFER_PORT: str(transfer_port(port))}
+            words += [_replaced(word, values) for word in (self.prefill if kind == "prefill" else self.decode)]
+        return Instance(argv=tuple(words))
+
+
+def transfer_port(port: int) -> int:
+    """Return the port at which the instance at `port` exchanges caches."""
+    return port + 10_000 if port < 50_000 else port - 10_000
+
+
+def _replaced(text: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text
+
+
+Fetch = Callable[[str], str]
+"""A function that returns a running server's response to a path. Raises OSError."""
+
+SERVE = "serve.json"
+
+
+def log_name(number: int, part: int = 0) -> str:
+    """Return the file name of an instance's log. `part`: the index of the host among the instance's hosts."""
+    return f"instance-{number}-host-{part}.log" if part else f"instance-{number}.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The servers and the loads of one candidate's trial.
+
+    - `engine`: the import path of the engine's `ServerReports`, as module:attribute.
+    - `loads`: all of them run `repeats` times with the same servers.
+    - `slo`: limits for goodput and for the search of the highest load, in seconds by metric.
+    - `asked`: the metrics that must be precise.
+    - `highest`, `prefix_aware`: as in ServeSpec.
+    - `start`: the load to try first in the search for the highest load.
+    - `hosts`: the names of the hosts on which instances run; empty for this machine.
+    - `protocol`: how instances that only prefill or only decode exchange caches (`load.routing`).
+    - `predicted_s`: the predicted mean time of a request; None if there are several loads.
+    - `min_rate`: the load is stopped if its rate is very likely lower; None if it may not be stopped.
+    """
+
+    engine: str
+    instances: tuple[Instance, ...]
+    loads: tuple[Load, ...]
+    vocab_size: int
+    timeout_s: float
+    repeats: int = 1
+    slo: Mapping[str, float] = field(default_factory=dict)
+    asked: tuple[str, ...] = ()
+    patterns: tuple[FailurePattern, ...] = ()
+    directory: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    highest: str | None = None
+    start: float = 1.0
+    hosts: tuple[str, ...] = ()
+    protocol: str = ""
+    prefix_aware: bool = False
+    predicted_s: float | None = None
+    min_rate: MinRate | None = None
+
+
+def as_text(job: Job) -> str:
+    """Return a job as JSON."""
+    data = asdict(job) | {"loads": [plain_load(load) for load in job.loads]}
+    return json.dumps(data, indent=1, default=lambda state: state.value)
+
+
+def read_job(folder: Path) -> Job:
+    """Read the job in `folder`. Raises ValueError with a description of the problem."""
+    try:
+        return TypeAdapter(Job).validate_json((folder / SERVE).read_bytes())
+    except OSError as error:
+        raise ValueError(f"{folder / SERVE} cannot be read: {error.strerror or error}") from None
+    except ValidationError as error:
+        raise ValueError(f"{folder / SERVE} is invalid: {error}") from None
+
+
+def plain_load(load: Load) -> dict[str, Any]:
+    """Return a load point as plain JSON data. An infinite rate becomes the string "inf"."""
+    rate = load.request_rate
+    return {**asdict(load), "request_rate": "inf" if rate is not None and math.isinf(rate) else rate}

@@ -1,0 +1,226 @@
+"""Generates the requests of a load: lengths, arrivals and prompts.
+
+Lengths and arrivals are equal in every repeat and for every candidate. Prompts differ between repeats, so that a server
+does not have them in its prefix cache from an earlier repeat.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.domain.serving import DEFAULT_CONCURRENCY, MAX_LENGTH_RATIO, Load
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.errors import SpecError
+from flagcore_serving.load.images import data_uri, draw_images, random_text
+from flagcore_serving.load.result import CHAT, COMPLETIONS, GENERATE
+from flagcore_serving.load.traces import BLOCK, Traffic, cached_trace
+
+
+def traffic(load: Load) -> Traffic:
+    """Return the requests of a load point. `input_len` includes the shared prefix.
+
+    Raises SpecError for an invalid load or an unreadable trace.
+    """
+    lengths, times = np.random.default_rng([load.seed, 1]), np.random.default_rng([load.seed, 2])
+    if load.trace is not None:
+        requests = cached_trace(load.trace, load.turns, load.output_len).first(load.num_prompts)
+        if requests.texts and load.prefix_len:
+            problem, fix = "cannot be combined with a trace that has texts", "remove it, or put it into the texts"
+            raise SpecError(key="serve.profile.prefix_len", value=load.prefix_len, problem=problem, fix=fix)
+    elif not load.num_prompts:
+        raise SpecError(key="num_prompts", problem="is required to generate load", fix="set the number of requests")
+    else:
+        requests = Traffic(
+            input_len=_lengths(lengths, load.input_len, load, PROMPT_SIGMA),
+            output_len=_lengths(lengths, load.output_len, load, ANSWER_SIGMA),
+        )
+        if load.turns > 1:
+            requests = _conversations(requests, load.turns)
+        if load.images is not None:
+            rng = np.random.default_rng([load.seed, 3])
+            requests = replace(requests, images=draw_images(load.images, load.num_prompts, rng))
+    if requests.follows is not None and not (requests.follows >= 0).any():
+        requests = replace(requests, follows=None)  # too few requests: none is a second turn
+    if requests.follows is not None:
+        conversations = int(np.count_nonzero(requests.follows < 0))
+        if load.concurrency is not None and conversations < load.concurrency:
+            note = f"with {conversations} conversations, there are never {load.concurrency} requests in flight"
+            requests = replace(requests, notes=(*requests.notes, note))
+    return replace(requests, input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
+
+
+def _conversations(requests: Traffic, turns: int) -> Traffic:
+    """Group requests into conversations of `turns` requests: a prompt continues the previous prompt and its answer."""
+    indices = np.arange(requests.input_len.size)
+    is_first = indices % turns == 0
+    new = requests.input_len + np.where(is_first, 0, np.roll(requests.output_len, 1))
+    sums = np.cumsum(new)
+    starts = np.maximum.accumulate(np.where(is_first, indices, 0))
+    return replace(requests, input_len=sums - sums[starts] + new[starts], follows=np.where(is_first, -1, indices - 1))
+
+
+def in_flight(load: Load) -> Load:
+    """Return `load`, with DEFAULT_CONCURRENCY requests in flight if nothing determines when its requests are sent.
+
+    Raises SpecError for an unreadable trace.
+    """
+    if load.trace is None or load.concurrency is not None or load.request_rate is not None:
+        return load
+    has_times = cached_trace(load.trace, load.turns, load.output_len).arrive_s is not None
+    return load if has_times else replace(load, concurrency=DEFAULT_CONCURRENCY)
+
+
+PROMPT_SIGMA, ANSWER_SIGMA = 1.4, 1.1
+"""Standard deviations of the logarithms of log-normal lengths. A choice: prompts vary more than answers."""
+
+
+def _lengths(rng: np.random.Generator, length: int, load: Load, sigma: float) -> IntArray:
+    """Draw lengths from the distribution or the range of `load`, rounded as in the engines' own clients."""
+    if load.distribution == "lognormal":
+        return _lognormal(rng, length, load.num_prompts or 0, sigma)
+    if load.range_spread is not None:
+        low, high = math.floor(length * (1 - load.range_spread)), math.ceil(length * (1 + load.range_spread))
+    else:
+        low, high = int(length * load.range_ratio), length
+    return rng.integers(max(low, 1), max(high, 1), size=load.num_prompts, endpoint=True)
+
+
+def _lognormal(rng: np.random.Generator, mean: int, count: int, sigma: float) -> IntArray:
+    """Draw log-normal lengths from 1 to `MAX_LENGTH_RATIO` x `mean`, scaled so that their mean is `mean`."""
+    values = rng.lognormal(sigma=sigma, size=count)
+    low, high = 0.0, MAX_LENGTH_RATIO * mean / float(values.min())
+    for _ in range(50):
+        scale = (low + high) / 2
+        lengths = np.clip(np.rint(values * scale), 1, MAX_LENGTH_RATIO * mean)
+        low, high = (scale, high) if lengths.mean() < mean else (low, scale)
+    return lengths.astype(np.int64)
+
+
+def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatArray | None:
+    """Return the arrival times of requests in seconds, drawn at the rate or read from the trace; None for a closed
+    loop.
+
+    Drawn gaps are scaled to the exact mean, so that the offered load equals the specified one. All requests of a
+    conversation have the arrival time of the first one; the client sends each later turn after the answer to the
+    previous one.
+    """
+    if load.request_rate is None:
+        if load.concurrency is not None:
+            return None
+        if requests.arrive_s is not None:
+            return requests.arrive_s
+        problem = "or request_rate is required to generate load"
+        raise SpecError(key="concurrency", problem=problem, fix="set one of them, or a trace with arrival times")
+    size = requests.input_len.size
+    if math.isinf(load.request_rate):
+        return np.zeros(size)
+    first = np.ones(size, dtype=np.bool_) if requests.follows is None else requests.follows < 0
+    count = int(first.sum())
+    gaps = rng.gamma(load.burstiness, 1.0, size=max(count - 1, 0))
+    total = float(gaps.sum())
+    scale = gaps.size * (size / count) / load.request_rate / total if total > 0 else 0.0
+    starts: FloatArray = np.concatenate([[0.0], np.cumsum(gaps) * scale])[:count]
+    return np.asarray(starts[np.cumsum(first) - 1])
+
+
+MIN_ID_SHARE, MAX_ID_SHARE = 0.1, 0.9
+"""Token ids are drawn between these shares of the vocabulary, because its ends contain special tokens, bytes and
+padding."""
+
+_PREFIX, _PROMPT, _BLOCK, _WARMUP, _IMAGE = range(5)
+
+
+def warm_up(requests: Traffic, count: int) -> Traffic:
+    """Return `count` requests with the lengths of the load's first requests."""
+    return Traffic(
+        input_len=np.resize(requests.input_len, count),
+        output_len=np.resize(requests.output_len, count),
+        images=[requests.images[index % len(requests.images)] for index in range(count)] if requests.images else (),
+    )
+
+
+def prompts(
+    traffic: Traffic, *, prefix_len: int, vocab_size: int, seed: Sequence[int], warm_up: bool = False
+) -> list[IntArray]:
+    """Return the token ids of each prompt. The ids are deterministic, and independent for different seeds.
+
+    The first `prefix_len` ids are equal in all prompts, also between load and `warm_up`, which share nothing else.
+    Equal blocks of a trace have equal ids. A turn of a conversation begins with the ids of the turn before.
+    """
+    prefix = _draw_tokens(prefix_len, vocab_size, (*seed, _PREFIX))
+    rng = np.random.default_rng((*seed, _WARMUP if warm_up else _PROMPT))
+    low, high = _token_range(vocab_size)
+    if traffic.follows is not None:
+        ids_by_request = list[IntArray]()
+        for length, before in zip(traffic.input_len.tolist(), traffic.follows.tolist(), strict=True):
+            past = ids_by_request[before] if before >= 0 else np.zeros(0, dtype=np.int64)
+            ids_by_request.append(np.concatenate([past, rng.integers(low, high, size=length - prefix_len - past.size)]))
+    elif not traffic.blocks:
+        ids_by_request = [rng.integers(low, high, size=length - prefix_len) for length in traffic.input_len]
+    else:
+        block_ids = {block for blocks in traffic.blocks for block in blocks}
+        tokens_by_block = {block: _draw_tokens(BLOCK, vocab_size, (*seed, _BLOCK, block)) for block in block_ids}
+        ids_by_request = [
+            np.concatenate([tokens_by_block[block] for block in blocks])[: length - prefix_len]
+            for blocks, length in zip(traffic.blocks, traffic.input_len, strict=True)
+        ]
+    return [np.concatenate([prefix, ids]) for ids in ids_by_request]
+
+
+def words(traffic: Traffic, *, prefix_len: int, seed: Sequence[int], warm_up: bool = False) -> list[str]:
+    """Return prompts as words instead of token ids (see `prompts`), because the API for images accepts only text."""
+    prefix = random_text(prefix_len, np.random.default_rng((*seed, _PREFIX)))
+    rng = np.random.default_rng((*seed, _WARMUP if warm_up else _PROMPT))
+    return [f"{prefix} {random_text(length - prefix_len, rng)}".strip() for length in traffic.input_len.tolist()]
+
+
+def image_uris(traffic: Traffic, seed: Sequence[int], *, warm_up: bool = False) -> list[list[str]]:
+    """Return the images of each request as data URIs. Random images differ between requests and between seeds."""
+    key = (*seed, _IMAGE, int(warm_up))
+    return [
+        [data_uri(image, (*key, number, place)) for place, image in enumerate(images)]
+        for number, images in enumerate(traffic.images)
+    ]
+
+
+def salted(texts: Sequence[str], seed: Sequence[int]) -> list[str]:
+    """Return the prompts `texts` with `seed` as their first line.
+
+    Prompts of one repeat still share their prefixes with each other, but not with prompts of other repeats.
+    """
+    return [f"{'.'.join(map(str, seed))}\n{text}" for text in texts]
+
+
+def body(
+    model: str, prompt: IntArray | str, output_len: int, path: str = COMPLETIONS, images: Sequence[str] = ()
+) -> bytes:
+    """Return the body of a request for a stream of exactly `output_len` tokens, followed by the token counts.
+
+    `prompt`: text or token ids. `path`: the endpoint. `images`: data URIs, which only the endpoint CHAT accepts.
+    """
+    ids = prompt if isinstance(prompt, str) else prompt.tolist()
+    request: dict[str, object] = {"max_tokens": int(output_len), "temperature": 0, "ignore_eos": True, "stream": True}
+    if path == GENERATE:
+        request |= {"input_ids": ids}
+    elif path == CHAT:
+        content = [{"type": "text", "text": ids}, *({"type": "image_url", "image_url": {"url": uri}} for uri in images)]
+        messages = [{"role": "user", "content": content}]
+        request |= {"model": model, "stream_options": {"include_usage": True}, "messages": messages}
+    else:
+        request |= {"model": model, "stream_options": {"include_usage": True}, "prompt": ids}
+    return json.dumps(request, separators=(",", ":")).encode()
+
+
+def _draw_tokens(count: int, vocab_size: int, seed: Sequence[int]) -> IntArray:
+    low, high = _token_range(vocab_size)
+    return np.random.default_rng(seed).integers(low, high, size=count)
+
+
+def _token_range(vocab_size: int) -> tuple[int, int]:
+    low, high = int(vocab_size * MIN_ID_SHARE), int(vocab_size * MAX_ID_SHARE)
+    if high - low < 2:
+        raise SpecError(key="model.vocab_size", value=vocab_size, problem="is too small to draw prompts from")
+    return low, high

@@ -1,0 +1,489 @@
+"""Computes the metrics of all candidates: by simulation or, for the slower ones of a large space, in closed form.
+
+The closed form is the steady state of a closed loop, computed for all candidates at once. A request takes the time of
+its prompt and then one iteration per token. A mean iteration decodes `decoding` sequences, and computes the prompt
+tokens of the requests that replace finished sequences. `decoding` is iterated until Little's law holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+
+from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, Load, ServeSpec
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import Task, figure_name, is_rate, seconds
+from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Outcome, highest_load
+from flagcore_serving.model.disaggregated import Prefill
+from flagcore_serving.model.iteration import IterationCosts, interpolate
+from flagcore_serving.model.memory import ServingMemory
+from flagcore_serving.model.simulated_load import HIT_RATE, MAX_REQUESTS, SimulatedLoad
+from flagcore_serving.model.simulation import Lane, Price, tokens_per_iteration
+from flagcore_serving.model.vision import EncoderCosts, ImageWork
+from flagcore_serving.model.work import TOKENIZER, Overheads
+from flagcore_serving.space.placement import InstanceKinds
+from flagcore_serving.space.settings import Settings
+
+MAX_SIMULATED = 4096
+"""Maximum number of simulated candidates: the best ones in closed form. The median ratio of their simulated to their
+closed-form metrics scales the metrics of the others."""
+
+MAX_WORK = 150_000
+"""Maximum number of simulated requests in total. `MIN_SIMULATED` candidates are simulated even if they exceed it."""
+MIN_SIMULATED = 64
+
+FIRST_LOAD = 8.0
+"""The number of clients, or of requests per second, with which a search for the highest load starts."""
+
+UNLIMITED_TOKENS = 1e15
+"""Size of an unlimited cache in tokens."""
+
+FIGURE_NAMES = (
+    *(name for name in RATES if not name.endswith("per_device")),
+    *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS),
+)
+
+FAR = 0.7
+"""Candidates that are expected to reach a lower share of the best highest rate are not simulated. A choice."""
+
+Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
+"""Everything that determines the simulation of a kind of instance: the number of instances, lanes and costs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """All inputs to the metrics of candidates: their kinds of instances, with settings, memory and iteration costs.
+
+    `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode. `encoder`:
+    the costs of the vision tower; None if there is none.
+    """
+
+    kinds: InstanceKinds
+    task: Task
+    settings: Settings
+    memory: ServingMemory
+    times: IterationCosts
+    overheads: Overheads
+    transfer: FloatArray
+    encoder: EncoderCosts | None = None
+
+    @property
+    def serve(self) -> ServeSpec:
+        return self.task.spec.serve
+
+    def encoding(self, row: int, images: Sequence[ImageWork]) -> list[float]:
+        """Return the seconds that the vision tower takes for the images of each request, or an empty list.
+
+        The list is empty if there is no tower. `row`: the row of the candidate's instances.
+        """
+        return [] if self.encoder is None else self.encoder.seconds(row, images)
+
+    def draw(self, load: Load) -> SimulatedLoad:
+        return SimulatedLoad.draw(load, self.task.spec.model.vision, prefix_aware=self.serve.prefix_aware)
+
+
+def expected_figures(context: Candidates) -> dict[str, FloatArray]:
+    """Return the metrics of each candidate by name. Metrics are NaN if costs are unknown or the host computes layers.
+
+    Candidates with equal inputs are simulated once. With several load points, one point determines the metrics, as in a
+    measurement.
+    """
+    loads = [context.draw(load) for load in context.serve.loads]
+    times, members = context.times, context.kinds.members
+    has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
+    has_costs &= np.isfinite(context.transfer) | (context.kinds.role == 0)
+    has_costs &= context.settings.on_device >= 1.0
+    candidates_by_key: dict[tuple[Key, ...], list[int]] = {}
+    for candidate, kinds in enumerate(members):
+        if has_costs[kinds].all():
+            candidates_by_key.setdefault(tuple(_key(context, loads, row) for row in kinds), []).append(candidate)
+    names = (*FIGURE_NAMES, HIT_RATE) if any(load.parts for load in loads) else FIGURE_NAMES
+    names = (*names, HIGHEST_LOAD) if context.serve.highest else names
+    table = {name: np.full(context.kinds.size, np.nan) for name in names}
+    representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
+    requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
+    limit = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
+    simulates_all, found = representatives.size <= limit, dict[object, tuple[float, Mapping[str, float]]]()
+    heaviest_load = max(loads, key=lambda load: load.flight(1))
+    needs_rates = context.serve.highest is not None or not simulates_all
+    closed_form = _in_closed_form(context, heaviest_load) if needs_rates else {}
+    expected = closed_form.get("requests_per_s", np.zeros(context.kinds.size))
+    simulated = representatives if simulates_all else _best_rows(context, closed_form, representatives, limit)
+    simulated_rows = set(simulated.tolist())
+    for keys, rows in sorted(candidates_by_key.items(), key=lambda item: -expected[item[1][0]]):
+        if rows[0] in simulated_rows:
+            counts = [(row, count) for row, (count, _, _) in zip(members[rows[0]], keys, strict=True)]
+            if context.serve.highest is None:
+                points = [_load_figures(context, load, counts) for load in loads]
+            else:
+                points = [_highest(context, loads[0], counts, float(expected[rows[0]]), found)]
+            best = _select(points, context.serve.slo, context.task.spec.objective)
+            for name in names:
+                table[name][rows] = best.get(name, np.nan)
+    if not simulates_all:
+        for name in FIGURE_NAMES:
+            ratio = float(np.nanmedian(table[name][simulated] / closed_form[name][simulated]))
+            is_scaled = np.isnan(table[name])
+            is_scaled[np.isnan(closed_form[name])] = False
+            table[name] = np.where(is_scaled, closed_form[name] * ratio, table[name])
+    return table
+
+
+def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
+    """Return the metrics of a load on one candidate. `kinds`: for each kind of the candidate's instances, its row in
+    `context` and its number of instances."""
+    overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
+    prices = [
+        (Price(context.times, row, _lane(context, load, row), overheads, partial(context.encoding, row)), count)
+        for row, count in kinds
+    ]
+    if not context.kinds.role[kinds[0][0]]:
+        return load.figures(*prices[0], context.serve.slo)
+    (first, prefills), (decode, decodes) = prices
+    prefill = Prefill(price=first, per_decode=prefills / decodes, transfer=float(context.transfer[kinds[1][0]]))
+    return load.figures(decode, decodes, context.serve.slo, prefill)
+
+
+def _highest(
+    context: Candidates,
+    load: SimulatedLoad,
+    kinds: Sequence[tuple[int, int]],
+    expected: float,
+    found: dict[object, tuple[float, Mapping[str, float]]],
+) -> Mapping[str, float]:
+    """Return the metrics of one candidate at its highest load or, if none meets the limits, at the lowest tried one.
+
+    A search for the highest rate starts where the last one suggests, and tries powers of RESOLUTION, so that candidates
+    share requests. A candidate that is FAR below the best and has the layout of an earlier one is not simulated.
+    `kinds`: as in `_load_figures`. `expected`: the candidate's rate in closed form. `found`: by layout, and by None for
+    all of them, this rate and the metrics of the last candidate; this function updates it.
+    """
+    settings, slo, points = context.settings, context.serve.slo, dict[float, Mapping[str, float]]()
+    is_concurrency, maximum = context.serve.highest == "concurrency", load.load.concurrency or load.load.request_rate
+    layout = tuple((settings.tensor[row], settings.pipeline[row], settings.data[row], each) for row, each in kinds)
+    before, figures = found.get(layout) or found.get(None, (1.0, {HIGHEST_LOAD: 1.0}))
+    scaled = {name: expected / before * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
+    if layout in found and scaled[HIGHEST_LOAD] < FAR * max(each[HIGHEST_LOAD] for _, each in found.values()):
+        return {**figures, **scaled}
+
+    def predict(value: float) -> Outcome:
+        load_value = value if is_concurrency else float(RESOLUTION ** round(math.log(value, RESOLUTION)))
+        points[value] = {**_load_figures(context, load.at(load_value), kinds), HIGHEST_LOAD: load_value}
+        is_met = all(points[value].get(name, 0.0) <= limit for name, limit in slo.items())
+        return Outcome.MET if is_met else Outcome.EXCEEDED
+
+    highest = highest_load(
+        predict,
+        FIRST_LOAD if is_concurrency else scaled[HIGHEST_LOAD],
+        minimum=1.0 if is_concurrency else MIN_RATE,
+        maximum=float(maximum or 1),
+        is_integer=is_concurrency,
+        growth=GROWTH if is_concurrency else RESOLUTION,
+    )
+    if highest is not None and not is_concurrency:
+        found[layout] = found[None] = expected, points[highest]
+    return points[highest or min(points)]
+
+
+def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
+    times = context.times
+    costs = times.local[row].tobytes() + times.shared[row].tobytes() + times.cached[row].tobytes()
+    other_costs = np.array([times.floor[row], times.captured[row], times.fixed[row], times.crowding[row]]).tobytes()
+    if context.encoder is not None:
+        other_costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
+    other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
+    return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs + other_costs
+
+
+def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
+    """Return the limits of one lane (instance) of a candidate. Limits that the load cannot reach are removed. A cache
+    that is too small for one request is treated as unlimited: the memory check already excludes the candidate."""
+    settings, stages = context.settings, float(context.settings.pipeline[row])
+    ranks, block = float(context.settings.data[row]), float(settings.block_size[row])
+    flight, longest = load.flight(int(context.kinds.count[row])), load.longest
+    tokens = float(context.memory.cache_tokens[row])
+    is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
+    running = max(1.0, float(settings.max_running[row])) * ranks
+    acceptance, evicted = load.load.acceptance, float(settings.host_tokens[row])
+    drafted = 0.0 if acceptance is None else float(settings.drafted[row])
+    return Lane(
+        budget=float(settings.max_batched_tokens[row]) * ranks * stages if settings.chunked[row] else float("inf"),
+        running=min(running, float(flight)),
+        cache_tokens=UNLIMITED_TOKENS if is_unlimited else tokens,
+        block=1.0 if is_unlimited else block,
+        ranks=ranks,
+        stages=stages,
+        shared_prefix=float(load.load.prefix_len) if settings.prefix_caching[row] else 0.0,
+        retained=max(tokens, 0.0) + evicted if settings.prefix_caching[row] and load.parts else 0.0,
+        page=float(settings.block_size[row]) if load.parts else 1.0,
+        drafted=drafted,
+        gain=tokens_per_iteration(acceptance or 0.0, drafted),
+    )
+
+
+def _select(points: Sequence[Mapping[str, float]], slo: Mapping[str, float], objective: str) -> Mapping[str, float]:
+    """Return the metrics of the load point that `flagcore_serving.trial.reading.read` would choose."""
+
+    def order(figures: Mapping[str, float]) -> tuple[float, float]:
+        excess = max((figures.get(name, 0.0) / limit for name, limit in slo.items()), default=0.0)
+        return max(excess, 1.0), seconds(objective, figures.get(figure_name(objective), figures["output_tokens_per_s"]))
+
+    return (min if is_rate(objective) else max)(points, key=order)
+
+
+def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Return the mean seconds of a request by part (see PARTS), averaged over all instances of a candidate.
+
+    If a candidate has prefill and decode instances, a request visits one of each. `figures`: the metrics of the
+    candidates. The parts add up to the mean time of a request; the queue is the remainder.
+    """
+    kinds = context.kinds
+    load = context.draw(context.serve.loads[0])
+    lanes = np.minimum(kinds.count, load.flight(1))
+    e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
+    loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)
+    visits = np.where(kinds.role > 0, 1.0 / kinds.count, 1.0)
+    count = kinds.total(np.where(visits < 1.0, 0.0, 1.0))
+    raw = parts(loop, running)
+    mean_parts = {name: kinds.total(visits * seconds) / np.maximum(count, 1.0) for name, seconds in raw.items()}
+    if kinds.role.any():
+        caches = np.where(kinds.role == 2, context.transfer * load.means[0], 0.0)
+        mean_parts["transfer_s"] = kinds.total(visits * caches)
+    total = sum(mean_parts.values(), np.zeros(kinds.size))
+    request_seconds = figures["e2e_s.mean"]
+    share = np.minimum(1.0, request_seconds / total)
+    return {"queue_s": np.maximum(request_seconds - total, 0.0)} | {
+        name: each * share for name, each in mean_parts.items()
+    }
+
+
+def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
+    """Return a closed loop for each candidate: one of its lanes (instances) with a mean share of the load."""
+    settings, tokens = context.settings, context.memory.cache_tokens
+    prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
+    rows = range(tokens.size) if context.encoder is not None and load.images else ()
+    encode = [float(np.mean(context.encoding(row, load.images))) for row in rows]
+    return ClosedLoop(
+        costs=context.times,
+        overheads=context.overheads,
+        flight=np.maximum(float(load.flight(1)) / context.kinds.count, 1.0),
+        prompt=prompt,
+        output=output,
+        budget=np.where(settings.chunked > 0, settings.max_batched_tokens * settings.data * settings.pipeline, np.inf),
+        running=np.maximum(settings.max_running, 1.0) * settings.data,
+        cache_tokens=np.where(tokens < load.longest, UNLIMITED_TOKENS, tokens),
+        ranks=settings.data,
+        stages=settings.pipeline,
+        role=context.kinds.role,
+        encode=np.array(encode) if encode else 0.0,
+    )
+
+
+def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:
+    """Return the metrics of the steady state, by name. Percentiles are replaced by means."""
+    loop, kinds, lanes = _closed_loop(context, load), context.kinds, context.kinds.count
+    state = steady_state(loop)
+    share = np.minimum(lanes, load.flight(1)) / lanes
+    rate = kinds.total(state.rate * share)
+
+    def mean(values: FloatArray) -> FloatArray:
+        """Return the mean of a latency over each candidate's kinds of instances, weighted by their request rates."""
+        return kinds.total(state.rate * share * values) / rate
+
+    ttft, tpot = mean(state.ttft), mean(state.tpot)
+    if kinds.role.any():
+        of_kind = [kinds.total(np.where(kinds.role == number, state.rate * share, 0.0)) for number in (1, 2)]
+        once = np.where(kinds.role > 0, 1.0 / kinds.count, 0.0)
+        is_divided = of_kind[0] > 0.0
+        caches = kinds.total(np.where(kinds.role == 2, once * context.transfer, 0.0)) * load.means[0]
+        rate = np.where(is_divided, np.minimum(*of_kind), rate)
+        tpot = np.where(is_divided, kinds.total(once * state.tpot), tpot)
+        wait = load.flight(1) * load.means[1] / rate - load.means[1] * tpot  # Little's law
+        ttft = np.where(is_divided, np.maximum(wait, kinds.total(once * state.ttft) + caches), ttft)
+    latencies = {"ttft_s": ttft, "tpot_s": tpot, "itl_s": tpot, "e2e_s": ttft + load.means[1] * tpot}
+    return {name: latencies.get(name.partition(".")[0], rate) for name in FIGURE_NAMES}
+
+
+def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: IntArray, limit: int) -> IntArray:
+    """Return the `limit` best rows by objective in closed form. Rows whose cache holds the longest request come
+    first."""
+    name = figure_name(context.task.spec.objective)
+    base = figures.get(name, figures["output_tokens_per_s"])[rows]
+    if name.endswith("per_device"):
+        base = base / context.kinds.total(context.settings.devices)[rows]
+    longest = max(load.longest for load in map(context.draw, context.serve.loads))
+    full = context.kinds.total(np.where(context.memory.cache_tokens < longest, 1.0, 0.0))[rows] > 0
+    return rows[np.lexsort((-base if name in RATES else base, full))[:limit]]
+
+
+ROUNDS = 30
+"""Number of damped iterations. Each moves the number of decoding sequences half of the way to its new value. A choice:
+after as many, the iteration has converged."""
+
+MAX_BUSY = 0.95
+"""Maximum share of the time that iterations with prompts may take; it keeps the queue finite. A choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedLoop:
+    """One lane of each candidate, and its load in a closed loop. A lane is one instance.
+
+    - `costs`, `overheads`: costs of the iterations, and overheads of the engine.
+    - `flight`: requests in flight.
+    - `prompt`, `output`: tokens of a prompt and of an answer.
+    - `budget`, `running`: maximum tokens and sequences in an iteration, summed over all `ranks` and `stages`.
+    - `cache_tokens`: the capacity of the cache in tokens, summed likewise.
+    - `ranks`, `stages`: numbers of attention DP ranks and of pipeline stages.
+    - `role`: 1 if the lane only computes prompts, 2 if it only decodes, else 0.
+    - `encode`: seconds of the vision tower for the images of a request.
+    """
+
+    costs: IterationCosts
+    overheads: Overheads
+    flight: FloatArray
+    prompt: FloatArray
+    output: FloatArray
+    budget: FloatArray
+    running: FloatArray
+    cache_tokens: FloatArray
+    ranks: FloatArray
+    stages: FloatArray
+    role: IntArray | int = 0
+    encode: FloatArray | float = 0.0
+
+    @property
+    def front_end(self) -> FloatArray:
+        """The seconds that a request takes to pass the front end and reach the scheduler."""
+        return self.costs.crowding * (self.overheads.request + self.overheads.entry)
+
+    def reads(self, decoding: FloatArray) -> FloatArray:
+        """Return the seconds that an iteration of `decoding` sequences takes to read their cache."""
+        ranks, context = self.ranks * self.stages, self.prompt + 0.5 * self.output
+        return self.costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
+
+    def device(self, decoding: FloatArray) -> FloatArray:
+        """Return the seconds that an iteration of `decoding` sequences takes on the device."""
+        costs, per_rank = self.costs, decoding / (self.ranks * self.stages)
+        return (
+            interpolate(costs.local, per_rank)
+            + interpolate(costs.shared, decoding / self.stages)
+            + interpolate(costs.sampled, per_rank)
+            + self.reads(decoding)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoopMeans:
+    """Mean TTFT and TPOT in seconds, and output tokens per second of one lane, by candidate."""
+
+    ttft: FloatArray
+    tpot: FloatArray
+    rate: FloatArray
+
+
+def steady_state(loop: ClosedLoop) -> LoopMeans:
+    """Return the mean latencies and the rate of a closed loop.
+
+    For lanes that only compute prompts, the rate counts the output tokens of the answers to their prompts, and TPOT is
+    0.
+    """
+    overheads = loop.overheads
+    decodes_only = np.asarray(loop.role) == 2
+    context = loop.prompt + 0.5 * loop.output
+    room = np.maximum(loop.cache_tokens / context, 1.0)
+    limit = np.minimum(np.minimum(loop.flight, loop.running), room)
+    decoding = limit.copy()
+    decode_steps = np.maximum(loop.output - 1.0, 1.0)
+    for _ in range(ROUNDS):
+        plain, mixed, prompt_tokens = _iterations(loop, decoding)
+        # number of iterations with prompts per decoding iteration
+        prompt_share = np.where(decodes_only, 0.0, decoding * loop.prompt / (loop.output * prompt_tokens))
+        tpot = plain + prompt_share * (mixed - plain if overheads.mixes else mixed)
+        busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)
+        pieces = np.maximum(loop.prompt / prompt_tokens, 1.0)
+        wait = 0.5 * overheads.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
+        ttft = loop.front_end + np.where(decodes_only, tpot, wait + pieces * mixed)
+        active = np.minimum(loop.flight, limit) * decode_steps * tpot / (ttft + decode_steps * tpot)
+        decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
+    e2e = (ttft + decode_steps * tpot) * loop.flight / limit
+    means = LoopMeans(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
+    return _with_prompts_only(loop, means) if np.any(loop.role) else means
+
+
+def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
+    """Return `means` with recomputed values for prefill-only lanes: the TTFT of a prompt alone, and the rate of full
+    iterations, whose prompts are divided among all ranks."""
+    prefills, none = np.asarray(loop.role) == 1, np.full_like(loop.flight, 1e-9)
+    (_, alone, piece), (_, full, tokens) = _iterations(loop, none), _iterations(loop, none, loop.flight * loop.prompt)
+    seconds = np.maximum(loop.prompt / piece, 1.0) * alone
+    return LoopMeans(
+        np.where(prefills, loop.front_end + seconds, means.ttft),
+        np.where(prefills, 0.0, means.tpot),
+        np.where(prefills, loop.output * tokens / (loop.prompt * full), means.rate),
+    )
+
+
+def _iterations(
+    loop: ClosedLoop, decoding: FloatArray, waiting: FloatArray | float = 0.0
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the seconds of an iteration without prompts, and the seconds and prompt tokens of one with prompts. It
+    computes at least `waiting` prompt tokens, up to the limit."""
+    costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
+    plain, reads = loop.device(decoding), loop.reads(decoding)
+    plain = np.where(batch / loop.ranks > costs.captured, np.maximum(plain, costs.floor), plain)
+    chunk = np.maximum(loop.budget - decoding * overheads.mixes, 1.0)
+    arrived = np.maximum(decoding * loop.prompt / loop.output, waiting)
+    prompt_tokens = np.minimum(np.maximum(loop.prompt, arrived), chunk)
+    piece = np.minimum(loop.prompt, prompt_tokens)
+    piece = np.maximum(np.minimum(piece, loop.budget / ranks), piece / loop.stages)
+    longest = np.maximum(prompt_tokens / ranks, piece)
+    mixed_in = decoding if overheads.mixes else np.zeros_like(decoding)
+    tokens = mixed_in / loop.stages + np.maximum(prompt_tokens / loop.stages, longest)
+    mixed = interpolate(costs.local, mixed_in / ranks + longest) + interpolate(costs.shared, tokens)
+    mixed = mixed + interpolate(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
+    mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if overheads.mixes else 0.0)
+    mixed = mixed + loop.encode * longest / loop.prompt
+    is_eager = (tokens / loop.ranks > costs.captured) | (not overheads.mixes)
+    mixed = np.where(is_eager, np.maximum(mixed, costs.floor), mixed)
+    host, mixed_host = (costs.fixed + costs.sequence * each / loop.ranks for each in (decoding, mixed_in))
+    return plain + host, mixed + mixed_host, prompt_tokens
+
+
+PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")
+"""Parts of a request's time, in the order in which reports list them."""
+
+
+def parts(loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
+    """Return the seconds that a request spends in each part of its time, without waits for a slot or other prompts.
+
+    `decoding`: the mean number of decoding sequences of a lane. A prompt is assumed to run alone, and an answer to run
+    only with other decoding sequences.
+    """
+    role = np.asarray(loop.role)
+    costs, batch, per_rank = loop.costs, decoding / loop.stages, decoding / (loop.ranks * loop.stages)
+    decode_steps = np.where(role == 1, 0.0, np.maximum(loop.output - (role == 0), 0.0))
+    device = loop.device(decoding)
+    decode_comm = interpolate(costs.messages, per_rank) + interpolate(costs.exchanged, batch)
+    launch_wait = np.where(batch / loop.ranks > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
+    piece = np.minimum(loop.prompt, np.maximum(loop.budget, 1.0))
+    pieces = np.where(role == 2, 0.0, loop.prompt / piece)
+    prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged, piece))
+    prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared, piece))
+    prompt = prompt + interpolate(costs.sampled, np.ones_like(piece))
+    prompt = np.where(role == 2, 0.0, prompt + costs.pair * 0.5 * loop.prompt**2 + loop.encode)
+    is_eager = (piece > costs.captured) | (not loop.overheads.mixes)
+    prefill_wait = np.where(is_eager, np.maximum(pieces * costs.floor - prompt, 0.0), 0.0)
+    return {
+        "prefill_s": prompt - prefill_comm,
+        "decode_s": decode_steps * (device - decode_comm),
+        "collectives_s": prefill_comm + decode_steps * decode_comm,
+        "host_s": loop.front_end
+        + prefill_wait
+        + pieces * costs.fixed
+        + decode_steps * (costs.fixed + costs.sequence * decoding / loop.ranks + launch_wait),
+    }

@@ -1,0 +1,153 @@
+"""Simulates a decode instance, together with the prefill instances and the transfer of their caches.
+
+A request waits for a prefill instance, which computes the waiting prompts together, up to its limit of tokens. Their
+caches then go over the link of the prefill instance, one after the other. The decode instance gives the request a slot
+when its cache has room. The first token comes from its next iteration, which computes the last token of the prompt
+(vllm 0.32 `kv_connector/v1/nixl`; the proxy drops the token of the prefill instance).
+
+The stages follow DistServe (Zhong et al. 2024, arXiv 2401.09670, section 3). How the rates of both kinds are matched
+follows ai-dynamo/aiconfigurator @095f58a5 `README.md`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+
+from flagcore_serving.model.simulation import Price, Simulation
+from flagcore_serving.model.vision import ImageWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """The prefill instances that serve one decode instance.
+
+    - `price`: the iteration times of a prefill instance.
+    - `per_decode`: the number of prefill instances per decode instance, which may be a fraction.
+    - `transfer`: seconds that the cache of one prompt token takes on the link of one prefill instance.
+    """
+
+    price: Price
+    per_decode: float
+    transfer: float
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Prompts that a prefill instance computes together. Their caches reach the decode instance at the time `done`."""
+
+    start: float
+    link_free: float
+    members: list[int] = field(default_factory=list)
+    tokens: float = 0.0
+    pairs: float = 0.0
+    longest: float = 0.0
+    encode: float = 0.0
+    end: float = 0.0
+    done: float = 0.0
+
+
+@dataclass(slots=True)
+class _Server:
+    """One prefill instance: the times at which it and its link become free, and its last batch."""
+
+    free: float = 0.0
+    link_free: float = 0.0
+    last: _Batch | None = None
+
+
+class Disaggregated(Simulation):
+    """Simulates a decode instance, whose iteration times are `price`, and the prefill instances that serve it.
+
+    The number of simulated prefill instances is `prefill.per_decode`, rounded, and at least 1. They also serve other
+    decode instances, so a batch of t seconds occupies an instance for t x (rounded number) / `per_decode` seconds.
+    """
+
+    def __init__(
+        self,
+        price: Price,
+        prefill: Prefill,
+        lengths: Sequence[tuple[int, int]],
+        arrivals: Sequence[float] | None,
+        concurrency: int,
+        images: Sequence[ImageWork] = (),
+    ) -> None:
+        self.prefill = prefill
+        self.servers = [_Server() for _ in range(max(1, round(prefill.per_decode)))]
+        self.occupied = len(self.servers) / prefill.per_decode
+        self.ready: list[tuple[float, int, _Batch]] = []
+        self.batches = 0
+        super().__init__(price, lengths, arrivals, concurrency, images=images)
+
+    def _add_images(self, price: Price, images: Sequence[ImageWork]) -> None:
+        super()._add_images(self.prefill.price, images)
+
+    def _enter(self, index: int) -> None:
+        """Add a request to the next batch of the prefill instance that becomes free first."""
+        request = self.requests[index]
+        overheads, lane = self.prefill.price.overheads, self.prefill.price.lane
+        arrival = request.arrival + overheads.request + overheads.entry + request.read
+        done = min(lane.shared_prefix, request.prompt - 1.0)
+        piece = request.prompt - done
+        server = min(self.servers, key=lambda each: each.free)
+        batch = server.last
+        if batch is None or arrival > batch.start or batch.tokens + piece > lane.budget:
+            batch = server.last = _Batch(max(arrival, server.free), server.link_free)
+        batch.members.append(index)
+        batch.tokens, batch.longest = batch.tokens + piece, max(batch.longest, piece)
+        batch.pairs += piece * (done + 0.5 * piece)
+        batch.encode += request.encode
+        seconds = self._prompt_seconds(batch) + batch.encode
+        batch.end = batch.start + seconds
+        caches = self.prefill.transfer * sum(self.requests[each].prompt for each in batch.members)
+        batch.done = max(batch.end, batch.link_free) + caches
+        server.free = batch.start + seconds * self.occupied
+        server.link_free = max(batch.end, batch.link_free) + caches * self.occupied
+        self.batches += 1
+        heappush(self.ready, (batch.done, self.batches, batch))
+
+    def _prompt_seconds(self, batch: _Batch) -> float:
+        """Return the time of a batch on a prefill instance, in seconds. A prompt beyond the limit of tokens takes
+        several iterations."""
+        price, budget = self.prefill.price, self.prefill.price.lane.budget
+        if batch.tokens <= budget:
+            return price.mixed(0, batch.tokens, batch.longest, batch.pairs, len(batch.members))
+        count = int(batch.tokens // budget)
+        last_tokens, first = batch.tokens - count * budget, batch.pairs - 0.5 * batch.tokens**2
+        seconds = price.pieces(0, budget, 0.5 * budget**2 + first * budget / batch.tokens, count)
+        if last_tokens < 1.0:
+            return seconds
+        pairs = last_tokens * (count * budget + 0.5 * last_tokens) + first * last_tokens / batch.tokens
+        return seconds + price.mixed(0, last_tokens, last_tokens, pairs, 1)
+
+    def _next_done(self) -> float:
+        """Return the time at which the next caches arrive, or infinity if no cache is being sent."""
+        while self.ready and (self.ready[0][0] != self.ready[0][2].done or not self.ready[0][2].members):
+            heappop(self.ready)  # outdated: a later prompt has delayed this batch
+        return self.ready[0][0] if self.ready else inf
+
+    def _ready_time(self) -> float:
+        return self._next_done() + self.overheads.request
+
+    def _receive(self) -> None:
+        while self._ready_time() <= self.now:
+            batch = heappop(self.ready)[2]
+            self.queue.extend(self.requests[index] for index in batch.members)
+            self.next += len(batch.members)
+            batch.members = []
+
+    def _prompts(self) -> bool:
+        """Give slots to requests whose caches have arrived. Return False, because no prompts are computed here."""
+        while self._admit(0):
+            request = self.partial.popleft()
+            if request.made:  # the request lost its cache, so this instance computes its prompt again
+                tokens = float(request.prompt + request.made)
+                time = self.price.mixed(0, tokens, tokens, 0.5 * tokens**2, 1)
+                self.now += time
+                self.stalled += time if self.running else 0.0
+            self.promised -= request.output - request.made
+            self._join(request)
+            if request.first < 0:
+                read = self.price.cached(self.running) * (self.offset + self.running * self.step)
+                request.first = self.now + self.price.decode(self.running) + read
+        return False

@@ -1,0 +1,465 @@
+"""Iteration times of an engine, for batches of prompts and decoding sequences.
+
+The times of matrix products, small kernels and messages depend only on the number of tokens, so each candidate has a
+table over a grid of token counts. Attention adds a time per cached token that is read, and per query-key pair.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flagcore.contracts import AttentionShape, Costs, KernelCosts
+from flagcore.domain.model import LinearAttention
+from flagcore.domain.space import FloatArray
+from flagcore.physics.roofline import cast_bytes
+from flagcore.physics.transformer import attended, paired_layers, read_layers, widths
+from flagcore_serving.model.work import Serving
+from flagcore_serving.space.settings import Settings
+
+NODES: FloatArray = np.array(
+    [
+        *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144),
+        *(8192, 12288, 16384, 24576, 32768, 65536),
+    ],
+    dtype=np.float64,
+)
+"""The grid of token counts of the tables. Times between them are interpolated linearly."""
+
+REFERENCE_TOKENS = 8192.0
+"""The length of a sequence or a prompt, in tokens, for which attention rates are computed. A choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationCosts:
+    """The times of the parts of an iteration in seconds, for each candidate.
+
+    Tables with one row per candidate and one column per element of `NODES`:
+
+    - `local`: work of an attention rank on its own tokens.
+    - `shared`: work of the experts on the tokens of all ranks.
+    - `messages`, `exchanged`: the communication that `local` and `shared` include.
+    - `sampled`: the output head and messages about a shared cache, for sequences that get a token.
+
+    Arrays with one element per candidate:
+
+    - `cached`, `pair`: seconds per cached token of a sequence and per query-key pair of a prompt, over all layers.
+    - `fixed`, `sequence`: seconds added per iteration and per running sequence, multiplied by `crowding`.
+    - `floor`: minimum seconds of an iteration of more than `captured` tokens, multiplied by `crowding`.
+    - `captured`, `crowding`: as in `Settings`. `captured` is 0 if the chip's host takes a time for each layer.
+    """
+
+    local: FloatArray
+    shared: FloatArray
+    messages: FloatArray
+    exchanged: FloatArray
+    sampled: FloatArray
+    cached: FloatArray
+    pair: FloatArray
+    fixed: FloatArray
+    sequence: FloatArray
+    floor: FloatArray
+    captured: FloatArray
+    crowding: FloatArray
+
+
+def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:
+    """Return each candidate's row of `table`, interpolated at its number of tokens. 0 tokens take 0 s."""
+    tokens = np.minimum(tokens, NODES[-1])
+    index = np.clip(np.searchsorted(NODES, tokens, side="right") - 1, 0, NODES.size - 2)
+    row_indices = np.arange(table.shape[0])
+    low, high = table[row_indices, index], table[row_indices, index + 1]
+    share = (np.maximum(tokens, NODES[0]) - NODES[index]) / (NODES[index + 1] - NODES[index])
+    return np.where(tokens > 0, low + share * (high - low), 0.0)
+
+
+def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> IterationCosts:
+    """Return the iteration costs of each candidate, NaN if facts about the chip are missing.
+
+    Costs are sums over all pipeline stages, because each token passes all of them, as if all were as slow as the
+    slowest. If the device is the CPU itself, kernel launches do not overlap with compute.
+    """
+    model, kernels, overheads, column = serving.model, costs.kernels, serving.overheads, settings.column
+    tokens = np.minimum(NODES, column.pass_tokens)
+    moe, reduce = float(serving.moe_layers), _reduce(serving, column, costs, tokens)
+    attention = _projections(serving, column, kernels, tokens) + overheads.attention + reduce
+    if model.multi_latent_attention:
+        attention = attention + overheads.latent
+    if model.indexer:
+        attention = attention + overheads.indexer
+    local = model.attention_layers * attention
+    messages = model.num_layers * reduce
+    if model.linear_attention:
+        local = local + model.linear_attention.num_layers * (
+            _linear_attention(model.linear_attention, serving, column, kernels, tokens) + overheads.attention + reduce
+        )
+    if model.num_layers > moe:
+        ffn = _ffn(serving, kernels, tokens, model.ffn_hidden_size / column.tensor)
+        local = local + (model.num_layers - moe) * (ffn + overheads.ffn + reduce)
+        messages = messages + (model.num_layers - moe) * reduce
+    shared = exchanged = np.zeros_like(local)
+    if moe:
+        if model.moe_shared_expert_intermediate_size:
+            width = model.moe_shared_expert_intermediate_size / column.tensor
+            local = local + moe * _ffn(serving, kernels, tokens, width)
+        busiest = imbalance(serving, column)
+        exchanged = moe * exchange(serving, column, costs, tokens) * busiest
+        shared = moe * experts(serving, column, kernels, tokens) * busiest + exchanged
+        moe_reduce = moe * np.where(column.data > 1.0, 0.0, reduce)
+        local, messages = local + moe_reduce, messages + moe_reduce
+    stages = _stages(serving, column, costs, tokens)
+    local, messages = local + stages, messages + stages
+    head = linear(kernels, tokens, float(model.hidden_size), model.vocab_size / column.tensor, serving, wide=True)
+    passes = NODES / tokens
+    cached, pair = _attention_rates(serving, settings, kernels)
+    pace, expert_pace = _paces(serving, settings)
+    local, shared, exchanged = local * pace[:, None], shared * expert_pace[:, None], exchanged * expert_pace[:, None]
+    cached, pair, head = cached * pace, pair * pace, head * column.pipeline
+    if (settings.sharing > 1.0).any():
+        head = head + model.attention_layers * _shared_cache(serving, column, costs, tokens)
+    if settings.overlaps.any():
+        overlapped = _overlapped(serving, shared, exchanged, local, cached[:, None], column)
+        shared = np.where(column.overlaps, overlapped, shared)
+    launches = overheads.eager_kernels * model.num_layers + overheads.eager_experts * moe
+    if model.multi_latent_attention:
+        launches += overheads.eager_latent * model.num_layers
+    host = launches * kernels.launch_seconds() * settings.crowding
+    eager_s = np.where(settings.captured > 0.0, 0.0, host) if costs.synchronous else 0.0
+    captured = settings.captured
+    if costs.layer_s:
+        host, captured = model.num_layers * costs.layer_s * settings.crowding, np.zeros_like(captured)
+    return IterationCosts(
+        local=local * passes / column.cores,
+        shared=shared * passes / column.cores,
+        messages=messages * passes / column.cores,
+        exchanged=exchanged * passes / column.cores,
+        sampled=head / column.cores,
+        cached=cached / settings.cores,
+        pair=pair / settings.cores,
+        fixed=overheads.iteration * settings.crowding + eager_s,
+        sequence=overheads.sequence * settings.crowding,
+        floor=np.zeros_like(host) if costs.synchronous else host,
+        captured=captured,
+        crowding=settings.crowding,
+    )
+
+
+def _paces(serving: Serving, settings: Settings) -> tuple[FloatArray, FloatArray]:
+    """Return the layers of the slowest pipeline stage relative to the mean, and its layers with experts.
+
+    Engines split layers evenly, and give remaining layers to middle stages (`get_pp_indices` in vLLM's
+    `distributed/utils.py`). Dense layers before those with experts are in the first stage. The last stage also computes
+    the output head.
+    """
+    layers, moe, stages = float(serving.model.num_layers), serving.moe_layers, settings.pipeline
+    most = np.ceil(layers / stages)
+    if 0 < moe < layers:
+        most = np.where(stages == 2.0, np.maximum(np.floor(layers / 2.0), np.ceil(moe / 2.0)), most)
+    staged = stages > 1.0
+    return np.where(staged, most * stages / layers, 1.0), np.where(staged, most * stages / max(moe, 1), 1.0)
+
+
+EXPOSED = 0.5
+"""Share of the shorter of two overlapped times that still adds to an iteration. With this value, two-batch overlap
+gains about a third, as LMSYS published. Chosen with points on two accelerators (benchmarks/README.md)."""
+
+
+def _overlapped(
+    serving: Serving,
+    shared: FloatArray,
+    exchanged: FloatArray,
+    local: FloatArray,
+    cached: FloatArray,
+    settings: Settings,
+) -> FloatArray:
+    """Return the table `shared` if a batch is divided into two halves: one computes while the other exchanges tokens.
+
+    The compute time, including attention to the cache, overlaps the exchange time. A half takes the longer time plus a
+    share of the shorter one. The time that is already in `local` and `cached` is subtracted.
+    """
+
+    def computing(tokens: FloatArray) -> FloatArray:
+        return _at(local, tokens / settings.data) + reading * tokens / settings.data
+
+    reading = cached * (0.5 * (serving.prompt + serving.tokens))
+    half = NODES / 2.0
+    experts_half, exchanged_half = _at(shared - exchanged, half), _at(exchanged, half)
+    computed = computing(half) + experts_half
+    longer, shorter = np.maximum(computed, exchanged_half), np.minimum(computed, exchanged_half)
+    return 2.0 * (longer + EXPOSED * shorter) - computing(NODES)
+
+
+def _at(table: FloatArray, tokens: FloatArray) -> FloatArray:
+    """Return each candidate's row of `table`, interpolated at several numbers of tokens."""
+    tokens = np.broadcast_to(tokens, table.shape)
+    return np.array([np.interp(counts, NODES, row) for counts, row in zip(tokens, table, strict=True)])
+
+
+def _projections(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
+    """Return the time of the matrix products of one attention layer, in seconds.
+
+    Latent attention is computed in its absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): one 16-bit product
+    per head projects queries to the rank of the cache, and another one projects values back.
+    """
+    model, h = serving.model, float(serving.model.hidden_size)
+    query, _, _ = widths(model)
+    output = linear(kernels, tokens, attended(model) / settings.tensor, h, serving, attention=True)
+    if not model.multi_latent_attention:
+        groups = np.maximum(model.num_query_groups / settings.tensor, 1.0)
+        width = (1 + model.attention_output_gate) * query / settings.tensor + 2.0 * groups * model.kv_channels
+        return output + linear(kernels, tokens, h, width, serving, attention=True)
+    rank, rope = float(model.kv_lora_rank or 0), float(model.qk_pos_emb_head_dim or 0)
+    heads, inner = model.num_attention_heads / settings.tensor, float(model.q_lora_rank or h)
+    down = linear(kernels, tokens, h, (model.q_lora_rank or 0) + rank + rope, serving, attention=True)
+    up = linear(kernels, tokens, inner, query / settings.tensor, serving, attention=True)
+    absorbed = linear(kernels, tokens, float(model.qk_head_dim or 0), heads * rank, serving, wide=True)
+    values = linear(kernels, tokens, rank, heads * float(model.v_head_dim or 0), serving, wide=True)
+    if index := model.indexer:
+        up = up + linear(kernels, tokens, inner, index.heads * index.head_dim, serving, attention=True)
+        down = down + linear(kernels, tokens, h, index.head_dim + index.heads, serving, attention=True)
+    return output + down + up + absorbed + values
+
+
+CHUNK_TOKENS = 64.0
+"""Tokens of a prompt between two states of linear attention: `FLA_CHUNK_SIZE` of vLLM 0.32."""
+
+
+def _linear_attention(
+    layer: LinearAttention, serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray
+) -> FloatArray:
+    """Return the time of a linear attention layer in seconds: matrix products, and memory traffic of other kernels.
+
+    The convolution reads and writes its channels. The recurrence reads these channels and writes values. The gated norm
+    reads values and gates, and writes values. States are written and read once per chunk of a prompt.
+    """
+    h = float(serving.model.hidden_size)
+    inputs = (layer.channels + layer.values + 2 * layer.value_heads) / settings.tensor
+    products = linear(kernels, tokens, h, inputs, serving, attention=True)
+    products = products + linear(kernels, tokens, layer.values / settings.tensor, h, serving, attention=True)
+    traffic = 2.0 * (3 * layer.channels + 4 * layer.values) + 2.0 * layer.state_bytes / CHUNK_TOKENS
+    return products + kernels.memory_seconds(tokens * traffic / settings.tensor)
+
+
+def _ffn(serving: Serving, kernels: KernelCosts, tokens: FloatArray, width: FloatArray) -> FloatArray:
+    gates, h = 2.0 if serving.model.gated_linear_unit else 1.0, float(serving.model.hidden_size)
+    first = linear(kernels, tokens, h, gates * width, serving)
+    activation = kernels.memory_seconds(tokens * (gates + 1.0) * width * 2.0)
+    return first + activation + linear(kernels, tokens, width, h, serving)
+
+
+def _reduce(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
+    """Return the time of one all-reduce of the activations of `tokens` among the tensor ranks, in seconds.
+
+    For small messages, engines have their own kernels, which have a lower latency than the communication library. vLLM
+    and SGLang use them only for ranks on linked devices, and on a bus (PCIe) for two ranks (`custom_all_reduce.py`).
+    """
+    overheads = serving.overheads
+    ranks, stride = settings.tensor.astype(np.int64), np.ones(settings.tensor.shape, dtype=np.int64)
+    payload = tokens * (2.0 * serving.model.hidden_size)
+    library = costs.collectives.seconds("all_reduce", payload, ranks, stride)
+    library_latency = costs.collectives.seconds("all_reduce", np.ones_like(payload), ranks, stride)
+    kernel_latency = overheads.reduce + overheads.reduce_doubling * np.maximum(np.log2(settings.tensor) - 1.0, 0.0)
+    most = 2.0 if serving.on_bus else float(serving.link_domain)
+    own = np.where(settings.tensor > most, library_latency, kernel_latency)
+    return np.where(settings.tensor > 1.0, np.minimum(library, np.maximum(library - library_latency, 0.0) + own), 0.0)
+
+
+def _shared_cache(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
+    """Return the seconds that one layer takes to exchange queries and results of `tokens` sequences between the ranks
+    that share their cache: each rank gathers the queries of all heads, and the partial results are reduce-scattered
+    (vLLM 0.11 `v1/attention/backends/mla/common.py`).
+    """
+    model, ranks = serving.model, settings.sharing.astype(np.int64)
+    heads, stride = model.num_attention_heads / settings.tensor * settings.sharing, np.ones_like(ranks)
+    result = float(model.kv_lora_rank or 0) if model.multi_latent_attention else float(model.kv_channels)
+    query = result + float(model.qk_pos_emb_head_dim or 0) if model.multi_latent_attention else result
+    sums = costs.collectives.seconds("all_gather", tokens * heads * 4.0, ranks, stride)
+    gathered = costs.collectives.seconds("all_gather", tokens * heads * query * 2.0, ranks, stride)
+    return sums + gathered + costs.collectives.seconds("reduce_scatter", tokens * heads * result * 2.0, ranks, stride)
+
+
+def _stages(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
+    ranks, stride = settings.pipeline.astype(np.int64), (settings.tensor * settings.data).astype(np.int64)
+    payload = tokens * (2.0 * serving.model.hidden_size)
+    each = costs.collectives.seconds("send", payload, np.minimum(ranks, 2), stride)
+    return np.where(settings.pipeline > 1.0, (settings.pipeline - 1.0) * (each + serving.overheads.handover), 0.0)
+
+
+def _attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds per cached token of a decoding sequence, and per query-key pair of a prompt, over all layers.
+    Absorbed latent attention reads one latent vector for all heads. Most of the vector is both key and value."""
+    model = serving.model
+    heads = model.num_attention_heads / settings.tensor
+    if model.multi_latent_attention:
+        rank, rope = float(model.kv_lora_rank or 0), float(model.qk_pos_emb_head_dim or 0)
+        dim, groups = rank + 0.5 * rope, np.full_like(heads, (rank + rope) / (2.0 * rank + rope))
+        prompt_dim, prompt_groups = 0.5 * ((model.qk_head_dim or 0) + rope + (model.v_head_dim or 0)), heads
+    else:
+        dim = prompt_dim = float(model.kv_channels)
+        prompt_groups = groups = np.maximum(model.num_query_groups / settings.tensor, 1.0)
+
+    def seconds(
+        batch: float, queries: float, keys: float, groups: FloatArray, dim: float, heads: FloatArray = heads
+    ) -> FloatArray:
+        ones = np.ones_like(heads)
+        sizes = {"batch": batch * ones, "queries": queries * ones, "keys": keys * ones, "head_dim": dim * ones}
+        shape = AttentionShape(heads=heads, groups=groups, kernel="", **sizes)
+        return kernels.attention_seconds(shape, serving.wide_precision)
+
+    all_heads = heads * settings.sharing
+    difference = seconds(64.0, 1.0, 2.0 * REFERENCE_TOKENS, groups, dim, all_heads) - seconds(
+        64.0, 1.0, REFERENCE_TOKENS, groups, dim, all_heads
+    )
+    cached = difference / (64.0 * REFERENCE_TOKENS) * (settings.cache_element_bytes / 2.0) / settings.sharing
+    pair = seconds(1.0, REFERENCE_TOKENS, REFERENCE_TOKENS, prompt_groups, prompt_dim) / (
+        0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS
+    )
+    cached, pair = read_layers(model, serving.tokens) * cached, paired_layers(model, serving.prompt) * pair
+    if layer := model.linear_attention:  # each new token reads and writes the states of its sequence
+        states_s = kernels.memory_seconds(64.0 * 2.0 * layer.state_bytes / settings.tensor) / 64.0
+        cached = cached + layer.num_layers * states_s / serving.tokens
+    if index := model.indexer:  # the indexer computes only scores, in 8 bits: a quarter of the time
+        keys_s = kernels.memory_seconds(64.0 * REFERENCE_TOKENS * index.token_bytes * np.ones_like(heads))
+        cached = cached + model.num_layers * keys_s / (64.0 * REFERENCE_TOKENS)
+        count = np.full_like(heads, index.heads)
+        scores = seconds(1.0, REFERENCE_TOKENS, REFERENCE_TOKENS, np.ones_like(heads), index.head_dim, count)
+        pair = pair + model.num_layers * 0.25 * scores / (0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS)
+    return cached, pair
+
+
+def linear(
+    kernels: KernelCosts,
+    tokens: FloatArray,
+    inner: FloatArray | float,
+    outer: FloatArray | float,
+    serving: Serving,
+    *,
+    attention: bool = False,
+    wide: bool = False,
+) -> FloatArray:
+    """Return the time of the matrix product Y[tokens, outer] = X[tokens, inner] W[inner, outer], in seconds.
+
+    Products of `attention` may have a wider precision than others, and `wide` products have 16 bits. Weights in a
+    storage format are read in this format and multiplied in a wider one. The engine's overheads already include the
+    casts of operands, so the time of casts is subtracted from the product, but for the latency of separate kernels.
+    """
+    ones = np.ones_like(tokens)
+    precision = serving.wide_precision if wide else serving.attention_precision if attention else serving.precision
+    if serving.weight_bytes is None:
+        seconds = kernels.gemm_seconds(tokens, outer * ones, inner * ones, precision)
+        cast = cast_bytes(tokens, inner * ones, precision)
+        latency = kernels.memory_seconds(ones) if precision in serving.overheads.casts else 0.0
+        return seconds if cast is None else seconds - kernels.memory_seconds(cast) + latency
+    if wide:
+        return kernels.gemm_seconds(tokens, outer * ones, inner * ones, serving.precision)
+    all_rows, single_row = (
+        kernels.gemm_seconds(row_count, outer * ones, inner * ones, precision) for row_count in (tokens, ones)
+    )
+    read = kernels.gemm_seconds(ones, outer * ones * (0.5 * serving.weight_bytes), inner * ones, precision)
+    return np.maximum(all_rows - single_row, 0.0) + read
+
+
+TILE_ROWS = 8.0
+"""Minimum number of rows of an expert in a grouped product, an estimate."""
+
+
+def distinct_experts(count: FloatArray | float, chosen: float, tokens: FloatArray | float) -> FloatArray:
+    """Return how many of `count` experts are expected to be used if each token chooses `chosen` experts at random."""
+    return count * (1.0 - (1.0 - chosen / count) ** tokens)
+
+
+def experts(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
+    """Return the time of one layer's routed experts in seconds. `tokens`: the tokens of all attention ranks.
+
+    Each of the two products of all experts on a device is one kernel, bound by its arithmetic or by reading the weights
+    of the chosen experts. With expert parallelism a device holds whole experts, otherwise a slice of every expert.
+    """
+    model, overheads, precision = serving.model, serving.overheads, serving.precision
+    count, chosen, h = float(model.num_moe_experts or 1), float(model.moe_router_topk), float(model.hidden_size)
+    gates = 2.0 if model.gated_linear_unit else 1.0
+    width = (model.moe_ffn_hidden_size or 0) * settings.expert / (settings.tensor * settings.data)
+    stored = 1.0 + settings.copies / count
+    local_experts = distinct_experts(count, chosen, tokens * overheads.spread) * stored / settings.expert
+    routed = tokens * chosen / settings.expert
+    padded_tokens, one = np.maximum(routed, local_experts * TILE_ROWS), np.ones_like(tokens)
+    time = np.zeros_like(tokens)
+    for inner, outer in ((h, gates * width), (width, h)):
+        work = linear(kernels, padded_tokens, inner, outer, serving) / overheads.grouped_work
+        read = linear(kernels, one, inner, local_experts * outer, serving) / overheads.grouped_share
+        time = time + (work**3 + read**3) ** (1 / 3)
+    time = time / np.where((settings.data > 1.0) & ~settings.exchanges, overheads.exchanged_share, 1.0)
+    traffic = kernels.memory_seconds(routed * 2.0 * (2.0 * h + (gates + 1.0) * width))
+    router = linear(kernels, tokens / settings.data, h, count, serving, wide=True)
+    small_kernels = overheads.experts.get(precision, max(overheads.experts.values(), default=0.0))
+    whole = np.where((settings.expert > 1.0) & (settings.data == 1.0), overheads.whole_experts.get(precision, 0.0), 0.0)
+    return time + traffic + router + small_kernels + whole
+
+
+LOW_LATENCY_TOKENS = 256.0
+"""Tokens of a rank up to which engines use kernels that send each token directly, without forwarding on a host: the
+limit that DeepEP recommends (deepseek-ai/DeepEP docs/legacy.md @0297fc80)."""
+
+EXCHANGE_LATENCY = 20e-6
+"""Seconds of a message besides the time of its bytes. With 41 GB/s, it gives the times of DeepEP's low-latency kernels
+for 128 tokens on 16 to 256 devices within 8% (deepseek-ai/DeepEP docs/legacy.md @0297fc80)."""
+
+BALANCED, SKEW, SKEW_POWER = 1.18, 9.0, 1.4
+"""The busiest rank's share of work relative to the mean: `BALANCED` if copies of experts balance the work, as LMSYS
+measured (lmsys.org, 2025-05-05, large-scale EP). Without copies, it is 1 + `SKEW` / (experts of a rank) ** `SKEW_POWER`
+times as much, which gives the gains of 1.49 and 2.54 that they measured with 8 and 3.6 experts of a rank."""
+
+
+def imbalance(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the expert work of the busiest rank, relative to the mean over ranks that hold whole experts.
+
+    It is 1 if all attention ranks gather all tokens, because the fitted expert rates already include the imbalance in
+    that case.
+    """
+    count, uneven = float(serving.model.num_moe_experts or 1), settings.exchanges | (settings.data == 1.0)
+    skew = 1.0 + SKEW / ((count + settings.copies) / settings.expert) ** SKEW_POWER
+    return np.where(uneven & (settings.expert > 1.0), BALANCED * np.where(settings.balanced, 1.0, skew), 1.0)
+
+
+def exchange(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
+    """Return the seconds that one layer takes to send tokens of attention ranks to experts, and their results back.
+
+    `tokens`: tokens of all attention ranks together. Without a library for such an exchange, all ranks gather all
+    tokens and reduce-scatter the results.
+    """
+    ranks = (settings.tensor * settings.data).astype(np.int64)
+    stride = np.ones(ranks.shape, dtype=np.int64)
+    payload = tokens * (2.0 * serving.model.hidden_size)
+    gathered = costs.collectives.seconds("all_gather", payload, ranks, stride)
+    gathered = gathered + costs.collectives.seconds("reduce_scatter", payload, ranks, stride)
+    sent = gathered
+    if settings.exchanges.any():
+        sent = _sent_to_experts(serving, ranks.astype(np.float64), costs, tokens / ranks)
+    return np.where(settings.data > 1.0, np.where(settings.exchanges, sent, gathered), 0.0)
+
+
+def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, tokens: FloatArray) -> FloatArray:
+    """Return the seconds to send the `tokens` of each rank only to the ranks of their experts, and results back.
+
+    Each of the two messages takes `EXCHANGE_LATENCY`, plus the time of its bytes over the network or over the links of
+    a host, whichever is slower. Of many tokens, each is sent to a host once, and forwarded to the ranks there. FP8
+    tokens have a scale of 32 bits for 128 elements, NVFP4 tokens (lmsys.org/blog/2025-09-25-gb200-part-2) one of 8 bits
+    for 16; results have 16 bits.
+    """
+    chosen, domain = float(serving.model.moe_router_topk), serving.link_domain
+    token_bytes = {"fp8": 1.0 + 4.0 / 128.0, "nvfp4": 0.5625}.get(serving.precision, 2.0)
+    sent = tokens * serving.model.hidden_size * (token_bytes + 2.0)
+    hosts, inside = np.maximum(ranks / domain, 1.0), np.minimum(ranks, domain)
+    to_ranks, to_hosts = (distinct_experts(1.0 * each, 1.0, chosen) for each in (ranks, hosts))
+    over_network = np.where(tokens <= LOW_LATENCY_TOKENS, to_ranks, to_hosts) * (1.0 - 1.0 / hosts)
+    over_links = to_ranks * (inside - 1.0) / np.where(tokens <= LOW_LATENCY_TOKENS, ranks, inside)
+    seconds = sent * over_links * _seconds_per_byte(costs, 1)
+    if (hosts > 1.0).any():
+        seconds = np.maximum(seconds, sent * over_network * _seconds_per_byte(costs, domain))
+    return 2.0 * EXCHANGE_LATENCY + seconds
+
+
+def _seconds_per_byte(costs: Costs, stride: int) -> float:
+    """Return the seconds per byte of a large message between two devices that are `stride` devices apart."""
+    size = 1e9
+    pair, distance = np.array([2]), np.array([stride])
+    first, second = costs.collectives.seconds("send", np.array([size, 2.0 * size]), pair, distance).tolist()
+    return float(second - first) / size

@@ -1,0 +1,161 @@
+"""Memory of an engine on a device: weights, activations, graphs, and the KV cache in the rest of the budget."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flagcore.contracts import Costs, communicator_bytes
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray
+from flagcore.physics.roofline import BYTES
+from flagcore.physics.transformer import attended, cached_layers, projection_weights, widths
+from flagcore_serving.model.vision import tower_bytes
+from flagcore_serving.model.work import Serving
+from flagcore_serving.space.settings import Settings
+
+GRAPH_BYTES = 12e6
+"""Bytes of captured graphs per layer, an estimate: start-up logs report 0.4 to 1 GiB for 32 to 80 layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingMemory:
+    """Memory of one device in bytes, by candidate.
+
+    - `cache`: size of the KV cache, negative if the budget is too small.
+    - `token`: bytes per cached token, averaged over a request of mean length.
+    - `longest_token`: bytes per cached token, averaged over the longest request.
+    - `cache_tokens`: tokens that the cache of one instance can hold, over all its attention ranks.
+    """
+
+    weights: FloatArray
+    activations: FloatArray
+    graphs: FloatArray
+    cache: FloatArray
+    token: FloatArray
+    longest_token: FloatArray
+    cache_tokens: FloatArray
+
+
+def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> ServingMemory:
+    """Return the memory of one device of each candidate.
+
+    The cache has its fixed size, if one is set. Otherwise it is the engine's share of memory, minus weights,
+    activations, graphs, driver and libraries. If `settings.on_device` is below 1, some layers with their cache,
+    and the embedding tables, are in the memory of the host.
+    """
+    model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
+    weights = weight_bytes(serving, settings)
+    running = settings.max_running.astype(np.float64)
+    activations = activation_bytes(model, settings, np.minimum(batched_tokens, settings.pass_tokens), running)
+    if model.vision is not None:
+        tower, peak = tower_bytes(model.vision, settings.tower_shares, batched_tokens)
+        weights, activations = weights + tower / settings.cores, np.maximum(activations, peak / settings.cores)
+    graphs = np.where(settings.captured > 0, GRAPH_BYTES * model.num_layers / settings.pipeline, 0.0)
+    budget = np.full(weights.shape, np.inf)
+    if (capacity := costs.memory.capacity_bytes()) is not None:
+        driver = costs.memory.device_used_bytes(np.zeros(1)) + settings.communicators * communicator_bytes(costs.memory)
+        budget = settings.memory_fraction * capacity - (0.0 if overheads.activations_beside else driver)
+    other = 0.0 if overheads.activations_beside else activations + graphs
+    cache = np.where(np.isnan(settings.cache_bytes), budget - weights - other, settings.cache_bytes)
+    if not overheads.frees_windows:
+        model = replace(model, windows=None)
+    token = token_bytes(model, settings, serving.tokens)
+    longest_token = token_bytes(model, settings, settings.context_len.astype(np.float64), batched_tokens)
+    cache_tokens = cache / token * settings.data
+    share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
+    layers = np.maximum(weights - table_bytes(model, settings), 0.0) * share
+    weights = np.where(settings.on_device < 1.0, layers, weights)
+    cache, token, longest_token = cache * share, token * share, longest_token * share
+    return ServingMemory(
+        weights=weights,
+        activations=activations,
+        graphs=graphs,
+        cache=cache,
+        token=token,
+        longest_token=longest_token,
+        cache_tokens=cache_tokens,
+    )
+
+
+def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the bytes of the weights on the fullest device.
+
+    Matrices are split over the tensor ranks, experts over all ranks of a stage. Embedding, head and router have 16
+    bits. The fullest pipeline stage holds its share of the layers, rounded up, and either the embedding or the head.
+    """
+    model, h = serving.model, float(serving.model.hidden_size)
+    stored_bytes = serving.weight_bytes
+    width = BYTES.get(serving.precision, 2.0) if stored_bytes is None else stored_bytes
+    attention_width = BYTES.get(serving.attention_precision, 2.0) if stored_bytes is None else stored_bytes
+    gates, moe = 3.0 if model.gated_linear_unit else 2.0, float(serving.moe_layers)
+    total = model.attention_layers * attention_weights(model, settings.tensor) * attention_width
+    if linear := model.linear_attention:
+        total = total + linear.num_layers * linear.weights(model.hidden_size) / settings.tensor * attention_width
+    total = total + (model.num_layers - moe) * gates * h * model.ffn_hidden_size / settings.tensor * width
+    if moe:
+        count = model.num_moe_experts or 0
+        routed = gates * h * (model.moe_ffn_hidden_size or 0) * count / (settings.tensor * settings.data)
+        shared = gates * h * (model.moe_shared_expert_intermediate_size or 0) / settings.tensor
+        total = total + moe * ((routed + shared) * width + 2.0 * h * count)
+    stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
+    return total * stage_share / settings.cores + table_bytes(model, settings)
+
+
+def table_bytes(model: Model, settings: Settings) -> FloatArray:
+    """Return the bytes of the 16-bit embedding and output head on the fullest device."""
+    tables = np.where(settings.pipeline > 1, 1.0, 1.0 + model.untie_embeddings_and_output_weights)
+    rank_bytes: FloatArray = tables * 2.0 * model.vocab_size * float(model.hidden_size) / settings.tensor
+    return rank_bytes / settings.cores
+
+
+def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
+    """Return the number of weights of one attention layer on a device. Each tensor rank has at least one KV head."""
+    h, (query, _, _) = float(model.hidden_size), widths(model)
+    if model.multi_latent_attention:
+        compression, projection = projection_weights(model)
+        split = (projection + attended(model) * h) / tensor
+        if model.indexer:
+            split = split + model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size)
+        return compression + split
+    groups = np.maximum(model.num_query_groups / tensor, 1.0)
+    queries = (1 + model.attention_output_gate) * query
+    return h * ((queries + attended(model)) / tensor + 2.0 * groups * model.kv_channels)
+
+
+def token_bytes(
+    model: Model, settings: Settings, tokens: FloatArray | float = 1.0, computed: FloatArray | float = 0.0
+) -> FloatArray:
+    """Return the bytes per cached token on a device, averaged over a sequence of `tokens` tokens.
+
+    `computed`: prompt tokens of one iteration, which a sliding window holds in addition. The latent vector is
+    replicated on the tensor ranks that do not share a cache. The states of linear attention are divided among the
+    tokens of the sequence.
+    """
+    stage_layers = np.ceil(model.num_layers / settings.pipeline)
+    share = cached_layers(model, tokens, computed) / model.num_layers
+    layers = stage_layers * share * settings.cache_element_bytes / (settings.cores * settings.sharing)
+    if model.multi_latent_attention:
+        latent = layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
+        return latent + stage_layers * model.indexer.token_bytes / settings.cores if model.indexer else latent
+    per_token: FloatArray = layers * 2.0 * np.maximum(model.num_query_groups / settings.tensor, 1.0) * model.kv_channels
+    if linear := model.linear_attention:
+        states = stage_layers * (linear.num_layers / model.num_layers) * linear.state_bytes
+        per_token = per_token + states / settings.tensor / settings.cores / np.maximum(tokens, 1.0)
+    return per_token
+
+
+def activation_bytes(model: Model, settings: Settings, batched_tokens: FloatArray, running: FloatArray) -> FloatArray:
+    """Return the peak bytes of activations in an iteration.
+
+    The peak is the residual, the norm and the widest layer in 16 bits, or the logits in 16 and 32 bits if these take
+    more.
+    """
+    gates, h = 2.0 if model.gated_linear_unit else 1.0, float(model.hidden_size)
+    if model.num_moe_experts is None:
+        inner = (gates + 1.0) * model.ffn_hidden_size / settings.tensor
+    else:
+        width = (model.moe_ffn_hidden_size or 0) * settings.expert / (settings.tensor * settings.data)
+        inner = model.moe_router_topk / settings.expert * ((gates + 1.0) * width + 2.0 * h)
+    layer = batched_tokens * 2.0 * (3.0 * h + inner)
+    logits = np.minimum(running, batched_tokens) * model.vocab_size * (2.0 / settings.tensor + 4.0)
+    return np.maximum(layer, logits) / settings.cores

@@ -1,0 +1,242 @@
+"""Combines memory, iteration times and simulated loads into the predictions of candidates."""
+
+import os
+from dataclasses import fields, replace
+from typing import TypeVar
+
+import numpy as np
+
+from flagcore.contracts import Costs, KernelCosts, communicator_bytes
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.domain.spec import Task, figure_name, is_rate
+from flagcore_serving.model.candidates import Candidates, expected_figures, time_parts
+from flagcore_serving.model.iteration import IterationCosts, iteration_costs
+from flagcore_serving.model.memory import ServingMemory, serving_memory
+from flagcore_serving.model.vision import encoder_costs
+from flagcore_serving.model.work import Overheads, Serving
+from flagcore_serving.space.hardware import Hardware
+from flagcore_serving.space.placement import InstanceKinds, uniform_kinds
+from flagcore_serving.space.settings import Settings
+from flagcore_serving.space.weights import STORED_BYTES, cache_bytes_per_token, parameters
+
+T = TypeVar("T", IterationCosts, ServingMemory)
+COMPUTE_FORMATS = ("bf16", "fp16", "fp32")
+"""Compute formats for weights whose own format serves only for storage, or is not supported by the chip. The first
+format that the chip supports is used.
+"""
+
+BOUNDS = {
+    "rate": (0.85, 1.39, 2.45),
+    "tpot_s": (0.72, 1.56, 1.77),
+    "itl_s": (0.7, 1.6, 1.8),
+    "ttft_s": (0.71, 1.79, 6.6),
+    "e2e_s": (0.87, 1.68, 2.53),
+}
+"""80% intervals of times, relative to the prediction: the lower end, the upper end, and the upper end if the number of
+CPUs of a host is unknown. The intervals are quantiles over published points from three sources with equal weights
+(benchmarks/README.md). The interval of ITL is an estimate."""
+
+OVERLAPPED = 0.25
+"""Share of the host's time per sequence that remains if a knob lets the host schedule while the device computes. Chosen
+with 16 bursts on two accelerators (benchmarks/README.md)."""
+
+NO_GOOD_SHARE = 1e-3
+"""Assumed share of requests within the SLO if no request is, so that such candidates can still be ordered."""
+
+NARROW_BYTES = 1.9
+"""A file with fewer bytes per weight than this stores weights in fewer than 16 bits."""
+
+WIDTH_FACTOR = 2.0
+"""Factor on both ends of an interval if the chip was not measured, or the engine or its kind of attention (linear or
+sparse) was not fitted."""
+
+NETWORK_FACTOR = 1.2
+"""An additional factor on both ends if the rate of the network between hosts is assumed. A choice."""
+
+
+def predict(
+    task: Task,
+    settings: Settings,
+    costs: Costs,
+    overheads: Overheads,
+    *,
+    untested: bool = False,
+    kinds: InstanceKinds | None = None,
+) -> Predictions:
+    """Return memory and metrics of each candidate. Times are NaN if facts about the chip are missing.
+
+    `settings` has one row per kind of instance in `kinds`. If `kinds` is None, all instances of a candidate are equal.
+    Memory refers to the fullest device. With several load points, the metrics refer to the point that
+    `flagcore_serving.trial.reading.read` chooses. Intervals are wider for an `untested` engine.
+    """
+    kinds = kinds or uniform_kinds(settings.instances)
+    if not costs.synchronous:
+        settings = replace(settings, crowding=crowding(task, kinds, settings))
+    serving, vision = serving_of(task, costs.kernels, overheads), task.spec.model.vision
+    memory, times = _memory_and_times(task, serving, settings, costs)
+    encoder = None if vision is None else encoder_costs(vision, serving, settings, costs)
+    context = Candidates(
+        kinds=kinds,
+        task=task,
+        settings=settings,
+        memory=memory,
+        times=times,
+        overheads=overheads,
+        transfer=transfer_seconds(task, kinds, settings, costs),
+        encoder=encoder,
+    )
+    figures = expected_figures(context)
+    figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
+    figures["kv_cache_tokens"] = kinds.total((kinds.role != 1) * np.maximum(memory.cache_tokens, 0.0))
+    figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
+    unmeasured = costs.guessed or costs.synchronous or untested
+    unmeasured |= bool(task.spec.model.linear_attention or task.spec.model.indexer)
+    width_factor = (WIDTH_FACTOR if unmeasured else 1.0) * (NETWORK_FACTOR if costs.assumed_network else 1.0)
+    few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
+    return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
+
+
+def transfer_seconds(task: Task, kinds: InstanceKinds, settings: Settings, costs: Costs) -> FloatArray:
+    """Return the seconds to send the cache of one prompt token from a prefill instance to a decode instance.
+
+    All ranks send at the same time, and each link carries an equal part of the cache. The number of parts is the
+    smaller of the two instances' numbers of different parts. The link connects hosts unless both instances fit on one
+    host. The time is 0 for instances that both prefill and decode.
+    """
+    if not kinds.role.any():
+        return np.zeros(kinds.owner.size)
+    model, hardware = task.spec.model, Hardware.of(task)
+    groups = 1.0 if model.multi_latent_attention else float(model.num_query_groups)
+    parts = np.minimum(settings.tensor, groups) * settings.pipeline
+    smaller = np.full(kinds.size, np.inf)
+    np.minimum.at(smaller, kinds.owner, parts)
+    prompt = float(np.mean([load.input_len + load.prefix_len for load in task.spec.serve.loads]))
+    payload = prompt * cache_bytes_per_token(model, 1.0, prompt) * settings.cache_element_bytes / smaller[kinds.owner]
+    devices = kinds.total(settings.tensor * settings.pipeline * settings.data)[kinds.owner]
+    stride = np.where(devices > hardware.per_host, hardware.per_host, 1).astype(np.int64)
+    seconds = costs.collectives.seconds("send", payload, np.full(stride.shape, 2, dtype=np.int64), stride)
+    return np.where(kinds.role > 0, seconds / prompt, 0.0)
+
+
+def crowding(task: Task, kinds: InstanceKinds, settings: Settings) -> FloatArray:
+    """Return the number of busy processes per CPU of a host, at least 1. It is 1 if the number of CPUs is unknown.
+
+    An instance has a front end, a scheduler for each attention rank and a process for each device (vLLM,
+    `docs/design/arch_overview.md`). With fewer CPUs than processes, launches and requests are delayed (Chung et al.
+    2026, arXiv 2603.22774).
+    """
+    group = task.cluster.groups[0]
+    processes = kinds.total(1 + settings.data + settings.devices)
+    hosts = np.ceil(kinds.total(settings.devices) / group.devices_per_node)
+    per_cpu = processes / hosts / (group.cpus_per_node or np.inf)
+    return np.maximum(per_cpu, 1.0)[kinds.owner]
+
+
+def _memory_and_times(
+    task: Task, serving: Serving, settings: Settings, costs: Costs
+) -> tuple[ServingMemory, IterationCosts]:
+    """Return the memory and the iteration costs of candidates. Each candidate may set a weight format and a host
+    time."""
+    serve, overheads = task.spec.serve, serving.overheads
+    memory, times = serving_memory(serving, settings, costs), iteration_costs(serving, settings, costs)
+    if settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
+        fp8_task = replace(task, spec=replace(task.spec, work=replace(serve, precision="fp8")))
+        fp8 = serving_of(fp8_task, costs.kernels, overheads)
+        memory = _selected(settings.quantized, serving_memory(fp8, settings, costs), memory)
+        times = _selected(settings.quantized, iteration_costs(fp8, settings, costs), times)
+    changed = times.fixed + (settings.host_s - overheads.iteration) * times.crowding
+    sequence = np.where(settings.host_s == 0.0, OVERLAPPED, 1.0) * times.sequence
+    return memory, replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed), sequence=sequence)
+
+
+def _selected(rows: BoolArray, chosen: T, others: T) -> T:
+    """Return a dataclass of arrays with the elements of `chosen` where `rows` is true, and of `others` elsewhere."""
+    arrays = {field.name: (getattr(chosen, field.name), getattr(others, field.name)) for field in fields(others)}
+    return replace(
+        others, **{name: np.where(rows.reshape(-1, *[1] * (each[1].ndim - 1)), *each) for name, each in arrays.items()}
+    )
+
+
+def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Serving:
+    """Return the inputs to the formulas that all candidates of a task share.
+
+    A number format in which the chip cannot compute is used for storage only. For a weights file (GGUF), the bytes per
+    weight follow from the size of the file, and the spec's precision is the format of the matrix products.
+    """
+    model, precision = task.spec.model, task.spec.serve.precision
+    ones, file_bytes = np.ones(1), _file_weight_bytes(task)
+
+    def computes(name: str) -> bool:
+        return bool(np.isfinite(kernels.gemm_seconds(ones, ones, ones, name)).all())
+
+    loads = task.spec.serve.loads
+    prompt = float(np.mean([load.input_len + load.prefix_len for load in loads]))
+    tokens = prompt + float(np.mean([load.output_len for load in loads]))
+    group = task.cluster.groups[0]
+    link = group.chip.link
+    on_bus = link is not None and link.topology == "pcie"
+    serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt)
+    serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus)
+    if precision not in STORED_BYTES and file_bytes is None and computes(precision):
+        return serving
+    supported = [name for name in COMPUTE_FORMATS if computes(name)]
+    stored = {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625, **STORED_BYTES}
+    computed = precision if file_bytes and precision in supported else supported[0] if supported else "bf16"
+    if precision in STORED_BYTES and precision in overheads.experts:
+        overheads = replace(overheads, experts={computed: overheads.experts[precision]})
+    weight_bytes = file_bytes or stored.get(precision)
+    return replace(serving, precision=computed, overheads=overheads, weight_bytes=weight_bytes)
+
+
+def _file_weight_bytes(task: Task) -> float | None:
+    """Return the bytes per weight in the task's weights file. Returns None if the task has no weights file, or if the
+    file has 16 or more bits per weight."""
+    weights = task.spec.serve.weights
+    if weights is None or not os.path.isfile(weights):
+        return None
+    weight_bytes = os.path.getsize(weights) / parameters(task.spec.model)
+    return weight_bytes if weight_bytes < NARROW_BYTES else None
+
+
+def _predictions(
+    context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: float, *, few_cpus: bool
+) -> Predictions:
+    objective, memory, settings = context.task.spec.objective, context.memory, context.settings
+    name = figure_name(objective)
+    figure = figures.get(name, figures["output_tokens_per_s"])
+    if objective == "goodput_requests_per_s":  # orders candidates whose requests all miss the SLO
+        figure = np.where(figure > 0, figure, NO_GOOD_SHARE * figures["requests_per_s"])
+    with np.errstate(divide="ignore"):
+        time = 1.0 / figure if is_rate(objective) else figure
+    low, high, high_with_few_cpus = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
+    capacity = costs.memory.capacity_bytes()
+    engine_bytes = memory.weights + memory.activations + memory.graphs
+    request_bytes = settings.context_len * memory.longest_token
+    # If the budget is unknown, assume the cache of one request.
+    cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)
+    needed_bytes = engine_bytes + np.maximum(cache, request_bytes)
+    reserved_bytes = np.where(np.isnan(settings.cache_bytes), needed_bytes, costs.memory.reserved_bytes(needed_bytes))
+    buffers = settings.communicators * communicator_bytes(costs.memory)
+    used_bytes = costs.memory.device_used_bytes(reserved_bytes) + buffers
+    if capacity is not None:  # an engine without memory for one request does not start
+        unused_bytes = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
+        over_capacity = np.maximum(used_bytes + unused_bytes, capacity * (1.0 + 1e-9))
+        used_bytes = np.where(memory.cache < request_bytes, over_capacity, used_bytes)
+    fullest_rows, cache = context.kinds.worst(used_bytes), np.maximum(cache, 0.0)
+    figures["kv_cache_gib"] = np.maximum(memory.cache, 0.0)[fullest_rows] / 2**30
+    return Predictions(
+        step_time_s=time,
+        low_s=time * low / width_factor,
+        high_s=time * (high_with_few_cpus if few_cpus else high) * width_factor,
+        time_s={},
+        static_bytes=(memory.weights + cache)[fullest_rows],
+        activation_bytes=(memory.activations + memory.graphs)[fullest_rows],
+        peak_allocated_bytes=needed_bytes[fullest_rows],
+        reserved_bytes=reserved_bytes[fullest_rows],
+        device_used_bytes=used_bytes[fullest_rows],
+        worst_stage=np.zeros(time.shape, dtype=np.int64),
+        capacity_bytes=capacity,
+        model_flops=0.0,
+        figures=figures,
+    )

@@ -1,0 +1,478 @@
+"""Simulates the requests of a load point on its lanes (instances), and computes the metrics that a client would
+measure.
+
+A prefix cache contains the tokens of earlier turns, and of blocks or texts that requests share. It stores the most
+recently used parts of prompts, up to its capacity, as in vLLM (0.32: `v1/core/kv_cache_manager.py`) and SGLang (0.5:
+`mem_cache/radix_cache.py`). Generated answers are never reused: the next turn contains the answer of the trace instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from flagcore.domain.model import Vision
+from flagcore.domain.serving import OPEN_LOOP_FLIGHT, PERCENTILES, STATISTICS, Load
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore_serving.load.figures import statistics_of, widest_limits
+from flagcore_serving.load.images import image_tokens
+from flagcore_serving.load.routing import Prefixes
+from flagcore_serving.load.traces import BLOCK, Traffic
+from flagcore_serving.load.traffic import in_flight, traffic
+from flagcore_serving.model.disaggregated import Disaggregated, Prefill
+from flagcore_serving.model.simulation import Outcome, Price, Simulation
+from flagcore_serving.model.vision import ImageWork, image_work
+
+Part = tuple[Hashable, int]
+"""A part of a prompt: its identity, which includes everything before it, and its number of tokens."""
+
+
+def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
+    """Return the parts of each prompt after the common prefix.
+
+    Prompts with the same part share the tokens up to its end. The list is empty if prompts share only the prefix.
+    """
+    if requests.blocks:
+        return [[(block, BLOCK) for block in blocks] for blocks in requests.blocks]
+    if requests.follows is None:
+        return _text_parts(requests.texts, requests.input_len.tolist()) if requests.texts else []
+    parts = list[list[Part]]()
+    for index, (length, before) in enumerate(zip(requests.input_len.tolist(), requests.follows.tolist(), strict=True)):
+        past = parts[before] if before >= 0 else []
+        parts.append([*past, (index, max(0, length - prefix_len - sum(size for _, size in past)))])
+    return parts
+
+
+def _text_parts(texts: Sequence[str], lengths: Sequence[int]) -> list[list[Part]]:
+    """Return the parts of each text. A text is divided where it diverges from another text with the same beginning."""
+    cuts: list[set[int]] = [{len(text)} for text in texts]
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    for direction in (order, order[::-1]):
+        shared = list[int]()  # lengths shared with earlier texts, in ascending order
+        for before, index in pairwise(direction):
+            common = _common(texts[before], texts[index])
+            shared = [*(each for each in shared if each < common), common]
+            cuts[index].update(shared)
+    parts = list[list[Part]]()
+    for text, length, cut_lengths in zip(texts, lengths, cuts, strict=True):
+        ends = sorted(cut_lengths - {0})
+        tokens = [round(length * end / len(text)) for end in ends]
+        sizes = np.diff([0, *tokens]).tolist()
+        parts.append([(hash(text[:end]), size) for end, size in zip(ends, sizes, strict=True)])
+    return parts
+
+
+def _common(left: str, right: str) -> int:
+    """Return the length of the common prefix of two texts, found by bisection."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if left.startswith(right[low:middle], low) else (low, middle - 1)
+    return low
+
+
+def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatArray:
+    """Return how many tokens of each prompt are cached, if a cache of `capacity` tokens stores earlier prompts."""
+    cache, used, hits = OrderedDict[Hashable, int](), 0, list[float]()
+    for parts in prompts:
+        hit, matches = 0, True
+        for name, size in parts:
+            matches = matches and name in cache
+            hit += size * matches
+            used += size - cache.pop(name, 0)
+            cache[name] = size
+        while used > capacity and cache:
+            used -= cache.popitem(last=False)[1]
+        hits.append(float(hit))
+    return np.array(hits)
+
+
+def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
+    """Return the lane (instance) to which a prefix-aware router sends each prompt, if all lanes are equally fast."""
+    prefixes, counts = Prefixes(lanes), np.zeros(lanes, dtype=np.int64)
+    lane_of = np.zeros(len(prompts), dtype=np.int64)
+    for index, parts in enumerate(prompts):
+        lane_of[index] = prefixes.choose([name for name, _ in parts], (counts - counts.min()).tolist())
+        counts[lane_of[index]] += 1
+    return lane_of
+
+
+def turn_order(follows: IntArray, flight: int, seed: int) -> tuple[IntArray, IntArray]:
+    """Return the order in which a closed loop sends the requests of conversations, and the turn of each request.
+
+    `flight` conversations run at once. A conversation sends a turn after the answer to the turn before. Requests of the
+    same turn are in random order, because any instance may be the least busy one.
+    """
+    is_first = follows < 0
+    conversation = np.cumsum(is_first) - 1
+    starts = np.flatnonzero(is_first)
+    turn = np.arange(follows.size) - starts[conversation]
+    random_keys = np.random.default_rng([seed, 3]).random(follows.size)
+    return np.lexsort((random_keys, turn, conversation // max(flight, 1))), turn
+
+
+MAX_REQUEST_TIMES = 20_000
+"""Maximum number of requests whose latencies are stored. Of more requests, an evenly spaced sample is stored."""
+
+OVERLOAD_GROWTH = 0.02
+"""An open loop is overloaded if its waits grow by more than this share of the time between two requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimes:
+    """Latencies of sampled requests in seconds, and totals over all requests.
+
+    - `tpot`: NaN for answers of one token.
+    - `gaps`: as in `Outcome`.
+    - `sent`: the times at which requests were sent.
+    - `input_len`, `output_len`: mean numbers of tokens of all requests.
+    - `count`: the number of all requests.
+    - `seconds`: the time from the first to the last request.
+    """
+
+    ttft: FloatArray
+    e2e: FloatArray
+    tpot: FloatArray
+    gaps: list[tuple[float, int]]
+    sent: FloatArray
+    input_len: float
+    output_len: float
+    count: int
+    seconds: float
+
+    @classmethod
+    def from_outcome(cls, outcome: Outcome) -> RequestTimes:
+        prompts, outputs, sent, first, end = (
+            np.array([getattr(request, name) for request in outcome.requests], dtype=np.float64)
+            for name in ("prompt", "output", "arrival", "first", "end")
+        )
+        return cls(
+            ttft=first - sent,
+            e2e=end - sent,
+            tpot=np.divide(end - first, outputs - 1.0, out=np.full(sent.shape, np.nan), where=outputs > 1.0),
+            gaps=outcome.gaps,
+            sent=sent,
+            input_len=float(prompts.mean()),
+            output_len=float(outputs.mean()),
+            count=sent.size,
+            seconds=outcome.duration,
+        )
+
+    def endless(self, simulated: int, flight: int, first: int, last: int) -> RequestTimes:
+        """Return the request times in an endless load with `flight` requests in flight, `simulated` of them simulated.
+
+        The `first` and the `last` requests do not count unless there are few others. Rates follow from `flight` and the
+        mean duration (Little's law). The requests beyond `simulated` wait.
+        """
+        rows = slice(first, self.count - last) if self.count > 2 * simulated else slice(None)
+        ttft, e2e, tpot = self.ttft[rows], self.e2e[rows], self.tpot[rows]
+        seconds = float(e2e.sum()) / simulated
+        wait = (flight - simulated) * seconds / e2e.size
+        return replace(self, ttft=ttft + wait, e2e=e2e + wait, tpot=tpot, count=e2e.size, seconds=seconds)
+
+    def extrapolate(
+        self, input_len: IntArray, output_len: IntArray, simulated: int | None, flight: int, delay: float
+    ) -> RequestTimes:
+        """Return the request times of all requests with these lengths, of which only the first ones were simulated.
+
+        The other requests repeat the simulated ones, without those at both ends. In a closed loop with `flight`
+        requests in flight, the requests beyond `simulated` wait, and the first wave starts `delay` seconds later. If
+        `simulated` is None, the loop is open; if it is overloaded, each request waits longer than the one before.
+        """
+        count, sample, ends = input_len.size, self.count, simulated or 0
+        low, high = max(sample // 4, ends), sample - max(sample // 4, ends)
+        index = np.unique(np.linspace(0, count - 1, min(count, MAX_REQUEST_TIMES)).astype(np.int64))
+        source = np.where(index < low, index, low + index % (high - low))
+        if simulated is not None:
+            gap = float(self.e2e[low:high].mean()) / simulated  # mean time between two ends (Little's law)
+            wait = np.clip(np.minimum(index, flight) - simulated, 0, None) * gap + delay * (index < flight)
+            seconds = self.seconds + (count - sample) * gap + delay
+        else:
+            quarters = self.ttft[: 4 * (sample // 4)].reshape(4, -1).mean(axis=1)
+            interval = float(self.sent[-1]) / max(sample - 1, 1)
+            gap = float(quarters[3] - quarters[1]) / (sample // 2)
+            gap = gap if gap > OVERLOAD_GROWTH * interval else 0.0
+            wait = (index - source) * gap
+            seconds = self.seconds + (count - sample) * (interval + gap)
+        return replace(
+            self,
+            ttft=self.ttft[source] + wait,
+            e2e=self.e2e[source] + wait,
+            tpot=self.tpot[source],
+            input_len=float(input_len.mean()),
+            output_len=float(output_len.mean()),
+            count=count,
+            seconds=seconds,
+        )
+
+
+HIT_RATE = "cache_hit_rate"
+"""The share of prompt tokens that were in the prefix cache."""
+
+WAVES_IN_FLIGHT = 10
+"""Number of requests that are simulated for a steady state, per request in flight, as in published measurements."""
+
+STEADY_RATIO = 0.9
+"""Minimum length of a simulated request in a steady state, relative to the load's length. Lengths vary, because
+requests of equal length would start and end together."""
+
+
+MAX_REQUESTS = 6000
+"""Maximum number of simulated requests of one lane; the times of the others are extrapolated. In a closed loop, at
+least three times as many as are in flight are simulated."""
+
+MAX_SEARCHED = 1000
+"""Maximum number of simulated requests of a load in a search for the highest rate, to limit the time of a search."""
+
+MIN_WAITING = 64
+"""Minimum number of simulated requests that wait, if more are in flight than can run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedLoad:
+    """The requests of a load, drawn once for all candidates.
+
+    - `input_len`: prompt tokens, including the tokens of images.
+    - `is_text`: whether prompts are texts, which servers must tokenize.
+    - `images`: the other work for the images of each request.
+    - `parts`: the parts of each prompt that a prefix cache may contain.
+    - `turn`: the turn of each request in its conversation; None if there are no conversations.
+    - `think_s`: seconds before each turn except the first one.
+    - `prefix_aware`: as in ServeSpec.
+    - `vision`: the vision tower of the model; None if it has none.
+    - `hits`: results of `_hits_of` before rounding, by number of lanes and size of the cache.
+    - `rows`: results of `_rows`, by number of lanes.
+    """
+
+    load: Load
+    input_len: IntArray
+    output_len: IntArray
+    arrivals: FloatArray | None
+    is_text: bool = False
+    images: Sequence[ImageWork] = ()
+    parts: Sequence[Sequence[Part]] = ()
+    turn: IntArray | None = None
+    think_s: float = 0.0
+    prefix_aware: bool = False
+    vision: Vision | None = None
+    hits: dict[tuple[int, float], FloatArray] = field(default_factory=dict, compare=False)
+    rows: dict[int, IntArray] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def draw(cls, load: Load, vision: Vision | None = None, *, prefix_aware: bool = False) -> SimulatedLoad:
+        """Draw the requests of `load`. Images count only if the model has a `vision` tower.
+
+        Raises SpecError for an invalid load or an unreadable trace.
+        """
+        drawn_load = load = in_flight(load)
+        if load.num_prompts is None and load.trace is None:
+            flight = load.concurrency or OPEN_LOOP_FLIGHT
+            count = max(min(WAVES_IN_FLIGHT * flight, MAX_REQUESTS), 2 * flight, 16)
+            ratio = STEADY_RATIO if load.range_ratio == 1.0 and load.range_spread is None else load.range_ratio
+            drawn_load = replace(load, num_prompts=count, range_ratio=ratio)
+        requests = traffic(drawn_load)
+        images = requests.images if vision is not None else ()
+        drawn = cls(
+            load,
+            requests.input_len + image_tokens(images, vision) if images and vision else requests.input_len,
+            requests.output_len,
+            requests.arrive_s,
+            bool(requests.texts or images),
+            image_work(images, vision) if vision else (),
+            prompt_parts(requests, load.prefix_len),
+            prefix_aware=prefix_aware,
+            vision=vision,
+        )
+        return drawn if requests.follows is None else drawn._with_turns(requests)
+
+    def _with_turns(self, requests: Traffic) -> SimulatedLoad:
+        """Return the load of conversations with its requests in the order in which they are sent."""
+        assert requests.follows is not None
+        flight = min(self.load.concurrency or self.input_len.size, int((requests.follows < 0).sum()))
+        order, turn = turn_order(requests.follows, flight, self.load.seed)
+        load = self.load if requests.arrive_s is not None else replace(self.load, concurrency=flight)
+        return replace(self._ordered(order, self.arrivals), load=load, turn=turn[order], think_s=load.think_time_s)
+
+    def _spread(self, between_s: float) -> SimulatedLoad:
+        """Return an open loop of conversations in which each turn arrives `between_s` seconds after the one before."""
+        assert self.turn is not None
+        assert self.arrivals is not None
+        arrivals = self.arrivals + self.turn * between_s
+        return replace(self._ordered(np.argsort(arrivals, kind="stable"), arrivals), turn=None, hits={})
+
+    def _ordered(self, order: IntArray, arrivals: FloatArray | None) -> SimulatedLoad:
+        return replace(
+            self,
+            input_len=self.input_len[order],
+            output_len=self.output_len[order],
+            arrivals=None if arrivals is None else arrivals[order],
+            parts=[self.parts[index] for index in order],
+        )
+
+    def _hits_of(self, price: Price, lanes: int) -> FloatArray:
+        """Return how many prompt tokens of each request on a lane (one of `lanes`) are in the lane's prefix cache."""
+        key = lanes, price.lane.retained
+        if not self.parts or not price.lane.retained:
+            return np.zeros(self._rows(lanes).size)
+        if key not in self.hits:
+            self.hits[key] = cached_tokens([self.parts[row] for row in self._rows(lanes)], price.lane.retained)
+        page = price.lane.page
+        return np.asarray(self.hits[key] // page * page)
+
+    def _rows(self, lanes: int) -> IntArray:
+        """Return the indices of the requests on one of `lanes` equal lanes. A prefix-aware router divides requests
+        unevenly, so the lane with the median number of requests is used."""
+        if lanes not in self.rows:
+            self.rows[lanes] = np.arange(0, self.input_len.size, lanes)
+            if self.prefix_aware and self.parts and lanes > 1:
+                lane_of = prefix_lanes(self.parts, lanes)
+                counts = np.bincount(lane_of, minlength=lanes)
+                self.rows[lanes] = np.flatnonzero(lane_of == np.argsort(counts, kind="stable")[lanes // 2])
+        return self.rows[lanes]
+
+    def _hit_rate(self, price: Price, lanes: int) -> float:
+        """Return the share of prompt tokens that the prefix caches of `lanes` equal lanes contain."""
+        inputs = self.input_len[self._rows(lanes)]
+        shared = np.minimum(price.lane.shared_prefix + self._hits_of(price, lanes), inputs - 1.0)
+        return float(shared.sum() / inputs.sum())
+
+    def at(self, value: float) -> SimulatedLoad:
+        """Return the load at another request rate or, if it has none, with another number of clients."""
+        if self.load.request_rate is None or self.arrivals is None:
+            return replace(self, load=replace(self.load, concurrency=int(value)))
+        load = self.load.at("request_rate", value)
+        if load.num_prompts != self.load.num_prompts:
+            load = replace(load, least_s=0.0, num_prompts=min(load.num_prompts or 0, MAX_SEARCHED))
+            return _drawn(load, self.vision, prefix_aware=self.prefix_aware)
+        return replace(self, load=load, arrivals=self.arrivals * (self.load.request_rate / value))
+
+    @property
+    def longest(self) -> float:
+        return float((self.input_len + self.output_len).max())
+
+    @property
+    def means(self) -> tuple[float, float]:
+        return float(self.input_len.mean()), float(self.output_len.mean())
+
+    def flight(self, lanes: int) -> int:
+        """Return the maximum number of requests in flight on one lane if there are `lanes` lanes."""
+        return -(-self._in_flight // min(lanes, self._in_flight))
+
+    @property
+    def _in_flight(self) -> int:
+        return min(self.load.concurrency or self.input_len.size, self.input_len.size)
+
+    def figures(
+        self, price: Price, lanes: int, slo: Mapping[str, float], prefill: Prefill | None = None
+    ) -> dict[str, float]:
+        """Return the metrics of the load on `lanes` equal lanes. Rates are totals over all lanes.
+
+        If there is a `prefill`, the lanes only decode. In an open loop, later turns arrive after the mean time of an
+        answer, which a first simulation determines.
+        """
+        if self.turn is not None and self.arrivals is not None:
+            figures = self._spread(self.think_s).figures(price, lanes, slo, prefill)
+            return self._spread(self.think_s + figures["e2e_s.mean"]).figures(price, lanes, slo, prefill)
+        flight, lane_flight = self._in_flight, self.flight(lanes)
+        times = self._one_lane(price, min(lanes, flight), lane_flight, prefill)
+        if self.arrivals is not None:  # the last request of the load may run on another lane
+            times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
+        figures = figures_of(times, flight / lane_flight, slo)  # the second argument: full lanes
+        return figures | {HIT_RATE: self._hit_rate(price, min(lanes, flight))} if self.parts else figures
+
+    def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:
+        """Return the times of requests on one of `lanes` lanes with `flight` requests in flight.
+
+        Requests that arrive while all slots are busy only wait. A closed loop and a burst are therefore simulated with
+        fewer requests in flight, and a wait is added for the others. Of more than `MAX_REQUESTS` requests, the first
+        ones represent all.
+        """
+        rows = self._rows(lanes)
+        inputs, outputs = self.input_len[rows], self.output_len[rows]
+        arrivals = None if self.arrivals is None else self.arrivals[rows]
+        if inputs.size <= MAX_REQUESTS:
+            count, simulated, is_closed = inputs.size, flight, arrivals is None
+        else:
+            is_closed = arrivals is None or not arrivals[-1]
+            slots = min(price.lane.running, price.lane.cache_tokens / max(float(inputs.mean()), 1.0))
+            simulated = int(min(flight, math.ceil(2 * slots) + MIN_WAITING)) if is_closed else flight
+            count = min(inputs.size, max(MAX_REQUESTS, 3 * simulated if is_closed else 0))
+        lengths = list(zip(inputs[:count].tolist(), outputs[:count].tolist(), strict=True))
+        images = [self.images[row] for row in rows] if self.images else ()
+        arrival_times = None if (is_closed and simulated < flight) or arrivals is None else arrivals[:count].tolist()
+        if prefill is None:
+            hits, think_s = self._hits_of(price, lanes)[:count].tolist(), 0.0
+            if self.turn is not None:  # first turns have no think time
+                think_s = self.think_s * float((self.turn > 0).mean())
+            simulation = Simulation(price, lengths, arrival_times, simulated, hits, think_s, images)
+        else:
+            simulation = Disaggregated(price, prefill, lengths, arrival_times, simulated, images)
+        times = RequestTimes.from_outcome(simulation.run())
+        if self.load.num_prompts is None and self.load.trace is None and self.arrivals is None:
+            # The first wave found free slots, so it counts only if measurements include it, too. If requests wait for
+            # slots, neither the first wave nor the last one counts.
+            is_crowded = price.lane.running < flight
+            return times.endless(
+                simulated, flight, simulated * (self.load.is_steady or is_crowded), simulated * is_crowded
+            )
+        if count < inputs.size:
+            accepted_s = price.overheads.entry + price.overheads.prompt_token * float(inputs.mean())
+            delay = (flight - simulated) * accepted_s  # the front end accepts the whole first wave before it starts
+            return times.extrapolate(inputs, outputs, simulated if arrival_times is None else None, flight, delay)
+        return times
+
+
+_drawn = lru_cache(maxsize=256)(SimulatedLoad.draw)
+"""The searches of several candidates share their loads."""
+
+
+def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> dict[str, float]:
+    """Return rates and statistics of latencies by name, as `flagcore_serving.load.figures` defines them."""
+    rate = lanes * times.count / max(times.seconds, 1e-9)
+    has_tpot = ~np.isnan(times.tpot)
+    good_share = float(_meets_limits(times, has_tpot, slo).mean())
+    figures = {
+        "output_tokens_per_s": times.output_len * rate,
+        "total_tokens_per_s": (times.input_len + times.output_len) * rate,
+        "requests_per_s": rate,
+        "goodput_requests_per_s": good_share * rate,
+    }
+    for name, values, weights in (
+        ("ttft_s", times.ttft, None),
+        ("tpot_s", times.tpot[has_tpot], None),
+        ("itl_s", np.array([gap for gap, _ in times.gaps]), np.array([float(count) for _, count in times.gaps])),
+        ("e2e_s", times.e2e, None),
+    ):
+        figures |= {f"{name}.{statistic}": value for statistic, value in _statistics(values, weights).items()}
+    return figures
+
+
+def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, float]:
+    """Return mean and percentiles. All are 0 if there are no values, such as for the ITL of one-token answers."""
+    if not values.size:
+        return dict.fromkeys(STATISTICS, 0.0)
+    if weights is None:
+        return statistics_of(values)
+    order = np.argsort(values)
+    cumulative = np.cumsum(weights[order])
+    shares = np.array(PERCENTILES) / 100.0
+    indices = np.minimum(np.searchsorted(cumulative, shares * cumulative[-1]), values.size - 1)
+    mean = (values * weights).sum() / weights.sum()
+    return dict(zip(STATISTICS, map(float, (mean, *values[order][indices])), strict=True))
+
+
+def _meets_limits(times: RequestTimes, has_tpot: BoolArray, slo: Mapping[str, float]) -> BoolArray:
+    """Return a mask of the requests that meet all limits. Of several limits on one latency, the widest counts."""
+    widest = widest_limits(slo)
+    is_good = np.ones(times.ttft.size, dtype=np.bool_)
+    tpot = np.where(has_tpot, times.tpot, 0.0)
+    for name, values in (("ttft_s", times.ttft), ("tpot_s", tpot), ("e2e_s", times.e2e)):
+        if name in widest:
+            is_good &= values <= widest[name]
+    return is_good

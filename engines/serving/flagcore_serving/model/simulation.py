@@ -1,0 +1,464 @@
+"""Simulates the scheduler of an engine: continuous batching, and chunked prefill together with decoding.
+
+Between two events (an arrival, an end, a full cache) only the context grows, so the simulation computes all decoding
+iterations between them in one step: its run time depends on the number of requests, not of tokens. The simulation is
+deterministic. Sources: the schedulers of vLLM (Kwon et al. 2023, arXiv 2309.06180; v1 `core/sched/scheduler.py`) and
+SGLang (`managers/scheduler.py`). `Price` uses plain Python numbers, because the simulation calls it millions of times.
+"""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from math import ceil, inf
+
+from flagcore_serving.model.iteration import NODES, IterationCosts
+from flagcore_serving.model.vision import ImageWork
+from flagcore_serving.model.work import Overheads
+
+GRID: list[float] = NODES.tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """Limits of one lane of one candidate. A lane is one instance with its share of the load.
+
+    - `budget`, `running`: maximum tokens and sequences in an iteration, in total over all ranks.
+    - `cache_tokens`: the capacity of the cache in tokens, in total over all ranks.
+    - `block`: tokens of one block of the cache.
+    - `ranks`: the number of attention DP ranks.
+    - `stages`: the number of pipeline stages. Each stage works on another batch and waits for the slowest stage, so an
+      iteration is the time in which each sequence gets one token.
+    - `shared_prefix`: the first tokens of each prompt, which are always cached.
+    - `retained`: tokens of other prompts that the prefix cache can hold, in blocks of `page` tokens.
+    - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
+      that only decodes.
+    """
+
+    budget: float
+    running: float
+    cache_tokens: float
+    block: float = 16.0
+    ranks: float = 1.0
+    stages: float = 1.0
+    shared_prefix: float = 0.0
+    retained: float = 0.0
+    page: float = 1.0
+    drafted: float = 0.0
+    gain: float = 1.0
+
+
+class Price:
+    """The iteration times of one candidate on its lane, with the engine's overheads.
+
+    `row`: the row of the candidate in `costs`. `encoding`: a function that returns the seconds of the vision tower for
+    the images of each request.
+    """
+
+    def __init__(
+        self,
+        costs: IterationCosts,
+        row: int,
+        lane: Lane,
+        overheads: Overheads,
+        encoding: Callable[[Sequence[ImageWork]], list[float]] = lambda images: [],
+    ) -> None:
+        self.encoding = encoding
+        slowed = overheads.slowed(float(costs.crowding[row]))
+        self.lane = lane
+        self.overheads = replace(slowed, entry=slowed.entry / (lane.ranks if slowed.own_front_ends else 1.0))
+        self.pair, self._cached = float(costs.pair[row]), float(costs.cached[row])
+        self._parts = lane.ranks * lane.stages
+        self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()
+        self._sampled = costs.sampled[row].tolist()
+        self._fixed, self._sequence = float(costs.fixed[row]), float(costs.sequence[row])
+        self._floor, self._captured = float(costs.floor[row]), float(costs.captured[row])
+        self._decode: dict[int, float] = {}
+
+    def cached(self, sequences: int) -> float:
+        """Return the seconds to read one cached token for `sequences` sequences spread evenly over ranks and stages."""
+        return self._cached / (min(self._parts, max(sequences, 1)) * self.lane.gain)
+
+    def decode(self, sequences: int) -> float:
+        """Return the seconds in which each of `sequences` sequences gets a token, without reading their context."""
+        seconds = self._decode.get(sequences)
+        if seconds is None:
+            batch = sequences * (1.0 + self.lane.drafted) / self.lane.stages
+            per_rank = batch / self.lane.ranks
+            seconds = (
+                _interpolate(self._local, per_rank)
+                + _interpolate(self._sampled, per_rank)
+                + _interpolate(self._shared, batch)
+            )
+            if per_rank > self._captured:
+                seconds = max(seconds, self._floor)
+            seconds = (seconds + (self._fixed + self._sequence * sequences / self.lane.ranks)) / self.lane.gain
+            self._decode[sequences] = seconds
+        return seconds
+
+    def mixed(
+        self, sequences: int, tokens: float, longest: float, pairs: float, ended: int, encode: float = 0.0
+    ) -> float:
+        """Return the time of an iteration with `tokens` prompt tokens and `sequences` decoding sequences, in seconds.
+
+        The time to read the context of the sequences is not included.
+
+        - `longest`: tokens of the longest prompt chunk.
+        - `pairs`: the number of query-key pairs.
+        - `ended`: the number of prompts that this iteration completes.
+        - `encode`: seconds that the vision tower takes for the images of the prompts.
+
+        The time depends on the slowest rank or stage. It is assumed to compute an even share of the tokens, or the
+        longest chunk if that is more. Pieces of one prompt are in several stages at the same time.
+        """
+        stages, ranks = self.lane.stages, self.lane.ranks * self.lane.stages
+        longest = max(min(longest, self.lane.budget / ranks), longest / stages)
+        per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
+        time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
+        time += _interpolate(self._shared, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
+        if batch / self.lane.ranks > self._captured or not self.overheads.mixes:
+            time = max(time, self._floor)
+        return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self.lane.ranks
+
+    def pieces(self, sequences: int, tokens: float, pairs: float, count: int) -> float:
+        """Return the time of `count` iterations in seconds, each of which computes `tokens` tokens of one long prompt.
+
+        `sequences`: sequences that decode at the same time. `pairs`: query-key pairs of the first iteration; each
+        further iteration has `tokens` squared more than the one before.
+        """
+        first, last = (self.mixed(sequences, tokens, tokens, pairs + each * tokens**2, 0) for each in (0, count - 1))
+        growth = self.pair * tokens**2
+        if count < 3 or growth <= 0.0:
+            return 0.5 * count * (first + last)
+        host_bound = max(0, ceil(count - 1 - (last - first) / growth - 1e-6))  # iterations that wait for the host
+        remaining = count - host_bound
+        return host_bound * first + remaining * last - growth * (remaining * (remaining - 1) / 2.0)
+
+
+def tokens_per_iteration(acceptance: float, drafted: float) -> float:
+    """Return the expected number of tokens that a sequence gets in one iteration with speculation.
+
+    Each of the `drafted` tokens is accepted with the probability `acceptance` if all drafted tokens before it are
+    (Leviathan et al. 2023, arXiv 2211.17192, equation 1).
+    """
+    return drafted + 1.0 if acceptance >= 1.0 else (1.0 - acceptance ** (drafted + 1.0)) / (1.0 - acceptance)
+
+
+def _interpolate(table: list[float], tokens: float) -> float:
+    if tokens <= 1.0:
+        return table[0] if tokens > 0.0 else 0.0
+    index = min(bisect_right(GRID, tokens), len(GRID) - 1)
+    low, high = GRID[index - 1], GRID[index]
+    return table[index - 1] + (tokens - low) / (high - low) * (table[index] - table[index - 1])
+
+
+MIN_PIECES = 4
+"""Minimum number of iterations that one prompt must fill for the simulation to compute them in one step. A choice."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One request: lengths in tokens, and times in seconds.
+
+    - `hit`: tokens at the start of the prompt that the prefix cache has.
+    - `read`, `encode`: seconds that its images take in the front end and in the vision tower.
+    - `first`, `end`: times of the first and the last token; -1 if there is none yet.
+
+    The fields from `done` on are internal to the simulation.
+    """
+
+    arrival: float
+    prompt: int
+    output: int
+    hit: float = 0.0
+    read: float = 0.0
+    encode: float = 0.0
+    first: float = -1.0
+    end: float = -1.0
+    done: float = 0.0
+    made: int = 0
+    since: int = 0
+    context: int = 0
+    ticket: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result of a simulation: the requests in order, and the gaps between tokens as (seconds, number of gaps)."""
+
+    requests: list[Request]
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+    preemptions: int = 0
+    duration: float = 0.0
+
+
+class Simulation:
+    """A simulation of requests on one lane.
+
+    - `lengths`: (prompt tokens, output tokens) of each request.
+    - `arrivals`: times at which requests are sent. If None, `concurrency` requests are sent at once, and then one
+      request `think_s` seconds after the end of another one.
+    - `hits`: prompt tokens in the prefix cache, besides the prefix that all requests share.
+    - `images`: the work for the images of each request.
+
+    Sums over sequences are stored as attributes:
+
+    - `used`: cached tokens.
+    - `offset` + running x `step`: context tokens of the running sequences.
+    - `finish` - running x `step`: remaining output tokens of the running sequences.
+    - `promised`: output tokens of admitted requests whose prompts are not yet computed.
+    """
+
+    def __init__(
+        self,
+        price: Price,
+        lengths: Sequence[tuple[int, int]],
+        arrivals: Sequence[float] | None,
+        concurrency: int,
+        hits: Sequence[float] = (),
+        think_s: float = 0.0,
+        images: Sequence[ImageWork] = (),
+    ) -> None:
+        self.think_s = think_s
+        self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
+        times = arrivals if arrivals is not None else [0.0] * min(concurrency, len(lengths))
+        self.requests = [
+            Request(times[index] if index < len(times) else inf, int(prompt), max(int(output), 1))
+            for index, (prompt, output) in enumerate(lengths)
+        ]
+        for request, hit in zip(self.requests, hits, strict=False):
+            request.hit = hit
+        self._add_images(price, images)
+        self.parse_ends: list[float] = []
+        self.parse_groups = [0] * len(self.requests)
+        self.queue: deque[Request] = deque()
+        self.partial: deque[Request] = deque()
+        self.heap: list[tuple[int, int, Request]] = []
+        self.order: list[Request] = []
+        self.now = self.stalled = self.used = self.tokenized = 0.0
+        self.group_arrival = -1.0
+        self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
+        self.sent = len(times)
+        self.outcome = Outcome(self.requests)
+        for index in range(self.sent):
+            self._enter(index)
+
+    def _add_images(self, price: Price, images: Sequence[ImageWork]) -> None:
+        """Set the seconds that the images of each request take. `price`: the times of the instance with the vision
+        tower."""
+        for request, work, encode in zip(self.requests, images, price.encoding(images), strict=False):
+            request.read, request.encode = work.read_s, encode
+
+    def run(self) -> Outcome:
+        while True:
+            self._receive()
+            if not (self.queue or self.partial or self.running):
+                if self.next >= self.sent:
+                    break
+                self.now = self._ready_time()
+            elif not self._prompts():
+                self._decode()
+        self.outcome.duration = self.now
+        return self.outcome
+
+    def _enter(self, index: int) -> None:
+        """Pass a request through the front end. The front end parses simultaneous requests together: all are ready when
+        the last one is."""
+        arrival = self.requests[index].arrival
+        if not self.parse_ends or arrival != self.group_arrival:
+            self.parse_ends.append(max(self.parse_ends[-1] if self.parse_ends else 0.0, arrival))
+            self.group_arrival = arrival
+        self.parse_ends[-1] += self.overheads.entry
+        self.parse_groups[index] = len(self.parse_ends) - 1
+
+    def _tokenized_time(self) -> float:
+        """Return the time at which the next request is tokenized. One thread tokenizes all requests in order."""
+        parsed = max(self.parse_ends[self.parse_groups[self.next]], self.tokenized)
+        request = self.requests[self.next]
+        return parsed + self.overheads.prompt_token * request.prompt + request.read
+
+    def _ready_time(self) -> float:
+        return self._tokenized_time() + self.overheads.request
+
+    def _receive(self) -> None:
+        """Move requests that are ready to the queue. A busy engine polls only every `receive` iterations."""
+        if self.running and self.step % self.overheads.receive:
+            return
+        while self.next < self.sent and self._ready_time() <= self.now:
+            self.tokenized = self._tokenized_time()
+            self.queue.append(self.requests[self.next])
+            self.next += 1
+
+    def _cached_tokens(self, request: Request) -> float:
+        """Return how many tokens of the cache a request occupies, including the unused part of its last block."""
+        return request.prompt + request.made - self.lane.shared_prefix + 0.5 * (self.lane.block - 1.0)
+
+    def _admit(self, ended: int) -> bool:
+        """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted. If
+        no other sequence runs, the request is admitted even if the cache is too small."""
+        if not self.queue or self.running + len(self.partial) + ended >= self.lane.running:
+            return False
+        request = self.queue[0]
+        cached = self._cached_tokens(request)
+        future = request.output - request.made + self.promised + self.finish - self.running * self.step
+        required_tokens = cached + self.overheads.reserve * future
+        if self.used + required_tokens > self.lane.cache_tokens and (self.running or ended):
+            return False
+        self.queue.popleft()
+        self.partial.append(request)
+        self.promised += request.output - request.made
+        self.used += cached
+        request.done = min(self.lane.shared_prefix + request.hit, request.prompt - 1.0)
+        return True
+
+    def _prompts(self) -> bool:
+        """Compute an iteration with pieces of prompts; return False if there are no prompts to compute."""
+        decoding = self.running if self.overheads.mixes else 0
+        budget = self.lane.budget - decoding
+        if self.partial and self._pieces(self.partial[0], decoding, budget):
+            return True
+        tokens = pairs = longest = encode = 0.0
+        ended: list[Request] = []
+        while budget > 0 and (self.partial or self._admit(len(ended))):
+            request = self.partial[0]
+            total = request.prompt + request.made
+            encode, request.encode = encode + request.encode, 0.0
+            piece = min(budget, total - request.done)
+            pairs += piece * (request.done + 0.5 * piece)
+            request.done += piece
+            tokens, budget, longest = tokens + piece, budget - piece, max(longest, piece)
+            if request.done >= total:
+                ended.append(self.partial.popleft())
+        if not tokens:
+            return False
+        time = self.price.mixed(decoding, tokens, longest, pairs, len(ended), encode)
+        if decoding:
+            time += self.price.cached(self.running) * (self.offset + self.running * self.step)
+            self._advance(1, time)
+        else:
+            self.now += time
+            self.stalled += time if self.running else 0.0
+        for request in ended:
+            self._start(request)
+        self._finish()
+        return True
+
+    def _pieces(self, request: Request, decoding: int, budget: float) -> bool:
+        """Compute in one step all iterations that one long prompt fills. Return False if they are at most `MIN_PIECES`.
+
+        The last piece of the prompt is left to `_prompts`. No decoding sequence ends before the last of these
+        iterations.
+        """
+        if budget <= 0.0 or request.prompt + request.made - request.done <= MIN_PIECES * budget:
+            return False
+        count = ceil((request.prompt + request.made - request.done) / budget) - 1
+        if decoding:
+            count = min(count, self.heap[0][0] - self.step)
+        time = self.price.pieces(decoding, budget, budget * (request.done + 0.5 * budget), count)
+        request.done += count * budget
+        if decoding:
+            read = self.price.cached(self.running)
+            context = self.offset + self.running * self.step
+            self._advance(count, time + read * count * (context + self.running * (count - 1) / 2.0))
+            self._finish()
+        else:
+            self.now += time
+            self.stalled += time if self.running else 0.0
+        return True
+
+    def _start(self, request: Request) -> None:
+        """Start to decode a request whose prompt was just computed, which yielded one token. This token is the first
+        one of the request or, after a preemption, its next one."""
+        if request.first < 0:
+            request.first = self.now
+        self.promised -= request.output - request.made
+        request.made += 1
+        self.used += 1
+        if request.made >= request.output:
+            self.used -= self._cached_tokens(request)
+            self._end(request)
+            return
+        self._join(request)
+
+    def _join(self, request: Request) -> None:
+        """Add a request to the decoding sequences."""
+        self.tickets += 1
+        self.running += 1
+        request.context, request.since, request.ticket = request.prompt + request.made, self.step, self.tickets
+        self.offset += request.context - self.step
+        self.finish += self.step + request.output - request.made
+        self.order.append(request)
+        heappush(self.heap, (self.step + request.output - request.made, self.tickets, request))
+
+    def _advance(self, steps: int, time: float) -> None:
+        """Add `steps` tokens to all running sequences in `time` seconds. The first gap includes the time for which
+        sequences waited for prompts."""
+        gap = time / steps
+        self.outcome.gaps.append((gap + self.stalled, self.running))
+        if steps > 1:
+            self.outcome.gaps.append((gap, self.running * (steps - 1)))
+        self.stalled = 0.0
+        self.now += time
+        self.step += steps
+        self.used += self.running * steps
+
+    def _stop(self, request: Request) -> None:
+        self.running -= 1
+        self.offset -= request.context - request.since
+        self.finish -= request.since + request.output - request.made
+        request.made += self.step - request.since
+        request.ticket = 0
+        self.used -= self._cached_tokens(request)
+
+    def _finish(self) -> None:
+        while self.heap and (self.heap[0][0] <= self.step or self.heap[0][2].ticket != self.heap[0][1]):
+            _, ticket, request = heappop(self.heap)
+            if request.ticket == ticket:
+                self._stop(request)
+                self._end(request)
+
+    def _end(self, request: Request) -> None:
+        request.end = self.now
+        if not self.open and self.sent < len(self.requests):
+            self.requests[self.sent].arrival = self.now + self.think_s
+            self._enter(self.sent)
+            self.sent += 1
+
+    def _decode(self) -> None:
+        while self.used + self.running > self.lane.cache_tokens and self.running > 1:
+            self._preempt()
+        steps = self.heap[0][0] - self.step
+        if self.running > 1:
+            steps = min(steps, max(int((self.lane.cache_tokens - self.used) // self.running), 1))
+        base = self.price.decode(self.running) + self.price.cached(self.running) * (
+            self.offset + self.running * self.step
+        )
+        growth = self.price.cached(self.running) * self.running
+        if self.next < self.sent:
+            wait = self._ready_time() - self.now
+            arrival_step = self.step + (_steps_within(base, growth, wait, steps) if wait > 0.0 else 0)
+            poll_step = -(-max(arrival_step, self.step + 1) // self.overheads.receive) * self.overheads.receive
+            steps = min(steps, poll_step - self.step)
+        self._advance(steps, base * steps + growth * (steps * (steps - 1) / 2.0))
+        self._finish()
+
+    def _preempt(self) -> None:
+        """Move the sequence that started last to the front of the queue, so that it is computed again."""
+        request = self.order.pop()
+        while not request.ticket:
+            request = self.order.pop()
+        self._stop(request)
+        self.queue.appendleft(request)
+        self.outcome.preemptions += 1
+        while self.heap and self.heap[0][2].ticket != self.heap[0][1]:
+            heappop(self.heap)
+
+
+def _steps_within(base: float, growth: float, wait: float, limit: int) -> int:
+    """Return the number of iterations until `wait` seconds have passed, at most `limit`. The first iteration takes
+    `base` seconds, and each further one `growth` seconds more than the one before."""
+    if base * limit <= wait:
+        return limit
+    half = base - 0.5 * growth
+    return ceil((-half + (half * half + 2.0 * growth * wait) ** 0.5) / growth) if growth > 0.0 else ceil(wait / base)

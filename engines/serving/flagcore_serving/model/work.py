@@ -1,0 +1,161 @@
+"""Inputs to the predictions that all candidates share: the model, and the overheads of an engine by release.
+
+`benchmarks/README.md` lists the measured points of the fits. `benchmarks/serving_fit.py` prints most overheads;
+`request`, `entry`, `receive` and `reserve` were chosen so that the simulated TTFT matches the same points.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flagcore.domain.model import Model
+from flagcore.vendorkit.installed import release
+
+TOKENIZER = 1.25e-6
+"""Seconds per token that a tokenizer takes: 50 ms for 40,000 tokens (TensorRT-LLM pull request 13377). Engines tokenize
+one prompt after the other, because tokenizers are not thread-safe (vllm-project/vllm pull request 34789)."""
+PIXEL = 25e-9
+"""Seconds per pixel to decode and scale an image in one thread: 16 to 29 ns for 256 x 256 to 1920 x 1080 pixels, PNG or
+JPEG, with transformers 5.19 on one core of a Xeon, measured on 2026-11-23. vLLM 0.32 has one such thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """Overheads of an engine in addition to large kernels and messages. Times are in seconds.
+
+    Host and front end:
+
+    - `iteration`: time of the host per iteration.
+    - `sequence`: time of the host per iteration and running sequence (sampling, streaming, bookkeeping).
+    - `request`: time that a request takes to reach the scheduler.
+    - `entry`: time that the front end takes to accept one request. Requests are accepted one after the other.
+    - `prompt_token`: time per prompt token in the one thread that tokenizes.
+    - `receive`: number of iterations between two polls for new requests.
+
+    Times of small kernels per layer (norms, rotation, cache writes, activations, casts, routing), and of messages:
+
+    - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
+    - `latent`, `indexer`: additional kernels of latent attention, and of the indexer of sparse attention.
+    - `experts`: kernels of a layer with experts, by precision of the weights.
+    - `whole_experts`: additional kernels of such a layer if tensor ranks hold whole experts, by precision.
+    - `casts`: formats to which separate kernels cast the operands of products. Elsewhere the kernel before casts, too.
+    - `reduce`: a small all-reduce between two ranks.
+    - `reduce_doubling`: addition to `reduce` for each doubling of the ranks beyond two.
+    - `handover`: between two stages of a pipeline, besides the message.
+
+    Experts:
+
+    - `grouped_share`, `grouped_work`: rates at which the experts' weights are read and multiplied, relative to other
+      matrix products.
+    - `exchanged_share`: factor on both rates if attention ranks exchange their tokens.
+    - `spread`: share of an iteration's tokens that choose experts independently of each other.
+
+    Kernels that an iteration launches if it is not a captured graph; the host may then be slower than the device:
+
+    - `eager_kernels`: kernels per layer.
+    - `eager_experts`, `eager_latent`: additional kernels per layer with experts, and per layer with latent attention.
+
+    Scheduler and memory:
+
+    - `mixes`: whether iterations combine prompts and decoding. Otherwise prompts have separate iterations, which are
+      never captured.
+    - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
+    - `activations_beside`: whether the engine's share of memory covers only weights and cache.
+    - `own_front_ends`: whether each attention rank has a front end, which accepts requests beside the others.
+    - `frees_windows`: whether layers with sliding windows cache only the tokens in their windows.
+    """
+
+    iteration: float
+    sequence: float
+    request: float
+    attention: float
+    ffn: float
+    entry: float = 0.0
+    prompt_token: float = 0.0
+    receive: int = 1
+    latent: float = 0.0
+    indexer: float = 0.0
+    experts: Mapping[str, float] = field(default_factory=dict)
+    whole_experts: Mapping[str, float] = field(default_factory=dict)
+    casts: Sequence[str] = ()
+    reduce: float = 10e-6
+    reduce_doubling: float = 0.0
+    handover: float = 0.0
+    grouped_share: float = 1.0
+    grouped_work: float = 1.0
+    exchanged_share: float = 1.0
+    spread: float = 1.0
+    eager_kernels: float = 0.0
+    eager_experts: float = 0.0
+    eager_latent: float = 0.0
+    mixes: bool = True
+    reserve: float = 0.0
+    activations_beside: bool = False
+    own_front_ends: bool = False
+    frees_windows: bool = False
+
+    def slowed(self, factor: float) -> Overheads:
+        """Return these overheads with the times of the front end multiplied by `factor`."""
+        if factor == 1.0:
+            return self
+        names = ("request", "entry", "prompt_token")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Inputs that all candidates of a task share.
+
+    - `precision`: the format in which the weights are multiplied.
+    - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
+    - `link_domain`: number of consecutive devices that are connected without the network.
+    - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
+    - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and linear attention depend
+      on them.
+    """
+
+    model: Model
+    precision: str
+    overheads: Overheads
+    weight_bytes: float | None = None
+    link_domain: int = 8
+    on_bus: bool = False
+    tokens: float = 1.0
+    prompt: float = 1.0
+
+    @property
+    def wide_precision(self) -> str:
+        """The 16-bit format of attention scores and values, the output head and the router."""
+        return "fp16" if self.precision == "fp16" else "bf16"
+
+    @property
+    def attention_precision(self) -> str:
+        """The format of the attention projections: 4-bit checkpoints with experts keep them in 16 bits."""
+        narrow = self.precision == "nvfp4" and self.model.num_moe_experts is not None
+        return self.wide_precision if narrow else self.precision
+
+    @property
+    def moe_layers(self) -> int:
+        model = self.model
+        return 0 if model.num_moe_experts is None else model.num_layers - model.moe_first_dense_layers
+
+
+UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)
+"""Overheads of an engine whose overheads were not fitted. Predicted times are then lower bounds."""
+
+
+def overheads_of(releases: Mapping[str, Mapping[str, Any]], version: str | None) -> Overheads:
+    """Return the overheads of the release `version`, or of the newest release if the version is unknown.
+
+    `releases`: fields of `Overheads` by the first release to which they apply, the newest first.
+    """
+    newest = (sys.maxsize,)
+    number, fields_of_release = release(version or "") or newest, None
+    for since, fields_ in releases.items():
+        fields_of_release = fields_
+        if number >= (release(since) or newest):
+            break
+    return UNFITTED if fields_of_release is None else Overheads(**fields_of_release)

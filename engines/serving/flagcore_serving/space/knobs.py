@@ -1,0 +1,325 @@
+"""The common knobs of serving engines, and the parser of knob values in specs and job records."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from flagcore.domain.knob import SHARES, Flag, Knob
+from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, KnobValue
+from flagcore.domain.spec import AUTO, Task, is_rate
+from flagcore.errors import SpecError
+from flagcore_serving.space import placement
+from flagcore_serving.space.hardware import (
+    DP,
+    EP,
+    INSTANCES,
+    PP,
+    PREFILL_DECODE,
+    TP,
+    Hardware,
+    has_images,
+    max_in_flight,
+)
+from flagcore_serving.space.weights import min_devices
+
+LAYOUT = (INSTANCES, TP, PP, DP, EP)
+SHARING = "decode_context_parallel_size"
+DEFAULT_SPACE = (*LAYOUT, SHARING, "max_num_seqs", "max_num_batched_tokens")
+"""Names or aliases of the knobs that a spec without a space searches: layouts and limits of the batch."""
+CONTEXT = "context_len"
+"""The knob for the context length. A spec without a space sets it only if the engine would not start otherwise."""
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+IMPLIED_VALUES: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys((INSTANCES, TP, PP, DP, EP), (None, 1)),
+    **dict.fromkeys((PREFILL_DECODE, "max_num_seqs", "max_num_batched_tokens", "block_size"), (None,)),
+    "enforce_eager": (None, False),
+}
+"""Knobs that any job record may contain. An engine without such a knob accepts only these values, which mean no
+change."""
+
+
+def axes(
+    task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue], version: str | None = None
+) -> tuple[Axis, ...]:
+    """Return the axis of each knob: its values in the spec's space, or else its fixed or neutral value.
+
+    `fixed`: values that `engine_args` set. If a spec has no space, the knobs of DEFAULT_SPACE and CONTEXT are `auto`
+    unless they are fixed. Raises SpecError for a key of the space or the baseline that is not a knob, and for a value
+    of a knob that the engine release `version` does not support.
+    """
+    baseline = task.spec.baseline or {}
+    for values, section in ((task.spec.space, "space"), (baseline, "baseline")):
+        _knobs_by_key(values, knobs, task.spec.serve.engine, f"auto_tuner.{section}.")
+    result, wide = [], wide_values(task, fixed)
+    for knob in knobs:
+        if knob.name == PREFILL_DECODE:
+            knob = replace(knob, words=placement.known_roles(task))
+        value = fixed.get(knob.name, knob.neutral)
+        extra_values, baseline_value = [value, knob.neutral], knob.value_in(baseline)
+        if baseline_value is not None:
+            extra_values.append(knob.parse(baseline_value, f"auto_tuner.baseline.{knob.name}"))
+        by_default = task.spec.serve.default_space and any(name in (*DEFAULT_SPACE, CONTEXT) for name in knob.names)
+        searched = task.listed_values(knob, AUTO if by_default and knob.name not in fixed else [value])
+        if knob.name in wide and knob.is_available(version):
+            searched = wide[knob.name]
+        if not knob.is_available(version) and AUTO in (knob.value_in(task.spec.space), by_default and AUTO):
+            searched = (knob.neutral,)
+        set_value = next((each for each in (*searched, *extra_values) if each != knob.neutral), None)
+        if set_value is not None and not knob.is_available(version):
+            section = "serve.engine_args" if knob.value_in(baseline) is None else "auto_tuner.baseline"
+            key = f"{'auto_tuner.space' if set_value in searched and knob.name not in fixed else section}.{knob.name}"
+            releases = f"{task.spec.serve.engine} {knob.versions}"
+            problem, fix = f"needs {releases}, but the release is {version}", f"remove it, or use {releases}"
+            raise SpecError(key=key, value=set_value, problem=problem, fix=fix)
+        result.append(knob.axis(searched, extra_values))
+    return tuple(result)
+
+
+def wide_values(task: Task, fixed: Mapping[str, KnobValue]) -> dict[str, tuple[KnobValue, ...]]:
+    """Return the values that a spec without a space searches to serve experts on several hosts, by knob.
+
+    These are values of PREFILL_DECODE, and settings of published recipes. The result is empty if there is nothing to
+    search, or if the baseline or `fixed` sets one of these knobs.
+    """
+    copies = (None, (task.spec.model.num_moe_experts or 0) // 8)
+    recipe: dict[str, tuple[KnobValue, ...]] = {REDUNDANT: copies, BALANCING: (False, True)}
+    recipe["mem_fraction_static"] = (None, RECIPE_SHARE)
+    is_set = {PREFILL_DECODE, *recipe} & {*fixed, *(task.spec.baseline or {})}
+    pairs = placement.balanced_roles(task) if task.spec.serve.default_space and not is_set else ()
+    return {PREFILL_DECODE: pairs, **recipe} if len(pairs) > 1 else {}
+
+
+def parse(values: Mapping[str, object], knobs: Sequence[Knob], engine: str) -> dict[str, KnobValue]:
+    """Parse the knob values of a spec or a job record. Raises SpecError for an unknown knob or an invalid value."""
+    knobs_by_key = _knobs_by_key(values, knobs, engine, "")
+    return {knob.name: knob.parse(values[key], key) for key, knob in knobs_by_key.items()}
+
+
+def _knobs_by_key(values: Mapping[str, object], knobs: Sequence[Knob], engine: str, prefix: str) -> dict[str, Knob]:
+    """Return the knob of each key in `values`. Raises SpecError for an unknown key, and for two keys of one knob."""
+    by_name = {name: knob for knob in knobs for name in knob.names}
+    result: dict[str, Knob] = {}
+    for key, value in values.items():
+        knob = by_name.get(key)
+        if knob is None:
+            if value in IMPLIED_VALUES.get(key, ()):
+                continue
+            names = [knob.name for knob in knobs]
+            close_matches = get_close_matches(str(key), names, n=1, cutoff=0.5)
+            fix = f"did you mean {close_matches[0]}?" if close_matches else f"its knobs: {', '.join(names)}"
+            raise SpecError(key=f"{prefix}{key}", problem=f"is not a knob of {engine}", fix=fix)
+        other = next((other for other, same in result.items() if same is knob), None)
+        if other is not None:
+            raise SpecError(key=f"{prefix}{key}", problem=f"is the same knob as {other}", fix="remove one of the two")
+        result[key] = knob
+    return result
+
+
+def arguments(knobs: Sequence[Knob], values: Mapping[str, KnobValue], version: str | None = None) -> tuple[str, ...]:
+    """Return the command-line arguments that set a candidate's knobs in the engine release `version`."""
+    return tuple(word for knob in knobs for word in knob.arguments(values.get(knob.name, knob.neutral), version))
+
+
+def code(knob: Knob, value: KnobValue) -> int:
+    """Return the code of a knob's value: the integer that represents it in candidate columns."""
+    words = SHARES if knob.kind == "share" else knob.words
+    return words.index(value) + 1 if isinstance(value, str) else value or 0
+
+
+def tower_shares(columns: Columns, *, loaded: bool = True) -> FloatArray:
+    """Return the number of ranks that split the vision tower's weights, or infinity if the tower is not `loaded`."""
+    tensor = columns[TP].astype(np.float64)
+    is_whole = columns[TOWER] == 1 + COMMON[TOWER]["words"].index("data")
+    return np.where(is_whole, 1.0, tensor) if loaded else np.full_like(tensor, np.inf)
+
+
+def exchange_settings(task: Task, columns: Columns, knobs: Sequence[Knob]) -> dict[str, Any]:
+    """Return the fields of `Settings` for the exchange of tokens between attention ranks and experts.
+
+    If the knob EXCHANGE is not set, instances on several hosts are assumed to use a library for the exchange, as
+    published recipes do.
+    """
+    hardware = Hardware.of(task)
+    words = next(knob.words for knob in knobs if knob.name == EXCHANGE)
+    gathering = [words.index(word) + 1 for word in GATHERING if word in words]
+    several_hosts = columns[TP] * columns[DP] > hardware.per_host
+    uses_library = np.where(columns[EXCHANGE] == 0, several_hosts, ~np.isin(columns[EXCHANGE], gathering))
+    return {
+        "exchanges": uses_library & (columns[DP] > 1) & (columns[EP] > 1),
+        "overlaps": uses_library & (columns[OVERLAP] == 1),
+        "copies": columns[REDUNDANT],
+        "balanced": (columns[BALANCING] == 1) | (columns[REDUNDANT] > 0),
+    }
+
+
+def or_default(codes: IntArray, default: IntArray | int) -> IntArray:
+    """Return the values of a numeric knob's column `codes`, with `default` where the knob is not set."""
+    return np.where(codes > 0, codes, default)
+
+
+def shares(codes: IntArray, default: FloatArray | float) -> FloatArray:
+    """Convert the column `codes` of a knob that is a share to numbers in (0, 1], with `default` where it is not set."""
+    return np.where(codes > 0, codes / len(SHARES), default)
+
+
+def divisors(task: Task) -> tuple[int, ...]:
+    """Return the divisors of the number of devices in ascending order."""
+    cards = Hardware.of(task).cards
+    return tuple(each for each in range(1, cards + 1) if cards % each == 0)
+
+
+def tensor_sizes(task: Task) -> tuple[int, ...]:
+    """Return the divisors of the device count, and the powers of two up to this count, in ascending order.
+
+    Other sizes rarely divide the attention heads: a model may run on 8 of 12 devices, but not on 6 or 12. Sizes above
+    the number of linked devices are left out, unless the weights need more devices of a host.
+    """
+    hardware = Hardware.of(task)
+    cards, most = hardware.cards, max(task.cluster.linked_devices, min(min_devices(task), hardware.per_host))
+    sizes = {*divisors(task), *(1 << step for step in range(cards.bit_length()))}
+    return tuple(sorted(size for size in sizes if size <= most))
+
+
+def powers_in_flight(task: Task, count: int, maximum: int = 1 << 30) -> tuple[int, ...]:
+    """Return the `count` largest powers of two up to `maximum` and to the number of requests in flight, rounded up."""
+    limit = min(maximum, 1 << (max(1, max_in_flight(task.spec.serve.loads)) - 1).bit_length())
+    return tuple(1 << step for step in range(limit.bit_length()))[-count:]
+
+
+def shares_cache(task: Task) -> bool:
+    """Return whether tensor ranks have copies of one cache, which they may share: that of dense latent attention."""
+    return task.spec.model.multi_latent_attention and task.spec.model.indexer is None
+
+
+class Auto(NamedTuple):
+    """The meaning of `auto` for a knob: a function that returns the values for a task, and a description of them."""
+
+    values: Callable[[Task], Sequence[KnobValue]]
+    help: str
+
+
+def fixed_values(*values: KnobValue) -> Auto:
+    """Return an `auto` with the same values for every task."""
+    return Auto(lambda task: values, ", ".join(map(_value_text, values)))
+
+
+def _value_text(value: KnobValue) -> str:
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def by_hardware(cores: Auto, devices: Auto) -> Auto:
+    """Return an `auto` with different values on CPU cores and on devices."""
+    return Auto(
+        lambda task: (cores if Hardware.of(task).on_cores else devices).values(task),
+        f"{devices.help}; on cores {cores.help}",
+    )
+
+
+def if_fp8(default: str, fp8: str) -> Auto:
+    """Return an `auto` for cache formats: `default`, and `fp8` if the chip supports it."""
+    help_text = f"{default}, and {fp8} if the chip supports it"
+    return Auto(lambda task: (default, fp8) if Hardware.of(task).fp8 else (default,), help_text)
+
+
+class RolesKnob(Knob):
+    """The knob PREFILL_DECODE. Its values are texts such as 2xtp2+1xtp4, and the valid ones depend on the task."""
+
+    def parse(self, value: object, key: str) -> KnobValue:
+        return None if value is None else placement.parse_roles(value, key)
+
+
+ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
+MOE, QUANTIZATION = "moe_backend", "quantization"
+KV, PREFIX, EAGER = "kv_cache_type", "enable_prefix_caching", "enforce_eager"
+TRANSFER, TOWER = "kv_transfer", "mm_encoder_tp_mode"
+EXCHANGE, OVERLAP = "all2all_backend", "two_batch_overlap"
+REDUNDANT, BALANCING = placement.COPIES
+RECIPE_SHARE = "0.84"
+"""SGLang's share of memory in recipes for wide expert parallelism: 0.82 to 0.85 (lmsys.org, 2025-05-05;
+ishandhanani/srt-slurm @f64d2b9f). Its default would leave no cache, because it grows with the prefill chunk."""
+GATHERING = ("none", "naive", "allgather_reducescatter")
+"""The values of EXCHANGE with which all attention ranks gather all tokens."""
+EXTENSIBLE = (BACKEND, MOE, QUANTIZATION, SPECULATION)
+"""Knobs for which some builds of an engine register more values. `engine_args` may contain such values, a space may
+not."""
+
+
+def _has_wide_experts(task: Task) -> bool:
+    return task.spec.model.num_moe_experts is not None and Hardware.of(task).hosts > 1
+
+
+AUTOS = {
+    "roles": Auto(placement.auto_roles, "not set; for a rate also divisions of all devices between two layouts"),
+    "tensor_sizes": Auto(tensor_sizes, "divisors of the devices, and powers of two, within a host"),
+    "divisors": Auto(divisors, "divisors of the devices"),
+    "unset_and_divisors": Auto(lambda task: (None, *divisors(task)), "not set, and divisors of the devices"),
+    "divisors_with_experts": Auto(
+        lambda task: divisors(task) if task.spec.model.num_moe_experts else (1,),
+        "1; with experts divisors of the devices",
+    ),
+    "divisors_for_rates": Auto(  # several instances do not reduce a latency
+        lambda task: divisors(task) if is_rate(task.spec.objective) else (1,),
+        "divisors of the devices; 1 for a latency",
+    ),
+    "switch_between_hosts": Auto(
+        lambda task: (False, True) if _has_wide_experts(task) else (False,),
+        "false; with experts on several hosts also true",
+    ),
+    "copies_between_hosts": Auto(
+        lambda task: (
+            (None, *((task.spec.model.num_moe_experts or 0) // part for part in (8, 4)))
+            if _has_wide_experts(task)
+            else (None,)
+        ),
+        "not set; on several hosts also an eighth and a quarter of the experts",
+    ),
+    "sharing_sizes": Auto(
+        lambda task: (None, *tensor_sizes(task)[1:]) if shares_cache(task) else (None,),
+        "not set; with latent attention also the sizes of tensor parallelism above 1",
+    ),
+    "powers_in_flight": Auto(
+        lambda task: powers_in_flight(task, count=4), "four powers of two up to the requests in flight"
+    ),
+    "tower_modes": Auto(
+        lambda task: ("weights", "data") if task.spec.model.vision and has_images(task.spec.serve.loads) else (None,),
+        "both for a load with images; else not set",
+    ),
+}
+"""Meanings of `auto` that tables of knobs refer to by name."""
+
+
+def read(rows: Mapping[str, Mapping[str, Any] | None], autos: Mapping[str, Auto] = AUTOS) -> tuple[Knob, ...]:
+    """Return the knobs of a table that maps the name of each knob to its fields.
+
+    A knob in COMMON needs only the fields that differ. These fields have a form of their own:
+
+    - `flags`: names, or fields of `Flag`; by default the name of the knob with hyphens.
+    - `off_flag`: the flag that sets False.
+    - `auto`: a list of values, or a key of `autos`.
+    - `on_cores`: what `auto` means if devices are CPU cores, in the same form as `auto`.
+    """
+    return tuple(_knob(name, {**COMMON.get(name, {}), **(row or {})}, autos) for name, row in rows.items())
+
+
+def _knob(name: str, row: dict[str, Any], autos: Mapping[str, Auto]) -> Knob:
+    def auto_of(key: str) -> Auto:
+        value = row.pop(key, [None])
+        return autos[value] if isinstance(value, str) else fixed_values(*value)
+
+    auto = by_hardware(auto_of("on_cores"), auto_of("auto")) if "on_cores" in row else auto_of("auto")
+    off, flags = row.pop("off_flag", ""), row.pop("flags", [name.replace("_", "-")])
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    fields = {"auto": auto.values, "auto_help": auto.help, **fields}
+    fields["flags"] = tuple(Flag(name=each, off=off) if isinstance(each, str) else Flag(**each) for each in flags)
+    return (RolesKnob if name == PREFILL_DECODE else Knob)(name=name, **fields)
+
+
+COMMON: Mapping[str, Mapping[str, Any]] = yaml.load(
+    files(__package__).joinpath("knobs.yaml").read_text("utf-8"), LOADER
+)
+"""The fields of the knobs that engines share, by name of the knob."""

@@ -1,0 +1,403 @@
+"""The program of an engine: `engine.yaml`, the spec's `engine_args`, the installed version, and the command line."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib.resources import files
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import yaml
+
+from flagcore.domain.knob import Flag, Knob, in_versions
+from flagcore.domain.serving import EngineArg
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import NoDevice, SpecError, join_errors
+from flagcore.spec.plain_data import package_yaml
+from flagcore.vendorkit import installed
+from flagcore.vendorkit.installed import strip_dashes
+from flagcore_serving.space import knobs
+from flagcore_serving.space.knobs import Auto
+from flagcore_serving.space.weights import check_directory
+
+RESERVED_FLAGS: Mapping[str, str] = package_yaml(__package__, "reserved.yaml")
+
+
+class EngineArgs(NamedTuple):
+    """The `engine_args` of a spec. `fixed`: the values of knobs, for all candidates. `others`: all other flags."""
+
+    fixed: dict[str, KnobValue]
+    others: dict[str, EngineArg]
+
+
+class FlagProblem(NamedTuple):
+    """Why an engine may reject a flag, and what to do.
+
+    - `removed`: whether earlier releases had the flag.
+    - `is_certain`: False if the release is unknown, and may still have the flag.
+    """
+
+    problem: str
+    fix: str
+    removed: bool = False
+    is_certain: bool = True
+
+
+P = TypeVar("P", bound="Program")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """An engine's command, flags, knobs and overheads.
+
+    - `program`: the command that starts the engine by default.
+    - `commands`: all commands with which users may start it.
+    - `model_flags`: flags for the model, which may also follow the command without a flag.
+    - `images`: the entry points of public container images (see `Workload.images`).
+    - `in_image`: the path of the program in these images. Empty if it is on the PATH.
+    - `config_flag`: the flag of a YAML file with more flags.
+    - `local_flag`: the flag of the data-parallel ranks on each host.
+    - `short_flags`: flags of one dash that are not flags of a knob, with their long names. A name with a dot at its end
+      applies only to a flag with a key after a dot.
+    - `roles`: patterns of the arguments of servers that only prefill or only decode, by `prefill` and `decode`.
+      `role_flags`: a pattern of the flags of such servers that each trial sets itself.
+    - `env_prefix`, `env_flags`: the start of variables that stand for flags, and the flags of some that differ in name.
+    - `stored`: the precision of stored weights by values of the quantization that do not name it.
+    - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
+    - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
+    - `share_flag`: the flag with a share of the model for each device, separated by commas.
+    - `expert_switch`: the flag of expert parallelism if it takes no value.
+    - `packages`: pip packages that may install the engine.
+    - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
+    - `reserved`: flags that the user cannot set, each with the reason.
+    - `flag_files`, `flag_fields`: files of the engine's source that contain its flags as literals, or as fields of a
+      class. Flags are not checked if both are empty.
+    - `flags`: all flags of the newest known release, from `known_flags` of the file; empty if they are not known.
+    - `removed`: by release, the flags that it no longer has, each with its successor or an empty string. The release is
+      empty if it is not known.
+    - `overheads`: fields of `Overheads` (model/work.py), by the first release to which they apply, the newest first.
+    - `block_sizes`: supported block sizes, by attention backend.
+    - `cache_types`: bytes per cached element, by word of the knob for the cache type.
+    - `word_releases`: by knob, the words that only some releases accept, with a specifier of these releases as the key.
+    - `defaults`: the engine's own values of knobs that are not set.
+    - `forbidden`: combinations of values that the engine rejects, by name of the rule (see `rules.forbidden`).
+    """
+
+    title: str
+    program: Sequence[str]
+    knobs: tuple[Knob, ...]
+    commands: Sequence[Sequence[str]] = ()
+    model_flags: Sequence[str] = ()
+    images: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    in_image: str = ""
+    config_flag: str = ""
+    local_flag: str = ""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    role_flags: str = ""
+    short_flags: Mapping[str, str] = field(default_factory=dict)
+    env_prefix: str = ""
+    env_flags: Mapping[str, str] = field(default_factory=dict)
+    stored: Mapping[str, str] = field(default_factory=dict)
+    digit_flags: str = ""
+    abbreviations: bool = False
+    share_flag: str = ""
+    expert_switch: str = ""
+    packages: Sequence[str] = ()
+    releases: str = ""
+    reserved: Mapping[str, str] = field(default_factory=lambda: RESERVED_FLAGS)
+    flag_files: Sequence[str] = ()
+    flag_fields: Sequence[str] = ()
+    flags: frozenset[str] = frozenset()
+    removed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    overheads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    block_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    cache_types: Mapping[str, float] = field(default_factory=dict)
+    word_releases: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    defaults: Mapping[str, KnobValue] = field(default_factory=dict)
+    forbidden: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls: type[P], package: str, autos: Mapping[str, Auto] | None = None) -> P:
+        """Read the program from `engine.yaml` in an engine's package. The keys of the file are the fields.
+
+        Each knob in `knobs` may also contain `default`, the engine's own value, and `word_releases`. `autos`: meanings
+        of `auto` that only this engine has, by the names with which its knobs refer to them.
+        """
+        data = yaml.load(files(package).joinpath("engine.yaml").read_text("utf-8"), knobs.LOADER)
+        knob_rows = {name: row or {} for name, row in data.pop("knobs").items()}
+        knob_rows[knobs.KV]["words"] = list(data["cache_types"])
+        releases = {name: row.pop("word_releases") for name, row in knob_rows.items() if "word_releases" in row}
+        defaults = {name: row.pop("default") for name, row in knob_rows.items() if "default" in row}
+        reserved = RESERVED_FLAGS | data.pop("reserved")
+        table = knobs.read(knob_rows, {**knobs.AUTOS, **(autos or {})})
+        flags = set(data.pop("known_flags", "").split())
+        if flags:
+            of_knobs = {strip_dashes(word) for knob in table for flag in knob.flags for word in (flag.name, flag.off)}
+            names = {knob.name.replace("_", "-") for knob in table}
+            flags |= {*of_knobs, *names, *reserved, *data.get("digit_flags", ""), *data.get("model_flags", ())} - {""}
+        return cls(
+            knobs=table, word_releases=releases, defaults=defaults, reserved=reserved, flags=frozenset(flags), **data
+        )
+
+    def code(self, name: str, value: KnobValue) -> int:
+        """Return the integer that represents a value in the column of the knob `name`."""
+        return knobs.code(next(knob for knob in self.knobs if knob.name == name), value)
+
+    def values(self, columns: Columns, name: str) -> IntArray:
+        """Return the column of the knob `name`, with the engine's default where it is not set."""
+        return knobs.or_default(columns[name], self.code(name, self.defaults[name]))
+
+    def element_bytes(self, columns: Columns) -> FloatArray:
+        """Return the bytes per element of the KV cache: 2 where its type is not set."""
+        return np.array([2.0, *self.cache_types.values()])[columns[knobs.KV]]
+
+    def converts_to_fp8(self, columns: Columns) -> BoolArray:
+        """Return a mask of the candidates for which the engine converts the weights to fp8."""
+        words = next(knob.words for knob in self.knobs if knob.name == knobs.QUANTIZATION)
+        return np.isin(columns[knobs.QUANTIZATION], [code for code, word in enumerate(words, 1) if "fp8" in word])
+
+    def parse(self, spec: Spec) -> EngineArgs:
+        """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError for invalid ones."""
+        engine_args = self.split(spec)
+        if engine_args.others:
+            self.check(engine_args.others, self.flags_of(spec), self.version(spec))
+        return engine_args
+
+    def flags_of(self, spec: Spec) -> Collection[str]:
+        """Return the flags of the engine that a spec's command starts. It is empty if they are not known."""
+        try:
+            return self.installed_flags(self.command(spec))
+        except NoDevice:
+            return ()
+
+    def split(self, spec: Spec) -> EngineArgs:
+        """Parse `engine_args` as `parse` does, without checking the other flags.
+
+        A key is the name or a flag of a knob. A knob that the baseline sets and the space does not list is fixed, too,
+        unless it is a layout or a limit of the batch.
+        """
+        version = self.version(spec) if spec.serve.engine_args else ""
+        kept = {
+            knob.name: knob.parse(value, f"auto_tuner.baseline.{knob.name}")
+            for knob in (self.knobs if spec.baseline else ())
+            if not (knob.layout or {*knob.names} & {*knobs.DEFAULT_SPACE, *spec.space})
+            if (value := knob.value_in(spec.baseline or {})) is not None
+        }
+        args = self.divided(self.known_args(spec.serve.engine_args), version, "serve.engine_args.")
+        return EngineArgs(kept | args.fixed, args.others)
+
+    def divided(self, args: Mapping[str, EngineArg], version: str, prefix: str) -> EngineArgs:
+        """Divide flags into knobs and others. `prefix` starts the keys of errors. Raises SpecError."""
+        engine_args, problems = EngineArgs({}, {}), list[SpecError]()
+        for key, value in args.items():
+            name = self.full_name(strip_dashes(key))
+            knob, flag = self.knob_of(name, version)
+            if knob is None:
+                engine_args.others[name] = value
+            elif flag is not None and name == flag.off and isinstance(value, bool):
+                engine_args.fixed[knob.name] = not value
+            elif flag is not None and flag.word and value is True:
+                engine_args.fixed[knob.name] = flag.word
+            else:
+                try:
+                    engine_args.fixed[knob.name] = knob.parse(value, f"{prefix}{key}")
+                except SpecError as error:
+                    if knob.name in knobs.EXTENSIBLE and isinstance(value, str):
+                        engine_args.others[name] = value
+                    else:
+                        problems.append(error)
+        if problems:
+            raise join_errors(problems)
+        return engine_args
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """Return `args` with knobs in place of flags that set a knob only in combination; by default unchanged."""
+        return dict(args)
+
+    def full_name(self, name: str) -> str:
+        """Return the long name of a short flag, both without dashes. Other names are returned unchanged."""
+        head, dot, tail = name.partition(".")
+        return (self.short_flags.get(head + dot) or self.short_flags.get(head, head)) + dot + tail
+
+    def knob_of(self, name: str, version: str | None = None) -> tuple[Knob | None, Flag | None]:
+        """Return the knob with this name or flag (without dashes), and the flag.
+
+        The flag is None if the knob's name matches. Both are None if nothing matches. `version`: the release, which
+        matters for a flag that sets different knobs in different releases.
+        """
+        for knob in self.knobs:
+            if knob.name == name.replace("-", "_"):
+                return knob, None
+        matches = ((knob, flag) for knob in self.knobs for flag in knob.flags)
+        same_name = [pair for pair in matches if name in (strip_dashes(pair[1].name), strip_dashes(pair[1].off))]
+        return next(
+            (pair for pair in same_name if pair[0].is_available(version) and in_versions(pair[1].versions, version)),
+            (*same_name, (None, None))[0],
+        )
+
+    def check(self, names: Iterable[str], installed_flags: Collection[str], version: str) -> None:
+        """Raise SpecError for flags that are reserved, or that the release does not have.
+
+        `installed_flags`: the flags of the installed release; empty if they are not known.
+        """
+        problems: list[SpecError] = []
+        for name in names:
+            key, positive = f"serve.engine_args.{name}", name.removeprefix("no-").split(".")[0]
+            if reason := self.reserved.get(name) or self.reserved.get(positive):
+                problems.append(SpecError(key=key, problem=f"is set by flagcore: {reason}", fix="remove it"))
+            elif (found := self.flag_problem(name, installed_flags, version)) and found.is_certain:
+                problems.append(SpecError(key=key, problem=found.problem, fix=found.fix))
+        if problems:
+            raise join_errors(problems)
+
+    def flag_problem(self, name: str, installed_flags: Collection[str], version: str) -> FlagProblem | None:
+        """Return why the engine may reject a flag that sets no knob, or None if it accepts it, or if that is unknown.
+
+        `installed_flags`: as in `check`. They have priority over the known flags. A release that is newer than the
+        known ones may have more flags than these.
+        """
+        names = _forms(name)
+        if names & set(installed_flags):
+            return None
+        for since, flags in self.removed.items():
+            removed = next((each for each in names if each in flags), None)
+            if removed is not None and (not since or in_versions(f">={since}", version)):
+                is_certain = bool(installed_flags) or (bool(since) and installed.release(version) is not None)
+                fix = f"use {flags[removed]}" if flags[removed] else "remove it"
+                problem = f"was removed in {self.title} {since}".rstrip()
+                return FlagProblem(problem, fix, removed=True, is_certain=is_certain)
+        alias = name.replace("-", "_")
+        known = next((knob for knob in self.knobs if alias in knob.aliases), None)
+        named = strip_dashes(known.flags[0].name) if known and known.flags else known.name if known else ""
+        if installed_flags:
+            close = named or next(iter(get_close_matches(name, sorted(installed_flags), n=1)), "")
+            problem = f"is not a flag of the installed {self.title}"
+            return FlagProblem(problem, f"did you mean {close}?" if close else "remove it")
+        is_unknown = bool(self.flags) and in_versions(self.releases, version) and not self.knows_flag(name)
+        close = (named or _similar(name, self.flags)) if is_unknown else ""
+        return FlagProblem(f"is not a flag of {self.title}", f"did you mean {close}?") if close else None
+
+    def knows_flag(self, name: str) -> bool:
+        """Return whether a known release has a flag, which may be negated or have a key after a dot."""
+        return bool(_forms(name) & {*self.flags, *chain.from_iterable(self.removed.values())})
+
+    def unabbreviated(self, name: str, version: str) -> str:
+        """Return the long flag of which `name` is the unique start, if the engine accepts such starts; else `name`."""
+        if not self.abbreviations or self.knows_flag(name) or not in_versions(self.releases, version):
+            return name
+        longer = [each for each in {*self.flags, *chain.from_iterable(self.removed.values())} if each.startswith(name)]
+        return longer[0] if len(longer) == 1 else name
+
+    def installed_flags(self, command: Sequence[str]) -> Collection[str]:
+        """Return the flags of the engine that a command with an absolute path starts, without dashes.
+
+        The result is empty if they are not known.
+        """
+        folders = installed.package_folders(command[0])
+        return _flags_in_source(folders, tuple(self.flag_files), tuple(self.flag_fields))
+
+    def installed_release(self) -> tuple[Collection[str], str]:
+        """Return the flags and the version of the engine that `program` starts. Both are empty if unknown."""
+        path = installed.find_program(self.program[0]) if self.program else None
+        return (self.installed_flags([path]), installed.package_version(path, *self.packages)) if path else ((), "")
+
+    def columns(self, task: Task, columns: Columns) -> dict[str, IntArray]:
+        """Return a column for each knob.
+
+        A missing column is filled with the value that `engine_args` fix, or else with the neutral value.
+        """
+        fixed, shape = self.parse(task.spec).fixed, next(iter(columns.values()), np.zeros(1)).shape
+        missing = {knob.name: knob for knob in self.knobs if knob.name not in columns}
+        values = {name: knobs.code(knob, fixed.get(name, knob.neutral)) for name, knob in missing.items()}
+        return {**columns, **{name: np.full(shape, code) for name, code in values.items()}}
+
+    def command(self, spec: Spec) -> tuple[str, ...]:
+        """Return the command that starts the engine, with an absolute path. Raises NoDevice if it does not exist."""
+        return installed.find_command(spec, tuple(self.program), *self.packages[:1])
+
+    def start_command(self, spec: Spec) -> tuple[str, ...]:
+        """Return the command that starts the engine, with an absolute path if it exists here.
+
+        The path is that of the target for a command that is for another machine.
+        """
+        if spec.serve.elsewhere:
+            own = (self.in_image,) if self.in_image and spec.serve.elsewhere == "image" else ()
+            return tuple(spec.serve.command or own or self.program or self.commands[0])
+        try:
+            return self.command(spec)
+        except NoDevice:
+            return tuple(spec.serve.command or self.program)
+
+    def version(self, spec: Spec) -> str:
+        """Return the engine version in the spec, or else the version of the installed package; empty if unknown."""
+        if spec.serve.engine_version:
+            return spec.serve.engine_version
+        try:
+            return installed.package_version(self.command(spec)[0], *self.packages)
+        except NoDevice:
+            return ""
+
+    def ready(self, spec: Spec) -> None:
+        """Raise SpecError or NoDevice if no server can be started with the spec's Hugging Face directory."""
+        check_directory(spec)
+        command = self.command(spec)
+        version = installed.package_version(command[0], *self.packages)
+        installed.check_version(spec, version)
+        if spec.serve.command is None and "-m" in command and not version:
+            fix = f"install {self.packages[0]} there, or set serve.command"
+            raise NoDevice(f"{self.title} is not installed for {command[0]}; {fix}")
+        self.parse(spec)
+
+
+def _forms(name: str) -> set[str]:
+    """Return a flag, and the flag without its negation and without a key after a dot."""
+    return {name, name.split(".")[0], name.removeprefix("no-").split(".")[0]}
+
+
+@lru_cache(maxsize=256)
+def _similar(name: str, flags: frozenset[str]) -> str:
+    """Return the one of `flags` that `name` abbreviates, or else the most similar one; empty if there is none."""
+    longer = [flag for flag in flags if len(name) > 3 and flag.startswith(name)]
+    return next(iter(longer if len(longer) == 1 else get_close_matches(name, sorted(flags), n=1, cutoff=0.85)), "")
+
+
+_LITERAL_PATTERN = re.compile(r"""["'](--?[A-Za-z][\w-]*)["']""")
+_FIELD_PATTERN = re.compile(r"^ {4}([a-z]\w*)\s*:", re.MULTILINE)
+_MAX_BYTES = 8 << 20
+
+
+@lru_cache(maxsize=16)
+def _flags_in_source(folders: tuple[str, ...], files: tuple[str, ...], fields: tuple[str, ...]) -> frozenset[str]:
+    """Extract the flags from an engine's source files, without importing or running it. Missing files are ignored."""
+    flags: set[str] = set()
+    for folder in folders:
+        for names, pattern in ((files, _LITERAL_PATTERN), (fields, _FIELD_PATTERN)):
+            for name in names:
+                path = Path(folder, name)
+                if path.is_file() and path.stat().st_size < _MAX_BYTES:
+                    flags |= {strip_dashes(word) for word in pattern.findall(path.read_text("utf-8", errors="replace"))}
+        if flags:
+            break
+    return frozenset(flags)
+
+
+def as_words(args: Mapping[str, EngineArg], *, has_negation: bool) -> list[str]:
+    """Return flags and their values as command-line words.
+
+    True gives the bare flag. False gives `--no-` with the flag if `has_negation`, else nothing. None gives nothing.
+    """
+    words: list[str] = []
+    for name, value in args.items():
+        dashes = "-" if len(name) <= 3 and name.isalpha() else "--"
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words += [dashes + name] if value else [f"--no-{name}"] if has_negation else []
+        else:
+            words += [dashes + name, *map(str, value if isinstance(value, list) else [value])]
+    return words

@@ -1,0 +1,375 @@
+"""Legality rules and merges of candidates that serving engines share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import AUTO, Task
+from flagcore.errors import SpecError
+from flagcore.spec.huggingface import MODELS
+from flagcore.vendorkit.installed import strip_dashes
+from flagcore_serving.space import placement
+from flagcore_serving.space.hardware import (
+    DP,
+    EP,
+    INSTANCES,
+    PP,
+    PREFILL_DECODE,
+    TP,
+    Hardware,
+    has_images,
+    longest_request,
+)
+from flagcore_serving.space.knobs import (
+    BACKEND,
+    CONTEXT,
+    DRAFTED,
+    EXCHANGE,
+    LAYOUT,
+    SPECULATION,
+    TOWER,
+    tensor_sizes,
+    wide_values,
+)
+from flagcore_serving.space.program import Program
+from flagcore_serving.space.weights import context_limit
+
+
+def split_rules(
+    task: Task, *, attention_and_experts: bool, pipeline: bool = True, span: bool = False
+) -> tuple[Rule, ...]:
+    """Return the legality rules for the number of instances and the parallel sizes.
+
+    `attention_and_experts`: the engine has attention DP and EP, and tensor parallelism splits attention by heads.
+    `pipeline`: the engine has pipeline stages. `span`: an instance may span hosts.
+    """
+    hardware, model = Hardware.of(task), task.spec.model
+    knobs = (INSTANCES, TP, *((PP,) if pipeline else ()), *((DP,) if attention_and_experts else ()))
+    cards = Rule(
+        name="cards",
+        knobs=knobs,
+        message=f"{' x '.join(knobs)} must not exceed the {hardware.cards} devices",
+        broken=lambda c: np.prod([c[knob] for knob in knobs], axis=0) > hardware.cards,
+    )
+    layers = Rule(
+        name="pipeline_layers",
+        knobs=(PP,),
+        message=f"{PP} must not exceed num_layers = {model.num_layers}",
+        broken=lambda c: c[PP] > model.num_layers,
+    )
+    return (
+        cards,
+        *_hosts(hardware, knobs, span),
+        *((layers,) if pipeline else ()),
+        *(_attention_and_experts(task) if attention_and_experts else ()),
+    )
+
+
+def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule, ...]:
+    """Return the rule that each instance must fit on a host, or on whole hosts if it may `span` them. There is no such
+    rule for one host or for CPU cores. The first of `knobs` is the number of instances."""
+
+    def misplaced(c: Columns) -> BoolArray:
+        width = np.maximum(np.prod([c[knob] for knob in knobs[1:]], axis=0), 1)
+        hosts_each = width // hardware.per_host
+        large = ((width % hardware.per_host != 0) | (c[INSTANCES] * hosts_each > hardware.hosts)) if span else True
+        small = c[INSTANCES] > hardware.hosts * (hardware.per_host // width)
+        return np.where(width > hardware.per_host, large, small)
+
+    if hardware.hosts == 1 or hardware.on_cores:
+        return ()
+    or_hosts = ", or use all devices of several hosts" if span else ""
+    limit = f"an instance must fit on a host of {hardware.per_host} devices{or_hosts}"
+    return (Rule(name="hosts", knobs=knobs, message=limit, broken=misplaced),)
+
+
+def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
+    """Return the rules for combinations of values in `forbidden` of an engine's `engine.yaml`.
+
+    Each combination has these keys:
+
+    - `message`: what the combination violates.
+    - `when`: a mapping from knobs to conditions, all of which must hold; or a list of such mappings, one of which must
+      hold.
+    - `on_cores`: whether the rule applies only if devices are CPU cores.
+
+    A condition is a value, a list of values, `> NUMBER`, or `{not: CONDITION}`. The value null means not set.
+    Conditions on layouts apply to both kinds of instances of PREFILL_DECODE.
+    """
+    on_cores, has_kinds = Hardware.of(task).on_cores, any(knob.name == PREFILL_DECODE for knob in program.knobs)
+    items = program.forbidden.items()
+    rules = [_forbidden(program, name, item) for name, item in items if on_cores or not item.get("on_cores")]
+    layout_knobs = {*placement.SPLITS.values()}
+    recipe = {*wide_values(task, program.parse(task.spec).fixed)} & {knob.name for knob in program.knobs}
+    names = tuple(sorted(recipe - {PREFILL_DECODE}))
+    combined = Rule(
+        name="recipe_of_kinds",
+        knobs=(PREFILL_DECODE, *names),
+        message=f"a spec without a space sets {', '.join(names)} together, and with {PREFILL_DECODE}",
+        broken=lambda c: (
+            np.any([(c[name] > 0) != (c[names[0]] > 0) for name in names], axis=0)
+            | ((c[names[0]] > 0) & (c[PREFILL_DECODE] == 0))
+        ),
+        search_only=True,
+    )
+    return (
+        *(
+            placement.of_each_kind(task, rule, one_suffices=bool({*placement.COPIES} & {*rule.knobs}))
+            if has_kinds and layout_knobs & {*rule.knobs}
+            else rule
+            for rule in rules
+        ),
+        *((combined,) if names else ()),
+    )
+
+
+def _forbidden(program: Program, name: str, item: Mapping[str, Any]) -> Rule:
+    """Return the rule `name` for one item of `forbidden`."""
+    cases = item["when"] if isinstance(item["when"], list) else [item["when"]]
+    conditions = [{knob: _condition(program, knob, wanted) for knob, wanted in case.items()} for case in cases]
+
+    def broken(c: Columns) -> BoolArray:
+        case_holds = [np.all([holds(c[knob]) for knob, holds in case.items()], axis=0) for case in conditions]
+        return np.asarray(np.any(case_holds, axis=0))
+
+    knobs = tuple(dict.fromkeys(knob for case in cases for knob in case))
+    return Rule(name=name, knobs=knobs, message=item["message"], broken=broken)
+
+
+def _condition(program: Program, knob: str, wanted: Any) -> Callable[[IntArray], BoolArray]:
+    """Return a function that checks for which codes of `knob` the condition `wanted` holds (see `forbidden`)."""
+    if isinstance(wanted, Mapping):
+        holds = _condition(program, knob, wanted["not"])
+        return lambda codes: ~holds(codes)
+    if isinstance(wanted, str) and wanted.startswith("> "):
+        return lambda codes: codes > int(wanted[2:])
+    allowed = [int(program.code(knob, value)) for value in (wanted if isinstance(wanted, list) else [wanted])]
+    return lambda codes: np.isin(codes, allowed)
+
+
+def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
+    model = task.spec.model
+    heads, groups, latent = model.num_attention_heads, model.num_query_groups, model.multi_latent_attention
+    linear_heads = model.linear_attention.key_heads if model.linear_attention else 0
+    return (
+        Rule(
+            name="attention_heads",
+            knobs=(TP,),
+            message=f"{TP} must divide num_attention_heads = {heads}",
+            broken=lambda c: (c[TP] > 0) & (heads % c[TP].clip(1) != 0),
+        ),
+        Rule(
+            name="query_groups",
+            knobs=(TP,),
+            message=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
+            broken=lambda c: (groups % c[TP].clip(1) != 0) & (c[TP] % groups != 0) & (not latent),
+        ),
+        Rule(
+            name="linear_heads",
+            knobs=(TP,),
+            message=f"{TP} must divide linear_num_key_heads = {linear_heads}",
+            broken=lambda c: linear_heads % c[TP].clip(1) != 0,
+        ),
+        Rule(
+            name="experts_exist",
+            knobs=(EP,),
+            message=f"{EP} > 1 needs a model with experts",
+            broken=lambda c: (c[EP] > 1) & (model.num_moe_experts is None),
+        ),
+    )
+
+
+_NO_TEXT = ("is-embedding", "embedding", "embeddings", "rerank", "reranking")
+_POOLING = ("pooling", "classify", "embed", "embedding", "reward", "score")
+"""Flags with which a server generates no text, and values of `runner` and `task`."""
+
+
+def check_text(arguments: Mapping[str, object], prefix: str = "serve.engine_args.") -> None:
+    """Raise SpecError if a server with these arguments generates no text. `prefix` is that of the error's key."""
+    flags = {strip_dashes(key): value for key, value in arguments.items() if value not in (False, None)}
+    pools = [name for name in ("runner", "task") if flags.get(name) in _POOLING]
+    if name := next((name for name in (*_NO_TEXT, *pools) if name in flags), ""):
+        problem, fix = "starts a server that generates no text", "remove it: load tests need answers"
+        raise SpecError(key=f"{prefix}{name}", value=flags[name], problem=problem, fix=fix)
+
+
+def check_images(task: Task, needed_flag: str = "") -> None:
+    """Raise SpecError if the server generates no text, or if it or the model cannot process the images of requests.
+
+    `needed_flag` is the flag for the file with the vision tower, if the engine needs one.
+    """
+    serve, vision = task.spec.serve, task.spec.model.vision
+    check_text(serve.engine_args)
+    flags = {strip_dashes(key) for key, value in serve.engine_args.items() if value not in (False, None)}
+    if not has_images(serve.loads):
+        return
+    if "language-model-only" in flags:
+        problem = "cannot be sent to a server with language-model-only"
+        fix = "remove serve.engine_args.language-model-only, or the images"
+    elif needed_flag and needed_flag not in flags:
+        problem = f"need the file of a vision tower: {serve.engine} without {needed_flag} takes text only"
+        fix = f"set serve.engine_args: {{{needed_flag}: FILE}}, or remove the images"
+    elif vision is None:
+        problem = f"need a model with a known vision tower ({', '.join(MODELS)})"
+        fix = "set model to its Hugging Face directory or config.json, or remove the images"
+    else:
+        return
+    if serve.loads[0].images:
+        raise SpecError(key="serve.profile.images", problem=problem, fix=fix)
+    trace = serve.loads[0].trace
+    raise SpecError(key="serve.profile.trace", value=trace, problem=f"has images, which {problem}", fix=fix)
+
+
+def tower_merge(task: Task) -> Merge:
+    """Return the merge that ignores the knob `TOWER` if the model has no vision tower or the TP size is 1."""
+    return Merge(
+        name="tower_of_one_rank",
+        knobs=(TP, TOWER),
+        canonical=lambda c: {TOWER: np.where((c[TP] > 1) & (task.spec.model.vision is not None), c[TOWER], 0)},
+    )
+
+
+def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
+    """Return the rules for `knob`, the context length.
+
+    The context must hold the longest request, because engines silently truncate longer answers, and must not exceed the
+    context of the model. Raises SpecError if a request exceeds the context of the model.
+    """
+    check_images(task)
+    loads, limit = task.spec.serve.loads, context_limit(task.spec)
+    vision = task.spec.model.vision
+    longest, longest_counted = longest_request(loads, vision), longest_request(loads, vision, estimated=False)
+    fits = Rule(
+        name="context_length",
+        knobs=(knob,),
+        message=f"{knob} must be at least {longest}, the tokens of the longest request",
+        broken=lambda c: (c[knob] > 0) & (c[knob] < longest),
+    )
+    if limit is None:
+        return (fits,)
+    text = f"the model's context of {limit} tokens ({task.spec.serve.weights})"
+    if longest_counted > limit:
+        key = "trace" if any(load.trace for load in loads) else "input_len"
+        problem = f"leads to a request of {longest_counted} tokens, prompt and answer, which exceed {text}"
+        fix = "shorten the requests, or extend the context with the engine's flags for rope scaling"
+        raise SpecError(key=f"serve.profile.{key}", value=getattr(loads[0], key), problem=problem, fix=fix)
+    exceeds = Rule(
+        name="model_context", knobs=(knob,), message=f"{knob} must not exceed {text}", broken=lambda c: c[knob] > limit
+    )
+    return fits, exceeds
+
+
+def speculation_rules(
+    task: Task, program: Program, need_model: Sequence[str], model_flag: str, own_layers: str
+) -> tuple[Rule, ...]:
+    """Return the rules for speculation.
+
+    `need_model`: methods that need the flag `model_flag`. `own_layers`: the method that needs a model with layers for
+    multi-token prediction.
+    """
+    drafts, layers = [program.code(SPECULATION, word) for word in need_model], program.code(SPECULATION, own_layers)
+    has_model = model_flag in program.parse(task.spec).others
+    return (
+        Rule(
+            name="speculation_needs_a_draft",
+            knobs=(SPECULATION,),
+            message=f"{SPECULATION} = {', '.join(need_model)} needs {model_flag} in serve.engine_args",
+            broken=lambda c: np.isin(c[SPECULATION], drafts) & (not has_model),
+        ),
+        Rule(
+            name="no_prediction_layers",
+            knobs=(SPECULATION,),
+            message=f"{SPECULATION} = {own_layers} needs a model with multi-token prediction (model.mtp_num_layers)",
+            broken=lambda c: (c[SPECULATION] == layers) & (task.spec.model.mtp_num_layers == 0),
+        ),
+    )
+
+
+def block_rule(program: Program, knob: str, problem: str, is_bad: Callable[[IntArray], BoolArray]) -> Rule:
+    """Return the rule for the block sizes that attention backends support.
+
+    `program.block_sizes` lists the sizes of some backends. For all others `is_bad` returns which sizes are unsupported.
+    `problem`: the end of the rule's message.
+    """
+    sizes_by_code = {program.code(BACKEND, name): sizes for name, sizes in program.block_sizes.items()}
+
+    def broken(c: Columns) -> BoolArray:
+        bad = is_bad(c[knob])
+        for backend, sizes in sizes_by_code.items():
+            bad = np.where(c[BACKEND] == backend, ~np.isin(c[knob], sizes), bad)
+        return (c[knob] > 0) & bad
+
+    return Rule(name=knob, knobs=(knob, BACKEND), message=f"{knob} {problem}", broken=broken)
+
+
+def no_drafts() -> Merge:
+    """Return the merge that ignores the number of drafted tokens if there is no speculation."""
+    return Merge(
+        name="no_speculation",
+        knobs=(SPECULATION, DRAFTED),
+        canonical=lambda c: {DRAFTED: np.where(c[SPECULATION] > 0, c[DRAFTED], 0)},
+    )
+
+
+def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = None) -> list[Merge]:
+    """Return merges that treat a knob with the engine's default value as not set.
+
+    `defaults`: default values that depend on the task, in addition to those of `program`. The exchange of tokens has no
+    such merge, because instances on several hosts are assumed not to use the engine's default if it is not set.
+    """
+
+    def merge(name: str, value: KnobValue) -> Merge:
+        default = program.code(name, value)
+        return Merge(
+            name=f"{name}_by_default", knobs=(name,), canonical=lambda c: {name: c[name] * (c[name] != default)}
+        )
+
+    values = {name: each for name, each in {**program.defaults, **(defaults or {})}.items() if name != EXCHANGE}
+    return [merge(knob.name, values[knob.name]) for knob in program.knobs if knob.name in values]
+
+
+CACHE_SHARE = 0.25
+"""Minimum share of the used memory that an expert reserves for the cache. To get it, an instance gets more devices."""
+
+
+def usual_space(
+    task: Task, program: Program, defaults: Mapping[str, KnobValue]
+) -> dict[str, str | tuple[KnobValue, ...]]:
+    """Return a space of the layouts that an expert would consider, with the engine's defaults for all other knobs.
+
+    The layouts come from the spec's space. Without a space, they are all layouts that do not split a matrix over
+    several nodes. On CPU cores the engine's defaults are the only choice: one instance that uses all cores.
+    """
+    space, node = task.spec.space, max(group.devices_per_node for group in task.cluster.groups)
+    fixed = program.parse(task.spec).fixed
+    usual: dict[str, str | tuple[KnobValue, ...]] = {name: (value,) for name, value in defaults.items()}
+    if task.spec.serve.default_space and CONTEXT in usual and CONTEXT not in fixed:
+        usual[CONTEXT] = AUTO
+    if Hardware.of(task).on_cores:
+        return usual
+    for knob in (knob for knob in program.knobs if knob.name in LAYOUT and knob.name not in fixed):
+        searched = knob.value_in(space)
+        if searched is not None:
+            usual[knob.name] = searched
+        elif task.spec.serve.default_space:
+            usual[knob.name] = tuple(size for size in tensor_sizes(task) if size <= node) if knob.name == TP else AUTO
+    return usual
+
+
+def rule_of_thumb(columns: Columns, predictions: Predictions, split_by: str) -> int:
+    """Return the row of the candidate that an expert would choose.
+
+    The criteria are, in this order: the most devices in use, enough memory for the cache (CACHE_SHARE), the fewest
+    attention DP groups, the fewest expert groups, no split other than by the knob `split_by`, and the smallest such
+    split.
+    """
+    one = np.ones_like(predictions.worst_stage)
+    sizes = {knob: np.maximum(columns.get(knob, one), 1) for knob in LAYOUT}
+    used = sizes[INSTANCES] * sizes[TP] * sizes[PP] * sizes[DP]
+    cache = predictions.figures["kv_cache_gib"] * 2.0**30
+    crowded = ~(cache >= CACHE_SHARE * predictions.device_used_bytes)
+    other = sizes[PP if split_by == TP else TP]
+    return int(np.lexsort((sizes[split_by], other, sizes[EP], sizes[DP], crowded, -used))[0])

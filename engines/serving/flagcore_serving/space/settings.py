@@ -1,0 +1,164 @@
+"""Effective engine settings of candidates, and settings that job records of published runs omit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from flagcore.domain.serving import EngineArg
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
+from flagcore.domain.spec import Task
+from flagcore_serving.space import knobs as common_knobs
+from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, longest_request
+
+GRAPH_TOKENS = 512
+"""The largest batch, in tokens, that engines capture as a graph by default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Effective settings of candidates, one array element per candidate or kind of instance.
+
+    Knobs that are not set have the engine's defaults. Sizes are numbers of devices, sequences or tokens.
+
+    - `devices`: devices of one instance, or its threads if devices are CPU cores.
+    - `tensor`, `pipeline`, `data`: parallel sizes. Their product is the number of ranks of an instance.
+    - `expert`: the number of groups of experts, among which the tensor and data ranks are divided.
+    - `max_running`: maximum number of sequences in one iteration of one attention DP group.
+    - `max_batched_tokens`: maximum number of tokens in one iteration of one attention DP group. Depending on the
+      engine, it applies to the prompt tokens or to all tokens.
+    - `context_len`: maximum number of tokens of one sequence.
+    - `chunked`: whether prompts are computed in chunks; otherwise a prompt is computed in one piece.
+    - `graph_tokens`: the largest batch, in tokens, that the engine captures as a graph; 0 in eager mode.
+    - `memory_fraction`: share of a device's memory for weights, activations and cache; NaN if `cache_bytes` is set.
+    - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
+    - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
+    - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
+    - `drafted`: tokens that speculation drafts per sequence and iteration.
+    - `pass_tokens`: maximum number of tokens in one pass through the model, which may be infinite. A larger iteration
+      takes several passes.
+    - `exchanges`: whether attention ranks send each token only to the ranks of its experts. Otherwise all ranks gather
+      all tokens.
+    - `overlaps`: whether two halves of a batch overlap computing and the exchange of tokens.
+    - `sharing`: tensor ranks that share the cache of a sequence, each with a part of its tokens.
+    - `copies`: stored copies of experts in addition to the model's experts.
+    - `balanced`: whether experts with much work get these copies.
+    - `quantized`: whether the engine converts the weights to fp8.
+    - `tower_shares`: ranks that split the vision tower's weights, infinity if it is not loaded.
+    - `host_tokens`: evicted prompt tokens of an instance that the host's memory can hold.
+    - `crowding`: the engine's busy processes per CPU of a host, at least 1 (see `predict.crowding`). Times of the host
+      are multiplied by it.
+    """
+
+    instances: IntArray
+    devices: IntArray
+    tensor: FloatArray
+    pipeline: FloatArray
+    data: FloatArray
+    expert: FloatArray
+    max_running: IntArray
+    max_batched_tokens: IntArray
+    block_size: IntArray
+    context_len: IntArray
+    chunked: IntArray
+    graph_tokens: IntArray
+    prefix_caching: IntArray
+    memory_fraction: FloatArray
+    cache_bytes: FloatArray
+    cache_element_bytes: FloatArray
+    on_device: FloatArray
+    host_s: FloatArray
+    drafted: IntArray
+    pass_tokens: FloatArray
+    exchanges: BoolArray
+    overlaps: BoolArray
+    sharing: FloatArray
+    copies: IntArray
+    balanced: BoolArray
+    quantized: BoolArray
+    tower_shares: FloatArray
+    host_tokens: FloatArray
+    crowding: FloatArray
+
+    @classmethod
+    def of(cls, task: Task, columns: Columns, **of_engine: IntArray | FloatArray | BoolArray) -> Settings:
+        """Return the settings in `of_engine`, completed with the common knobs in `columns` and with defaults.
+
+        By default prompts are chunked, no graphs are captured, the cache takes a share of the memory, all layers are on
+        devices, and the tensor ranks split the vision tower.
+        """
+        ones = np.ones_like(columns[INSTANCES])
+        unknown = np.full(ones.shape, np.nan)
+        tensor, pipeline, data, expert = (
+            np.maximum(columns.get(knob, ones).astype(np.float64), 1.0) for knob in (TP, PP, DP, EP)
+        )
+        context = columns.get(common_knobs.CONTEXT, 0 * ones)
+        common_settings: dict[str, Any] = {
+            "instances": columns[INSTANCES],
+            "devices": (tensor * pipeline * data).astype(np.int64),
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "data": data,
+            "expert": expert,
+            "block_size": ones,
+            "context_len": common_knobs.or_default(
+                context, longest_request(task.spec.serve.loads, task.spec.model.vision)
+            ),
+            "chunked": ones,
+            "graph_tokens": 0 * ones,
+            "prefix_caching": columns.get(common_knobs.PREFIX, 0 * ones),
+            "memory_fraction": unknown,
+            "cache_bytes": unknown,
+            "on_device": np.ones(ones.shape),
+            "host_s": unknown,
+            "drafted": 0 * ones,
+            "pass_tokens": np.full(ones.shape, np.inf),
+            **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), ones < 1),
+            "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
+            "copies": 0 * ones,
+            "tower_shares": tensor,
+            "host_tokens": np.zeros(ones.shape),
+            "crowding": np.ones(ones.shape),
+        }
+        return cls(**common_settings | of_engine)
+
+    @property
+    def cores(self) -> FloatArray:
+        """The number of CPU cores that work together on each rank; 1 for other devices."""
+        return np.maximum(self.devices / (self.tensor * self.data * self.pipeline), 1.0)
+
+    @property
+    def captured(self) -> FloatArray:
+        """The largest iteration of an attention DP group, in tokens, that runs as a captured graph."""
+        return np.asarray(np.minimum(self.graph_tokens, 2.0 * self.max_running))
+
+    @property
+    def communicators(self) -> FloatArray:
+        """The number of communicators of a rank: one for each group of several ranks, including the whole instance."""
+        ranks = self.tensor * self.data * self.pipeline
+        groups = (ranks, self.tensor, self.data, self.pipeline, self.expert)
+        return np.asarray(np.sum([np.where(size > 1.0, 1.0, 0.0) for size in groups], axis=0))
+
+    @property
+    def column(self) -> Settings:
+        """A copy with arrays of shape (candidates, 1), which broadcast over tables of token counts."""
+        return Settings(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRuns:
+    """Settings of published runs that job records omit.
+
+    - `cache_type`: the 8-bit type of the KV cache in runs with narrow weights on chips that compute in 4 bits.
+    - `memory_flag`: the flag for the engine's share of memory, which runs raise if the weights fill most of a device.
+    - `release`: the engine release for records that name none, from the time of the measurements.
+    - `engine_args`: other flags of the published recipes.
+    """
+
+    cache_type: KnobValue = None
+    memory_flag: str = ""
+    release: str = ""
+    engine_args: Mapping[str, EngineArg] = field(default_factory=dict)

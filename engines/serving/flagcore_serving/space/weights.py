@@ -1,0 +1,202 @@
+"""Weight sizes, checks of a Hugging Face directory, and the minimum number of devices for a model."""
+
+import glob
+import json
+import math
+import os
+from typing import Any
+
+from flagcore.domain.model import Model
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import FlagError, SpecError
+from flagcore.physics.roofline import BYTES
+from flagcore.physics.transformer import attended, cached_layers, widths
+from flagcore.spec.huggingface import context_of, format_of_weights
+from flagcore.spec.models import context_length
+from flagcore.spec.public import find_public
+from flagcore.vendorkit.installed import strip_dashes
+from flagcore_serving.space.hardware import Hardware
+
+WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
+_CONFIG = "config.json"
+_QUANTIZERS = ("quantization", "quantization-config", "torchao-config", "hf-overrides", "model-loader-extra-config")
+"""Flags that make an engine quantize weights when it loads them."""
+
+
+def check_directory(spec: Spec) -> None:
+    """Raise SpecError unless the weights are a directory with a config.json and agree with the spec's precision.
+
+    A quantized precision needs quantized weights, or flags that quantize them. Engines serve weights as they are
+    stored: with fp8 in the spec and unquantized weights, predictions for fp8 would be compared with measurements in
+    bf16.
+    """
+    weights, precision = spec.serve.weights, spec.serve.precision
+    if weights is None or not os.path.isfile(os.path.join(weights, _CONFIG)):
+        fix = "set the path of a Hugging Face directory; nothing is downloaded"
+        raise unusable_weights(spec, f"is not a directory with a {_CONFIG}", fix)
+    if not (precision in WIDE_PRECISIONS or quantizes(spec) or is_quantized(weights)):
+        problem = f"is not the precision of {weights}, and serve.engine_args do not quantize it"
+        fix = "set engine_args: {quantization: ...}, or the precision of the weights"
+        raise SpecError(key="serve.precision", value=precision, problem=problem, fix=fix)
+
+
+STORED_FORMATS = ("awq", "awq_marlin", "auto_awq", "gptq", "gptq_marlin", "auto_gptq", "moe_wna16", "auto-round")
+"""Values of `quantization` with which engines read stored weights and convert none. Source: `get_config_filenames` of
+the formats in vLLM 0.32 and SGLang 0.5.23: their settings come from a file beside the weights."""
+
+
+def check_formats(spec: Spec) -> None:
+    """Raise SpecError for a quantization in STORED_FORMATS if the weights are known and not quantized."""
+    weights = spec.serve.weights
+    if weights is None or not (os.path.exists(weights) or find_public(weights)) or is_quantized(weights):
+        return
+    listed = spec.space.get("quantization", ())
+    values: dict[str, object] = {f"auto_tuner.space.quantization[{at}]": value for at, value in enumerate(listed)}
+    values["auto_tuner.baseline.quantization"] = (spec.baseline or {}).get("quantization")
+    args = spec.serve.engine_args.items()
+    values |= {f"serve.engine_args.{key}": value for key, value in args if strip_dashes(key) in ("q", "quantization")}
+    if key := next((key for key, value in values.items() if value in STORED_FORMATS), None):
+        problem = f"needs weights that are stored in it, but {weights} is not quantized"
+        raise SpecError(key=key, value=values[key], problem=problem, fix="use weights that are, or fp8")
+
+
+def unusable_weights(spec: Spec, problem: str, fix: str) -> SpecError:
+    """Return an error about the weights, with the key that gives them."""
+    weights = spec.serve.weights
+    key = "model" if weights == spec.model.name else "serve.weights"
+    return SpecError(key=key, value=weights, problem="is missing" if weights is None else problem, fix=fix)
+
+
+def quantizes(spec: Spec) -> bool:
+    """Return whether flags make the engine quantize the weights."""
+    return bool({strip_dashes(key) for key in (*spec.serve.engine_args, *(spec.baseline or {}))} & set(_QUANTIZERS))
+
+
+_LONGER = ("hf-overrides", "rope-scaling", "rope-scale", "override-kv", "json-model-override-args")
+"""Flags that may extend the context of a model."""
+_ALLOWED = ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
+"""Environment variables that disable the engines' own check of the context."""
+
+
+def context_limit(spec: Spec) -> int | None:
+    """Return the maximum context length of the weights' model in tokens.
+
+    None if it is unknown, or if flags or environment variables may extend it. Source: `_get_and_verify_max_len` in
+    vLLM 0.32 `config/model.py`.
+    """
+    weights = spec.serve.weights
+    names = {strip_dashes(key) for key in spec.serve.engine_args}
+    if weights is None or names & set(_LONGER) or any(name in spec.envs for name in _ALLOWED):
+        return None
+    if os.path.isfile(weights) and not weights.endswith(".json"):
+        try:
+            return context_length(weights)
+        except FlagError:
+            return None
+    return context_of(_config(weights))
+
+
+def _config(weights: str) -> dict[str, Any]:
+    """Return the contents of a config.json, given its path or its directory. Empty if it cannot be read."""
+    try:
+        with open(weights if weights.endswith(".json") else os.path.join(weights, _CONFIG), encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _names_quantization(weights: str) -> bool:
+    config = _config(weights)
+    text_config = config.get("text_config")
+    return any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text_config)) or bool(
+        glob.glob(os.path.join(glob.escape(weights), "*quant*_config.json"))
+    )
+
+
+def is_quantized(weights: str) -> bool:
+    """Return whether a GGUF file, a directory or a public model has quantized weights. Any GGUF file counts."""
+    if public := None if os.path.exists(weights) else find_public(weights):
+        return public[1] is not None
+    is_gguf = os.path.isfile(weights) and not weights.endswith(".json")
+    return is_gguf or _names_quantization(weights)
+
+
+def has_unknown_format(weights: str) -> bool:
+    """Return whether weights are quantized to a format that flagcore does not know."""
+    return _names_quantization(weights) and format_of_weights(_config(weights)) is None
+
+
+MAX_WEIGHT_SHARE = 0.85
+"""Default maximum share of a device's memory for weights. The rest is for activations, graphs and cache."""
+
+
+STORED_BYTES = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
+STORED_BYTES |= {"mxfp4": 17 / 32, "int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
+"""Bytes per stored weight in formats that are converted for compute: GGUF formats, which store blocks, and 4-bit
+formats with one scale per 32 (mxfp4) or 128 weights."""
+
+
+def parameters(model: Model) -> float:
+    """Return the number of weights of a model."""
+    hidden, matrices = float(model.hidden_size), 3.0 if model.gated_linear_unit else 2.0
+    query, key, value = widths(model)
+    rank = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) if model.multi_latent_attention else 0
+    queries = (1 + model.attention_output_gate) * query
+    attention = hidden * (queries + key + value + attended(model)) if not rank else hidden * (rank + attended(model))
+    if rank:
+        heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
+        attention += (model.q_lora_rank or hidden) * query + (model.kv_lora_rank or 0) * heads
+        if model.indexer:
+            attention += model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size)
+    experts = model.num_moe_experts or 0
+    moe_layers = model.num_layers - model.moe_first_dense_layers if experts else 0
+    expert_width = experts * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
+    layers = model.attention_layers * attention
+    layers += (model.num_layers - moe_layers) * matrices * hidden * model.ffn_hidden_size
+    if linear := model.linear_attention:
+        layers += linear.num_layers * linear.weights(model.hidden_size)
+    tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * hidden
+    return layers + moe_layers * (matrices * hidden * expert_width + hidden * experts) + tables
+
+
+def weight_bytes(task: Task) -> float:
+    """Return the size of a task's weights in bytes.
+
+    If the spec names a file, this is the file size. Otherwise it is the number of weights times the bytes per weight,
+    plus a vision tower in 16 bits.
+    """
+    weights = task.spec.serve.weights
+    if weights is not None and os.path.isfile(weights):
+        return float(os.path.getsize(weights))
+    precision, vision = task.spec.serve.precision, task.spec.model.vision
+    text = parameters(task.spec.model) * STORED_BYTES.get(precision, BYTES.get(precision, 2.0))
+    return text + (2.0 * vision.weights if vision else 0.0)
+
+
+def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.0, computed: float = 0.0) -> float:
+    """Return the KV cache bytes per token in sequences of `tokens` tokens, in total over all devices.
+
+    Replication is not included. `computed`: prompt tokens of one iteration, which sliding windows hold in addition.
+    """
+    layers = float(cached_layers(model, tokens, computed))
+    if model.multi_latent_attention:
+        index_bytes = model.indexer.token_bytes if model.indexer else 0.0
+        return layers * (((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)) * element_bytes + index_bytes)
+    return 2.0 * layers * model.num_query_groups * model.kv_channels * element_bytes
+
+
+def min_devices(task: Task) -> int:
+    """Return the minimum number of devices (a power of two) that hold the weights, or 1 if their memory is unknown.
+
+    The result does not exceed the number of devices, and divides the number of attention heads.
+    """
+    hardware, heads = Hardware.of(task), task.spec.model.num_attention_heads
+    if hardware.on_cores or math.isnan(hardware.memory_bytes):
+        return 1
+    devices = 1
+    while weight_bytes(task) > MAX_WEIGHT_SHARE * hardware.memory_bytes * devices and devices * 2 <= hardware.cards:
+        if heads % (devices * 2):
+            break
+        devices *= 2
+    return devices

@@ -1,0 +1,173 @@
+"""Images of a load: what a client sends, what a trace has, and how many tokens they are."""
+
+import base64
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_serving.load.images import Image, image_tokens
+from flagcore_serving.load.stream import Stream
+from flagcore_serving.load.traces import read_trace
+from flagcore_serving.load.traffic import traffic
+
+from engines.serving.tests.load.servers import Body, Wire, send, serving
+from engines.serving.tests.load.test_traces import written
+from flagcore.domain.serving import Images, Load
+from flagcore.errors import SpecError
+from tests.small import VISION
+
+SMALL = Images(buckets=((40, 20, 0.5), (16, 32, 0.5)), base_items_per_request=2, num_mm_items_range_ratio=0.5)
+
+
+def load(**changes: Any) -> Load:
+    return Load(**{"input_len": 8, "output_len": 3, "num_prompts": 6, "concurrency": 2, "images": SMALL} | changes)
+
+
+def delta(finish: str | None = None, **content: str) -> Body:
+    return {"id": "x", "choices": [{"index": 0, "delta": content, "finish_reason": finish}], "usage": None}
+
+
+async def chats(body: Body, wire: Wire) -> None:
+    await wire.head()
+    await wire.event(delta(role="assistant", content=""))
+    for _ in range(body["max_tokens"]):
+        await wire.event(delta(content=" a"))
+    await wire.event(delta("length", content=""))
+    await wire.event({"choices": [], "usage": {"prompt_tokens": 77, "completion_tokens": body["max_tokens"]}})
+    await wire.event("[DONE]")
+    await wire.end()
+
+
+def sent(load: Load, seed: int = 0) -> list[Body]:
+    with serving(chats) as served:
+        result = send(served.url, load=load, seed=seed)
+    assert result.problems == ()
+    assert {answer.input_tokens for answer in result.requests} == {77}  # as the server counts them
+    return served.bodies
+
+
+def parts(body: Body) -> list[Any]:
+    (message,) = body["messages"]
+    return list(message["content"])
+
+
+def pixels(uri: str) -> tuple[int, int, bytes]:
+    """The size of a PNG in a data URI, and its RGB values without filters."""
+    data = base64.b64decode(uri.removeprefix("data:image/png;base64,"), validate=True)
+    width, height = struct.unpack(">2I", data[16:24])
+    position, stream = 8, b""
+    while position < len(data):
+        (length,) = struct.unpack(">I", data[position : position + 4])
+        kind, content = data[position + 4 : position + 8], data[position + 8 : position + 8 + length]
+        assert data[position + 8 + length : position + 12 + length] == struct.pack(">I", zlib.crc32(kind + content))
+        stream += content if kind == b"IDAT" else b""
+        position += 12 + length
+    rows = np.frombuffer(zlib.decompress(stream), dtype=np.uint8).reshape(height, 1 + 3 * width)
+    assert (rows[:, 0] == 2).all()
+    return width, height, np.cumsum(rows[:, 1:], axis=0, dtype=np.uint8).tobytes()
+
+
+def test_images_are_sent_in_a_chat_after_the_text() -> None:
+    bodies = sent(load(warmup=1))
+    assert len(bodies) == 7
+    for body in bodies:
+        text, *images = parts(body)
+        assert text["type"] == "text"
+        assert len(text["text"].split()) == 8
+        assert 1 <= len(images) <= 3
+        assert all(pixels(each["image_url"]["url"])[:2] in ((40, 20), (16, 32)) for each in images)
+        assert body["stream_options"] == {"include_usage": True}
+        assert body["ignore_eos"] is True
+        assert "prompt" not in body
+
+
+def test_repeats_have_the_same_sizes_but_no_image_or_text_twice() -> None:
+    first, again, other = (sorted(sent(load(concurrency=1), seed), key=json.dumps) for seed in (1, 1, 2))
+    assert first == again
+    uris = [each["image_url"]["url"] for body in (*first, *other) for each in parts(body)[1:]]
+    assert len(set(uris)) == len(uris)
+    texts = {parts(body)[0]["text"] for body in (*first, *other)}
+    assert len(texts) == 12
+    sizes = [sorted(len(parts(body)) for body in bodies) for bodies in (first, other)]
+    assert sizes[0] == sizes[1]
+
+
+def test_numbers_and_sizes_follow_the_buckets() -> None:
+    skewed = Images(buckets=((8, 8, 0.9), (16, 16, 0.1)), base_items_per_request=3, num_mm_items_range_ratio=1.0)
+    images = traffic(load(images=skewed, num_prompts=2000)).images
+    counts = np.bincount([len(each) for each in images])
+    assert counts.size == 7
+    assert counts.min() > 200
+    small = [image.width == 8 for each in images for image in each]
+    assert 0.87 < np.mean(small) < 0.93
+
+
+JPEG = b"\xff\xd8\xff\xe0\x00\x04ab\xff\xc0\x00\x11\x08" + struct.pack(">2H", 20, 30) + b"\x03" + bytes(9)
+
+
+def test_a_trace_has_images_as_files_or_sizes(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(JPEG)
+    rows = [
+        {"prompt": "What is this?", "images": ["a.jpg", "56x28"], "max_tokens": 2, "timestamp": 1000},
+        {"text": "And this?", "image": "84x84", "max_tokens": 2, "timestamp": 0},
+        {"prompt": "no image", "max_tokens": 2, "timestamp": 2000},
+    ]
+    trace = read_trace(written(tmp_path, rows))
+    assert trace.images == [(Image(84, 84),), (Image(30, 20, str(tmp_path / "a.jpg")), Image(56, 28)), ()]
+    bodies = sent(load(images=None, trace=str(tmp_path / "trace.jsonl"), num_prompts=None, concurrency=1))
+    urls = [[part["image_url"]["url"] for part in parts(body)[1:]] for body in bodies]
+    assert [len(each) for each in urls] == [1, 2, 0]
+    assert urls[1][0] == "data:image/jpeg;base64," + base64.b64encode(JPEG).decode()
+    assert parts(bodies[2])[0]["text"].endswith("no image")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "max_tokens": 1, "images": ["missing.png"]},
+        {"prompt": "a", "max_tokens": 1, "images": ["trace.jsonl"]},
+        {"prompt": "a", "max_tokens": 1, "images": [7]},
+        {"prompt": "a", "max_tokens": 1, "images": "0x8"},
+        {"turns": [{"text": "a", "image": "8x8"}], "max_tokens": 1},
+        {"input_len": 5, "output_len": 1, "hash_ids": [1], "images": ["8x8"]},
+    ],
+)
+def test_an_invalid_image_names_its_row(tmp_path: Path, row: Body) -> None:
+    with pytest.raises(SpecError) as raised:
+        read_trace(written(tmp_path, [row]))
+    assert raised.value.key == "serve.profile.trace"
+    assert "row 1" in raised.value.problem or "images" in raised.value.problem
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "tokens"),
+    [  # prompt_tokens of vLLM 0.32 with a Qwen2.5-VL, minus those of the same chat without the image
+        (1280, 720, 1198),
+        (256, 256, 83),
+        (100, 30, 6),
+        (1920, 1080, 2693),
+        (333, 777, 338),
+        (3000, 100, 430),
+    ],
+)
+def test_image_tokens_are_those_that_a_server_counts(width: int, height: int, tokens: int) -> None:
+    assert image_tokens([(Image(width, height),), ()], VISION).tolist() == [tokens, 0]
+
+
+def chat(events: list[Body], made: int) -> Any:
+    stream = Stream()
+    for now, event in enumerate(events):
+        stream.feed(b"data: " + json.dumps(event).encode() + b"\n\n", float(now))
+    stream.feed(b"data: [DONE]\n\n", float(len(events)))
+    return stream.answer(sent_s=0.0, start_s=0.0, input_tokens=0, output_tokens=made, target=0)
+
+
+def test_the_first_event_of_a_chat_has_no_text() -> None:
+    usage = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
+    events = [delta(role="assistant", content=""), delta(reasoning_content="a"), delta(content="b"), delta("length")]
+    found = chat([*events, usage], 2)
+    assert (found.ttft_s, found.gaps_s, found.input_tokens) == (1.0, (1.0,), 9)

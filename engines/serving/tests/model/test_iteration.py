@@ -1,0 +1,177 @@
+"""Seconds of iterations: what more tokens, devices, narrower weights and missing graphs do."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_serving.model.iteration import NODES, distinct_experts, interpolate, iteration_costs
+from flagcore_serving.model.simulation import Lane, Price
+from flagcore_serving.model.work import Serving
+
+from flagcore.contracts import Costs
+from flagcore.domain.chip import with_network
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.model import Indexer, LinearAttention, Model, Windows
+from flagcore.physics.collective_costs import Collectives, topology_of
+from flagcore.physics.roofline import Roofline
+from tests.served import CHIP, DENSE, EXPERTS, LATENT, OVER, costs, settings, times
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS, LATENT], ids=lambda model: model.name)
+def test_more_tokens_never_take_less(model: object) -> None:
+    found = times(model, tensor=[1.0, 2.0, 4.0])
+    for table in (found.local, found.shared, found.sampled):
+        assert (np.diff(table, axis=1) >= -1e-12).all()
+
+
+def test_decoding_one_sequence_reads_the_weights_once() -> None:
+    found = times(overheads=replace(OVER, attention=0.0, ffn=0.0))
+    read = 36 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288) * 2 / 3e12
+    assert read < found.local[0, 0] < 1.35 * read
+
+
+HOSTS = NodeGroup(chip=with_network(CHIP, 50e9), nodes=8, devices_per_node=8)
+NETWORK = replace(costs(), collectives=Collectives(topology=topology_of(HOSTS)))
+"""Costs on eight hosts."""
+LARGE = NODES[-1]
+WINDOWS = {"model": replace(DENSE, windows=Windows(num_layers=36, tokens=1024)), "tokens": 4096.0, "prompt": 2048.0}
+STATES = LinearAttention(num_layers=27, key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
+LINEAR = {"model": replace(DENSE, linear_attention=STATES), "tokens": 1e4}
+SPARSE = {"model": replace(LATENT, indexer=Indexer(heads=32, head_dim=128, top_k=2048))}
+SHORT, LONG = ({**SPARSE, "tokens": tokens, "prompt": tokens} for tokens in (1024.0, 65536.0))
+SPLIT_LATENT = {"model": LATENT, "tensor": 8}
+OF_TENSOR, OF_DATA = ({"model": EXPERTS, "expert": 2, ranks: 2} for ranks in ("tensor", "data"))
+SLOWER = {"overheads": replace(OVER, exchanged_share=0.5)}
+WIDE = {"model": EXPERTS, "precision": "fp8", "data": 64, "expert": 64, "on": NETWORK, "at": 16384}
+SENT = {**WIDE, "exchanges": True}
+
+
+def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -> float:
+    """A part of an iteration of `at` tokens: bf16 on one device, but for what is given."""
+    names = {each.name for each in fields(Serving)} & {*given}
+    serving = {"model": DENSE, "precision": "bf16", "overheads": OVER, **{name: given.pop(name) for name in names}}
+    found = getattr(iteration_costs(Serving(**serving), settings(**given), on or costs()), part)[0]
+    return float(np.interp(at, NODES, found) if np.ndim(found) else found)
+
+
+@pytest.mark.parametrize(
+    ("part", "before", "after", "low", "high"),
+    [
+        ("local", {}, {"precision": "fp8"}, 0.4, 0.7),
+        ("local", {"tensor": 1}, {"tensor": 2}, 0.4, 0.99),
+        # all stages wait for those with 8 of 36 layers, or for the last one, with the output head
+        ("cached", {}, {"pipeline": 5}, 40.0 / 36.0, 40.0 / 36.0),
+        ("sampled", {}, {"pipeline": 5}, 5.0, 5.0),
+        ("messages", {"tensor": 2}, {"tensor": 2, "on_bus": True}, 1.0, 1.0),
+        ("messages", {"tensor": 4}, {"tensor": 4, "on_bus": True}, 1.0001, 100.0),
+        ("messages", {"tensor": 4}, {"tensor": 4, "link_domain": 2}, 1.0001, 100.0),  # over a network
+        ("local", {"devices": 4}, {}, 4.0, 4.0),
+        # weights that are only stored narrower are read faster, but computed in the wider format
+        ("local", {}, {"weight_bytes": 0.5}, 0.1, 0.5),
+        ("local", {"at": LARGE}, {"at": LARGE, "weight_bytes": 0.5}, 0.9, 1.1),
+        # a pass of at most 512 tokens
+        ("local", {"pass_tokens": 512, "at": 512}, {"pass_tokens": 512, "at": 2048}, 4.0, 4.0),
+        ("local", {"at": 2048}, {"pass_tokens": 512, "at": 2048}, 1.001, 4.0),
+        # messages between stages
+        ("local", {"at": 128}, {"pipeline": 2, "at": 128}, 1.0001, 2.0),
+        ("messages", {"pipeline": 2, "at": 128}, {"pipeline": 3, "at": 128}, 2.0, 2.0),
+        # key and value heads are repeated beyond their number, and a latent is on each rank
+        ("cached", {"tensor": 4}, {"tensor": 8}, 0.5, 0.5),
+        ("cached", {"tensor": 8}, {"tensor": 16}, 0.9, 1.01),
+        ("cached", {"model": LATENT}, {"model": LATENT, "tensor": 8}, 0.8, 1.01),
+        ("cached", SPLIT_LATENT, {**SPLIT_LATENT, "sharing": 8.0}, 0.125, 0.999),
+        ("sampled", SPLIT_LATENT, {**SPLIT_LATENT, "sharing": 8.0}, 1.001, 100.0),
+        ("cached", {}, {"cache_element_bytes": 1.0}, 0.5, 0.5),
+        # sliding windows, linear attention, and sparse attention
+        ("cached", {}, WINDOWS, 0.25, 0.25),
+        ("pair", {}, WINDOWS, 0.75, 0.75),
+        ("pair", {}, LINEAR, 0.25, 0.25),
+        ("local", {"at": LARGE}, {**LINEAR, "at": LARGE}, 0.8, 2.0),
+        *((part, {"model": LATENT}, SHORT, 1.0001, 10.0) for part in ("cached", "pair")),
+        *((part, {"model": LATENT}, LONG, 0.0, 0.9999) for part in ("cached", "pair")),
+        ("local", SHORT, {**SHORT, "overheads": replace(OVER, indexer=1.0)}, 100.0, 1e9),
+        # experts: few tokens use few of them, ranks exchange tokens, and kernels behind the exchange are slower
+        ("shared", {"model": EXPERTS, "at": 128}, {"model": EXPERTS}, 0.0, 0.5),
+        ("shared", OF_TENSOR, {**OF_TENSOR, "balanced": True}, 0.5, 0.9999),  # a tensor rank with busy experts
+        ("shared", {**OF_TENSOR, "at": LARGE}, {**OF_TENSOR, **SLOWER, "at": LARGE}, 1.0, 1.0),
+        ("shared", {**OF_DATA, "at": LARGE}, {**OF_DATA, **SLOWER, "at": LARGE}, 1.3, 1.99),
+        # tokens sent to their experts only, with and without copies of the busy ones
+        ("shared", WIDE, {**SENT, "balanced": True}, 0.0, 0.5),
+        ("shared", SENT, {**SENT, "balanced": True}, 0.0, 0.8),
+        ("shared", {**SENT, "balanced": True}, {**SENT, "balanced": True, "copies": 128}, 1.001, 3.0),
+    ],
+)
+def test_a_part_of_an_iteration_changes_by_a_factor(
+    part: str, before: dict[str, Any], after: dict[str, Any], low: float, high: float
+) -> None:
+    factor = seconds(part, **after) / seconds(part, **before)
+    assert factor == pytest.approx(low) if low == high else low < factor < high
+
+
+def test_states_of_linear_attention_are_read_and_written_per_token() -> None:
+    states_s = 27 * 2 * STATES.state_bytes / 1e4 / 3e12
+    assert seconds("cached", **LINEAR) == pytest.approx(seconds("cached") / 4 + states_s, rel=0.1)
+
+
+def test_few_tokens_choose_few_experts() -> None:
+    assert distinct_experts(128.0, 8.0, np.array([1.0, 2.0, 1e4])) == pytest.approx([8.0, 15.5, 128.0])
+
+
+def test_a_crowded_host_takes_longer() -> None:
+    found = times(graph_tokens=0, crowding=[1.0, 5.0])
+    assert found.local[1] == pytest.approx(found.local[0])
+    lane = Lane(budget=8192.0, running=64.0, cache_tokens=1e9)
+    over = replace(OVER, request=3e-3, entry=1e-3, prompt_token=1e-6)
+    free, crowded = (Price(found, row, lane, over) for row in (0, 1))
+    assert crowded.decode(8) == pytest.approx(5 * free.decode(8), rel=1e-2)
+    front_end = [
+        (each.overheads.request, each.overheads.entry, each.overheads.prompt_token) for each in (free, crowded)
+    ]
+    assert front_end[1] == pytest.approx([5 * seconds for seconds in front_end[0]])
+
+
+def test_batches_without_a_graph_wait_for_the_host() -> None:
+    found = times(graph_tokens=[512, 0])
+    lane = Lane(budget=8192.0, running=64.0, cache_tokens=1e9)
+    captured, eager = (Price(found, row, lane, OVER) for row in (0, 1))
+    assert eager.decode(1) > 2 * captured.decode(1)
+    host = 1e-3 + 36 * 60 * 11e-6
+    assert eager.decode(1) == pytest.approx(host, rel=1e-2)
+    assert captured.mixed(0, 513.0, 513.0, 0.0, 1) == pytest.approx(host, rel=1e-2)
+
+
+def test_tables_are_interpolated_and_zero_work_takes_no_time() -> None:
+    table = times().local
+    result = interpolate(np.repeat(table, 3, axis=0), np.array([0.0, 64.0, 80.0]))
+    low, high = table[0, NODES.tolist().index(64)], table[0, NODES.tolist().index(96)]
+    assert result == pytest.approx([0.0, low, 0.5 * (low + high)])
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS, LATENT], ids=lambda model: model.name)
+def test_a_chip_without_bf16_serves_in_fp16(model: Model) -> None:
+    rate = CHIP.dense_flops_per_second["bf16"]
+    older = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={"fp16": rate})))
+    found = iteration_costs(Serving(model=model, precision="fp16", overheads=OVER), settings(), older)
+    assert found.local == pytest.approx(times(model).local)
+    assert found.cached == pytest.approx(times(model).cached)
+
+
+def test_overlapping_the_exchange_helps_large_batches_but_hides_at_most_the_shorter_part() -> None:
+    layout = {**WIDE, "exchanges": True, "balanced": True}
+    del layout["at"]
+    whole, hidden = (
+        seconds("local", **layout, at=LARGE / 64) + seconds("shared", **layout, at=LARGE, overlaps=each)
+        for each in (False, True)
+    )
+    assert 0.5 * whole < hidden < whole
+
+
+def test_ranks_have_their_own_hosts_and_graphs() -> None:
+    found = times(EXPERTS, data=8.0, expert=8.0, graph_tokens=512)
+    lane = Lane(budget=1e9, running=1e9, cache_tokens=1e9, ranks=8.0)
+    price = Price(found, 0, lane, OVER)
+    alone = Price(found, 0, replace(lane, ranks=1.0), OVER)
+    assert price.decode(4096) < alone.decode(4096)
+    device = interpolate(found.local + found.sampled, np.array([512.0])) + interpolate(found.shared, np.array([4096.0]))
+    assert price.decode(4096) == pytest.approx(device[0] + found.fixed[0] + 512 * found.sequence[0])

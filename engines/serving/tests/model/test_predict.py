@@ -1,0 +1,365 @@
+"""Predictions of servers: what knobs and loads do to figures, memory, and the step time of an objective."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flagcore_serving.model import candidates, simulated_load
+from flagcore_serving.model.candidates import PARTS
+from flagcore_serving.model.predict import crowding
+from flagcore_serving.model.work import UNFITTED, overheads_of
+from flagcore_serving.space.placement import uniform_kinds
+from flagcore_serving.space.weights import parameters
+from flagcore_sglang.profile import RECEIVE
+from flagcore_sglang.profile import WORKLOAD as SGLANG
+from flagcore_vllm.knobs import graph_tokens
+from flagcore_vllm.profile import WORKLOAD as VLLM
+
+from engines.serving.tests.engines.tasks import predict, published
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.model import Model
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
+from flagcore.domain.spec import ClusterSpec, Spec, Task, figure_name, seconds
+from flagcore.physics.roofline import Roofline
+from tests.served import CHIP, DENSE, EXPERTS, costs, settings
+
+LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
+
+
+def task(
+    *loads: Load, engine: str = "vllm", objective: str = "output_tokens_per_s", model: Model = DENSE, **serve: object
+) -> Task:
+    group = NodeGroup(chip=CHIP, nodes=1, devices_per_node=8)
+    job = ServeSpec(engine=engine, loads=loads or (LOAD,), **{"engine_version": "0.19.0", **serve})  # type: ignore[arg-type]
+    spec = Spec(model=model, cluster=ClusterSpec(), work=job, objective=objective)
+    return Task(spec=spec, cluster=Cluster(groups=(group,)))
+
+
+def predicted(on: Task | None = None, **arguments: object) -> Predictions:
+    return predict(on or task(), settings(**arguments), costs())
+
+
+def figure(found: Predictions, name: str = "output_tokens_per_s") -> list[float]:
+    return found.figures[name].tolist()
+
+
+def with_cpus(count: int | None) -> Task:
+    plain = task()
+    return replace(plain, cluster=Cluster(groups=(replace(plain.cluster.groups[0], cpus_per_node=count),)))
+
+
+def test_intervals_are_wider_if_the_cpus_of_hosts_are_unknown() -> None:
+    known, unknown = (predicted(with_cpus(count)) for count in (64, None))
+    assert unknown.step_time_s == known.step_time_s
+    assert unknown.low_s == known.low_s < known.high_s < unknown.high_s
+
+
+def test_processes_per_cpu_count_front_ends_schedulers_and_devices() -> None:
+    layouts = settings(instances=[1, 8, 1, 1], tensor=[8, 1, 1, 2], data=[1, 1, 8, 1])
+    kinds = uniform_kinds(layouts.instances)
+    assert crowding(with_cpus(2), kinds, layouts).tolist() == [5.0, 12.0, 8.5, 2.0]
+    assert crowding(with_cpus(None), kinds, layouts).tolist() == [1.0] * 4
+
+
+def test_a_trial_takes_the_time_of_its_requests_at_all_points() -> None:
+    points = (LOAD, replace(LOAD, concurrency=4), replace(LOAD, num_prompts=None, is_steady=True))
+    on = task(*points, repeats=2, slo={"ttft_s.p99": 1.0})
+    found = predicted(on)
+    (rate,), (answer_s,) = figure(found, "requests_per_s"), figure(found, "e2e_s.mean")
+    expected = 2 * (64 / rate + 64 / min(rate, 4 / answer_s) + (400 + 32) / rate)
+    assert VLLM.load_seconds(on, found) == pytest.approx(expected)
+    assert np.isnan(VLLM.load_seconds(task(highest="concurrency"), found)).all()
+
+
+def test_every_figure_of_the_domain_is_predicted() -> None:
+    found = predicted()
+    names = {*RATES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS)}
+    parts = {f"time.{part}" for part in PARTS}
+    assert set(found.figures) == names | parts | {"kv_cache_gib", "kv_cache_tokens"}
+    assert all(np.isfinite(values).all() and (values >= 0).all() for values in found.figures.values())
+    assert all((found.figures[name] > 0).all() for name in names)
+    for name in LATENCIES:
+        assert found.figures[f"{name}.p50"] <= found.figures[f"{name}.p90"] <= found.figures[f"{name}.p99"]
+
+
+@pytest.mark.parametrize(
+    "objective", ["output_tokens_per_s", "output_tokens_per_s_per_device", "requests_per_s", "ttft_s.p99", "e2e_s"]
+)
+def test_step_time_is_the_seconds_of_the_objective(objective: str) -> None:
+    found = predicted(task(objective=objective), tensor=[1, 2])
+    expected = [seconds(objective, each) for each in figure(found, figure_name(objective))]
+    assert found.step_time_s == pytest.approx(expected)
+    assert (found.low_s < found.step_time_s).all()
+    assert (found.step_time_s < found.high_s).all()
+
+
+RATE = "output_tokens_per_s"
+
+
+@pytest.mark.parametrize(
+    ("on", "arguments", "name", "low", "high"),
+    [
+        (task(), {"instances": [1, 2]}, RATE, 1.3, 2.0),
+        (task(), {"instances": [1, 2]}, "output_tokens_per_s_per_device", 0.65, 1.0),
+        (task(), {"instances": [1, 2]}, "kv_cache_tokens", 2.0, 2.0),
+        (task(), {"instances": [4, 1], "pipeline": [1, 4]}, RATE, 0.5, 1.0),  # a prompt in one stage delays the others
+        (task(replace(LOAD, concurrency=1, num_prompts=2)), {"pipeline": [1, 2]}, "tpot_s.mean", 0.9999, 3.0),
+        (task(), {"tensor": [1, 2]}, "tpot_s.mean", 0.0, 1.0),
+        (task(), {"tensor": [1, 2]}, "kv_cache_gib", 1.01, 2.0),
+        (task(), {"tensor": [2, 4]}, "tpot_s.mean", 0.0, 1.0),
+        (task(), {"max_running": [256, 4]}, RATE, 0.0, 0.5),
+        (task(), {"max_batched_tokens": [8192, 256], "pass_tokens": [8192, 256]}, RATE, 0.0, 1.0),
+        (task(), {"graph_tokens": [512, 0]}, RATE, 0.0, 0.7),
+        (task(), {"max_running": [64, 512], "block_size": [16, 128]}, RATE, 1.0, 1.0),  # limits out of reach
+        (
+            *(task(replace(LOAD, input_len=128, prefix_len=2048)), {"prefix_caching": [0, 1], "context_len": 4096}),
+            *("ttft_s.mean", 0.0, 0.5),
+        ),
+        (task(precision="fp8", model=EXPERTS), {"data": [1, 4], "expert": [1, 4]}, RATE, 1.0, 4.0),
+    ],
+)
+def test_knobs_change_a_figure_by_a_factor(
+    on: Task, arguments: dict[str, list[int]], name: str, low: float, high: float
+) -> None:
+    before, after = figure(predicted(on, **arguments), name)
+    assert after / before == pytest.approx(low) if low == high else low < after / before < high
+
+
+def test_hosts_with_few_cpus_are_slower() -> None:
+    found = [predicted(with_cpus(count), tensor=8) for count in (None, 10, 5, 2)]
+    rates, latencies = ([figure(each, name)[0] for each in found] for name in (RATE, "ttft_s.mean"))
+    assert rates[0] == rates[1] > 1.2 * rates[2] > 1.2 * rates[3]
+    assert latencies[3] > 2.0 * latencies[1]
+
+
+def test_a_burst_waits_longer_for_its_first_tokens_than_a_few_clients() -> None:
+    burst = task(replace(LOAD, concurrency=None, request_rate=float("inf")))
+    few = task(replace(LOAD, concurrency=4))
+    assert figure(predicted(burst), "ttft_s.p50")[0] > 5 * figure(predicted(few), "ttft_s.p50")[0]
+
+
+@pytest.mark.parametrize(("rate", "count"), [(2.0, 64), (5.0, None)])
+def test_requests_that_come_slowly_are_answered_as_they_come(rate: float, count: int | None) -> None:
+    slow = task(replace(LOAD, concurrency=None, request_rate=rate, num_prompts=count))
+    assert figure(predicted(slow), "requests_per_s")[0] == pytest.approx(rate, rel=0.1)
+
+
+def test_the_best_load_that_meets_the_limit_is_used_or_the_nearest_one() -> None:
+    loads = [replace(LOAD, concurrency=clients, num_prompts=4 * clients) for clients in (4, 16, 64)]
+    lightest, middle, heaviest = (predicted(task(each)) for each in loads)
+    limit = 1.01 * figure(middle, "tpot_s.p99")[0]
+    assert figure(predicted(task(*loads))) == figure(heaviest)
+    assert figure(predicted(task(*loads, slo={"tpot_s.p99": limit}))) == figure(middle)
+    assert figure(predicted(task(*loads, slo={"ttft_s.p99": 1e-6}))) == figure(lightest)
+
+
+@pytest.mark.parametrize(
+    ("key", "base"),
+    [
+        ("concurrency", replace(LOAD, concurrency=1000, num_prompts=100)),
+        ("request_rate", replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=100)),
+    ],
+)
+def test_the_highest_load_within_the_limits_is_a_figure(key: str, base: Load) -> None:
+    limit = figure(predicted(), "tpot_s.p99")[0]
+    tight, loose, impossible = (
+        predicted(task(base, slo={"tpot_s.p99": factor * limit}, highest=key)) for factor in (1.0, 2.0, 1e-6)
+    )
+    assert figure(impossible, "highest_load")[0] <= 1 <= figure(tight, "highest_load")[0]
+    assert figure(tight, "highest_load")[0] < figure(loose, "highest_load")[0]
+    assert figure(tight, "tpot_s.p99")[0] <= limit < figure(impossible, "tpot_s.p99")[0] / 1e-6
+    assert "highest_load" not in predicted().figures
+
+
+def test_the_highest_rates_of_candidates_do_not_depend_on_each_other() -> None:
+    load = replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=100)
+    searched = task(load, slo={"ttft_s.p99": 2.0, "tpot_s.p99": 0.05}, highest="request_rate")
+    arguments = {"tensor": [8, 4, 1, 1], "instances": [1, 2, 8, 1], "max_running": [256, 256, 64, 64]}
+    together = figure(predicted(searched, **arguments), "highest_load")
+    for row in range(4):
+        alone = figure(
+            predicted(searched, **{name: [values[row]] for name, values in arguments.items()}), "highest_load"
+        )
+        assert together[row] == pytest.approx(alone[0], rel=0.06)
+
+
+def test_a_latency_of_several_loads_comes_from_the_heaviest() -> None:
+    loads = [replace(LOAD, concurrency=each) for each in (1, 8, 32)]
+    found = predicted(task(*loads, objective="ttft_s.p99"))
+    assert figure(found, "ttft_s.p99") == figure(predicted(task(loads[-1], objective="ttft_s.p99")), "ttft_s.p99")
+
+
+def test_goodput_counts_requests_that_keep_the_limits() -> None:
+    burst = replace(LOAD, concurrency=None, request_rate=float("inf"))
+    limit = figure(predicted(task(burst)), "ttft_s.p50")[0]
+    found = predicted(task(burst, slo={"ttft_s.p99": limit}))
+    share = figure(found, "goodput_requests_per_s")[0] / figure(found, "requests_per_s")[0]
+    assert share == pytest.approx(0.5, abs=0.15)
+
+
+def test_a_server_fits_if_its_cache_holds_one_request() -> None:
+    found = predicted(context_len=[2048, 400_000])
+    assert found.fits.tolist() == [True, False]
+    small = predict(task(), settings(memory_fraction=[0.9, 0.15]), costs())
+    assert small.fits.tolist() == [True, False]
+
+
+def test_a_chip_without_facts_has_memory_predictions_but_no_times() -> None:
+    bare = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={})))
+    found = predict(task(), settings(), bare)
+    assert np.isnan(found.step_time_s).all()
+    assert found.static_bytes[0] > 16e9
+
+
+def test_weights_in_an_unsupported_format_are_read_unchanged() -> None:
+    wide, four = predicted(), predicted(task(precision="nvfp4"))
+    assert figure(four, "tpot_s.p50")[0] < figure(wide, "tpot_s.p50")[0]
+    assert four.static_bytes[0] <= wide.static_bytes[0] * 1.001
+    assert figure(four, "kv_cache_tokens")[0] > figure(wide, "kv_cache_tokens")[0]
+
+
+def test_weights_in_a_narrow_file_are_as_large_as_in_the_file(tmp_path: Path) -> None:
+    file, bare = tmp_path / "weights.gguf", task(engine="llamacpp")
+    reported = task(engine="llamacpp", weights=str(file))
+
+    def stored(bytes_each: float) -> Predictions:
+        with file.open("wb") as weights:
+            weights.truncate(int(parameters(DENSE) * bytes_each))
+        return predicted(reported, cache_bytes=1e9)
+
+    without_file = predicted(bare, cache_bytes=1e9)
+    assert stored(2.0).static_bytes == without_file.static_bytes
+    assert figure(stored(2.0)) == figure(without_file)
+    assert stored(0.56).static_bytes[0] < 0.5 * without_file.static_bytes[0]
+    assert figure(stored(0.56), "tpot_s.p50")[0] < 0.7 * figure(without_file, "tpot_s.p50")[0]
+
+
+def test_releases_have_different_overheads() -> None:
+    known = {each: overheads_of(VLLM.program.overheads, each) for each in ("0.20.2", "0.19.1", None, "0.33")}
+    assert known["0.20.2"].iteration < known["0.19.1"].iteration
+    assert known[None] == known["0.33"]
+    assert not overheads_of(SGLANG.program.overheads, "0.5.9").mixes
+    bare = replace(VLLM, program=replace(VLLM.program, overheads={}), host_times=None)
+    assert overheads_of({}, "0.5.9") == bare.overheads_for(task(), on_host=True) == UNFITTED
+
+
+def test_a_host_that_also_computes_pays_for_scheduling() -> None:
+    own = replace(costs(), synchronous=True)
+    beside = predicted(graph_tokens=[512, 0])
+    found = predict(task(), settings(graph_tokens=[512, 0]), own)
+    assert figure(found, "tpot_s.p50")[0] > figure(beside, "tpot_s.p50")[0]
+    assert figure(found)[1] < figure(found)[0]
+
+
+def fp4_task(engine: str, **serve: object) -> Task:
+    chip = replace(CHIP, dense_flops_per_second={**CHIP.dense_flops_per_second, "fp4": CHIP.memory_bytes})  # type: ignore[dict-item]
+    built = task(engine=engine, **serve)
+    return replace(built, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
+
+
+@pytest.mark.parametrize(
+    ("made", "values", "expected"),
+    [
+        (fp4_task("vllm", precision="fp8"), {}, {"kv_cache_type": "fp8"}),
+        (fp4_task("vllm", precision="bf16"), {}, {}),
+        (fp4_task("vllm", precision="fp8"), {"kv_cache_type": "auto"}, {"kv_cache_type": "auto"}),
+        (task(precision="fp8"), {}, {}),
+    ],
+)
+def test_published_servers_have_an_8_bit_cache_on_4_bit_chips(
+    made: Task, values: Mapping[str, str], expected: Mapping[str, str]
+) -> None:
+    assert published(made, values)[1] == expected
+
+
+def test_published_servers_without_a_release_have_a_release_of_their_date() -> None:
+    assert published(task(engine_version=None), {})[0].spec.serve.engine_version == "0.17.0"
+    assert published(task(engine_version="0.33.0"), {})[0].spec.serve.engine_version == "0.33.0"
+    assert published(task(engine="sglang"), {})[0].spec.serve.engine_args == {RECEIVE: 30}
+
+
+def test_in_a_large_space_only_the_best_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = np.arange(1, 41)
+    all_simulated = predicted(max_running=limits)
+    monkeypatch.setattr(candidates, "MAX_SIMULATED", 10)
+    ranked = predicted(max_running=limits)
+    best = np.argsort(all_simulated.step_time_s)[:5]
+    assert ranked.step_time_s[best] == pytest.approx(all_simulated.step_time_s[best])
+    assert np.isfinite(ranked.step_time_s).all()
+    assert np.abs(np.log(ranked.step_time_s / all_simulated.step_time_s)).max() < 0.5
+
+
+def test_a_published_server_that_hardly_fits_used_a_larger_memory_share() -> None:
+    crowded = task(precision="bf16", engine="sglang", model=replace(EXPERTS, num_layers=30))
+    assert published(crowded, {})[0].spec.serve.engine_args["mem-fraction-static"] == 0.95
+    assert "mem-fraction-static" not in published(crowded, {"tensor_model_parallel_size": 2})[0].spec.serve.engine_args
+
+
+def test_an_unlimited_number_of_clients_equals_a_large_one() -> None:
+    endless, many = (task(replace(LOAD, num_prompts=count)) for count in (None, 640))
+    assert figure(predicted(endless))[0] == pytest.approx(figure(predicted(many))[0], rel=0.15)
+
+
+def test_a_trace_is_sent_at_its_recorded_times(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 500 * number, "input_length": 200, "output_length": 20} for number in range(20)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = predicted(task(Load(trace=str(trace), num_prompts=None)))
+    assert figure(found, "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
+
+
+def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() -> None:
+    versions = ("0.17.0", "0.19.0", None)
+    assert [graph_tokens(fp4_task("vllm", engine_version=each)) for each in versions] == [512, 1024, 1024]
+    assert graph_tokens(task()) == 512
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
+    found = predicted(task(replace(LOAD, output_len=1)))
+    assert figure(found, "tpot_s.p99") == figure(found, "itl_s.mean") == [0.0]
+    assert figure(found, "e2e_s.p50") == figure(found, "ttft_s.p50")
+
+
+def test_parts_of_a_requests_time_add_up() -> None:
+    crowd = task(replace(LOAD, concurrency=256, num_prompts=512))
+    found = predicted(crowd, max_running=[256, 8, 256], tensor=[1, 1, 4]).figures
+    total = sum(found[f"time.{part}"] for part in PARTS)
+    assert total == pytest.approx(found["e2e_s.mean"])
+    share = {part: (found[f"time.{part}"] / total).tolist() for part in PARTS}
+    assert share["queue_s"][1] > 0.8 > share["queue_s"][0]
+    assert share["collectives_s"][:2] == [0.0, 0.0]
+    assert share["collectives_s"][2] > 0.0
+
+
+def test_an_unbounded_load_costs_at_most_a_fully_simulated_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = {
+        "closed loop": replace(LOAD, concurrency=48, num_prompts=5000),
+        "burst": replace(LOAD, concurrency=None, request_rate=float("inf"), num_prompts=3000),
+        "many clients": replace(LOAD, concurrency=1500, num_prompts=4000),
+        "slow": replace(LOAD, concurrency=None, request_rate=10.0, num_prompts=4000),
+        "too fast": replace(LOAD, concurrency=None, request_rate=200.0, num_prompts=4000),
+    }
+    loads = {name: replace(load, input_len=256, output_len=32) for name, load in loads.items()}
+    full = {name: predicted(task(load), max_running=[64]).figures for name, load in loads.items()}
+    monkeypatch.setattr(simulated_load, "MAX_REQUESTS", 600)
+    for name, load in loads.items():
+        short = predicted(task(load), max_running=[64]).figures
+        for figure_of in (RATE, "requests_per_s", "ttft_s.mean", "ttft_s.p99", "tpot_s.p50", "e2e_s.p50"):
+            assert short[figure_of][0] == pytest.approx(full[name][figure_of][0], rel=0.06), (name, figure_of)
+
+
+def test_clients_without_a_free_slot_wait() -> None:
+    endless = replace(LOAD, concurrency=3000, num_prompts=None)
+    many, few = (predicted(task(replace(endless, concurrency=flight)), max_running=[16]) for flight in (4000, 400))
+    assert figure(many)[0] == pytest.approx(figure(few)[0], rel=0.03)
+    assert figure(many, "ttft_s.p50")[0] == pytest.approx(10 * figure(few, "ttft_s.p50")[0], rel=0.1)
+
+
+def test_a_prompt_of_millions_of_tokens_is_priced_quickly() -> None:
+    long = task(Load(input_len=10_000_000, output_len=16, concurrency=4, num_prompts=32))
+    found = predicted(long, context_len=[10_000_100])
+    assert 0 < figure(found, "ttft_s.p50")[0] < 1e9

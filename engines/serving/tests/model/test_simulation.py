@@ -1,0 +1,298 @@
+"""The scheduler against one that goes token by token, prefill and decode instances, and the closed form of a loop."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_serving.model import simulation
+from flagcore_serving.model.candidates import ClosedLoop, steady_state
+from flagcore_serving.model.disaggregated import Disaggregated, Prefill
+from flagcore_serving.model.iteration import IterationCosts
+from flagcore_serving.model.simulation import Lane, Outcome, Price, Simulation
+from flagcore_serving.model.work import UNFITTED
+
+from tests import served
+from tests.served import times
+
+LANE = Lane(budget=2048.0, running=64.0, cache_tokens=1e9, block=16.0)
+OVER = replace(UNFITTED, request=5e-3, entry=1e-3)
+
+
+def price_of(lane: Lane = LANE, **over: Any) -> Price:
+    return Price(times(), 0, lane, replace(OVER, **over))
+
+
+def token_by_token(
+    price: Price, lengths: list[tuple[int, int]], arrivals: list[float] | None, concurrency: int
+) -> list[tuple[float, float]]:
+    """First and last token of each request, of an engine without preemption that looks at each iteration."""
+    lane, overheads, count = price.lane, price.overheads, len(lengths)
+    ready = [inf] * count
+    now, sent, started, groups = 0.0, 0, 0, list[tuple[float, float, list[int]]]()
+
+    def send(place: int, when: float) -> None:
+        if not groups or groups[-1][0] != when:
+            groups.append((when, max(when, groups[-1][1] if groups else 0.0), []))
+        arrival, front_end, members = groups.pop()
+        groups.append((arrival, front_end + overheads.entry, [*members, place]))
+        for each in groups[-1][2]:
+            ready[each] = groups[-1][1] + overheads.request
+
+    for place in range(count if arrivals is not None else min(concurrency, count)):
+        send(place, arrivals[place] if arrivals is not None else 0.0)
+        sent += 1
+    queue: list[int] = []
+    prompts: dict[int, float] = {}
+    generated = [0] * count
+    running: list[int] = []
+    first, last = [0.0] * count, [0.0] * count
+    while any(generated[place] < lengths[place][1] for place in range(count)):
+        while started < sent and ready[started] <= now:
+            queue.append(started)
+            started += 1
+        left = lane.budget - (len(running) if overheads.mixes else 0)
+        tokens, pairs, longest, ended = 0.0, 0.0, 0.0, []
+        while left > 0 and (prompts or (queue and len(running) + len(prompts) + len(ended) < lane.running)):
+            if not prompts:
+                prompts[queue.pop(0)] = 0.0
+            place = next(iter(prompts))
+            piece = min(left, lengths[place][0] - prompts[place])
+            pairs += piece * (prompts[place] + 0.5 * piece)
+            prompts[place] += piece
+            tokens, left, longest = tokens + piece, left - piece, max(longest, piece)
+            if prompts[place] >= lengths[place][0]:
+                ended.append(place)
+                del prompts[place]
+        if not tokens and not running:
+            now = ready[started]
+            continue
+        decodes = running if overheads.mixes or not tokens else []
+        context = sum(lengths[place][0] + generated[place] for place in decodes)
+        if tokens:
+            now += price.mixed(len(decodes), tokens, longest, pairs, len(ended)) + price.cached(len(decodes)) * context
+        else:
+            now += price.decode(len(decodes)) + price.cached(len(decodes)) * context
+        for place in list(decodes):
+            generated[place] += 1
+        for place in ended:
+            generated[place], first[place] = 1, now
+            running.append(place)
+        done = [place for place in running if generated[place] >= lengths[place][1]]
+        done.sort(key=lambda place: (place in ended, ended.index(place) if place in ended else 0))
+        order = [place for place in ended if place in done] + [place for place in done if place not in ended]
+        for place in order:
+            running.remove(place)
+            last[place] = now
+            if arrivals is None and sent < count:
+                send(sent, now)
+                sent += 1
+    return list(zip(first, last, strict=True))
+
+
+def ends(outcome: Outcome) -> list[tuple[float, float]]:
+    return [(request.first, request.end) for request in outcome.requests]
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mixes: bool) -> None:
+    draw = random.Random(seed)
+    lane = replace(LANE, budget=draw.choice([96.0, 512.0, 2048.0]), running=draw.choice([3.0, 64.0]))
+    lengths = [(draw.randint(1, 900), draw.randint(1, 40)) for _ in range(25)]
+    arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
+    price = price_of(lane, mixes=mixes)
+    expected = token_by_token(price, lengths, arrivals, 6)
+    for result, requested in zip(ends(Simulation(price, lengths, arrivals, 6).run()), expected, strict=True):
+        assert result == pytest.approx(requested, rel=1e-9)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
+    mixes: bool, floor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = replace(times(), floor=np.array([floor]), pair=np.array([1e-7]))
+    price = Price(costs, 0, replace(LANE, budget=96.0), replace(OVER, mixes=mixes))
+    lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
+    at_once = Simulation(price, lengths, None, 3).run()
+    monkeypatch.setattr(simulation, "MIN_PIECES", 1e9)
+    for result, expected in zip(ends(at_once), ends(Simulation(price, lengths, None, 3).run()), strict=True):
+        assert result == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_request_takes_front_end_time_prompt_time_and_an_iteration_per_token() -> None:
+    price = price_of()
+    (request,) = Simulation(price, [(1000, 3)], None, 1).run().requests
+    prompt = price.mixed(0, 1000.0, 1000.0, 500e3, 1)
+    assert request.first == pytest.approx(6e-3 + prompt)
+    assert request.end - request.first == pytest.approx(2 * price.decode(1) + price.cached(1) * (1001 + 1002))
+
+
+@pytest.mark.parametrize(
+    ("running", "arrivals", "expected"),
+    [
+        (64.0, [0.0, 0.0], [(2.0, 4.0), (3.0, 4.0)]),  # the first prompt takes two iterations, the second the third
+        (1.0, [0.0, 0.0], [(2.0, 4.0), (5.0, 6.0)]),  # the second waits for the end of the first
+        (64.0, [0.0, 3.5], [(2.0, 4.0), (5.0, 6.0)]),  # it arrives in the fourth iteration, and joins the fifth
+        (64.0, None, [(2.0, 4.0), (5.0, 6.0)]),  # one after the other
+    ],
+)
+def test_two_requests_worked_by_hand(
+    running: float, arrivals: list[float] | None, expected: list[tuple[float, float]]
+) -> None:
+    """Iterations take a second, and up to 100 tokens: a prompt of 200 for 3 tokens, and one of 50 for 2."""
+    costs, zero, one = times(), np.zeros(1), np.ones(1)
+    tables = {name: 0.0 * getattr(costs, name) for name in ("local", "shared", "sampled")}
+    costs = replace(costs, **tables, cached=zero, pair=zero, sequence=zero, floor=zero, fixed=one, crowding=one)
+    price = Price(costs, 0, replace(LANE, budget=100.0, running=running), UNFITTED)
+    assert ends(Simulation(price, [(200, 3), (50, 2)], arrivals, 1).run()) == [*map(pytest.approx, expected)]
+
+
+def test_a_small_cache_preempts_sequences_and_all_are_answered() -> None:
+    lengths = [(200, 300)] * 8
+    large_cache, small_cache = (
+        Simulation(price_of(replace(LANE, cache_tokens=room)), lengths, [0.0] * 8, 8).run() for room in (1e9, 2000.0)
+    )
+    assert large_cache.preemptions == 0
+    assert small_cache.preemptions > 0
+    assert all(request.made == 300 and request.end > request.first for request in small_cache.requests)
+    assert small_cache.duration > large_cache.duration
+
+
+def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
+    price = price_of(replace(LANE, cache_tokens=2000.0), reserve=1.0)
+    assert Simulation(price, [(200, 300)] * 8, [0.0] * 8, 8).run().preemptions == 0
+
+
+def test_an_engine_that_polls_rarely_delays_requests() -> None:
+    lengths = [(64, 400), (64, 2)]
+    often, rarely = (Simulation(price_of(receive=each), lengths, [0.0, 0.05], 2).run() for each in (1, 40))
+    assert rarely.requests[1].first > often.requests[1].first
+
+
+def test_a_shared_prefix_is_not_computed_again() -> None:
+    plain, shared = (
+        Simulation(price_of(replace(LANE, shared_prefix=prefix)), [(1000, 2)] * 8, [0.0] * 8, 8).run()
+        for prefix in (0.0, 900.0)
+    )
+    assert shared.duration < 0.7 * plain.duration
+
+
+def test_gaps_are_all_tokens_after_the_first() -> None:
+    outcome = Simulation(price_of(), [(100, 30)] * 5, None, 2).run()
+    assert sum(count for _, count in outcome.gaps) == 5 * 29
+
+
+def test_text_prompts_wait_for_the_tokenizer_one_after_the_other() -> None:
+    lengths = [(1000, 1), (500, 1), (1000, 1)]
+    first = [each.first for each in Simulation(price_of(prompt_token=1e-2), lengths, [0.0] * 3, 3).run().requests]
+    assert [later - earlier for earlier, later in pairwise(first)] == pytest.approx([5.0, 10.0], rel=0.02)
+    assert first[0] == pytest.approx(10.0, rel=0.02)
+
+
+LENGTHS = [(512, 64)] * 96
+
+
+def price(lane: Lane = LANE) -> Price:
+    return Price(times(), 0, lane, OVER)
+
+
+def run(
+    lengths: list[tuple[int, int]],
+    arrivals: list[float] | None,
+    concurrency: int = 1,
+    *,
+    per_decode: float = 1.0,
+    transfer: float = 0.0,
+    lane: Lane = LANE,
+) -> Outcome:
+    prefill = Prefill(price=price(), per_decode=per_decode, transfer=transfer)
+    return Disaggregated(price(lane), prefill, lengths, arrivals, concurrency).run()
+
+
+def rate(outcome: Outcome) -> float:
+    return len(outcome.requests) / outcome.duration
+
+
+def prompt_seconds(tokens: float) -> float:
+    return price().mixed(0, tokens, tokens, 0.5 * tokens**2, 1)
+
+
+def test_a_lone_request_passes_through_all_stages_once() -> None:
+    (request,) = run([(512, 3)], [1.0], transfer=1e-3).requests
+    front = 2.0 * OVER.request + OVER.entry
+    first = 1.0 + front + prompt_seconds(512.0) + 512 * 1e-3 + price().decode(1) + price().cached(1) * 512
+    assert request.first == pytest.approx(first, rel=1e-3)
+    assert request.end > request.first
+    assert request.made == 3
+
+
+def test_prompts_do_not_delay_answers() -> None:
+    """A prompt of 16,384 tokens arrives while another answer is decoded."""
+    lengths, arrivals = [(64, 400), (16_384, 2)], [0.0, 0.02]
+    both = Simulation(price(), lengths, arrivals, 2).run()
+    apart = run(lengths, arrivals)
+    alone = run(lengths[:1], arrivals[:1])
+    assert max(gap for gap, _ in apart.gaps) < 2.0 * max(gap for gap, _ in alone.gaps)
+    assert max(gap for gap, _ in both.gaps) > 3.0 * max(gap for gap, _ in apart.gaps)
+
+
+def test_the_slower_side_limits_the_rate() -> None:
+    tokens = LANE.budget // 512 * 512
+    limit = (tokens / 512) / price().mixed(0, tokens, 512.0, tokens / 512 * 0.5 * 512**2, int(tokens / 512))
+    short = [(512, 2)] * 256
+    assert rate(run(short, [0.0] * 256)) == pytest.approx(limit, rel=0.1)
+    assert rate(run(short, [0.0] * 256, per_decode=0.25)) == pytest.approx(limit / 4.0, rel=0.1)
+    many, few = (rate(run(LENGTHS, None, 32, per_decode=count)) for count in (8.0, 4.0))
+    assert many == pytest.approx(few, rel=0.05), "the instance that decodes is the limit"
+
+
+def test_a_slow_link_delays_and_limits() -> None:
+    fast, slow = (run(LENGTHS, None, 16, transfer=seconds) for seconds in (0.0, 1e-3))
+    assert min(each.first - each.arrival for each in slow.requests) > 0.512
+    assert rate(slow) == pytest.approx(1.0 / 0.512, rel=0.1)
+    assert rate(fast) > 2.0 * rate(slow)
+
+
+def test_all_requests_end_in_order_of_time_with_a_small_cache() -> None:
+    outcome = run([(500, 40), (90, 70), (300, 1)] * 20, None, 12, lane=replace(LANE, cache_tokens=2_000.0, running=6.0))
+    assert all(each.arrival < each.first <= each.end + 1e-9 for each in outcome.requests)
+    assert all(each.made >= each.output for each in outcome.requests)
+    assert outcome.preemptions > 0
+
+
+def loop(costs: IterationCosts, flight: float, prompt: float, output: float, cache: float) -> ClosedLoop:
+    sizes = {"flight": flight, "prompt": prompt, "output": output, "cache_tokens": cache}
+    limits = {"budget": 8192.0, "running": 512.0, "ranks": 1.0, "stages": 1.0}
+    columns = {name: np.array([value]) for name, value in {**sizes, **limits}.items()}
+    return ClosedLoop(costs=costs, overheads=served.OVER, **columns)
+
+
+@pytest.mark.parametrize(
+    ("flight", "prompt", "output", "cache"),
+    [(1, 512, 128, 1e9), (16, 1024, 512, 1e9), (64, 1024, 256, 1e9), (64, 4096, 256, 1e9), (64, 1024, 512, 40e3)],
+)
+def test_closed_form_is_near_the_simulation(flight: int, prompt: int, output: int, cache: float) -> None:
+    costs, draw = times(), random.Random(0)
+    lane = Lane(budget=8192.0, running=512.0, cache_tokens=cache)
+    lengths = [
+        (round(prompt * draw.uniform(0.9, 1.1)), round(output * draw.uniform(0.9, 1.1))) for _ in range(12 * flight)
+    ]
+    price = Price(costs, 0, lane, replace(UNFITTED, request=served.OVER.request))
+    requests = Simulation(price, lengths, None, flight).run().requests[2 * flight :]
+    tpot = np.mean([(each.end - each.first) / (each.output - 1) for each in requests])
+    rate = flight * output / np.mean([each.end - each.arrival for each in requests])
+    found = steady_state(loop(costs, flight, prompt, output, cache))
+    assert found.tpot[0] == pytest.approx(tpot, rel=0.12)
+    assert found.rate[0] == pytest.approx(rate, rel=0.12)
+
+
+def test_prompts_of_prefill_instances_are_divided_among_all_ranks() -> None:
+    one, many = (loop(times(), 64.0, 1024.0, 256.0, 1e9) for _ in range(2))
+    many = replace(many, ranks=np.array([4.0]), budget=4.0 * many.budget)
+    slow, fast = (float(steady_state(replace(each, role=np.array([1]))).rate[0]) for each in (one, many))
+    assert fast > 2.0 * slow

@@ -1,0 +1,220 @@
+"""Images in predictions, rules and knobs of engines: the front end, the vision tower, and its ranks."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore_lmdeploy.profile import WORKLOAD as LMDEPLOY
+from flagcore_serving.engine import Engine
+from flagcore_serving.load.images import Image
+from flagcore_serving.model.disaggregated import Disaggregated, Prefill
+from flagcore_serving.model.simulation import Price, Simulation
+from flagcore_serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
+from flagcore_serving.model.work import PIXEL, Serving
+from flagcore_serving.space.hardware import CHAT_TOKENS, longest_request
+from flagcore_sglang.profile import WORKLOAD as SGLANG
+from flagcore_vllm.profile import WORKLOAD as VLLM
+
+from engines.serving.tests.engines.tasks import broken, merged, row, serving
+from engines.serving.tests.model.test_simulation import LANE, OVER
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import Images, Load
+from flagcore.domain.spec import Task
+from flagcore.errors import SpecError
+from tests import served
+from tests.served import costs, settings, times
+from tests.small import DENSE, VISION
+
+ENGINES: dict[str, Any] = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMACPP, "lmdeploy": LMDEPLOY}
+SEEN = replace(DENSE, vision=VISION)
+TOWER = "mm_encoder_tp_mode"
+LARGE = replace(served.DENSE, vision=VISION)
+
+
+def images(*sizes: tuple[int, int], count: int = 1) -> Images:
+    sizes = sizes or ((1280, 720),)
+    return Images(buckets=tuple((*size, 1.0 / len(sizes)) for size in sizes), base_items_per_request=count)
+
+
+def load(found: Images | None, **changes: Any) -> Load:
+    return Load(**{"input_len": 64, "output_len": 16, "num_prompts": 24, "concurrency": 4, "images": found} | changes)
+
+
+def task(found: Images | None, engine: str = "vllm", **arguments: Any) -> Task:
+    version = {"vllm": "0.32.0", "sglang": "0.5.12"}.get(engine)
+    loads = arguments.pop("loads", (load(found),))
+    return serving(engine, **{"loads": loads, "engine_version": version, "model": LARGE, **arguments})
+
+
+def predicted(found: Images | None, engine: str = "vllm", *, values: dict[str, Any] | None = None, **more: Any) -> Any:
+    job = task(found, engine, **more)
+    job = replace(job, cluster=replace(job.cluster, groups=(replace(job.cluster.groups[0], chip=served.CHIP),)))
+    return ENGINES[engine].predict(job, row(ENGINES[engine], job, **values or {}), served.costs())
+
+
+def ttft(predictions: Predictions) -> float:
+    return float(predictions.figures["ttft_s.mean"][0])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_larger_and_more_images_take_longer_to_the_first_token(engine: str) -> None:
+    loads = [None, images((280, 280)), images((1280, 720)), images((1280, 720), count=3)]
+    times = [ttft(predicted(each, engine)) for each in loads]
+    assert times == sorted(times)
+    assert times[2] > times[0] + 0.02  # the front end alone takes 25 ns per pixel
+
+
+def test_with_separate_prefill_images_delay_only_the_first_token() -> None:
+    pair = "1xtp1+1xtp1"
+    more: dict[str, Any] = {"values": {"prefill_decode": pair}, "space": {"prefill_decode": (pair,)}}
+    text, seen = predicted(None, **more), predicted(images((1280, 720), count=4), **more)
+    assert ttft(seen) > ttft(text) + 0.1
+    assert seen.figures["tpot_s.mean"] == pytest.approx(text.figures["tpot_s.mean"], rel=0.05)
+
+
+def test_the_tower_takes_memory_even_without_images() -> None:
+    text, seen = predicted(None, model=served.DENSE), predicted(None)
+    less = float(text.figures["kv_cache_gib"][0] - seen.figures["kv_cache_gib"][0]) * 2**30
+    assert less > 2 * VISION.weights
+    assert VISION.weights == pytest.approx(0.676e9, rel=0.01)  # published: 0.67 billion
+    off = predicted(None, engine_args={"language_model_only": True})
+    assert off.figures["kv_cache_gib"] == pytest.approx(text.figures["kv_cache_gib"])
+
+
+def test_whole_towers_work_on_several_images_at_once() -> None:
+    values = {"tensor_model_parallel_size": 4}
+    whole = {**values, TOWER: "data"}
+    many = images((1280, 720), count=4)
+    assert ttft(predicted(many, values=values)) != ttft(predicted(many, values=whole))
+    one = images((2240, 2240))
+    assert ttft(predicted(one, values=values)) < ttft(predicted(one, values=whole))
+    caches = [float(predicted(many, values=each).figures["kv_cache_gib"][0]) for each in (values, whole)]
+    assert caches[1] < caches[0]
+
+
+def test_the_context_holds_the_largest_images() -> None:
+    found = load(images((280, 280), (1280, 720), count=2))
+    assert longest_request((found,), VISION) == 64 + 16 + 2 * 1198 + CHAT_TOKENS
+    assert longest_request((found,), None) == 80
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "word"),
+    [
+        ("llamacpp", {}, "mmproj"),
+        ("llamacpp", {"engine_args": {"mmproj": "x.gguf"}, "model": DENSE}, "qwen2_5_vl"),
+        ("vllm", {"model": DENSE}, "qwen2_5_vl"),
+        ("sglang", {"model": DENSE}, "qwen2_5_vl"),
+        ("lmdeploy", {"model": DENSE}, "qwen2_5_vl"),
+        ("vllm", {"engine_args": {"--language-model-only": True}}, "language-model-only"),
+    ],
+)
+def test_servers_that_cannot_take_images_are_refused(engine: str, arguments: dict[str, Any], word: str) -> None:
+    workload: Engine = ENGINES[engine]
+    with pytest.raises(SpecError) as raised:
+        workload.rules(task(images(), engine, **arguments))
+    assert raised.value.key == "serve.profile.images"
+    assert word in raised.value.problem
+    assert raised.value.fix
+    workload.rules(task(None, engine, **arguments))
+    LLAMACPP.rules(task(images(), "llamacpp", engine_args={"mmproj": "x.gguf"}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag", "value"),
+    [
+        ("vllm", "runner", "pooling"),
+        ("vllm", "task", "score"),
+        ("sglang", "is-embedding", True),
+        ("llamacpp", "embedding", True),
+    ],
+)
+def test_servers_that_generate_no_text_are_refused(engine: str, flag: str, value: object) -> None:
+    with pytest.raises(SpecError) as raised:
+        ENGINES[engine].rules(task(None, engine, engine_args={flag: value}))
+    assert raised.value.key == f"serve.engine_args.{flag}"
+
+
+def test_images_of_a_trace_need_a_tower(tmp_path: Any) -> None:
+    trace = tmp_path / "a.jsonl"
+    trace.write_text('{"prompt": "a", "max_tokens": 1, "images": ["8x8"]}')
+    job = task(None, model=DENSE, loads=(Load(trace=str(trace), num_prompts=None, concurrency=1),))
+    with pytest.raises(SpecError) as raised:
+        VLLM.rules(job)
+    assert raised.value.key == "serve.profile.trace"
+
+
+def test_limits_of_images_must_hold_a_request() -> None:
+    job = task(images(count=3))
+    assert broken(VLLM, job, limit_mm_per_prompt=2) == ["images_of_request"]
+    assert broken(VLLM, job, limit_mm_per_prompt=3) == []
+
+
+def test_a_tower_is_shared_by_several_ranks_only() -> None:
+    split = {"tensor_model_parallel_size": 2, TOWER: "data"}
+    for engine in ("vllm", "sglang"):
+        seen, text = task(images(), engine), task(None, engine, model=DENSE)
+        workload = ENGINES[engine]
+        assert merged(workload, seen, **split)[TOWER] > 0
+        assert merged(workload, seen, **{**split, "tensor_model_parallel_size": 1})[TOWER] == 0
+        assert merged(workload, seen, **{**split, TOWER: "weights"})[TOWER] == 0
+        assert merged(workload, text, **split)[TOWER] == 0
+        auto = next(axis for axis in workload.axes(task(images(), engine, space={TOWER: "auto"})) if axis.knob == TOWER)
+        assert set(auto.values) == {"weights", "data"}
+
+
+WORK = [ImageWork(patches=100.0, pairs=1e4, images=1, pixels=1_000_000)] * 2
+ENCODE_S = 0.5
+PRICE = Price(times(), 0, LANE, OVER, lambda images: [ENCODE_S] * len(images))
+
+
+def test_an_image_waits_for_the_front_end_and_the_tower() -> None:
+    lengths, arrivals = [(512, 3), (512, 3)], [0.0, 10.0]
+    text, seen = (Simulation(PRICE, lengths, arrivals, 1, images=images).run() for images in ((), WORK))
+    added = [after.first - before.first for before, after in zip(text.requests, seen.requests, strict=True)]
+    assert added == pytest.approx([ENCODE_S + 1e6 * PIXEL] * 2)
+
+
+def test_images_are_decoded_one_after_the_other() -> None:
+    lengths = [(512, 3)] * 2
+    free = Price(times(), 0, LANE, OVER, lambda images: [0.0] * len(images))
+    text, seen = (Simulation(free, lengths, [0.0, 0.0], 2, images=images).run() for images in ((), WORK))
+    assert seen.requests[1].first == pytest.approx(text.requests[1].first + 2e6 * PIXEL, rel=0.1)
+
+
+def test_the_instance_that_prefills_has_the_tower() -> None:
+    decode = Price(times(), 0, LANE, OVER, lambda images: [9.0] * len(images))
+    prefill = Prefill(price=PRICE, per_decode=1.0, transfer=0.0)
+    text, seen = (Disaggregated(decode, prefill, [(512, 3)], [0.0], 1, images).run() for images in ((), WORK[:1]))
+    assert seen.requests[0].first - text.requests[0].first == pytest.approx(ENCODE_S + 1e6 * PIXEL)
+
+
+def test_ranks_with_whole_towers_divide_the_images_of_a_request() -> None:
+    encoder = EncoderCosts(*(np.array([each]) for each in (1e-3, 1e-6, 0.05, 4.0)))
+    several = [ImageWork(400.0, 4e4, count, 0) for count in (1, 2, 8, 0)]
+    assert encoder.seconds(0, several) == pytest.approx([0.44, 0.22, 0.11, 0.0])
+    assert encoder.seconds(0, [ImageWork(4.0, 1.0, 1, 0)]) == [0.05]
+
+
+def test_patches_attend_to_windows_in_most_layers() -> None:
+    (work, none) = image_work([(Image(1280, 720), Image(56, 56)), ()], VISION)
+    assert work.patches == 4 * 1196 + 16
+    assert work.pairs == 4 * (4784**2 + 16**2) + 28 * (4784 * 64 + 16 * 16)
+    assert (work.images, work.pixels) == (2, 1280 * 720 + 56 * 56)
+    assert none == (0.0, 0.0, 0, 0)
+
+
+def test_products_of_a_tower_are_those_of_its_weights() -> None:
+    serving = Serving(model=LARGE, precision="bf16", overheads=OVER)
+    found, whole = (
+        encoder_costs(VISION, serving, settings(tensor=[1, 4], **shares), costs())
+        for shares in ({}, {"tower_shares": 1.0})
+    )
+    peak = costs().kernels.gemm_seconds(*(np.array([4096.0]) for _ in range(3)), "bf16")[0] / (2 * 4096.0**3)
+    least = 2 * (VISION.layer_weights + VISION.merger_weights / VISION.merge_size**2) * peak
+    assert least < found.patch[0] < 3 * least
+    assert found.patch[0] / 4 < found.patch[1] < found.patch[0]
+    assert found.ranks.tolist() == [1.0, 1.0]
+    assert whole.ranks.tolist() == [1.0, 4.0]

@@ -1,0 +1,82 @@
+"""What a spec without a space searches, and the layout that an expert would start."""
+
+from dataclasses import replace
+
+import pytest
+from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore_serving.engine import Engine
+from flagcore_serving.space.knobs import DEFAULT_SPACE
+from flagcore_sglang.profile import WORKLOAD as SGLANG
+from flagcore_vllm.profile import WORKLOAD as VLLM
+
+from engines.serving.tests.engines.tasks import serving, space_of
+from flagcore.domain.model import Model
+from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import Task
+from flagcore.tuner.stages.build import build
+from tests.small import DENSE, costs
+
+ALL = pytest.mark.parametrize("engine", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)
+GIB = 2**30
+LARGE = replace(DENSE, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, kv_channels=128)
+
+
+def baseline(engine: Engine, task: Task) -> dict[str, KnobValue]:
+    """The baseline: what the rule of thumb takes of the usual space."""
+    arguments = replace(task, spec=replace(task.spec, space=engine.usual_space(task)))
+    space = build(engine.axes(arguments), engine.rules(arguments), engine.merges(arguments))
+    predictions = engine.predict(task, space.columns(), costs(task, task.cluster.groups[0].memory_bytes))
+    return space.candidate(engine.rule_of_thumb(task, space.columns(), predictions)).as_dict()
+
+
+@ALL
+def test_a_spec_without_a_space_searches_layouts_and_batch_limits(engine: Engine) -> None:
+    task = serving(engine.name, devices=4, default_space=True)
+    names = {knob.name for knob in engine.knobs if set(knob.names) & set(DEFAULT_SPACE)}
+    searched = {axis.knob for axis in engine.axes(task) if len(axis.values) > 1}
+    assert {"instances", engine.split_by} < searched <= names
+    assert {engine.device_counts(task, space_of(engine, task).columns()).max()} == {4}
+
+
+@ALL
+def test_with_a_space_other_knobs_have_the_engines_defaults(engine: Engine) -> None:
+    task = serving(engine.name, devices=4, space={"enable_prefix_caching": (True, False)})
+    assert [axis.knob for axis in engine.axes(task) if len(axis.values) > 1] == ["enable_prefix_caching"]
+    assert baseline(engine, task) == engine.defaults(task)
+
+
+@ALL
+def test_on_cores_the_engines_defaults_are_the_baseline(engine: Engine) -> None:
+    task = serving(engine.name, devices=4, on_cores=True, default_space=True)
+    assert baseline(engine, task) == engine.defaults(task)
+
+
+@pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("model", "memory", "objective", "instances", "tensor"),
+    [
+        (LARGE, 80 * GIB, "output_tokens_per_s", 8, 1),  # 15 GB of weights
+        (LARGE, 20 * GIB, "output_tokens_per_s", 4, 2),  # they fit into one device, with little room for the cache
+        (LARGE, 9 * GIB, "output_tokens_per_s", 2, 4),
+        (LARGE, 80 * GIB, "ttft_s.p99", 1, 8),
+    ],
+)
+def test_the_baseline_uses_all_devices_and_has_room_for_the_cache(
+    engine: Engine, model: Model, memory: int, objective: str, instances: int, tensor: int
+) -> None:
+    task = serving(engine.name, devices=8, model=model, memory=memory, default_space=True, objective=objective)
+    found = baseline(engine, task)
+    assert (found["instances"], found["tensor_model_parallel_size"]) == (instances, tensor)
+    assert found["pipeline_model_parallel_size"] == 1
+
+
+def test_the_baseline_takes_the_layouts_that_the_space_lists() -> None:
+    task = serving("vllm", devices=8, space={"instances": (1, 2), "tensor_model_parallel_size": (2, 4)})
+    assert (baseline(VLLM, task)["instances"], baseline(VLLM, task)["tensor_model_parallel_size"]) == (2, 4)
+
+
+@pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda each: each.name)
+def test_an_instance_may_have_a_power_of_two_of_the_devices(engine: Engine) -> None:
+    task = serving(engine.name, devices=12, space={engine.split_by: "auto"})
+    (sizes,) = [axis.values for axis in engine.axes(task) if axis.knob == engine.split_by]
+    assert set(sizes) == {1, 2, 3, 4, 6, 8, 12}

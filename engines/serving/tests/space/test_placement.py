@@ -1,0 +1,291 @@
+"""Where instances run: on several hosts, and as instances that only prefill or only decode."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore_serving.engine import Engine
+from flagcore_serving.launch.server import Instance
+from flagcore_serving.space import placement
+from flagcore_serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP, Hardware
+from flagcore_serving.space.placement import placements
+from flagcore_sglang.profile import WORKLOAD as SGLANG
+from flagcore_vllm.profile import WORKLOAD as VLLM
+
+from engines.serving.tests.engines.tasks import broken, merged, row, serving, space_of
+from flagcore.domain.serving import Load
+from flagcore.domain.spec import Task
+from flagcore.errors import SpecError
+from tests.small import DENSE
+
+
+@pytest.mark.parametrize(
+    ("values", "places"),
+    [
+        ({"instances": 2, TP: 4}, [(range(1), 0), (range(1, 2), 0)]),
+        ({"instances": 3, TP: 2}, [(range(1), 0), (range(1), 2), (range(1, 2), 0)]),
+        ({"instances": 1, TP: 8}, [(range(2), 0)]),
+        ({"instances": 1, TP: 4, PP: 2}, [(range(2), 0)]),
+    ],
+)
+def test_an_instance_is_on_the_first_host_with_room(values: dict[str, Any], places: list[tuple[range, int]]) -> None:
+    assert [(each.hosts, each.first) for each in placements(serving("vllm", nodes=2), values)] == places
+
+
+def test_cores_of_an_instance_come_from_one_host() -> None:
+    task = serving("llamacpp", nodes=2, on_cores=True)
+    assert [(each.hosts[0], each.width) for each in placements(task, {"instances": 1})] == [(0, 4)]
+    assert [(each.hosts[0], each.width) for each in placements(task, {"instances": 3})] == [(0, 2), (0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "values", "legal"),
+    [
+        (VLLM, {"instances": 2, TP: 4}, True),
+        (VLLM, {"instances": 1, TP: 8}, True),
+        (VLLM, {"instances": 2, TP: 1, PP: 3}, True),
+        (VLLM, {"instances": 1, TP: 1, PP: 6}, False),
+        (SGLANG, {"instances": 1, TP: 4, PP: 2}, True),
+        (LLAMACPP, {"instances": 1, PP: 8}, False),
+        (LLAMACPP, {"instances": 2, PP: 4}, True),
+    ],
+)
+def test_an_instance_fits_on_a_host_or_has_whole_hosts(engine: Any, values: dict[str, Any], legal: bool) -> None:
+    rules = broken(engine, serving(engine.name, nodes=2), **values)
+    assert ("hosts" not in rules) == legal, rules
+
+
+def test_each_host_of_an_instance_has_its_own_flags() -> None:
+    assert VLLM.on_host(2, "0")[:4] == ("--nnodes", "2", "--node-rank", "0")
+    assert "--headless" not in VLLM.on_host(2, "0")
+    assert VLLM.on_host(2, "1")[-1] == "--headless"
+    assert SGLANG.on_host(2, "1") == ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "{head}:{head_port}")
+
+
+def test_cards_come_from_the_spec_or_the_cluster_and_must_exist() -> None:
+    assert not Hardware.of(serving("vllm")).on_cores
+    assert Hardware.of(serving("vllm", on_cores=True)).on_cores
+    assert Hardware.of(serving("vllm", devices=8)).cards == 8
+    with pytest.raises(SpecError) as error:
+        Hardware.of(serving("vllm", devices=8, cards=9))
+    assert (error.value.key, error.value.value) == ("auto_tuner.cards", 9)
+    assert Hardware.of(serving("vllm", devices=8, cards=6)).cards == 6
+
+
+ENGINES = pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda e: e.name)
+HEADS = replace(DENSE, num_attention_heads=16, num_query_groups=8)
+EXPERTS = replace(HEADS, num_moe_experts=16, moe_router_topk=2, moe_ffn_hidden_size=64)
+PAIR, TRANSFER = "2xtp2+1xtp4", "kv_transfer"
+
+
+def cards(engine: Engine, count: int = 8, hosts: int = 1, **arguments: Any) -> Task:
+    """A task whose objective is a rate, on `hosts` that share the cards."""
+    arguments = {"model": HEADS, "objective": "output_tokens_per_s", **arguments}
+    return serving(engine.name, devices=count // hosts, nodes=hosts, **arguments)
+
+
+def illegal(engine: Engine, task: Task, pair: str, **values: Any) -> list[str]:
+    """The rules that a pair of a space breaks."""
+    spec = replace(task.spec, space={PREFILL_DECODE: (pair,)})
+    return broken(engine, replace(task, spec=spec), **{PREFILL_DECODE: pair, **values})
+
+
+def server(engine: Engine, task: Task, kind: str, **values: Any) -> Instance:
+    """One server of a kind."""
+    every = {**engine.defaults(task), PREFILL_DECODE: PAIR, **values}
+    place = next(each for each in placement.placements(task, every) if each.kind == kind)
+    assert engine.of_kind
+    return engine.of_kind(task, every, kind, engine.server(task, place.values, ()))
+
+
+def config(instance: Instance) -> dict[str, Any]:
+    return dict(json.loads(instance.argv[instance.argv.index("--kv-transfer-config") + 1]))
+
+
+@pytest.mark.parametrize(
+    "given", ["2xtp2", "2xtp2+0xtp4", "tp2+tp4", "2xtp0+1xtp2", "1xtp1+1xtp1+1xtp1", 4, True, "2x+1x"]
+)
+def test_an_invalid_pair_is_reported(given: object) -> None:
+    with pytest.raises(SpecError) as caught:
+        VLLM.axes(cards(VLLM, space={PREFILL_DECODE: (given,)}))
+    assert caught.value.key == "auto_tuner.space.prefill_decode"
+
+
+def test_a_pair_has_one_spelling() -> None:
+    assert placement.parse_roles("2xTP2pp1 + 1xtp4", "x") == PAIR
+    assert placement.parse_roles("1xdp8ep8+1xtp4pp2", "x") == "1xtp1dp8ep8+1xtp4pp2"
+
+
+@ENGINES
+def test_kinds_are_opt_in_and_auto_divides_all_cards(engine: Engine) -> None:
+    task = cards(engine, space={INSTANCES: "auto", TP: "auto", PREFILL_DECODE: "auto"})
+    space = space_of(engine, task)
+    rows = _rows(space)
+    words = [each[PREFILL_DECODE] for each in rows if each[PREFILL_DECODE]]
+    assert len(words) == len(set(words))
+    assert {PAIR, "4xtp1+1xtp4", "1xtp4+2xtp2"} <= set(words)
+    pairs = [placement.roles(str(word)) for word in words]
+    assert {sum(each.count * each.devices for each in pair) for pair in pairs} == {8}
+    assert {(each[INSTANCES], each[TP]) for each in rows if each[PREFILL_DECODE]} == {(1, 1)}
+    assert all(not each[PREFILL_DECODE] for each in _rows(space_of(engine, cards(engine, space={TP: "auto"}))))
+
+
+def _rows(space: Any) -> list[dict[str, Any]]:
+    return [space.candidate(number).as_dict() for number in range(len(space))]
+
+
+def test_auto_has_attention_groups_for_experts_and_few_values_for_many_cards() -> None:
+    words = placement.auto_roles(cards(SGLANG, model=EXPERTS))
+    assert "1xtp4+1xtp1dp4ep4" in words
+    many = placement.auto_roles(cards(VLLM, 256, hosts=32))
+    assert 100 < len(many) < 1000
+    assert max(max(each.devices for each in placement.roles(str(word))) for word in many[1:]) == 8
+
+
+def test_a_latency_needs_no_second_kind_unless_it_is_listed() -> None:
+    assert len(space_of(VLLM, cards(VLLM, space={PREFILL_DECODE: "auto"}, objective="ttft_s.p99"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("pair", "rule"),
+    [
+        (PAIR, ""),
+        ("2xtp2+2xtp4", "cards_of_kinds"),
+        ("1xtp3+1xtp4", "attention_heads"),
+        ("1xtp2ep4+1xtp4", "expert_parallel"),
+    ],
+)
+@ENGINES
+def test_each_kind_obeys_the_rules_of_the_engine(engine: Engine, pair: str, rule: str) -> None:
+    found = illegal(engine, cards(engine), pair)
+    assert any(each.startswith(rule) for each in found) if rule else found == []
+
+
+@ENGINES
+def test_instances_of_both_kinds_fit_on_hosts(engine: Engine) -> None:
+    assert illegal(engine, cards(engine, 12, hosts=2), "2xtp4+1xtp4") == ["hosts_of_kinds"]
+    task = cards(engine, 8, hosts=2)
+    values = {**engine.defaults(task), PREFILL_DECODE: PAIR}
+    places = [(each.kind, each.hosts[0], each.first, each.width) for each in placement.placements(task, values)]
+    assert places == [("prefill", 1, 0, 2), ("prefill", 1, 2, 2), ("decode", 0, 0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("release", "connector", "pair", "rule"),
+    [
+        ("0.32.0", "NixlConnector", PAIR, ""),
+        ("0.32.0", None, PAIR, ""),
+        ("0.23.0", "P2pNcclConnector", "1xtp4+1xtp4", ""),
+        ("0.24.0", "P2pNcclConnector", "1xtp4+1xtp4", "transfer_release"),
+        ("0.23.0", "P2pNcclConnector", PAIR, "transfer_of_kinds"),
+        ("0.32.0", "NixlConnector", "1xtp2pp2+1xtp4", "transfer_of_kinds"),
+    ],
+)
+def test_connectors_that_a_release_or_a_layout_lacks_are_illegal(
+    release: str, connector: str | None, pair: str, rule: str
+) -> None:
+    found = illegal(VLLM, cards(VLLM, engine_version=release), pair, **{TRANSFER: connector})
+    assert found == ([rule] if rule else [])
+
+
+def test_sglang_has_no_second_kind_on_cores() -> None:
+    assert "transfer_on_cores" in illegal(SGLANG, serving("sglang", on_cores=True), "1xtp1+1xtp1")
+
+
+@ENGINES
+def test_the_pair_replaces_layouts_and_the_transfer_means_nothing_without_it(engine: Engine) -> None:
+    codes = merged(engine, cards(engine), **{PREFILL_DECODE: PAIR, INSTANCES: 4, TP: 2, PP: 2})
+    assert (codes[INSTANCES], codes[TP], codes[PP]) == (1, 1, 1)
+    word = next(knob for knob in engine.knobs if knob.name == TRANSFER).words[0]
+    assert merged(engine, cards(engine), **{TRANSFER: word})[TRANSFER] == 0
+
+
+def test_kinds_have_their_own_layouts_and_limits() -> None:
+    task = cards(VLLM, space={PREFILL_DECODE: (None, PAIR), "max_num_seqs": (64,), "max_num_batched_tokens": (512,)})
+    kinds = placement.instance_kinds(task, space_of(VLLM, task).columns())
+    found = VLLM.settings(task, kinds.columns)
+    order = np.argsort(kinds.role)
+    assert kinds.role[order].tolist() == [0, 1, 2]
+    assert found.tensor[order].tolist() == [1, 2, 4]
+    assert kinds.count[order].tolist() == [1, 2, 1]
+    default = VLLM.settings(task, {**row(VLLM, task), "max_num_seqs": np.zeros(1, dtype=np.int64)})
+    assert found.max_batched_tokens[order].tolist()[:2] == [512, 512]
+    assert found.max_running[order].tolist()[::2] == [64, 64]
+    assert found.max_running[order].tolist()[1] == int(default.max_running[0])
+
+
+def test_vllms_kinds_are_started_with_their_connector() -> None:
+    task = cards(VLLM, engine_version="0.23.0")
+    nixl = server(VLLM, task, "prefill", max_num_seqs=64, max_num_batched_tokens=512)
+    assert config(nixl) == {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+    assert nixl.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "{transfer_port}"
+    assert "--max-num-batched-tokens" in nixl.argv
+    assert "--max-num-seqs" not in nixl.argv
+    assert nixl.argv[nixl.argv.index("--tensor-parallel-size") + 1] == "2"
+    pair = {PREFILL_DECODE: "1xtp4+1xtp4", TRANSFER: "P2pNcclConnector"}
+    roles = [config(server(VLLM, task, kind, **pair))["kv_role"] for kind in ("prefill", "decode")]
+    assert roles == ["kv_producer", "kv_consumer"]
+    ports = server(VLLM, task, "decode", **pair).at_port(8017)
+    assert config(ports)["kv_port"] == "18017"
+
+
+@pytest.mark.parametrize(("release", "other"), [("0.5.9", True), ("0.5.10", False)])
+def test_sglangs_kinds_are_started_with_their_mode(release: str, other: bool) -> None:
+    task = cards(SGLANG, engine_version=release)
+    prefill, decode = (server(SGLANG, task, kind, **{TRANSFER: "nixl"}) for kind in ("prefill", "decode"))
+    words = " ".join(prefill.argv)
+    assert "--disaggregation-mode prefill --disaggregation-transfer-backend nixl" in words
+    assert ("--disaggregation-decode-tp 4" in words) is other
+    assert "--tp-size 4" in " ".join(decode.argv)
+
+
+def test_a_vendors_backend_is_passed_by_engine_args() -> None:
+    task = cards(SGLANG, engine_version="0.5.23", engine_args={"disaggregation-transfer-backend": "ascend"})
+    words = " ".join(server(SGLANG, task, "decode").argv)
+    assert words.count("--disaggregation-transfer-backend ascend") == 1
+    assert "mooncake" not in words
+
+
+@ENGINES
+def test_the_router_has_each_instance_of_its_kind(engine: Engine) -> None:
+    task, values = cards(engine), {PREFILL_DECODE: PAIR}
+    places = [("prefill", "a", 8001), ("prefill", "b", 8017), ("decode", "a", 8033)]
+    words = engine.router(task, values).instance(places).at_port(8000).argv
+    assert [words[number + 1] for number, word in enumerate(words) if word == "--prefill"] == [
+        "http://a:8001",
+        "http://b:8017",
+    ]
+    assert words[words.index("--port") + 1] == "8000"
+
+
+def test_experts_are_split_over_hosts_with_copies() -> None:
+    experts = replace(EXPERTS, num_moe_experts=256)
+    task = cards(SGLANG, 96, hosts=12, space={PREFILL_DECODE: "auto"}, model=experts)
+    pair = "1xtp1dp32ep32+1xtp1dp64ep64"
+    assert {pair, "1xtp1dp16ep16+1xtp1dp80ep80"} <= {*placement.auto_roles(task)}
+    assert illegal(SGLANG, task, pair, redundant_experts=32) == ["expert_parallel"]
+    assert illegal(SGLANG, task, pair, redundant_experts=64) == []
+    assert illegal(SGLANG, task, "1xtp1dp24ep24+1xtp1dp72ep72", redundant_experts=32) == []
+    assert illegal(SGLANG, task, "1xtp1dp32+1xtp1dp64", redundant_experts=64) == ["load_balancing"]
+    assert illegal(SGLANG, task, "6xtp8+1xtp1dp48ep48", redundant_experts=32) == []
+    values = {PREFILL_DECODE: "6xtp8+1xtp1dp48ep48", "redundant_experts": 32}
+    copies = [placement.of_kind(values, kind).get("redundant_experts") for kind in placement.KINDS]
+    assert copies == [None, 32]  # an instance that does not divide its experts has none
+    rules = SGLANG.rules(cards(SGLANG, 96, hosts=12, model=experts, default_space=True))
+    assert [rule.name for rule in rules if rule.search_only] == ["recipe_of_kinds"]
+
+
+def test_a_spec_without_a_space_divides_hosts_by_the_work_of_prompts_and_answers() -> None:
+    experts = replace(EXPERTS, num_moe_experts=256)
+    pairs = []
+    for output_len in (100, 2000):
+        loads = (Load(input_len=2000, output_len=output_len, concurrency=16),)
+        task = cards(SGLANG, 96, hosts=12, model=experts, default_space=True, loads=loads)
+        pairs.append([placement.roles(str(word)) for word in placement.balanced_roles(task)[1:]])
+        assert 2 <= len(pairs[-1]) <= 30
+    few, many = (sum(decode.count * decode.devices for _, decode in each) / len(each) for each in pairs)
+    assert 2 * few < many
+    assert placement.balanced_roles(cards(SGLANG, 8, model=experts, default_space=True)) == (None,)

@@ -1,0 +1,149 @@
+"""What a trial left in its folder becomes a measurement, or an error that says what is missing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore_serving.trial.reading import NoMetrics
+
+from engines.serving.tests.engines.tasks import serving
+from flagcore.domain.serving import HighestLoad
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Measurement
+
+
+def task(objective: str = "output_tokens_per_s", highest: str | None = None, **slo: float) -> Task:
+    slo = {name.replace("__", "."): limit for name, limit in slo.items()}
+    return serving("llamacpp", slo=slo, highest=highest, objective=objective)
+
+
+def point(concurrency: int, *repeats: dict[str, float]) -> dict[str, Any]:
+    filled = [{"total_tokens_per_s": 2 * each["output_tokens_per_s"], **each} for each in repeats]
+    return {
+        "load": {"concurrency": concurrency, "input_len": 8, "request_rate": None},
+        "repeats": [{"figures": each} for each in filled],
+    }
+
+
+def rate(tokens: float, ttft: float = 0.1) -> dict[str, float]:
+    return {"output_tokens_per_s": tokens, "ttft_s.p99": ttft, "ttft_s.mean": ttft / 2}
+
+
+def read(folder: Path, where: Task, *points: dict[str, Any], **changes: Any) -> Measurement:
+    knobs = {name: changes.pop(name) for name in ("instances",) if name in changes}
+    data = {"points": points, "effective": {}, "versions": {}, "counters": {}, "startup_s": [1.0], **changes}
+    (folder / "metrics.json").write_text(json.dumps(data))
+    return LLAMACPP.read(where, Candidate.of({**LLAMACPP.defaults(where), **knobs}), str(folder))
+
+
+def test_a_figure_is_the_median_of_its_repeats_and_they_are_the_steps(tmp_path: Path) -> None:
+    found = read(tmp_path, task(), point(4, rate(100), rate(400), rate(200)))
+    assert found.figures["output_tokens_per_s"] == 200
+    assert found.step_times_s == (1 / 100, 1 / 400, 1 / 200)
+    assert found.step_time_s == 1 / 200
+    assert 0 < found.spread_s < 1 / 100
+
+
+def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> None:
+    points = point(1, rate(50)), point(8, rate(90)), point(64, rate(200, ttft=9.0))
+    found = read(tmp_path, task(ttft_s__p99=1.0), *points)
+    assert (found.figures["output_tokens_per_s"], found.broken) == (90, ())
+    assert [each["output_tokens_per_s"] for each in found.points] == [50, 90, 200]
+    assert read(tmp_path, task(), *points).figures["output_tokens_per_s"] == 200
+
+
+def test_the_highest_load_of_a_search_is_a_figure(tmp_path: Path) -> None:
+    where = task(highest="concurrency", ttft_s__p99=1.0)
+    assert read(tmp_path, where, point(8, rate(90)), point(9, rate(95, ttft=2.0))).figures["highest_load"] == 8
+    highest = {"met": 8.0, "exceeded": None, "untested": 9.0}
+    assert read(tmp_path, where, point(8, rate(90)), highest=highest).highest == HighestLoad(met=8.0, untested=9.0)
+
+
+def test_notes_of_the_load_are_kept_and_the_uncertainty_of_one_that_ended_early_is_its_spread(tmp_path: Path) -> None:
+    noted = point(4, rate(100), rate(100))
+    for repeat in noted["repeats"]:
+        repeat |= {"notes": ["the client was busy"], "error": 0.2}
+    found = read(tmp_path, task(), noted)
+    assert found.notes == ("the client was busy",)
+    assert found.spread_s == pytest.approx(0.2 / 100)
+
+
+@pytest.mark.parametrize(
+    ("objective", "figures", "problem"),
+    [
+        ("tpot_s.mean", rate(100) | {"tpot_s.mean": 0.0}, "tpot_s.mean is 0"),  # the tokens were read together
+        ("output_tokens_per_s", rate(0.0), "not a positive number"),
+    ],
+)
+def test_a_figure_of_zero_is_not_a_measurement(
+    objective: str, figures: dict[str, float], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NoMetrics, match=problem):
+        read(tmp_path, task(objective), point(8, figures))
+
+
+def test_if_no_load_point_meets_the_slo_the_nearest_is_reported_with_its_broken_limits(tmp_path: Path) -> None:
+    found = read(tmp_path, task(ttft_s__p99=1.0), point(8, rate(90, ttft=1.5)), point(64, rate(200, ttft=9.0)))
+    assert found.figures["output_tokens_per_s"] == 90
+    assert found.broken == ("ttft_s.p99 is 1.5 s, over 1 s",)
+
+
+def test_a_limit_on_an_unmeasured_figure_is_broken(tmp_path: Path) -> None:
+    assert read(tmp_path, task(itl_s__p99=1.0), point(8, rate(90))).broken == ("itl_s.p99 is not measured, over 1 s",)
+
+
+def test_counters_and_startup_time_are_stored_with_the_figures(tmp_path: Path) -> None:
+    found = read(tmp_path, task(), point(8, rate(90)), counters={"preemptions": 3}, startup_s=[2.0, 5.0])
+    assert (found.figures["preemptions"], found.figures["startup_s"]) == (3, 5)
+
+
+def test_an_engine_default_is_not_treated_as_a_requested_value(tmp_path: Path) -> None:
+    found = read(tmp_path, task(), point(8, rate(90)), effective={"parallel": 4, "enable_prefix_caching": True})
+    assert found.effective == {"parallel (the engine's own choice)": 4, "enable_prefix_caching": True}
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"points": []}', '{"points": [{"load": {}, "repeats": []}]}'])
+def test_invalid_metrics_are_reported(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "metrics.json").write_text(text)
+    with pytest.raises(NoMetrics, match=r"metrics\.json"):
+        LLAMACPP.read(task(), Candidate.of(LLAMACPP.defaults(task())), str(tmp_path))
+
+
+def on_cores(**arguments: Any) -> Task:
+    return serving("llamacpp", devices=4, on_cores=True, objective="output_tokens_per_s", **arguments)
+
+
+def test_memory_in_use_on_cores_is_a_cores_share_of_the_fullest_instance(tmp_path: Path) -> None:
+    figures = {"resident_bytes": [8000, 6000]}
+    assert read(tmp_path, on_cores(), point(4, rate(100)), **figures, instances=2).device_used_bytes == 4000
+    assert read(tmp_path, on_cores(), point(4, rate(100)), resident_bytes=[0]).device_used_bytes is None
+    assert read(tmp_path, task(), point(4, rate(100)), **figures, instances=2).device_used_bytes is None
+
+
+def test_a_plugins_knob_among_the_engines_knobs_is_ignored(tmp_path: Path) -> None:
+    read(tmp_path, on_cores(), point(4, rate(100)))
+    candidate = Candidate.of({**LLAMACPP.defaults(on_cores()), "a_vendors_knob": "on"})
+    assert LLAMACPP.read(on_cores(), candidate, str(tmp_path)).figures["output_tokens_per_s"] == 100
+
+
+def test_memory_is_of_the_fullest_device_and_tokens_are_of_all(tmp_path: Path) -> None:
+    reported = [{"weights_gib": 4.0, "kv_cache_tokens": 100.0}, {"weights_gib": 6.0, "kv_cache_tokens": 200.0}]
+    found = read(tmp_path, task(), point(4, rate(100)), memory=reported, instances=2)
+    assert (found.figures["weights_gib"], found.figures["kv_cache_tokens"]) == (6.0, 300.0)
+    shared = read(tmp_path, on_cores(), point(4, rate(100)), memory=reported, instances=2)
+    assert (shared.figures["weights_gib"], shared.figures["kv_cache_tokens"]) == (3.0, 300.0)
+
+
+def test_a_latency_is_reported_at_its_worst_load(tmp_path: Path) -> None:
+    points = point(1, rate(50, ttft=0.2)), point(8, rate(90, ttft=0.9)), point(64, rate(200, ttft=0.6))
+    found = read(tmp_path, task("ttft_s.p99", ttft_s__p99=1.0), *points)
+    assert (found.figures["ttft_s.p99"], found.step_time_s, found.broken) == (0.9, 0.9, ())
+    for repeat in (repeat for each in points for repeat in each["repeats"]):
+        repeat["figures"]["tpot_s.mean"] = 0.01
+    over = read(tmp_path, task("tpot_s", ttft_s__p99=0.5), *points)
+    assert over.figures["ttft_s.p99"] == 0.9
+    assert over.broken

@@ -1,0 +1,445 @@
+"""SGLang (`sglang.launch_server`), releases from 0.5: its knobs, command line, defaults and rules.
+
+Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook, rules), 0.5.6 `srt/server_args.py`,
+`srt/entrypoints/http_server.py` (reported settings). The releases that have a flag follow from `srt/server_args.py` of
+0.5.0 to 0.5.15 and `srt/arg_groups/` of 0.5.16 to 0.5.23.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from flagcore_serving.engine import Engine
+from flagcore_serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL, Instance, Router, address
+from flagcore_serving.load.routing import BOOTSTRAP
+from flagcore_serving.load.routing import PREFILL as PREFILLS
+from flagcore_serving.space import knobs, placement, rules
+from flagcore_serving.space.hardware import (
+    DP,
+    EP,
+    INSTANCES,
+    PP,
+    PREFILL_DECODE,
+    TP,
+    Hardware,
+    count,
+    longest_request,
+    max_in_flight,
+)
+from flagcore_serving.space.knobs import (
+    BACKEND,
+    DRAFTED,
+    EAGER,
+    EXCHANGE,
+    REDUNDANT,
+    SPECULATION,
+    TRANSFER,
+    or_default,
+)
+from flagcore_serving.space.program import Program, as_words
+from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
+from flagcore_serving.space.weights import cache_bytes_per_token
+
+from flagcore.domain.knob import in_versions
+from flagcore.domain.serving import EngineArg
+from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore.vendorkit.installed import strip_dashes
+
+PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
+RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
+HICACHE = "hicache_size"
+NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
+MIN_RUNNING = 2048
+"""The smallest default that SGLang uses for max_running_requests."""
+DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
+"""SGLang's default numbers of drafted tokens: of models (5 for Llama, which is ignored here), and of n-grams (0.5.23
+`speculative_hook.py`)."""
+_MIN_POOL = 4096
+_MEMORY_STEPS = (
+    (20, 2048, 8, 8),
+    (35, 4096, 48, 160),
+    (60, 4096, 32, 160),
+    (90, 8192, 256, 512),
+    (160, 8192, 256, 512),
+    (math.inf, 16384, 512, 512),
+)
+"""SGLang's defaults by memory of a device: (below this many GiB, chunked_prefill_size, largest decode graph for TP < 4,
+largest decode graph for TP >= 4). Source: `memory_hook.py`."""
+
+TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
+EP_FLAGS = ("ep-size", "expert-parallel-size", "ep")
+DP_FLAGS = ("dp-size", "dp_size", "data-parallel-size", "dp")
+"""Flags for the number of servers behind one port or, with `enable-dp-attention`, of attention groups in one server."""
+STEPS, BREADTH, VERIFIED = "speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens"
+DRAFT_FLAG = "speculative-draft-model-path"
+SPANNING = ("deepep", "deepep_v2", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "megamoe", "pplx")
+"""Values of EXCHANGE with which SGLang sets ep-size to tp-size (0.5.23: `arg_groups/overrides.py`)."""
+
+
+class SglangProgram(Program):
+    """SGLang's server. Some knobs correspond to several flags together."""
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """Return `args` with knobs in place of flags that express the knob only in combination.
+
+        SGLang's tp-size is the product of TP and attention DP, and with some libraries for the exchange between experts
+        also EP. A chain of drafts has one draft in each step.
+        """
+        result = dict(args)
+
+        def take(*names: str) -> EngineArg:
+            keys = [key for key in result if key.lstrip("-") in names or strip_dashes(key) in names[:1]]
+            return next((result.pop(key) for key in keys), None)
+
+        if isinstance(servers := take(*DP_FLAGS), int):
+            divides_attention = take("enable-dp-attention")
+            if servers > 1:
+                result["attn-dp-size" if divides_attention else INSTANCES] = servers
+        elif servers is not None:
+            result[DP_FLAGS[0]] = servers
+        names = {strip_dashes(key): key for key in result}
+        tensor_key = next((names[name] for name in TP_FLAGS if name in names), "")
+        tensor = result.get(tensor_key)
+        data = result.get(names.get("attn-dp-size") or names.get(strip_dashes(DP)) or "")
+        exchange = result.get(names.get("moe-a2a-backend") or names.get(strip_dashes(EXCHANGE)) or "")
+        if isinstance(tensor, int) and exchange in SPANNING:
+            result[next((names[name] for name in (*EP_FLAGS, strip_dashes(EP)) if name in names), EP)] = tensor
+        if isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
+            result[tensor_key] = tensor // data
+        if draft := take("speculative-draft-model"):
+            result[DRAFT_FLAG] = draft
+        return result | _chain(result)
+
+
+def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
+    """Remove the flags of a draft chain from `args`, and return the number of drafted tokens as a knob.
+
+    The flags of a draft tree remain in `args`, and the result is empty.
+    """
+    names = {strip_dashes(key): key for key in args}
+    method, steps, breadth, verified = (
+        args.get(names.get(name, "")) for name in ("speculative-algorithm", STEPS, BREADTH, VERIFIED)
+    )
+    is_ngram = str(method).upper() == NGRAM
+    drafted = verified if is_ngram else steps
+    if not isinstance(drafted, int) or not (is_ngram or breadth == 1):
+        return {}
+    for name in (VERIFIED,) if is_ngram else (STEPS, BREADTH, VERIFIED):
+        args.pop(names.get(name, ""), None)
+    return {DRAFTED: drafted}
+
+
+CHUNKS, WIDE_CHUNKS = (2048, 4096, 8192, 16384), (131072, 524288)
+
+
+def _chunks(task: Task) -> tuple[int, ...]:
+    """Return the values of `auto` for the prefill chunk in tokens. SGLang divides a chunk among attention DP groups."""
+    is_wide = task.spec.model.num_moe_experts is not None and Hardware.of(task).hosts > 1
+    return (*CHUNKS, *WIDE_CHUNKS) if is_wide else CHUNKS
+
+
+PROGRAM = SglangProgram.read(
+    "flagcore_sglang",
+    {
+        "cache_types": knobs.if_fp8("auto", "fp8_e4m3"),
+        "chunks": knobs.Auto(_chunks, f"{', '.join(map(str, CHUNKS))}; larger with experts on several hosts"),
+    },
+)
+KNOBS = PROGRAM.knobs
+
+
+def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
+    """Return SGLang's default chunked_prefill_size and largest decode graph.
+
+    `tensor`: the tp-size of each candidate.
+    """
+    gib = Hardware.of(task).memory_bytes / 2**30
+    unknown = (4096, 160, 160)
+    chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), unknown)
+    return np.full_like(tensor, chunk), np.where(tensor < 4, small, large)
+
+
+def chunk_sizes(task: Task, columns: Columns) -> IntArray:
+    """Return the prefill chunk of each candidate in tokens, by default SGLang's; -1 if prompts are not divided."""
+    default = memory_defaults(task, columns[TP] * columns[DP])[0]
+    return np.where(columns[CHUNK] != 0, columns[CHUNK], default)
+
+
+def memory_share(task: Task, columns: Columns) -> FloatArray:
+    """Return SGLang's default share of memory for weights and cache, or NaN if the memory is unknown.
+
+    The share leaves SGLang's reserve free.
+    """
+    tensor = columns[TP] * columns[DP]
+    mib = Hardware.of(task).memory_bytes / 2**20
+    graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])
+    chunk = chunk_sizes(task, columns)
+    prefill = PROGRAM.values(columns, PREFILL)
+    reserved_mib = 512 + 1.5 * np.maximum(np.where(chunk > 0, chunk, prefill), 2048) + 2.0 * graph
+    reserved_mib = (
+        reserved_mib + tensor * columns[PP] / 8 * 1024 + np.where(columns[DP] > 1, 3.0 * graph * columns[DP], 0.0)
+    )
+    if mib > 60 * 1024:
+        reserved_mib = np.maximum(reserved_mib, 10 * 1024)
+    return np.round((mib - reserved_mib) / mib, 3)
+
+
+def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
+    """Return the cache size of an instance on CPU cores in tokens.
+
+    SGLang's own default would use most of the memory.
+    """
+    loads = task.spec.serve.loads
+    tokens: FloatArray = np.ceil(2 * max_in_flight(loads) / np.maximum(instances, 1)) * longest_request(
+        loads, task.spec.model.vision
+    )
+    return np.maximum(tokens, _MIN_POOL)
+
+
+def settings(task: Task, columns: Columns) -> Settings:
+    """Return SGLang's effective settings for each candidate.
+
+    SGLang divides its limits on chunks and requests among the attention DP groups.
+    """
+    values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
+    hardware = Hardware.of(task)
+    chunk = chunk_sizes(task, values)
+    tokens = np.where(chunk > 0, np.maximum(chunk // values[DP], 1), PROGRAM.values(values, PREFILL))
+    ranks = values[TP] * values[PP] * values[DP]
+    devices = hardware.share(values[INSTANCES]) if hardware.on_cores else ranks
+    element = PROGRAM.element_bytes(values)
+    share = knobs.shares(values[MEMORY], memory_share(task, values))
+    return Settings.of(
+        task,
+        values,
+        devices=devices,
+        max_running=np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), MIN_RUNNING),
+        max_batched_tokens=tokens,
+        block_size=or_default(values[PAGE], 1),
+        chunked=(chunk > 0).astype(np.int64),
+        graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), GRAPH_TOKENS, 0),
+        memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
+        cache_bytes=_cache_bytes(task, other_args, values, devices, element),
+        cache_element_bytes=element,
+        drafted=_drafted(other_args, values),
+        quantized=PROGRAM.converts_to_fp8(values),
+        tower_shares=knobs.tower_shares(values),
+        **knobs.exchange_settings(task, values, KNOBS),
+    )
+
+
+def _drafted(other_args: Mapping[str, EngineArg], columns: Columns) -> IntArray:
+    """Return the number of tokens that each candidate drafts one after the other.
+
+    By default it is the number of steps of a draft tree in `engine_args`, or SGLang's own default.
+    """
+    steps = other_args.get(STEPS)
+    default = np.where(columns[SPECULATION] == PROGRAM.code(SPECULATION, NGRAM), NGRAM_TOKENS, DRAFTED_TOKENS)
+    if isinstance(steps, int):
+        default = np.full_like(default, steps)
+    return np.where(columns[SPECULATION] > 0, or_default(columns[DRAFTED], default), 0)
+
+
+def _cache_bytes(
+    task: Task, other_args: Mapping[str, EngineArg], get: Columns, devices: IntArray, element: FloatArray
+) -> FloatArray:
+    """Return the cache size of a device in bytes if its number of tokens is fixed, or NaN if it fills the memory."""
+    fixed = other_args.get("max-total-tokens")
+    if not isinstance(fixed, int) and not Hardware.of(task).on_cores:
+        return np.full(devices.shape, np.nan)
+    pools = float(fixed) if isinstance(fixed, int) else pool_tokens(task, get[INSTANCES])
+    return pools * cache_bytes_per_token(task.spec.model, 1.0) * element / devices
+
+
+RECEIVE = "scheduler-recv-interval"
+ATTENTION_DP = ">=0.5.22"
+"""The releases that have the flag attn-dp-size. These releases still accept the earlier spelling."""
+
+
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
+    spec, hardware = task.spec, Hardware.of(task)
+    other_args = PROGRAM.parse(spec).others
+    data = count(values, DP)
+    ranks = count(values, TP) * data
+    version = PROGRAM.version(spec)
+    argv = [*PROGRAM.start_command(spec), "--model-path", spec.serve.weights or ""]
+    argv += ["--host", address(task), "--port", PORT, "--enable-metrics"]
+    argv += knobs.arguments(KNOBS, {**values, TP: ranks, DP: 1}, version)
+    argv += _drafts(values)
+    if values.get(HICACHE):
+        argv.append("--enable-hierarchical-cache")
+    if data > 1:
+        is_newer = version and in_versions(ATTENTION_DP, version)
+        argv += ["--attn-dp-size", str(data)] if is_newer else ["--dp-size", str(data), "--enable-dp-attention"]
+    if hardware.on_cores and "device" not in other_args:
+        argv += ["--device", "cpu"]
+    if hardware.on_cores and "max-total-tokens" not in other_args:
+        argv += ["--max-total-tokens", f"{pool_tokens(task, count(values, INSTANCES)):.0f}"]
+    argv += as_words(other_args, has_negation=False)
+    environment = {} if task.spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1"}
+    if cores:
+        environment["OMP_NUM_THREADS"] = str(max(1, len(cores) // ranks))
+    return Instance(argv=tuple(argv), environment=environment)
+
+
+def _drafts(values: Mapping[str, KnobValue]) -> list[str]:
+    """Return the flags for the number of drafted tokens: a chain of one draft per step, except for n-grams."""
+    method, drafted = values.get(SPECULATION), count(values, DRAFTED)
+    if method is None or values.get(DRAFTED) is None:
+        return []
+    if method == NGRAM:
+        return ["--speculative-num-draft-tokens", str(drafted)]
+    chain = ("--speculative-num-steps", drafted), ("--speculative-eagle-topk", 1)
+    return [str(word) for pair in (*chain, ("--speculative-num-draft-tokens", drafted + 1)) for word in pair]
+
+
+def _on_host(hosts: int, rank: str) -> tuple[str, ...]:
+    return ("--nnodes", str(hosts), "--node-rank", rank, "--dist-init-addr", f"{HEAD}:{HEAD_PORT}")
+
+
+OTHER_SIDE = "<0.5.10"
+"""The releases in which prefill and decode instances need flags for the layout of the other kind."""
+TRANSFER_FLAG = "disaggregation-transfer-backend"
+
+
+def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
+    """Return `instance` with the flags of prefill or decode. `values`: the knob values of the whole candidate."""
+    flags = ["--disaggregation-mode", kind]
+    if TRANSFER_FLAG not in PROGRAM.parse(task.spec).others:
+        flags += [f"--{TRANSFER_FLAG}", str(values.get(TRANSFER) or "mooncake")]
+    flags += ["--disaggregation-bootstrap-port", TRANSFER_PORT]
+    if (release := PROGRAM.version(task.spec)) and in_versions(OTHER_SIDE, release):  # a new one if it is unknown
+        prefill, decode = (each.layout for each in placement.roles(str(values[PREFILL_DECODE])))
+        if kind == PREFILLS:
+            sizes = {"decode-tp": decode[TP] * decode[DP], "decode-dp": decode[DP]}
+        else:
+            sizes = {"prefill-pp": prefill[PP]}
+        flags += [word for name, size in sizes.items() for word in (f"--disaggregation-{name}", str(size))]
+    return replace(instance, argv=(*instance.argv, *flags))
+
+
+def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
+    """Return SGLang's router.
+
+    Router release 0.3.2 answers HTTP 422 to completions whose prompts are token ids, so only clients that send text can
+    use it.
+    """
+    program = (PROGRAM.start_command(task.spec)[0], "-m", "sglang_router.launch_router")
+    if values.get(PREFILL_DECODE):
+        return Router.of_pairs(program, "--pd-disaggregation", ("--prefill", URL, TRANSFER_PORT))
+    return Router.of_replicas(program, prefix_aware=task.spec.serve.prefix_aware)
+
+
+def _rules(task: Task) -> tuple[Rule, ...]:
+    """Return SGLang's legality rules for candidates."""
+    experts = task.spec.model.num_moe_experts or 1
+    longest = longest_request(task.spec.serve.loads, task.spec.model.vision)
+    layouts = rules.split_rules(task, attention_and_experts=True, span=True)
+    expert_parallel = Rule(
+        name="expert_parallel",
+        knobs=(TP, DP, EP, REDUNDANT),
+        message=f"{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts with {REDUNDANT}",
+        broken=lambda c: (
+            (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0))
+        ),
+    )
+    spanning = [PROGRAM.code(EXCHANGE, word) for word in SPANNING]
+    spanning_experts = Rule(
+        name="spanning_experts",
+        knobs=(TP, DP, EP, EXCHANGE),
+        message=f"{EP} must be {TP} x {DP} with {EXCHANGE} = {', '.join(SPANNING)}: SGLang sets it",
+        broken=lambda c: np.isin(c[EXCHANGE], spanning) & (c[EP] != c[TP] * c[DP]) & (experts > 1),
+    )
+    return (
+        *layouts,
+        *placement.rules(task, layouts),
+        placement.of_each_kind(task, expert_parallel),
+        placement.of_each_kind(task, spanning_experts),
+        *rules.forbidden(task, PROGRAM),
+        Rule(
+            name="chunk_of_pages",
+            knobs=(TP, DP, PAGE, CHUNK),
+            message=f"{CHUNK} must be a multiple of {PAGE}",
+            broken=lambda c: (c[CHUNK] != -1) & (chunk_sizes(task, c) % np.maximum(c[PAGE], 1) != 0),
+        ),
+        Rule(
+            name="whole_prompts",
+            knobs=(CHUNK, PREFILL),
+            message=f"without chunks {PREFILL} (default {PROGRAM.defaults[PREFILL]}) must be at least {longest}, the "
+            "tokens of the longest request",
+            broken=lambda c: (c[CHUNK] == -1) & (PROGRAM.values(c, PREFILL) < longest),
+        ),
+        *rules.speculation_rules(
+            task,
+            PROGRAM,
+            # If the model has layers for multi-token prediction, EAGLE uses them and needs no draft model, like NEXTN.
+            [each for each in NEED_DRAFT_MODEL if each != "EAGLE" or task.spec.model.mtp_num_layers == 0],
+            DRAFT_FLAG,
+            "NEXTN",
+        ),
+        _value_release(task),
+        *rules.context_rules(task, knobs.CONTEXT),
+        rules.block_rule(
+            PROGRAM, PAGE, f"must be a size that {BACKEND} supports", lambda sizes: np.zeros_like(sizes, dtype=np.bool_)
+        ),
+    )
+
+
+def _value_release(task: Task) -> Rule:
+    """Return the rule for values that the task's release does not support. An unknown release supports all."""
+    version = PROGRAM.version(task.spec)
+    missing = {
+        name: [word for releases, words in specifiers.items() if not in_versions(releases, version) for word in words]
+        for name, specifiers in PROGRAM.word_releases.items()
+    }
+    codes = {name: [PROGRAM.code(name, word) for word in words] for name, words in missing.items()}
+    missing_words = "; ".join(f"{name} = {', '.join(words)}" for name, words in missing.items() if words)
+    return Rule(
+        name="value_release",
+        knobs=tuple(codes),
+        message=f"sglang {version} does not have {missing_words}",
+        broken=lambda c: np.any([np.isin(c[name], missing_codes) for name, missing_codes in codes.items()], axis=0),
+    )
+
+
+def _merges(task: Task) -> tuple[Merge, ...]:
+    """Return merges that ignore knobs without effect, and that treat SGLang's defaults as not set."""
+    defaults: dict[str, KnobValue] = {POLICY: "fcfs"}
+    has_backend = BACKEND in task.spec.space or BACKEND in PROGRAM.parse(task.spec).fixed
+    if not has_backend and not task.spec.model.multi_latent_attention:
+        defaults[PAGE] = 1
+    no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
+    return (
+        *placement.merges(TRANSFER),
+        *rules.same_as_unset(PROGRAM, defaults),
+        rules.no_drafts(),
+        rules.tower_merge(task),
+        *((no_graphs,) if Hardware.of(task).on_cores else ()),
+    )
+
+
+WORKLOAD = Engine(
+    name="sglang",
+    where="flagcore_sglang:REPORTS",
+    program=PROGRAM,
+    modules={"sglang": "sglang>=0.5,<0.6"},
+    rules=_rules,
+    merges=_merges,
+    settings=settings,
+    server=_server,
+    on_host=_on_host,
+    host_address="SGLANG_HOST_IP",
+    of_kind=_of_kind,
+    protocol=lambda task, values: BOOTSTRAP,
+    router=_router,
+    host_times=(10e-3, 0.5e-3),  # measured on 2 cores, with 50 million parameters and 4 to 16 clients
+    receive_flag=RECEIVE,
+    published_runs=PublishedRuns(
+        cache_type="fp8_e4m3",
+        memory_flag="mem-fraction-static",
+        release="0.5.9",
+        engine_args={RECEIVE: 30},  # as in InferenceMAX's recipes
+    ),
+)

@@ -1,0 +1,74 @@
+import json
+import math
+from typing import Any
+
+import pytest
+from flagcore_sglang.profile import WORKLOAD as ENGINE
+
+from engines.serving.tests.engines.tasks import broken, planned, server, settings
+from flagcore.api import estimate_jobs
+from tests.small import DENSE
+
+
+def cards(**arguments: Any) -> Any:
+    return planned("sglang", **arguments)
+
+
+def cores(**arguments: Any) -> Any:
+    return planned("sglang", on_cores=True, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [("0.5.21", "--dp-size 2 --enable-dp-attention"), ("0.5.22", "--attn-dp-size 2"), ("", "--enable-dp-attention")],
+)
+def test_attention_dp_is_inside_sglangs_tp_size_in_old_and_new_spelling(version: str, words: str) -> None:
+    argv = server(cards(engine_version=version), tensor_model_parallel_size=2, data_parallel_size=2).argv
+    assert argv[8:10] == ("--tp-size", "4")
+    assert " ".join(argv).endswith(words)
+
+
+def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
+    words = server(cores()).argv
+    assert words[-4:] == ("--device", "cpu", "--max-total-tokens", str(2 * 16 * (128 + 64)))
+    assert settings(cores()).cache_bytes.item() == pytest.approx(
+        2 * 16 * 192 * DENSE.num_layers * 2 * DENSE.num_query_groups * DENSE.kv_channels * 2 / 2
+    )
+    own = cores(engine_args={"max_total_tokens": 5000})
+    assert server(own).argv.count("--max-total-tokens") == 1
+    assert "--max-total-tokens" not in server(cards()).argv
+
+
+def test_older_releases_answer_at_another_path() -> None:
+    def fetch(path: str) -> str:
+        if path != "/get_server_info":
+            raise OSError("404")
+        return json.dumps({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True})
+
+    reported = ENGINE.reports.effective(fetch, "")
+    assert (reported["tensor_model_parallel_size"], reported["data_parallel_size"]) == (2, 2)
+
+
+def test_a_server_of_unset_drafted_tokens_lets_sglang_choose_them() -> None:
+    task = cards(engine_args={"speculative_algorithm": "EAGLE3", "speculative-draft-model-path": "draft"})
+    assert broken(ENGINE, task) == []
+    assert settings(task).drafted.item() == 3
+    tree = {"speculative-num-steps": 5, "speculative-eagle-topk": 4, "speculative-num-draft-tokens": 8}
+    task = cards(engine_args={**task.spec.serve.engine_args, **tree})
+    assert settings(task).drafted.item() == 5
+    assert server(task).argv[-6:] == tuple(str(word) for name, value in tree.items() for word in (f"--{name}", value))
+
+
+def predicted(version: str, **candidate: int) -> dict[str, Any]:
+    serve = {"engine": "sglang", "engine_version": version, "precision": "bf16"}
+    serve |= {"input_len": 65536, "output_len": 8, "concurrency": 1}
+    cluster = {"chip": "NVIDIA H200", "devices": math.prod(candidate.values()), "devices_per_node": 8}
+    job = {"id": "one", "kind": "serve", "model": "Qwen/Qwen3-32B", "cluster": cluster, "serve": serve}
+    return next(iter(estimate_jobs([{**job, "candidate": {**candidate, "chunked_prefill_size": 8192}}])))
+
+
+def test_stages_compute_pieces_of_one_prompt_together_and_old_releases_wait_between_stages() -> None:
+    one, four = (predicted("0.5.8", pipeline_model_parallel_size=stages) for stages in (1, 4))
+    assert one["ttft_s"]["mean"] > 2.5 * four["ttft_s"]["mean"]
+    old = predicted("0.5.5", pipeline_model_parallel_size=4)
+    assert old["tpot_s"]["mean"] == pytest.approx(four["tpot_s"]["mean"] + 3 * 9e-3, rel=0.02)

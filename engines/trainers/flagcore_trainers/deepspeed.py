@@ -1,0 +1,321 @@
+"""The engine `deepspeed`: a user's script, whose candidates are changed copies of its DeepSpeed configuration.
+
+Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runtime/engine.py`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flagcore_megatron.command.user_command import parse
+
+from flagcore.contracts import Costs, Workload
+from flagcore.domain.knob import Knob
+from flagcore.domain.launch import Start
+from flagcore.domain.model import Model
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import SpecError
+from flagcore.i18n import _
+from flagcore_trainers import start
+from flagcore_trainers.importing import Imported, check_sizes, own_configurations, spec_of_deepspeed
+from flagcore_trainers.meaning import INTERVAL, layout_of, training, weights_of_rank
+from flagcore_trainers.program import StateSection
+from flagcore_trainers.trainer import Trainer
+
+FLAGS = ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config", "--deepspeed")
+"""The flags that name the configuration file. HF Trainer uses the last one."""
+ZERO, MICRO, OFFLOAD = "zero_stage", "micro_batch_size", "offload_optimizer"
+STAGE_KEY = "zero_optimization.stage"
+OVERLAP, BUCKET = "overlap_comm", "reduce_bucket_size"
+HPZ, QUANTIZED = "zero_hpz_partition_size", ("zero_quantized_weights", "zero_quantized_gradients")
+"""ZeRO++: ranks that also hold a second copy of all weights, and 8-bit gathers and 4-bit reductions."""
+AUTOTP, ULYSSES = "tensor_model_parallel_size", "context_parallel_size"
+"""Sizes of AutoTP, and of Ulysses' sequence parallelism, which the script has to support."""
+LEAST_STAGE = {OVERLAP: 1, BUCKET: 1, **dict.fromkeys((HPZ, *QUANTIZED), 3)}
+"""The lowest stage of ZeRO that does not ignore a setting."""
+MICRO_KEY = "train_micro_batch_size_per_gpu"
+
+
+def printed(name: str) -> str:
+    """Return the pattern of the line in which DeepSpeed logs a value in use. Source: `runtime/config.py`, `print`."""
+    return rf":print\]\s+{name} \.*\s*(\d+)"
+
+
+PROGRAM: Mapping[str, Any] = {
+    "config": "auto",
+    "knobs": {
+        ZERO: {
+            "key": STAGE_KEY,
+            "values": [0, 1, 2, 3],
+            "label": "ZeRO",
+            "printed": printed("zero_optimization_stage"),
+        },
+        MICRO: {
+            "key": MICRO_KEY,
+            "values": [1, 2, 4, 8, 16, 32, 64],
+            "label": "MBS",
+            "printed": printed(MICRO_KEY),
+        },
+        OFFLOAD: {"key": "zero_optimization.offload_optimizer.device", "values": {"none": 0, "cpu": 1}},
+        OVERLAP: {"key": "zero_optimization.overlap_comm", "values": [False, True]},
+        BUCKET: {"key": "zero_optimization.reduce_bucket_size", "values": [500_000_000, 50_000_000]},
+        HPZ: {"key": f"zero_optimization.{HPZ}", "values": [1, 2, 4, 8, 16], "label": "hpZ"},
+        **{name: {"key": f"zero_optimization.{name}", "values": [False, True]} for name in QUANTIZED},
+        AUTOTP: {"key": "tensor_parallel.autotp_size", "values": [1, 2, 4, 8], "label": "AutoTP"},
+        ULYSSES: {"key": "sequence_parallel_size", "values": [1, 2, 4, 8], "label": "Ulysses"},
+    },
+    "trial_keys": {
+        "steps_per_print": 1,
+        "log_level": "info",
+        "wall_clock_breakdown": False,
+        "tensorboard.enabled": False,
+        "wandb.enabled": False,
+        "comet.enabled": False,
+        "csv_monitor.enabled": False,
+    },
+    "log": {"format": "deepspeed"},
+    "state_bytes": {"gradients": 2, "fused_adam": True},
+}
+"""`train.program` of every DeepSpeed job. Trials print each step, and report to no other tool."""
+
+
+class DeepSpeed(Trainer):
+    """Training with a script that calls `deepspeed.initialize`."""
+
+    distribution = "deepspeed"
+    releases = ">=0.10,<0.20"
+
+    def with_program(self, program: object) -> Workload:
+        """Return the engine with further knobs, keys and arguments of `program`."""
+        given = {} if program is None else program
+        if not isinstance(given, Mapping):
+            return super().with_program(given)
+        merged = {**PROGRAM, **given}
+        for name in ("knobs", "trial_keys"):
+            if isinstance(merged[name], Mapping):
+                merged[name] = {**PROGRAM[name], **merged[name]}
+        engine, own = super().with_program(merged), given.get("knobs")
+        own = own if isinstance(own, Mapping) else {}
+        only_listed = {*QUANTIZED, AUTOTP, ULYSSES} - {*own}  # they change the training, or need a script that has them
+        engine.knobs = tuple(_unless_listed(each) if each.name in only_listed else each for each in engine.knobs)
+        return engine
+
+    def starts(self, command: Sequence[str], directory: str) -> bool:
+        """Return whether a command passes a configuration of DeepSpeed to a script that is not Megatron-LM's."""
+        named = [value for flag in FLAGS if isinstance(value := start.flag_value(command, flag), str)]
+        program = parse(command, directory)
+        return any(Path(each).suffix in start.SUFFIXES for each in named) and not (program and program.is_megatron)
+
+    def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
+        return spec_of_deepspeed(start, FLAGS, directory, model)
+
+    def config_of(self, spec: Spec) -> str | None:
+        """Return the path of the configuration file that the command names. Raises SpecError."""
+        if (config := super().config_of(spec)) != "auto":
+            return config
+        for flag in FLAGS:
+            value = start.flag_value(spec.train.command or (), flag)
+            if isinstance(value, str) and value:
+                return value
+        fix = f"add {FLAGS[0]} ds_config.json, or set train.program.config"
+        raise SpecError(key="train.command", problem=_("names no configuration file of DeepSpeed"), fix=fix)
+
+    def spec_warnings(self, spec: Spec) -> Sequence[str]:
+        words, directory = spec.train.command or (), Path(spec.train.directory or ".")
+        own = [f"train.command: {each}" for each in own_configurations(words, directory)]
+        return [*super().spec_warnings(spec), *own]
+
+    def command(self, spec: Spec) -> start.Command:
+        command = super().command(spec)
+        stage = start.value_at(command.content, STAGE_KEY)
+        if stage not in (None, "auto", 0, 1, 2, 3):
+            fix = f"correct {command.config}"
+            raise SpecError(key=STAGE_KEY, value=stage, problem=_("is not a stage of ZeRO from 0 to 3"), fix=fix)
+        check_sizes(command.content, command.config)
+        return command
+
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        """Return the values of the configuration. Without `overlap_comm`, only ZeRO 3 overlaps, as in DeepSpeed."""
+        space = dict(super().usual_space(task))
+        set_value = start.value_at(self.command(task.spec).content, f"zero_optimization.{OVERLAP}")
+        if set_value is None and space.get(ZERO) == (3,) and OVERLAP in space:
+            space[OVERLAP] = (True,)
+        return space
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        found, numbers = super().predict(task, columns, costs), self.numbers(task, columns)
+        if (numbers[AUTOTP] > 1).any():
+            found = _with_whole_tables(task, numbers, self.described.state_bytes, found)
+        return _with_exchange(found, self._exposed_seconds(task, columns, costs, numbers, found))
+
+    def buffers(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> Mapping[str, FloatArray]:
+        """Return the bytes of gathered weights and of the buffers in which a backward collects gradients.
+
+        Weights of ZeRO 3 that are used again within REUSED elements stay gathered: at the end of the forward, these are
+        the last half of it. They are prefetched into a buffer, from which they are copied one by one. With hpZ, a rank
+        also has a share of a second copy, but for small weights, which stay whole. ZeRO 3 allocates the buffer of
+        gradients once. Others do in the backward of the first micro-batch, ZeRO 1 until the step; two if exchanges
+        overlap. Between steps, they have no gradients. ZeRO also has main weights of fp32 weights. Source: DeepSpeed
+        0.19 `partitioned_param_coordinator.py`, `partition_parameters.py`, `stage3.py` and `stage_1_and_2.py` of
+        `runtime/zero`.
+        """
+        u = 4.0 if task.spec.train.precision == "fp32" else 2.0
+        layout, zero = layout_of(numbers), numbers[ZERO]
+        small = small_weights(task.spec.model)
+        weights = weights_of_rank(training(task, 3, 0, self.described.state_bytes), layout) - small
+        live = np.minimum(weights, REUSED / 2.0 + PREFETCHED) + small
+        groups = np.maximum(columns.get(HPZ, 1), 1)
+        count, ranks = weights + small, layout.data * layout.context
+        gathered = np.where((zero == 3) & (ranks > 1), u * (live + weights / groups * (groups > 1)), 0.0)
+        prefetched = np.where((zero == 3) & (ranks > 1), u * np.minimum(weights, PREFETCHED), 0.0)
+        bucket = columns.get(BUCKET, 0) * u * (1.0 + (columns.get(OVERLAP, 0) != 0) * (zero < 3)) * (zero > 0)
+        stays = np.where((zero == 3) | ((zero == 1) & (layout.microbatches > 1)), bucket, 0.0)
+        main = np.where(zero > 0, 4.0 * count / ranks, 0.0) * (u == 4.0)
+        gradients = (u if u == 4.0 else self.described.state_bytes.gradients) * count / np.where(zero == 2, ranks, 1.0)
+        return {
+            "between": main + np.where(zero == 3, bucket + u * small, -gradients),
+            "forward": main + gathered + prefetched + stays,
+            "loss": main + gathered + stays,
+            **dict.fromkeys(("head", "layer"), main + gathered + bucket),
+            "end": main + bucket,
+        }
+
+    def _exposed_seconds(
+        self, task: Task, columns: Columns, costs: Costs, numbers: Mapping[str, IntArray], found: Predictions
+    ) -> FloatArray:
+        """Return the exposed seconds per step in which gradients are reduced and weights are gathered.
+
+        Below ZeRO 3, buckets are all-reduced: by ZeRO 2 for each micro-batch, by others for the last one. Only
+        `overlap_comm` does so beside the backward. Then ranks gather the weights that they updated. Source: DeepSpeed
+        0.19 `runtime/zero/stage_1_and_2.py`, `process_gradients` and `average_tensor`. ZeRO 3 runs hooks of each module
+        on the host, for which small micro-batches wait.
+        """
+        layout, zero = layout_of(numbers), numbers[ZERO]
+        weights = weights_of_rank(training(task, 0, 0, self.described.state_bytes), layout)
+        u = 4.0 if task.spec.train.precision == "fp32" else 2.0
+        ring = ((layout.data * layout.context).astype(np.int64), layout.tensor.astype(np.int64))
+        reduce = costs.collectives.seconds("all_reduce", u * weights, *ring)
+        gather = costs.collectives.seconds("all_gather", u * weights, *ring)
+        beside = (zero > 0) & (columns.get(OVERLAP, np.zeros_like(zero)) != 0) & (not costs.synchronous)
+        backward = found.time_s["compute_s"] / layout.microbatches * 2.0 / 3.0
+        hidden = np.where(beside, np.minimum(reduce, backward), 0.0)
+        alone = reduce - hidden + costs.collectives.compute_share(*ring) * hidden
+        seconds = np.where(zero == 2, layout.microbatches, 1.0) * alone + gather * (zero > 0)
+        sharded = found.time_s[EXCHANGE]
+        if costs.synchronous:  # the host computes and sends
+            scatter = costs.collectives.seconds("reduce_scatter", u * weights, *ring)
+            sharded = layout.microbatches * (2.0 * gather + scatter)
+        passes = np.where(layout.uniform > 0, 1.5, 1.0)  # checkpoints run the hooks of a forward again
+        host = HOOK_SECONDS * MODULES * task.spec.model.num_layers * passes
+        work = 0.0 if costs.synchronous else found.step_time_s / layout.microbatches  # the host runs ahead of a device
+        hooks = layout.microbatches * np.maximum(host - work, 0.0) * (layout.data > 1)
+        return np.where(zero == 3, sharded + hooks, seconds)
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        def broken(columns: Columns) -> BoolArray:
+            numbers = self.numbers(task, columns)
+            return np.asarray((numbers[ZERO] == 0) & (numbers[OFFLOAD] == 1))
+
+        message = f"{OFFLOAD} needs {ZERO} of at least 1"
+        offload = Rule(name="offload_needs_zero", knobs=(ZERO, OFFLOAD), message=message, broken=broken)
+        whole_groups = Rule(
+            name="hpz_groups",
+            knobs=(HPZ,),
+            message=f"{HPZ} must divide the number of devices, {task.cluster.devices}",
+            broken=lambda columns: task.cluster.devices % np.maximum(columns[HPZ], 1) != 0,
+        )
+        model, length = task.spec.model, task.spec.train.seq_length
+        shared = math.gcd(model.num_attention_heads, length)
+        ulysses = Rule(
+            name="ulysses",
+            knobs=(ULYSSES,),
+            message=f"{ULYSSES} must divide num_attention_heads and seq_length: a divisor of {shared}",
+            broken=lambda columns: shared % np.maximum(columns.get(ULYSSES, 1), 1) != 0,
+        )
+        alone = Rule(
+            name="autotp_or_ulysses",
+            knobs=(AUTOTP, ULYSSES),
+            message=f"{AUTOTP} and {ULYSSES} are not both above 1: DeepSpeed has one group besides data parallelism",
+            broken=lambda columns: np.asarray((columns.get(AUTOTP, 1) > 1) & (columns.get(ULYSSES, 1) > 1)),
+        )
+        return (*super().rules(task), offload, whole_groups, ulysses, alone)
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        """Return the merge of candidates whose stage of ZeRO ignores a setting."""
+        neutral = {knob.name: knob.axis(()).encode(knob.neutral) for knob in self.knobs if knob.name in LEAST_STAGE}
+
+        def canonical(columns: Columns) -> Columns:
+            stage = self.numbers(task, columns)[ZERO]
+            return {name: np.where(stage < LEAST_STAGE[name], code, columns[name]) for name, code in neutral.items()}
+
+        return (Merge(name="ignored_by_stage", knobs=(ZERO, *neutral), canonical=canonical),)
+
+    def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
+        """Return the global batch size, of which DeepSpeed derives the number of micro-batches, and the size of groups.
+
+        A size of 1 is left out. Before its groups exist, AutoTP counts all ranks as replicas. `data_parallel_size` is
+        left out: with it, DeepSpeed does not add gradients up over the ranks of a sequence.
+        """
+        values, batch = candidate.as_dict(), task.spec.train.global_batch_size
+        tensor, sequence = (int(values.get(name) or 1) for name in (AUTOTP, ULYSSES))
+        keys: dict[str, Any] = {"train_batch_size": batch * tensor, "gradient_accumulation_steps": None}
+        if tensor == 1:
+            keys["tensor_parallel.autotp_size"] = None
+        return keys | {"data_parallel_size" if sequence > 1 else "sequence_parallel_size": None}
+
+
+REUSED, PREFETCHED, PERSISTENT = 1e9, 5e7, 100_000
+"""DeepSpeed's defaults of `stage3_max_reuse_distance`, `stage3_prefetch_bucket_size` and
+`stage3_param_persistence_threshold`, in elements."""
+PEAKS = ("peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
+"""Predictions of a peak of memory, in bytes."""
+EXCHANGE = "dp_comm_exposed_s"
+HOOK_SECONDS, MODULES = 0.9e-3, 14
+"""Host seconds of ZeRO 3 per module and micro-batch, and modules of a layer of transformers (`modeling_llama.py`).
+
+From three candidates of DeepSpeed 0.19 on two CPU cores: 0.8 to 1.0 ms. Published runs of DeepSpeed 0.11 with
+micro-batches of 256 to 768 tokens need 0.2 to 0.5 ms more."""
+
+
+def small_weights(model: Model) -> int:
+    """Return the number of weights in tensors that each rank of ZeRO 3 keeps whole, as they are small."""
+    h = model.hidden_size
+    query, key = (count * model.kv_channels for count in (model.num_attention_heads, model.num_query_groups))
+    layer = [h, h, h * query, h * key, h * key, query * h, *[h * model.ffn_hidden_size] * (2 + model.gated_linear_unit)]
+    ends = [h, *[model.vocab_size * h] * (1 + model.untie_embeddings_and_output_weights)]
+    layers = model.num_layers * sum(each for each in layer if each <= PERSISTENT)
+    return layers + sum(each for each in ends if each <= PERSISTENT)
+
+
+def _unless_listed(knob: Knob) -> Knob:
+    """Return a knob of which the search tries only the neutral value, unless the space lists others."""
+    neutral = knob.neutral
+    return replace(knob, auto=lambda task: (neutral,), auto_help=str(neutral).lower())
+
+
+def _with_exchange(found: Predictions, seconds: FloatArray) -> Predictions:
+    total = found.step_time_s + seconds - found.time_s[EXCHANGE]
+    low, high = (total * share for share in INTERVAL)
+    return replace(found, step_time_s=total, low_s=low, high_s=high, time_s={**found.time_s, EXCHANGE: seconds})
+
+
+def _with_whole_tables(
+    task: Task, numbers: Mapping[str, IntArray], states: StateSection, found: Predictions
+) -> Predictions:
+    """Return predictions with whole embeddings and heads, which AutoTP does not split (`module_inject/auto_tp.py`)."""
+    model, u = task.spec.model, 4 if task.spec.train.precision == "fp32" else 2
+    tables = model.vocab_size * model.hidden_size * (1 + model.untie_embeddings_and_output_weights)
+    replicas, stage = np.maximum(numbers["data_parallel_size"], 1), numbers[ZERO]
+    shares = [np.where(stage >= least, replicas, 1) for least in (3, 2, 1)]
+    main = (states.main_weights if u == 2 else 0) + states.moments
+    each = u / shares[0] + (states.gradients if u == 2 else 4) / shares[1] + main / shares[2]
+    extra = tables * (1.0 - 1.0 / numbers[AUTOTP]) * each
+    return replace(found, **{name: getattr(found, name) + extra for name in ("static_bytes", *PEAKS)})
+
+
+DEEPSPEED = DeepSpeed("deepspeed").with_program(None)

@@ -1,0 +1,19 @@
+"""Entry point of the trial program: `python -m flagcore_trainers.fsdp2 JOB.json`.
+
+It starts, ends and reports as `flagcore_megatron.trial` does.
+"""
+
+import sys
+from functools import partial
+
+from flagcore_megatron.trial import __main__ as program
+from flagcore_training.forked_ranks import exit_at_once
+
+from flagcore_trainers.fsdp2.job import read_job
+
+RANK = "flagcore_trainers.fsdp2.rank"
+main = partial(program.main, read=read_job, rank=RANK)
+ready = partial(program.ready, read=read_job, rank=RANK)
+
+if __name__ == "__main__":
+    exit_at_once(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""The engine `fsdp2`: flagcore's own trial program on torch's `fully_shard`, described by the model's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from flagcore_megatron import reading
+from flagcore_megatron.start import installed, program_launch, shared_job
+
+from flagcore.contracts import Platform, Workload
+from flagcore.domain.knob import Knob, unknown_release
+from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Candidate, Columns, KnobValue, Rule
+from flagcore.domain.spec import AUTO, Spec, Task
+from flagcore.errors import LaunchError, NoDevice, SpecError
+from flagcore_trainers.fsdp2 import space
+from flagcore_trainers.fully_shard import (
+    AC,
+    COMPILE,
+    CP,
+    EP,
+    MBS,
+    OFFLOAD,
+    PP,
+    REDUCE,
+    REPLICATE,
+    RESHARD,
+    SCHEDULE,
+    SHARD,
+    TP,
+)
+from flagcore_trainers.fully_shard import predict as prediction
+from flagcore_trainers.meaning import needs_at_least
+
+PROGRAM = "flagcore_trainers.fsdp2"
+PRECISIONS = ("bf16", "fp32")
+FIELDS = {
+    REPLICATE: "replicate",
+    SHARD: "shard",
+    TP: "tensor",
+    CP: "context",
+    EP: "expert",
+    PP: "pipeline",
+    SCHEDULE: "schedule",
+    MBS: "micro_batch",
+    AC: "checkpointing",
+    RESHARD: "reshard_after_forward",
+    REDUCE: "reduce_dtype",
+    OFFLOAD: "offload",
+    COMPILE: "compile",
+}
+"""The field of `job.Candidate` of each knob."""
+
+
+class Fsdp2(Workload):
+    """Training with FSDP2 in flagcore's own trial program."""
+
+    name = "fsdp2"
+    kind = "train"
+    knobs: tuple[Knob, ...] = space.KNOBS
+    modules: Mapping[str, str] = {"torch": "torch>=2.8"}
+    distribution = "torch"
+
+    merges = staticmethod(space.merges)
+    predict = staticmethod(prediction.predict)
+    progress = staticmethod(reading.progress)
+    read = staticmethod(reading.read)
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        self._check_command(task.spec)
+        return space.rules(task)
+
+    def _check_command(self, spec: Spec) -> None:
+        """Raise SpecError for a command, which nothing would run."""
+        if (command := spec.train.command) is not None:
+            fix = "remove it, or use engine: command for your own program"
+            raise SpecError(key="train.command", value=list(command), problem="is not used by fsdp2", fix=fix)
+
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        """Return what an expert would consider: weights shared by all replicas, sizes of TP and of micro-batches."""
+        neutral: dict[str, str | tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in self.knobs}
+        return {**neutral, SHARD: AUTO, TP: AUTO, MBS: AUTO, AC: ("none", "full")}
+
+    def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
+        """Return the row with the smallest TP that fits, then without checkpoints, then the largest micro-batch."""
+        missing_bytes = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
+        return int(np.lexsort((-columns[MBS], columns[AC], columns[TP], missing_bytes))[0])
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return whether candidates differ from `candidate` only by a larger micro-batch."""
+        return needs_at_least(self.knobs, columns, candidate)
+
+    def spec_warnings(self, spec: Spec) -> Sequence[str]:
+        known = self.modules["torch"].removeprefix("torch")
+        return unknown_release("train.engine_version", "torch", spec.train.engine_version, known)
+
+    # Trials
+
+    def ready(self, spec: Spec) -> None:
+        train = spec.train
+        self._check_command(spec)
+        if train.precision not in (AUTO, *PRECISIONS):
+            fix = f"use {' or '.join(PRECISIONS)}"
+            raise SpecError(
+                key="train.precision", value=train.precision, problem="cannot run in trials of fsdp2", fix=fix
+            )
+        if spec.cluster.groups or (spec.cluster.nodes != 1 and not spec.on_each_host):
+            problem = "is more than one machine of one chip, which trials need"
+            fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm"
+            raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
+        if not installed("torch", self.modules["torch"]):
+            raise NoDevice(f"trials need {self.modules['torch']}, not installed here; pip install it")
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        if for_real:
+            raise LaunchError("fsdp2 has no real job: use the values of the best candidate in your own program")
+        spec, support, values = platform.task.spec, platform.support, candidate.as_dict()
+        hosts = spec.cluster.hosts[: spec.cluster.nodes] if spec.on_each_host else ()
+        backend = support.distributed_backend or ""
+        job = shared_job(platform, folder)
+        if values[OFFLOAD] and backend and support.device_type != "cpu":  # gradients are clipped where they are
+            job["device"]["backend"] = f"{support.device_type}:{backend},cpu:gloo"
+        job["candidate"] = {field: values[name] for name, field in FIELDS.items()}
+        job["nodes"] = len(hosts) or 1
+        environment = {"GLOO_SOCKET_IFNAME": "{interface}"} if hosts and backend.endswith("gloo") else {}
+        return replace(program_launch(job, folder, PROGRAM), warm=True, hosts=hosts, environment=environment)
+
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        return reading.FAILURES
+
+
+FSDP2 = Fsdp2()

@@ -1,0 +1,178 @@
+"""The knobs of FSDP2, and its rules for legal candidates."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import numpy as np
+import yaml
+from flagcore_megatron.space.knobs import LOADER, knob_of_row
+
+from flagcore.domain.knob import Knob
+from flagcore.domain.space import BoolArray, Columns, Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore.errors import SpecError
+from flagcore_trainers.fully_shard import (
+    AC,
+    COMPILE,
+    CP,
+    DUALPIPEV,
+    EP,
+    INTERLEAVED,
+    MBS,
+    OFFLOAD,
+    PARTS,
+    PP,
+    REDUCE,
+    REPLICATE,
+    RESHARD,
+    SCHEDULE,
+    SCHEDULES,
+    SELECTIVE,
+    SHARD,
+    TP,
+    ZBV,
+    parts,
+)
+
+_ROWS = yaml.load(files(__package__).joinpath("knobs.yaml").read_text("utf-8"), LOADER)
+KNOBS: tuple[Knob, ...] = tuple(
+    knob_of_row(name, {"scope": ["space"], "flag": "", **row}) for name, row in _ROWS.items()
+)
+
+
+def check_model(task: Task) -> None:
+    """Raise SpecError if the model has one of `PARTS`."""
+    for name in PARTS:
+        if value := getattr(task.spec.model, name):
+            fix = "use engine: megatron, or your own program with engine: command"
+            raise SpecError(key=f"model.{name}", value=value, problem="is not supported by engine fsdp2", fix=fix)
+
+
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return the legality rules. Raises SpecError for a model that the engine does not support."""
+    check_model(task)
+    devices, train, model = task.cluster.devices, task.spec.train, task.spec.model
+    batch, length, precision = train.global_batch_size, train.seq_length, train.precision
+    sizes = [model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size, model.vocab_size]
+    shared = np.gcd.reduce(sizes)
+    return (
+        Rule(
+            name="world_size",
+            knobs=(REPLICATE, SHARD, TP, CP, PP),
+            message=f"{REPLICATE} x {SHARD} x {TP} x {CP} x {PP} must be the number of devices, {devices}",
+            broken=lambda c: c[REPLICATE] * c[SHARD] * c[TP] * c[CP] * c[PP] != devices,
+        ),
+        Rule(
+            name="global_batch_size",
+            knobs=(REPLICATE, SHARD, MBS),
+            message=f"global_batch_size = {batch} must be a multiple of {MBS} x {REPLICATE} x {SHARD}",
+            broken=lambda c: batch % (c[MBS] * c[REPLICATE] * c[SHARD]) != 0,
+        ),
+        Rule(
+            name="tensor_parallel",
+            knobs=(TP,),
+            message=f"{TP} must divide heads, query groups, ffn_hidden_size and vocab_size: a divisor of {shared}",
+            broken=lambda c: shared % c[TP] != 0,
+        ),
+        Rule(
+            name="sequence_length",
+            knobs=(TP, CP),
+            message=f"seq_length = {length} must be a multiple of {TP} x {CP}, and of 2 x {CP} with {CP} > 1",
+            broken=lambda c: (length % (c[TP] * c[CP]) != 0) | ((c[CP] > 1) & (length % (2 * c[CP]) != 0)),
+        ),
+        Rule(
+            name="sharded_replicas",
+            knobs=(REPLICATE, SHARD, CP),
+            message=f"{REPLICATE} > 1 needs several ranks that share weights: {SHARD} x {CP} > 1",
+            broken=lambda c: (c[REPLICATE] > 1) & (c[SHARD] * c[CP] == 1),
+        ),
+        Rule(
+            name="reduce_in_fp32",
+            knobs=(REDUCE,),
+            message=f"{REDUCE} must be fp32 with the precision fp32",
+            broken=lambda c: (c[REDUCE] == 2) & (precision == "fp32"),
+        ),
+        *_pipeline_rules(task),
+        *(_expert_rules(task) if model.num_moe_experts else ()),
+    )
+
+
+def _expert_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of experts. Selective checkpoints reject the hooks of a unit of `fully_shard` in a layer."""
+    count = task.spec.model.num_moe_experts or 1
+    return (
+        Rule(
+            name="expert_parallel",
+            knobs=(EP, SHARD, CP),
+            message=f"{EP} must divide num_moe_experts = {count} and {SHARD} x {CP}",
+            broken=lambda c: (count % c[EP] != 0) | (c[SHARD] * c[CP] % c[EP] != 0),
+        ),
+        Rule(
+            name="experts_alone",
+            knobs=(TP, PP, SCHEDULE, AC),
+            message=f"experts need {TP} = 1, {AC} none or full, and {SCHEDULE} 1f1b or interleaved",
+            broken=lambda c: (c[TP] > 1) | (c[AC] == SELECTIVE) | ((c[PP] > 1) & (c[SCHEDULE] >= ZBV)),
+        ),
+    )
+
+
+def _pipeline_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of pipelines. Source: torch 2.13 `distributed/pipelining/schedules.py`."""
+    model, batch = task.spec.model, task.spec.train.global_batch_size
+
+    def microbatches_broken(c: Columns) -> BoolArray:
+        count, name = batch // np.maximum(c[MBS] * c[REPLICATE] * c[SHARD], 1), c[SCHEDULE]
+        short = count < c[PP] * np.where(name == DUALPIPEV, 2, 1)
+        uneven = (name == INTERLEAVED) & (count % np.maximum(count // c[PP], 1) != 0)
+        return np.asarray((c[PP] > 1) & (short | uneven))
+
+    return (
+        Rule(
+            name="pipeline_layers",
+            knobs=(PP, SCHEDULE),
+            message=f"num_layers = {model.num_layers} must be a multiple of {PP}, twice that without {SCHEDULES[0]}",
+            broken=lambda c: (c[PP] > 1) & (model.num_layers % (c[PP] * parts(c)) != 0),
+        ),
+        Rule(
+            name="pipeline_microbatches",
+            knobs=(REPLICATE, SHARD, MBS, PP, SCHEDULE),
+            message=f"a pipeline needs at least {PP} micro-batches, dualpipev twice as many, interleaved equal rounds",
+            broken=microbatches_broken,
+        ),
+        Rule(
+            name="pipeline_weights",
+            knobs=(PP, RESHARD, OFFLOAD),
+            message=f"{PP} > 1 keeps weights gathered on the device: {RESHARD} and {OFFLOAD} must be false",
+            broken=lambda c: (c[PP] > 1) & ((c[RESHARD] > 0) | (c[OFFLOAD] > 0)),
+        ),
+        Rule(
+            name="pipeline_head",
+            knobs=(PP,),
+            message=f"{PP} > 1 needs a model whose head is not tied to the embedding",
+            broken=lambda c: (c[PP] > 1) & (not model.untie_embeddings_and_output_weights),
+        ),
+        Rule(
+            name="split_backward",
+            knobs=(PP, SCHEDULE, AC, COMPILE),
+            message=f"{' and '.join(SCHEDULES[2:])} split the backward: no {COMPILE}, and {AC} none",
+            broken=lambda c: (c[PP] > 1) & (c[SCHEDULE] >= ZBV) & ((c[COMPILE] > 0) | (c[AC] >= SELECTIVE)),
+        ),
+    )
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return the merges: one rank always has all weights, and without a pipeline there is no schedule."""
+
+    def reshard(columns: Columns) -> Columns:
+        alone = (columns[SHARD] * columns[CP] == 1) & (columns[PP] == 1)
+        return {RESHARD: np.where(alone, 1, columns[RESHARD])}
+
+    return (
+        Merge(name="reshard_of_one", knobs=(SHARD, CP, PP, RESHARD), canonical=reshard),
+        Merge(
+            name="no_pipeline",
+            knobs=(PP, SCHEDULE),
+            canonical=lambda columns: {SCHEDULE: np.where(columns[PP] == 1, 1, columns[SCHEDULE])},
+        ),
+    )

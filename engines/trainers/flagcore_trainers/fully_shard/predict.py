@@ -1,0 +1,306 @@
+"""Predicts memory and step times of FSDP2 candidates.
+
+Layers are timed by the shared formulas of `flagcore_training`. What FSDP2 adds: weights are gathered for each
+pass and gradients are scattered after each micro-batch, beside the kernels of other layers, and weights are copied
+between buffers (torch 2.13 `_fsdp_collectives.py`). With a pipeline, both happen once per step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from flagcore_training.layout import Layout, Options, Training
+from flagcore_training.stages import model_flops
+from flagcore_training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
+from flagcore_training.time.step import ACCUMULATION_BYTES, Blocks, costs_in_run, step_time
+
+from flagcore.contracts import Costs, communicator_bytes
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Columns, FloatArray, IntArray
+from flagcore.domain.spec import Task
+from flagcore_trainers.fully_shard import (
+    AC,
+    COMPILE,
+    CP,
+    EP,
+    INTERLEAVED,
+    MBS,
+    OFFLOAD,
+    PP,
+    REDUCE,
+    REPLICATE,
+    RESHARD,
+    SCHEDULE,
+    SHARD,
+    TP,
+    ZBV,
+    memory,
+    traffic,
+)
+from flagcore_trainers.fully_shard.traffic import TRIAL, Program
+from flagcore_trainers.meaning import BATCH_ROWS, INTERVAL
+
+ADAM_TRAFFIC = 40.0
+"""Bytes per sharded weight of an update: the gradients' norm and scale, and Adam in one kernel. Counted."""
+FOLDED = "zb-v"
+"""The schedule of the shared formulas for `zbv` and `dualpipev`, of which torch overlaps no passes. With the wait for
+all stages, it is within 3% of a simulation of both orders of torch 2.13, for 2 to 8 ranks and even stages."""
+FORWARD_SHARE = 1.0 / 3.0
+"""The share of the forward pass in forward and backward without checkpoints."""
+
+
+def predict(task: Task, columns: Columns, costs: Costs, program: Program = TRIAL) -> Predictions:
+    """Return the predicted memory in bytes and step time in seconds of each candidate in `columns`."""
+    parts, order = [], []
+    for start in range(0, columns[TP].size or 1, BATCH_ROWS):
+        batch = {name: values[start : start + BATCH_ROWS] for name, values in columns.items()}
+        kind = 2 * ((batch[PP] > 1) & (batch[SCHEDULE] >= ZBV)) + batch[COMPILE]
+        for each in np.unique(kind) if kind.size else (0,):
+            rows = np.flatnonzero(kind == each)
+            part = {name: values[rows] for name, values in batch.items()}
+            schedule = FOLDED if each // 2 else None
+            parts.append(_predict(task, part, costs, program, compiled=bool(each % 2), schedule=schedule))
+            order.append(rows + start)
+    return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
+
+
+def memory_job(
+    task: Task, columns: Columns, *, fused_norm: bool, compiled_loss: bool = False, sends_stay: bool = False
+) -> memory.Job:
+    """Return what the memory of candidates depends on."""
+    layout = layout_of(task, columns)
+    size, schedule = np.broadcast_arrays(columns[PP], columns[SCHEDULE])
+    value_bytes = 4.0 if task.spec.train.precision == "fp32" else 2.0
+    reduced = np.where((columns[REDUCE] == 2) & (value_bytes == 2.0), 2.0, 4.0)
+    return memory.Job(
+        model=task.spec.model,
+        value_bytes=value_bytes,
+        ranks=columns[SHARD] * layout.context,
+        tensor=layout.tensor,
+        context=layout.context,
+        tokens=layout.tokens(task.spec.train.seq_length),
+        microbatches=layout.microbatches,
+        reshard=columns[RESHARD] > 0,
+        checkpointing=(columns[AC] - 1).astype(np.float64),
+        reduce_bytes=reduced,
+        offload=columns[OFFLOAD] > 0,
+        replicated=columns[REPLICATE] > 1,
+        expert=layout.expert,
+        pipeline=size.astype(np.float64),
+        schedule=schedule,
+        fused_norm=fused_norm,
+        compiled_loss=compiled_loss,
+        sends_stay=sends_stay,
+    )
+
+
+def layout_of(task: Task, columns: Columns) -> Layout:
+    """Return the layouts of candidates."""
+    count = {name: values.astype(np.float64) for name, values in columns.items()}
+    zeros, ones = np.zeros_like(count[TP]), np.ones_like(count[TP])
+    samples = count[MBS] * count[SHARD] * count[REPLICATE]
+    return Layout(
+        data=count[SHARD] * count[REPLICATE],
+        tensor=count[TP],
+        pipeline=count[PP],
+        virtual=ones + ((columns[PP] > 1) & (columns[SCHEDULE] == INTERLEAVED)),
+        context=count[CP],
+        expert=count[EP],
+        expert_tensor=ones if task.spec.model.num_moe_experts else count[TP],
+        micro_batch=count[MBS],
+        microbatches=np.maximum(task.spec.train.global_batch_size // samples, 1.0),
+        sharded_optimizer=ones,
+        sequence_parallel=ones * (count[TP] > 1),
+        selective=zeros,
+        uniform=zeros,
+        block=zeros,
+        first_layers=zeros,
+        last_layers=zeros,
+        split=zeros,
+    )
+
+
+def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedule: str | None = None) -> Training:
+    """Return the inputs to the shared formulas, of which the times of layers and of the pipeline are used."""
+    train = task.spec.train
+    return Training(
+        model=task.spec.model,
+        sequence=train.seq_length,
+        global_batch=train.global_batch_size,
+        precision=train.precision,
+        fused_activation=compiled,
+        transformer_engine=True,
+        gathered_keys=True,
+        options=Options(
+            cp_comm="all_gather",
+            cross_entropy_fusion=compiled_loss,
+            schedule=schedule,
+            attention_kernel="flash",
+            gradient_fusion=False,
+        ),
+    )
+
+
+def _predict(
+    task: Task, columns: Columns, costs: Costs, program: Program, *, compiled: bool, schedule: str | None
+) -> Predictions:
+    fused_loss = compiled and program.compiled_loss
+    train = training(task, compiled=compiled, compiled_loss=fused_loss, schedule=schedule)
+    layout, costs = layout_of(task, columns), traffic.with_torch_attention(task, costs)
+    fused_norm = program.fused_norm and not costs.synchronous
+    # Ranks whose host computes exchange tensors by Gloo.
+    job = memory_job(task, columns, fused_norm=fused_norm, compiled_loss=fused_loss, sends_stay=costs.synchronous)
+    needed = memory.of_rank(job)
+    workspaces = 2.0 * costs.memory.workspace_bytes()
+    peak = needed.peak + workspaces
+    reserved = costs.memory.reserved_bytes(peak)
+    used = costs.memory.device_used_bytes(reserved) + communicator_bytes(costs.memory) * layout.communicators()
+    time_s = _times(train, layout, costs, job, columns, program, compiled=compiled)
+    total: FloatArray = sum(time_s.values(), np.zeros(()))
+    return Predictions(
+        step_time_s=total,
+        low_s=total * INTERVAL[0],
+        high_s=total * INTERVAL[1],
+        time_s=time_s,
+        static_bytes=needed.static,
+        activation_bytes=needed.activation,
+        peak_allocated_bytes=peak,
+        reserved_bytes=reserved,
+        device_used_bytes=used,
+        worst_stage=needed.stage,
+        capacity_bytes=costs.memory.capacity_bytes(),
+        model_flops=model_flops(train),
+    )
+
+
+def _times(
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    job: memory.Job,
+    columns: Columns,
+    program: Program,
+    *,
+    compiled: bool,
+) -> dict[str, FloatArray]:
+    """Return the parts of the step time in seconds."""
+    run, kernels = costs_in_run(costs), costs.kernels
+    plain, full = (
+        step_time(train, each, costs, Blocks.from_layout(train, each, run))
+        for each in (layout, replace(layout, uniform=np.ones_like(layout.tensor)))
+    )
+    again = np.select([columns[AC] == 1, columns[AC] == 2], [0.0, selective_share(train)], 1.0)
+    time_s = {name: plain[name] + again * (full[name] - plain[name]) for name in plain}
+    u = float(train.value_bytes)
+    weights, share = memory.stage_weights(job)
+    gathers = 1.0 + job.reshard
+    # The shared formulas assume an fp32 buffer of gradients per weight. FSDP2 copies out weights, and gradients in; a
+    # pipeline adds gradients up in a buffer.
+    copied = gathers * 2.0 * u + u + job.reduce_bytes - ACCUMULATION_BYTES[False]
+    copied = np.where(job.pipeline > 1, 0.0, copied)
+    extra = kernels.memory_seconds(np.abs(copied) * weights) * np.sign(copied)
+    extra = extra + traffic.seconds(
+        train,
+        layout,
+        kernels,
+        program,
+        checkpointing=job.checkpointing,
+        again=again,
+        weights=memory.layers_of_rank(job)[0],
+        compiled=compiled,
+    )
+    time_s["compute_s"] = time_s["compute_s"] + layout.microbatches * extra * costs.run_slowdown
+    if train.options.schedule == FOLDED:  # its formula does not wait for the stages that start last
+        forward = _busy(layout, time_s) * FORWARD_SHARE / (1.0 + FORWARD_SHARE * again)
+        time_s["pp_bubble_s"] = time_s["pp_bubble_s"] + (layout.pipeline - 1.0) / 2.0 * forward
+    time_s["dp_comm_exposed_s"] = _exchange(train, layout, costs, job, columns, again, time_s)
+    time_s["optimizer_s"] = _update(costs, job, share)
+    return time_s
+
+
+def selective_share(train: Training) -> float:
+    """Return the share of a layer's forward that selective checkpoints compute again.
+
+    Of the matrix products, these are keys, the output projection and the second half of a gated block. The attention
+    core is stored.
+    """
+    model, h = train.model, train.model.hidden_size
+    query, key = (count * model.kv_channels for count in (model.num_attention_heads, model.num_query_groups))
+    ffn = h * model.ffn_hidden_size
+    again = h * key + h * query + ffn * model.gated_linear_unit
+    products = 2.0 * h * (query + key) + ffn * (2.0 + model.gated_linear_unit)
+    return again / (products + train.sequence * query)
+
+
+def _exchange(
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    job: memory.Job,
+    columns: Columns,
+    again: FloatArray,
+    time_s: dict[str, FloatArray],
+) -> FloatArray:
+    """Return the exposed seconds per step in which weights are gathered and gradients are reduced.
+
+    The next layer's weights are gathered, and the last layer's gradients reduced, beside a layer's kernels. The first
+    gather and the last reduction of a pass are beside nothing.
+    """
+    layer, table, _rest = memory.unit_weights(job)
+    experts, expert_layers = memory.expert_weights(job), job.expert_layers / job.pipeline
+    owners = (_integers(job.ranks / job.expert), _integers(job.expert))
+    u, layers = float(train.value_bytes), train.model.num_layers / job.pipeline
+    ring = (_integers(job.ranks), _integers(layout.tensor))
+    replicas = (_integers(columns[REPLICATE]), _integers(layout.tensor * job.ranks))
+    seconds = costs.collectives.seconds
+
+    def gather(weights: FloatArray, ring: tuple[IntArray, IntArray] = ring) -> FloatArray:
+        return seconds("all_gather", u * weights, *ring)
+
+    def reduce(weights: FloatArray, ring: tuple[IntArray, IntArray] = ring) -> FloatArray:
+        across = seconds("all_reduce", job.reduce_bytes * weights / ring[0], *replicas)
+        return seconds("reduce_scatter", job.reduce_bytes * weights, *ring) + across
+
+    ends = 1.0 + train.model.untie_embeddings_and_output_weights * ((job.pipeline == 1) | (job.schedule >= ZBV))
+    body = gather(layer) * layers + gather(experts, owners) * expert_layers
+    forward = body + gather(table) * ends
+    backward = job.reshard * body + reduce(layer) * layers + reduce(experts, owners) * expert_layers
+    backward = backward + reduce(table) * ends
+    is_staged = job.pipeline > 1
+    times = np.where(is_staged, 1.0, layout.microbatches)
+    if costs.synchronous:  # the host computes and sends
+        total: FloatArray = times * (forward + backward)
+        return total
+    work = _busy(layout, time_s)
+    window = work * FORWARD_SHARE / (1.0 + FORWARD_SHARE * again)
+    share = costs.collectives.compute_share(*ring)
+    exposed = np.zeros_like(work)
+    # A pipeline gathers weights in its first forward, and scatters gradients when all backwards are done.
+    for whole, alone, beside in (
+        (forward, gather(table), window),
+        (backward, reduce(table), np.where(is_staged, 0.0, work - window)),
+    ):
+        hidden = np.minimum(whole - alone, beside)
+        exposed = exposed + whole - hidden + share * hidden
+    return times * exposed
+
+
+def _busy(layout: Layout, time_s: dict[str, FloatArray]) -> FloatArray:
+    """Return the seconds of a rank per micro-batch."""
+    parts = (time_s[name] for name in ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s"))
+    total: FloatArray = sum(parts, np.zeros(())) / layout.microbatches
+    return total
+
+
+def _update(costs: Costs, job: memory.Job, shard: FloatArray) -> FloatArray:
+    """Return the seconds of the optimizer step on `shard` weights of a rank."""
+    on_device = costs.kernels.memory_seconds(ADAM_TRAFFIC * shard)
+    if not job.offload.any():
+        return on_device
+    copies = costs.kernels.host_copy_seconds(2.0 * memory.MAIN_BYTES * shard)
+    return np.where(job.offload, copies + HOST_ADAM_BYTES * shard / HOST_BYTES_PER_SECOND, on_device)
+
+
+def _integers(values: FloatArray | IntArray) -> IntArray:
+    return np.rint(values).astype(np.int64)

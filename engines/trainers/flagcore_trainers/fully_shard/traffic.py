@@ -1,0 +1,177 @@
+"""Times of torch's separate kernels beyond the shared formulas, which assume fused ones, and of its attention.
+
+Passes are counted as the bytes that each operator of torch 2.13 reads and writes, over a tensor of 16-bit values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+from flagcore_training.layout import Layout, Training
+
+from flagcore.contracts import AttentionShape, Costs, KernelCosts
+from flagcore.domain.space import FloatArray
+from flagcore.domain.spec import Task
+
+FUSED = {"norm": (2.5, 5.0), "activation": (3.0, 5.0), "rotation": (2.0, 2.0)}
+"""Memory passes that the shared formulas assume for one kernel, forward and backward: over the tensor between layers,
+one of the FFN's width, and queries and keys."""
+SEPARATE_NORM, SEPARATE_ACTIVATION = (20.0, 50.0), (5.0, 9.0)
+"""Passes of separate kernels, in 16-bit values: of a norm in fp32, which torch before 2.9 has, and of a gated
+activation."""
+GRADIENT_SUMS = (3.0, 1.0)
+"""Passes over the tensor between layers per gradient that is added to another one of the same input, in separate
+kernels and beside the kernel of a norm. Queries, keys, values and both halves of a gated block have separate products.
+"""
+SEPARATE_LOSS = 40.0 - 24.0
+"""Memory traffic of the loss in separate kernels in fp32 per 16-bit logit, in bytes, beyond the shared formulas."""
+CAST_BYTES = (4.0, 8.0)
+"""Traffic of fp8 products beyond the casts of the shared formulas, in bytes per value of an input and of a weight.
+
+Each operand is cast in forward and again in backward, with its largest value searched before. Source: torchao 0.13
+`float8/float8_linear.py`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What differs between training programs with plain layers of torch.
+
+    `rotation`: memory passes over queries and keys of rotary embeddings without compilation, forward and backward.
+    `fused_norm`: whether norms are one kernel. `compiled_loss`: whether `compile` includes the loss.
+    `masked`: whether context-parallel attention computes all scores and masks half of them.
+    """
+
+    rotation: tuple[float, float]
+    fused_norm: bool = True
+    compiled_loss: bool = False
+    masked: bool = False
+
+
+TRIAL = Program(rotation=(9.0, 12.0), masked=True)
+"""The trial program of the engine `fsdp2`."""
+TORCHTITAN = Program(rotation=(10.0, 10.5), compiled_loss=True)
+"""torchtitan 0.3, whose rotary embeddings are complex numbers in fp32."""
+PLAIN = Program(rotation=(10.2, 10.1), fused_norm=False)
+"""A script whose layers are those of transformers 4 (`modeling_llama.py`): rotated halves, and norms in fp32."""
+ATTENTION_SHARE = {"sm_90": 0.35, "gfx942": 0.17}
+"""The largest share of the peak that torch's attention kernel, FlashAttention-2, reaches, by architecture. On others
+the chip's own kernel times hold. Sources: arXiv 2407.08608, abstract; for gfx942 both passes together, 223 to 232 of
+1307 TFLOP/s (ROCm/flash-attention issue 142, heads of width 128 and 16k tokens; forward alone 310 to 356)."""
+BACKWARD_FLOPS = 2.5
+"""Flops of the backward of a fused attention core, relative to its forward: five products instead of two."""
+
+
+def seconds(
+    train: Training,
+    layout: Layout,
+    kernels: KernelCosts,
+    program: Program,
+    *,
+    checkpointing: FloatArray,
+    again: FloatArray,
+    weights: FloatArray,
+    compiled: bool = False,
+) -> FloatArray:
+    """Return the seconds of a rank per micro-batch beyond the shared formulas.
+
+    `checkpointing`: 0 none, 1 selective, 2 full. `weights`: the number of gathered weights of a rank's layers.
+    `again`: the share of a layer's forward that the shared formulas compute again. Selective checkpoints compute all of
+    it again but for some products.
+    """
+    layers, repeats = train.model.num_layers / layout.pipeline, 1.0 * (checkpointing > 0)
+    forward, backward, fused = _separate_bytes(train, layout, program, compiled=compiled)
+    moved = forward * (1.0 + repeats) + backward + fused * (repeats - again)
+    once = _once_bytes(train, layout, weights, compiled=compiled and program.compiled_loss)
+    found = kernels.memory_seconds(moved * layers + once)
+    if program.masked:
+        found = found + layers * (layout.context > 1) * _masked_seconds(train, layout, kernels, checkpointing)
+    return found
+
+
+def _separate_bytes(
+    train: Training, layout: Layout, program: Program, *, compiled: bool
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return bytes per layer and micro-batch: beyond one kernel each in forward and in backward, and of forward."""
+    model, tokens = train.model, layout.tokens(train.sequence)
+    hidden = train.value_bytes * model.hidden_size * tokens
+    rows = train.value_bytes * model.hidden_size * layout.token_rows(train.sequence)
+    heads = model.num_attention_heads + model.num_query_groups
+    full = model.ffn_hidden_size
+    if model.num_moe_experts:
+        each = model.moe_ffn_hidden_size or model.ffn_hidden_size
+        full = model.moe_router_topk * each + (model.moe_shared_expert_intermediate_size or 0)
+    width = full / layout.tensor
+    tensors = {
+        "norm": 2.0 * rows,
+        "activation": train.value_bytes * width * tokens,
+        "rotation": train.value_bytes * heads * model.kv_channels * tokens / layout.tensor,
+    }
+    passes = dict(FUSED)
+    if not compiled:
+        passes["rotation"] = program.rotation
+        passes["activation"] = SEPARATE_ACTIVATION if model.gated_linear_unit else FUSED["activation"]
+        passes["norm"] = FUSED["norm"] if program.fused_norm else SEPARATE_NORM
+
+    def total(each: int, *, beyond: bool) -> FloatArray:
+        parts = ((passes[name][each] - FUSED[name][each] * beyond) * tensors[name] for name in FUSED)
+        return sum(parts, np.zeros(()))
+
+    sums = GRADIENT_SUMS[compiled] * (2.0 + model.gated_linear_unit) * hidden
+    inputs = (3.0 * model.hidden_size + width) * tokens * (train.precision == "fp8")
+    forward, residual = total(0, beyond=True), 3.0 * rows
+    return forward, total(1, beyond=True) + sums + CAST_BYTES[0] * inputs, total(0, beyond=False) - forward + residual
+
+
+def _once_bytes(train: Training, layout: Layout, weights: FloatArray, *, compiled: bool) -> FloatArray:
+    """Return bytes per micro-batch of the loss and of casts of weights, beyond the shared formulas."""
+    model = train.model
+    logits = layout.tokens(train.sequence) * model.vocab_size / layout.tensor
+    loss = (0.0 if compiled else SEPARATE_LOSS) * logits / layout.pipeline
+    return loss + CAST_BYTES[1] * (train.precision == "fp8") * weights
+
+
+def _masked_seconds(train: Training, layout: Layout, kernels: KernelCosts, checkpointing: FloatArray) -> FloatArray:
+    """Return the seconds per layer and micro-batch that scores need which a mask hides."""
+    model, ones = train.model, np.ones_like(layout.tensor)
+    heads, groups = model.num_attention_heads / layout.tensor, model.num_query_groups / layout.tensor
+    sizes = {"queries": train.sequence * ones, "keys": train.sequence * ones, "head_dim": model.kv_channels * ones}
+    shape = AttentionShape(batch=layout.micro_batch, heads=heads, groups=groups, kernel="flash", **sizes)
+    precision = train.precision if train.value_bytes == 4 else "bf16"
+    forward = kernels.attention_seconds(shape, precision) * (1.0 + (checkpointing == 2))
+    total: FloatArray = (forward + kernels.attention_backward_seconds(shape, precision)) / layout.context
+    return total
+
+
+@dataclass(frozen=True)
+class _TorchKernels:
+    """Kernel times of a chip, with attention at most at `rate` flops per second."""
+
+    kernels: Any
+    rate: float
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernels, name)
+
+    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        seconds: FloatArray = np.maximum(self.kernels.attention_seconds(shape, precision), self._least(shape))
+        return seconds
+
+    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        seconds = self.kernels.attention_backward_seconds(shape, precision)
+        limited: FloatArray = np.maximum(seconds, BACKWARD_FLOPS * self._least(shape))
+        return limited
+
+    def _least(self, shape: AttentionShape) -> FloatArray:
+        """Return the seconds of the causal half of both products of a forward."""
+        return 2.0 * shape.batch * shape.heads * shape.queries * shape.keys * shape.head_dim / self.rate
+
+
+def with_torch_attention(task: Task, costs: Costs) -> Costs:
+    """Return costs in which attention is no faster than torch's kernel."""
+    chip = task.cluster.groups[0].chip
+    share, peak = ATTENTION_SHARE.get(chip.architecture), chip.dense_flops_per_second.get("bf16")
+    if share is None or peak is None:
+        return costs
+    return replace(costs, kernels=cast("KernelCosts", _TorchKernels(costs.kernels, share * peak.value)))

@@ -1,0 +1,219 @@
+"""Reads the log of a training program: step times, losses, memory, and the values in use.
+
+The formats of known programs are facts of their sources: Megatron-LM core_v0.16 `training/training.py` (MindSpeed-LLM
+prints the same line), DeepSpeed 0.19 `runtime/engine.py` and `utils/timer.py`, torchtitan 0.3 `components/metrics.py`,
+and transformers 5 `trainer_callback.py` (`PrinterCallback`).
+"""
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+from flagcore_megatron.reading import LARGEST_LOG, LONGEST_LINE, MAX_MIB, log_files
+
+from flagcore.domain.files import open_regular
+from flagcore.domain.spec import Task
+from flagcore_trainers.program import UNITS
+
+TIMESTAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d{3}"
+NUMBER = r"[\d.,]+(?:[eE][-+]?\d+)?"
+FORMATS: Mapping[str, str] = {
+    "megatron": (
+        rf"iteration\s+(?P<step>\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*(?P<ms>{NUMBER})"
+        r"(?:.*?lm loss:\s*(?P<loss>[^\s|]+))?"
+    ),
+    "deepspeed": rf"\[(?P<at>{TIMESTAMP})\].*?\[Rank 0\] step=(?P<step>\d+), skipped=",
+    "torchtitan": (
+        r"step:\s*(?P<step>\d+)\s+loss:\s*(?P<loss>\S+)(?:\s+grad_norm:\s*\S+)?"
+        rf"(?:\s+memory:\s*(?P<gib>{NUMBER})GiB\(\S+\))?\s+tps:\s*(?P<tokens_per_s_per_device>{NUMBER})"
+    ),
+    "huggingface": r"\{'loss': '?(?P<loss>[^,'}]+)'?.*?'epoch':",
+}
+"""The pattern of a line per step of each known program, with the groups of `LogSection.step`, or `at`.
+
+`at` is the time of the line. DeepSpeed also prints samples per second, which are too high on an accelerator: with a
+global batch of 256, a log states 74.8 where a step took 16.07 s. HF Trainer does not number its lines.
+"""
+MEMORY_GIB = rf"MaxMemAllocated=({NUMBER})GB"
+"""The pattern of DeepSpeed's line with the peak of allocated memory."""
+TIMED = tuple(name for name, pattern in FORMATS.items() if re.compile(pattern).groupindex.keys() & {*UNITS})
+"""The formats whose lines have times. The lines of other formats are timed by `flagcore_trainers.clock`."""
+ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\0\ufeff]")
+"""Colours of a terminal, and the zero bytes of UTF-16."""
+ARRIVAL = re.compile(r"^\[at (\d+\.\d{6})\] ?")
+"""The prefix that `flagcore_trainers.clock` adds to a line: the seconds at which the line arrived."""
+GIB = 1 << 30
+SEARCH_INTERVAL_SECONDS = 2.0
+"""Seconds between two searches for new log files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patterns:
+    """The compiled patterns of one program.
+
+    `steps`: alternatives for a line per step. `printed`: the pattern of the line with each knob's value.
+    """
+
+    steps: Sequence[re.Pattern[str]]
+    loss: re.Pattern[str] | None = None
+    memory_gib: re.Pattern[str] = re.compile(MEMORY_GIB)
+    printed: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Log:
+    """What one run has logged so far.
+
+    `times`: the seconds of each step by its number, in the order of the lines. If several ranks print a step, its first
+    line counts. `unusable`: stated times and rates that are no finite numbers above 0. `values`: the values in use by
+    knob, as text. `last`: the last line that is not empty.
+    """
+
+    patterns: Patterns
+    samples: int
+    tokens: int
+    devices: int
+    times: dict[str, float] = field(default_factory=dict)
+    unusable: list[str] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    peak_bytes: int | None = None
+    values: dict[str, str] = field(default_factory=dict)
+    last: str = ""
+    _used: re.Pattern[str] | None = None
+    _arrived: tuple[float, str] | None = None
+    _seen: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, task: Task, patterns: Patterns) -> "Log":
+        """Return an empty log of a run of `task`, whose global batch converts rates to seconds."""
+        samples = task.spec.train.global_batch_size
+        return cls(patterns, samples, samples * task.spec.train.seq_length, task.cluster.devices)
+
+    def add(self, line: str) -> None:
+        """Read one line. The first format that matches a line is the format of the whole log."""
+        line = ANSI.sub("", line)
+        at = ARRIVAL.match(line)
+        text = line[at.end() :] if at else line
+        self.last = text.strip() or self.last
+        for pattern in [self._used] if self._used else self.patterns.steps:
+            if match := pattern.search(text):
+                self._used = pattern
+                self._add_step(match.groupdict(), float(at[1]) if at else None)
+                break
+        if self.patterns.loss and (found := self.patterns.loss.search(text)):
+            self.losses.append(_number(found[1]))
+        if found := self.patterns.memory_gib.search(text):
+            self._add_memory(found[1])
+        for knob, pattern in self.patterns.printed.items():
+            if knob not in self.values and (found := pattern.search(text)):
+                self.values[knob] = found[1]
+
+    @property
+    def matched(self) -> bool:
+        """Whether a line of a step was read."""
+        return self._used is not None
+
+    def _add_step(self, groups: Mapping[str, str | None], at: float | None) -> None:
+        self._add_memory(groups.get("gib") or "")
+        number = groups.get("step") or f"line {len(self._seen)}"
+        if number in self._seen:
+            return
+        self._seen.add(number)
+        seconds, before = self._seconds(groups), self._arrived
+        at = _clock_seconds(groups.get("at")) or at
+        if at is not None:
+            self._arrived = (at, number)
+            if seconds is None and before is not None:
+                seconds = (at - before[0]) / _steps_between(before[1], number)
+        if seconds is not None and seconds > 0:
+            self.times[number] = seconds
+        elif _number(groups.get("s")) and _number(groups.get("ms")):
+            self.unusable.append(f"{groups['s']} s and {groups['ms']} ms")
+        elif stated := next((text for unit in UNITS[1:] if (text := groups.get(unit))), None):
+            self.unusable.append(stated)
+        if (loss := groups.get("loss")) is not None:
+            self.losses.append(_number(loss))
+
+    def _seconds(self, groups: Mapping[str, str | None]) -> float | None:
+        amounts = {"s": 1.0, "ms": 1e-3}
+        found = [number * amounts[unit] for unit in amounts if (number := _number(groups.get(unit))) is not None]
+        if found:
+            return found[0] if math.isclose(min(found), max(found), rel_tol=0.1) else None
+        sizes = {"samples_per_s": self.samples, "tokens_per_s": self.tokens}
+        for unit, size in {**sizes, "tokens_per_s_per_device": self.tokens / self.devices}.items():
+            if rate := _number(groups.get(unit)):
+                return size / rate
+        return None
+
+    def _add_memory(self, gib: str) -> None:
+        number = _number(gib)
+        if number and number * 1024 < MAX_MIB:
+            self.peak_bytes = max(self.peak_bytes or 0, int(number * GIB))
+
+
+def _steps_between(before: str, number: str) -> int:
+    """Return the number of steps from one line to the next. It is 1 if the lines do not number their steps."""
+    if not (before.isdecimal() and number.isdecimal()):
+        return 1
+    return max(int(number) - int(before), 1)
+
+
+def _clock_seconds(text: str | None) -> float | None:
+    """Return the seconds of a timestamp on the axis of `datetime.timestamp`, or None if it is none."""
+    with suppress(ValueError):
+        return datetime.fromisoformat((text or "").replace(",", ".")).replace(tzinfo=timezone.utc).timestamp()
+    return None
+
+
+THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?([eE][-+]?\d+)?")
+"""A number whose commas separate thousands. A comma in others is a decimal one."""
+
+
+def _number(text: str | None) -> float | None:
+    text = (text or "").strip(" ,")
+    try:
+        number = float(text.replace(",", "" if THOUSANDS.fullmatch(text) else "."))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+class Reading:
+    """The log files of one trial. Each call reads what was added since the last one, and returns the step times.
+
+    If none of several stated times is usable, they are infinite, so that the trial ends after its steps.
+    """
+
+    def __init__(self, folder: str, log: Log) -> None:
+        self.log = log
+        self._folder, self._search_at = folder, 0.0
+        self._places: dict[Path, int] = {}
+
+    def __call__(self, *, unfinished: bool = False) -> tuple[float, ...]:
+        """Read on. `unfinished`: whether to read a last line without a line break, too."""
+        if unfinished or time.monotonic() >= self._search_at:
+            self._places = {file: self._places.get(file, 0) for file in log_files(self._folder)}
+            self._search_at = time.monotonic() + SEARCH_INTERVAL_SECONDS
+        for file, place in self._places.items():
+            self._places[file] = self._read_on(file, place, unfinished)
+        unusable = len(self.log.unusable)
+        return tuple(self.log.times.values()) or (math.inf,) * (unusable if unusable > 1 else 0)
+
+    def _read_on(self, file: Path, place: int, unfinished: bool) -> int:
+        with suppress(OSError), open_regular(file) as lines:
+            lines.seek(place)
+            while place < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
+                if not (line.endswith(b"\n") or unfinished or len(line) == LONGEST_LINE):
+                    line = line[: line.rfind(b"\r") + 1]
+                if not line:
+                    break
+                place += len(line)
+                lines.seek(place)
+                for part in line.decode("utf-8", errors="replace").split("\r"):
+                    self.log.add(part)
+        return place

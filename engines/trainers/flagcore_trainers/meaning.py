@@ -1,0 +1,285 @@
+"""Rules and predictions of a program whose knobs have meanings.
+
+The formulas are those of `flagcore_training`, with plain layers of torch unless the spec says otherwise. What
+is particular to a program is unknown, so the intervals are wide: trials correct the predictions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+from flagcore_training.layout import Layout, Options, Training
+from flagcore_training.memory.training import (
+    InUse,
+    gathered_bytes,
+    memory_in_use,
+    split_parameters,
+    states_of,
+    step_bytes,
+)
+from flagcore_training.stages import model_flops, stage, stage_parameters
+from flagcore_training.time.step import Blocks, costs_in_run, step_time
+
+from flagcore.contracts import Costs, communicator_bytes
+from flagcore.domain.knob import Knob
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Rule
+from flagcore.domain.spec import Task
+from flagcore_trainers import plain
+from flagcore_trainers.fully_shard import traffic
+from flagcore_trainers.program import MEANINGS, StateSection
+
+TP, PP, CP, EP, DP, MBS, ACCUMULATION, ZERO, SP, RECOMPUTE, OFFLOAD = MEANINGS
+ONE_BY_DEFAULT = (TP, PP, CP, EP, MBS)
+INTERVAL = (0.5, 2.0)
+"""The 80% interval of the step time relative to the prediction. Chosen by hand: no runs of other programs are known."""
+BATCH_ROWS = 1 << 14
+"""Candidates per batch of formulas."""
+
+Codes: TypeAlias = Mapping[str, tuple[str, IntArray]]
+"""For each meaning of a knob: the name of the knob, and the number that each code of its column means. The array is
+empty if codes are numbers themselves."""
+
+
+def numbers(codes: Codes, fixed: Mapping[str, int], columns: Columns, devices: int, batch: int) -> dict[str, IntArray]:
+    """Return the number of each meaning for each candidate.
+
+    `fixed`: numbers that are the same for all candidates.
+    `columns`: may lack knobs, which then have the number of a program without them.
+
+    The number of replicas and of micro-batches follow from the other sizes, unless a knob sets them. They are rounded
+    down if the sizes do not fit together.
+    """
+    ones = np.ones_like(next(iter(columns.values())))
+    found = {name: ones * (name in ONE_BY_DEFAULT) for name in MEANINGS}
+    found |= {name: ones * number for name, number in fixed.items()}
+    for meaning, (knob, table) in codes.items():
+        if knob in columns:
+            found[meaning] = table[columns[knob]] if table.size else columns[knob]
+    known = {*codes, *fixed}
+    if DP not in known:
+        found[DP] = np.maximum(devices // (found[TP] * found[PP] * found[CP]), 1)
+    if ACCUMULATION not in known:
+        found[ACCUMULATION] = np.maximum(batch // (found[MBS] * found[DP]), 1)
+    return found
+
+
+def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...]:
+    """Return the rules that every program obeys: the devices and the global batch are divided without remainder."""
+    devices, batch, model = task.cluster.devices, task.spec.train.global_batch_size, task.spec.model
+    knobs = {meaning: knob for meaning, (knob, _table) in codes.items()}
+
+    def rule(name: str, meanings: Sequence[str], message: str, broken: object) -> Rule:
+        """Return a rule. `broken` maps the numbers of all meanings to a boolean array."""
+        assert callable(broken)
+        return Rule(
+            name=name,
+            knobs=tuple(knobs[each] for each in meanings if each in knobs),
+            message=message,
+            broken=lambda columns: broken(numbers(codes, fixed, columns, devices, batch)),
+        )
+
+    sizes = " x ".join(knobs[each] for each in (TP, PP, CP, DP) if each in knobs) or "the number of devices"
+    samples = " x ".join(knobs[each] for each in (MBS, ACCUMULATION, DP) if each in knobs) or MBS
+    found = [
+        rule(
+            "world_size",
+            (TP, PP, CP, DP),
+            f"{sizes} must be {'' if DP in knobs else 'a divisor of '}the number of devices, {devices}",
+            lambda n: n[TP] * n[PP] * n[CP] * n[DP] != devices,
+        ),
+        rule(
+            "global_batch_size",
+            (MBS, ACCUMULATION, DP, TP, PP, CP),
+            f"{samples} x the replicas must make up global_batch_size = {batch}",
+            lambda n: n[MBS] * n[ACCUMULATION] * n[DP] != batch,
+        ),
+        rule(
+            "attention_heads",
+            (TP,),
+            f"{knobs.get(TP, TP)} must divide num_attention_heads = {model.num_attention_heads}",
+            lambda n: model.num_attention_heads % n[TP] != 0,
+        ),
+        rule(
+            "pipeline_stages",
+            (PP,),
+            f"{knobs.get(PP, PP)} must be at most num_layers = {model.num_layers}",
+            lambda n: n[PP] > model.num_layers,
+        ),
+        rule(
+            "experts",
+            (EP,),
+            f"{knobs.get(EP, EP)} must divide num_moe_experts = {model.num_moe_experts}",
+            lambda n: (model.num_moe_experts or 1) % n[EP] != 0,
+        ),
+    ]
+    return tuple(each for each in found if each.knobs)
+
+
+def needs_at_least(knobs: Sequence[Knob], columns: Columns, candidate: Candidate) -> BoolArray:
+    """Return whether candidates differ from `candidate` only by knobs with a larger value that needs more memory."""
+    others = candidate.as_dict()
+    result = np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
+    for knob in knobs:
+        code = knob.axis(()).encode(others[knob.name])
+        same: BoolArray = columns[knob.name] >= code if knob.memory_order else columns[knob.name] == code
+        result &= same
+    return result
+
+
+def predict(
+    task: Task,
+    given: Mapping[str, IntArray],
+    costs: Costs,
+    states: StateSection,
+    buffers: Mapping[str, FloatArray] | None = None,
+) -> Predictions:
+    """Return the predictions of candidates whose meanings have the numbers `given`.
+
+    The exchange of gradients is assumed to overlap with kernels. `buffers`: bytes of gathered weights and buffers at
+    each moment of `plain.Moments`, and `between` steps. If they are not known, ZeRO 3 gathers two layers.
+    """
+    size = given[DP].size
+    parts, order = [], []
+    for start in range(0, size, BATCH_ROWS):
+        batch = {name: values[start : start + BATCH_ROWS] for name, values in given.items()}
+        kinds, inverse = np.unique(np.stack([batch[ZERO], batch[OFFLOAD]]), axis=1, return_inverse=True)
+        for kind, (zero, offload) in enumerate(kinds.T.tolist()):
+            rows = np.flatnonzero(inverse.reshape(-1) == kind)
+            train = training(task, zero, offload, states)
+            layout = layout_of({name: values[rows] for name, values in batch.items()})
+            extra = None if buffers is None else {name: each[rows + start] for name, each in buffers.items()}
+            parts.append(_predict(task, train, layout, costs, extra))
+            order.append(rows + start)
+    return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
+
+
+def training(task: Task, stage: int, offload: int, states: StateSection) -> Training:
+    """Return what the candidates with one ZeRO stage, with or without offloaded optimizer states, have in common."""
+    train = task.spec.train
+    options = Options(
+        grad_bytes=states.gradients,
+        main_param_bytes=states.main_weights,
+        exp_avg_bytes=states.moments // 2,
+        exp_avg_sq_bytes=states.moments - states.moments // 2,
+        fsdp=stage == 3,
+        shard_gradients=stage == 2,
+        optimizer_offload_fraction=float(offload),
+        overlap_grad_reduce=True,
+        fused_adam=states.fused_adam,
+    )
+    return Training(
+        model=task.spec.model,
+        sequence=train.seq_length,
+        global_batch=train.global_batch_size,
+        precision=train.precision,
+        flash=train.attention == "flash",
+        fused_activation=train.implementation == "transformer_engine",
+        transformer_engine=train.implementation == "transformer_engine",
+        options=options,
+    )
+
+
+def layout_of(given: Mapping[str, IntArray]) -> Layout:
+    """Return the layouts of candidates. Their layers are divided evenly over pipeline stages."""
+    count = {name: values.astype(np.float64) for name, values in given.items()}
+    zeros, ones = np.zeros_like(count[DP]), np.ones_like(count[DP])
+    return Layout(
+        data=count[DP],
+        tensor=count[TP],
+        pipeline=count[PP],
+        virtual=ones,
+        context=count[CP],
+        expert=count[EP],
+        expert_tensor=np.where(count[EP] > 1, ones, count[TP]),
+        micro_batch=count[MBS],
+        microbatches=count[ACCUMULATION],
+        sharded_optimizer=np.minimum(count[ZERO], 1.0),
+        sequence_parallel=count[SP],
+        selective=(given[RECOMPUTE] == 1).astype(np.float64),
+        uniform=(given[RECOMPUTE] == 2).astype(np.float64),
+        block=zeros,
+        first_layers=zeros,
+        last_layers=zeros,
+        split=zeros,
+    )
+
+
+def weights_of_rank(train: Training, layout: Layout) -> FloatArray:
+    """Return the number of weights of the first stage on a tensor-parallel rank."""
+    dense, experts = split_parameters(
+        stage_parameters(train, layout, stage(train.model, layout, np.zeros_like(layout.data)))
+    )
+    return dense + experts
+
+
+def _predict(
+    task: Task, train: Training, layout: Layout, costs: Costs, buffers: Mapping[str, FloatArray] | None
+) -> Predictions:
+    if train.transformer_engine:
+        used = memory_in_use(train, layout, costs)
+        time_s = step_time(train, layout, costs, Blocks.from_layout(train, layout, costs_in_run(costs)))
+    else:
+        used = _plain_memory(train, layout, costs, buffers)
+        time_s = _plain_times(train, layout, traffic.with_torch_attention(task, costs))
+    total: FloatArray = sum(time_s.values(), np.zeros(()))
+    return Predictions(
+        step_time_s=total,
+        low_s=total * INTERVAL[0],
+        high_s=total * INTERVAL[1],
+        time_s=time_s,
+        static_bytes=used.memory.static,
+        activation_bytes=used.memory.activation,
+        peak_allocated_bytes=used.memory.peak,
+        reserved_bytes=used.reserved,
+        device_used_bytes=used.used,
+        worst_stage=used.memory.worst_stage,
+        capacity_bytes=costs.memory.capacity_bytes(),
+        model_flops=model_flops(train),
+    )
+
+
+def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mapping[str, FloatArray] | None) -> InUse:
+    """Return the memory of plain layers of torch. With a pipeline, the shared formulas apply.
+
+    What `buffers` has as `between` stays between steps; gradients that do not are negative.
+    """
+    used = memory_in_use(train, layout, costs)
+    is_alone = np.flatnonzero(layout.pipeline == 1)
+    alone = layout[is_alone]
+    first = stage(train.model, alone, np.zeros_like(alone.data))
+    parameters = stage_parameters(train, alone, first)
+    if buffers is None:
+        gathered = gathered_bytes(train, alone, *states_of(train, alone, parameters))
+        buffers = dict.fromkeys(("forward", "loss", "head", "layer"), gathered)
+    else:
+        buffers = {name: each[is_alone] for name, each in buffers.items()}
+    between = buffers.pop("between", np.zeros_like(alone.data))
+    states = used.memory.static[is_alone]
+    above = plain.moments(train, alone).plus(**buffers).highest()
+    update = step_bytes(train, alone, *split_parameters(parameters)) + np.maximum(between, 0.0)
+    peak = states + np.maximum(above, update)
+    reserved = costs.memory.reserved_bytes(peak)
+    on_device = costs.memory.device_used_bytes(reserved) + communicator_bytes(costs.memory) * alone.communicators()
+    for values, own in (
+        (used.memory.static, states + between),
+        (used.memory.activation, above - between),
+        (used.memory.peak, peak),
+        (used.reserved, reserved),
+        (used.used, on_device),
+    ):
+        values[is_alone] = own
+    return used
+
+
+def _plain_times(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
+    """Return the parts of the step time in seconds with plain layers of torch: fused kernels, and what others take."""
+    options = replace(train.options, gradient_fusion=False)
+    fused, kernels = replace(train, transformer_engine=True, options=options), costs.kernels
+    time_s = step_time(fused, layout, costs, Blocks.from_layout(fused, layout, costs_in_run(costs)))
+    weights, again = weights_of_rank(train, layout), np.where(layout.uniform > 0, 1.0, 0.0)
+    extra = traffic.seconds(
+        fused, layout, kernels, traffic.PLAIN, checkpointing=2.0 * again, again=again, weights=weights
+    )
+    return {**time_s, "compute_s": time_s["compute_s"] + layout.microbatches * extra * costs.run_slowdown}

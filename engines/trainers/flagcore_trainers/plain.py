@@ -1,0 +1,93 @@
+"""Memory of a decoder whose layers are plain operators of torch, such as one of transformers, without a pipeline.
+
+What autograd stores and the moments at which the most is allocated were counted in torch 2.13. Rotary embeddings store
+nothing but queries and keys, as cosines and sines need no gradient.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from flagcore_training.layout import Layout, Training
+from flagcore_training.memory.activations import stored_scores
+from flagcore_training.memory.training import states_of
+from flagcore_training.stages import stage, stage_parameters
+
+from flagcore.domain.space import FloatArray
+from flagcore_trainers.fully_shard import memory
+
+NORM_BYTES = 4.0
+"""Bytes per element that a norm of several kernels stores beyond a copy of its input: it computes in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """Bytes per rank at the moments of a step at which the most is allocated, above what stays between steps.
+
+    `forward`: at its end. `loss`: in the backward of the loss. `head`: in that of the head. `layer`: in that of a
+    layer. `end`: at the end of backward.
+    """
+
+    forward: FloatArray
+    loss: FloatArray
+    head: FloatArray
+    layer: FloatArray
+    end: FloatArray
+
+    def highest(self) -> FloatArray:
+        highest: FloatArray = np.max(np.stack(np.broadcast_arrays(*vars(self).values())), axis=0)
+        return highest
+
+    def plus(self, **extra: FloatArray) -> "Moments":
+        """Return moments with further bytes, by name."""
+        return replace(self, **{name: getattr(self, name) + value for name, value in extra.items()})
+
+
+def moments(train: Training, layout: Layout) -> Moments:
+    """Return the moments of a step, without weights and buffers that a program gathers or reduces gradients in.
+
+    With a single micro-batch, gradients that ranks do not shard are not there before their backward.
+    """
+    model, u, ones = train.model, float(train.value_bytes), np.ones_like(layout.data)
+    job = memory.Job(
+        model=model,
+        value_bytes=u,
+        ranks=layout.expert,
+        tensor=layout.tensor,
+        context=ones,
+        tokens=layout.tokens(train.sequence),
+        microbatches=layout.microbatches,
+        reshard=ones < 0,
+        checkpointing=np.where(layout.uniform > 0, 2.0, 0.0),
+        reduce_bytes=u * ones,
+        offload=ones < 0,
+        replicated=ones < 0,
+        expert=layout.expert,
+        pipeline=ones,
+        schedule=np.zeros_like(ones, dtype=np.int64),
+        fused_norm=False,
+        split_tokens=layout.sequence_parallel > 0,
+    )
+    act = memory.activations(job)
+    rows = job.tokens / layout.tensor
+    norm = NORM_BYTES * act.hidden / u
+    extra = 2.0 * norm + stored_scores(train, layout) - 4.0 * model.num_attention_heads * rows
+    is_kept = job.checkpointing == 0
+    stored = act.stored + np.where(is_kept, extra, 0.0) * model.num_layers
+    matrix = u * model.hidden_size * model.ffn_hidden_size / layout.tensor
+    at_gate, after_ffn = act.backward
+    if not job.expert_layers:  # each gradient of a weight is reduced or added up before the next one
+        after_ffn = after_ffn - (1.0 + model.gated_linear_unit) * matrix
+    layer = stored + np.where(is_kept, 0.0, extra) + np.maximum(at_gate, after_ffn)
+    table = u * model.vocab_size * model.hidden_size / layout.tensor
+    logits = job.tokens * model.vocab_size / layout.tensor
+    at_head = stored + act.head_input + norm
+    states = states_of(train, layout, stage_parameters(train, layout, stage(model, layout, np.zeros_like(ones))))
+    late = np.where(layout.microbatches > 1, 0.0, states[0].gradients + states[1].gradients)
+    late = late * (not train.options.fsdp)
+    return Moments(
+        forward=at_head - late,
+        loss=at_head + memory.LOSS_BYTES * logits - late,
+        head=at_head + u * logits + table + act.hidden - late,
+        layer=layer - np.maximum(late - table, 0.0),
+        end=act.hidden + table,
+    )

@@ -1,0 +1,192 @@
+"""The engine `torchtitan`: a user's torchtitan command, whose candidates are further options of it.
+
+Source: torchtitan 0.3 `config/configs.py`, `config/manager.py` and `trainer.py`. Options change the values of a
+configuration. Activation checkpointing is a subcommand, so it is the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flagcore_megatron.command.user_command import parse
+
+from flagcore.contracts import Costs, Platform, Workload
+from flagcore.domain.launch import Launch, Start
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import SpecError
+from flagcore_trainers import start
+from flagcore_trainers.fully_shard import (
+    AC,
+    COMPILE,
+    CP,
+    EP,
+    MBS,
+    OFFLOAD,
+    PARTS,
+    PP,
+    REDUCE,
+    REPLICATE,
+    RESHARD,
+    SCHEDULE,
+    SHARD,
+    TP,
+)
+from flagcore_trainers.fully_shard import predict as fully_shard
+from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
+from flagcore_trainers.importing import (
+    CONFIG_FILE,
+    Imported,
+    option,
+    read_toml,
+    spec_of_torchtitan,
+    starts_torchtitan,
+)
+from flagcore_trainers.trainer import Trainer
+
+CHECKPOINTING = "activation-checkpoint:"
+"""The start of the subcommand of activation checkpointing."""
+COMPILE_FLAG = "--compile.enable"
+SIZES = [1, 2, 4, 8]
+PROGRAM: Mapping[str, Any] = {
+    "knobs": {
+        TP: {"flag": "--parallelism.tensor_parallel_degree", "values": SIZES, "label": "TP"},
+        CP: {"flag": "--parallelism.context_parallel_degree", "values": SIZES, "label": "CP"},
+        MBS: {"flag": "--training.local_batch_size", "values": [1, 2, 4, 8, 16], "label": "MBS"},
+        AC: {
+            "flag": f"{CHECKPOINTING}{{}}",
+            "values": {"none": 0, "selective": 1, "full": 2},
+            "meaning": "recompute",
+            "label": "AC",
+            "default": "selective",
+        },
+        RESHARD: {
+            "flag": "--parallelism.fsdp_reshard_after_forward",
+            "values": ["default", "never"],
+            "label": "reshard",
+        },
+        COMPILE: {"flag": COMPILE_FLAG, "values": [False, True]},
+    },
+    "fixed": {"zero_stage": 3},
+    "trial_args": [
+        *("--training.steps", "{steps}", "--metrics.log_freq", "1", "--dump_folder", "{folder}"),
+        *("--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb", "--metrics.disable_color_printing"),
+        *("--checkpoint.no-enable", "--profiler.no-enable_profiling", "--validator.no-enable"),
+    ],
+    "log": {"format": "torchtitan"},
+}
+"""`train.program` of every torchtitan job. Trials print each step, and write no checkpoints, traces or metrics."""
+
+
+class TorchTitan(Trainer):
+    """Training with torchtitan, whose replicas share weights with FSDP2."""
+
+    distribution = "torchtitan"
+    releases = ">=0.1,<0.4"
+
+    def with_program(self, program: object) -> Workload:
+        """Return the engine with further knobs and arguments of `program`."""
+        return super().with_program(_merged(program))
+
+    def starts(self, command: Sequence[str], directory: str) -> bool:
+        return starts_torchtitan(parse(command, directory))
+
+    def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
+        return spec_of_torchtitan(start, directory, model, list(PROGRAM["knobs"]))
+
+    def command(self, spec: Spec) -> start.Command:
+        """Return the user's command. Raises SpecError if its TOML file cannot be read, or the program has no options
+        of releases with such files.
+        """
+        command, checkpointing = super().command(spec), self.described.knobs.get(AC)
+        if (file := option(command.words, CONFIG_FILE)) is None:
+            return command
+        read_toml(str(file), Path(command.directory))
+        if checkpointing and (checkpointing.flag or "").startswith(CHECKPOINTING):
+            problem = f"lacks the options of releases with --{CONFIG_FILE}"
+            fix = "write the spec with `flag import -- COMMAND`, which reads that file"
+            raise SpecError(key="train.program", problem=problem, fix=fix)
+        return command
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        """Return the predictions of the engine `fsdp2`, or those of ZeRO 3 for models that it does not have."""
+        model, numbers = task.spec.model, self.numbers(task, columns)
+        pipeline = numbers["pipeline_model_parallel_size"]
+        if any(getattr(model, name) for name in PARTS) or model.num_moe_experts or (pipeline > 1).any():
+            return super().predict(task, columns, costs)
+        ones = np.ones_like(pipeline)
+
+        def is_value(name: str, value: KnobValue) -> IntArray:
+            knob = next((each for each in self.knobs if each.name == name), None)
+            if knob is None or name not in columns:
+                return 0 * ones
+            code = knob.axis(()).encode(value)
+            return np.where(columns[name] == code, ones, 0)
+
+        given = {
+            REPLICATE: ones,
+            SHARD: numbers["data_parallel_size"],
+            TP: numbers[TP],
+            CP: numbers[CP],
+            PP: ones,
+            EP: ones,
+            SCHEDULE: ones,
+            MBS: numbers[MBS],
+            AC: 1 + numbers["recompute"],
+            RESHARD: 1 - is_value(RESHARD, "never"),
+            REDUCE: ones,
+            OFFLOAD: 0 * ones,
+            COMPILE: is_value(COMPILE, True),
+        }
+        return fully_shard.predict(task, given, costs, TORCHTITAN_PROGRAM)
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        train = platform.task.spec.train
+        work = (
+            "--training.global_batch_size",
+            str(train.global_batch_size),
+            "--training.seq_len",
+            str(train.seq_length),
+        )
+        spec = replace(platform.task.spec, work=replace(train, flags=(*work, *train.flags)))
+        platform = replace(platform, task=replace(platform.task, spec=spec))
+        launch = super().launch(platform, candidate, folder, for_real=for_real)
+        row = self.described.knobs.get(COMPILE)
+        off = _negative(row.flag) if row and row.flag else ""
+        usual = row is not None and row.flag == COMPILE_FLAG
+        argv = [word for word in launch.argv if word != off]
+        if off and candidate.as_dict()[COMPILE] is False and (usual or (row and row.default)):
+            argv.append(off)
+        last = [word for word in argv if word.startswith(CHECKPOINTING)]
+        return replace(launch, argv=(*(word for word in argv if word not in last), *last))
+
+
+def _negative(flag: str) -> str:
+    """Return the option that turns a switch off, such as --compile.no-enable."""
+    section, dot, name = flag.rpartition(".")
+    return f"{section}{dot}no-{name}"
+
+
+def _merged(program: object) -> object:
+    """Return `PROGRAM` with a user's changes."""
+    if program is None:
+        return PROGRAM
+    if not isinstance(program, Mapping):
+        return program
+    merged = {**PROGRAM, **program}
+    if isinstance(merged["knobs"], Mapping):
+        known = PROGRAM["knobs"]
+        own = {
+            name: {**known.get(name, {}), **knob} if isinstance(knob, Mapping) else knob
+            for name, knob in merged["knobs"].items()
+        }
+        merged["knobs"] = {**known, **own}
+    return merged
+
+
+TORCHTITAN = TorchTitan("torchtitan").with_program(None)

@@ -1,0 +1,343 @@
+"""The engine `command`: any training program that prints its steps, described by `train.program` of the spec."""
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from flagcore_megatron.command.user_command import environment
+from flagcore_megatron.reading import FAILURES, measurement
+
+from flagcore.contracts import Costs, Platform, Workload
+from flagcore.domain.knob import Knob, unknown_release
+from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Rule
+from flagcore.domain.spec import Spec, Task
+from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
+from flagcore.errors import LaunchError, SpecError
+from flagcore.i18n import _
+from flagcore.vendorkit.installed import check_version, find_program, package_version
+from flagcore.vendorkit.results import NoMetrics
+from flagcore_trainers import logs, meaning, start
+from flagcore_trainers.importing import processes
+from flagcore_trainers.meaning import Codes
+from flagcore_trainers.program import (
+    LARGEST,
+    MEANINGS,
+    UNITS,
+    ProgramSection,
+    as_value,
+    knob_of,
+    meaning_of,
+    numbers_of,
+    program_of,
+    values_of,
+)
+
+FILLED = {
+    *("global_batch_size", "seq_length", "steps", "folder", "flags", "config"),
+    *("node_rank", "master_addr", "master_port", "node_ports"),
+}
+"""The placeholders of commands that are neither meanings nor knobs."""
+
+
+def _whole_number(value: object) -> int | None:
+    """Return a number of a command or a configuration file, such as 2e8, as an integer. None if it is not whole."""
+    with suppress(ValueError, OverflowError):
+        number = float(str(value))
+        return int(number) if number.is_integer() else None
+    return None
+
+
+class Trainer(Workload):
+    """Training with a program that somebody else wrote.
+
+    `program`: the description of the program. None if the engine was not yet asked for a spec's.
+    `releases`: the known releases of `distribution`, as a PEP 440 specifier.
+    """
+
+    kind = "train"
+    knobs: tuple[Knob, ...] = ()
+    program: ProgramSection | None = None
+    releases = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def with_program(self, program: object) -> Workload:
+        if program is None:
+            return self
+        engine = copy.copy(self)
+        engine.program = program_of(program)
+        engine.knobs = tuple(knob_of(name, row) for name, row in engine.program.knobs.items())
+        return engine
+
+    @property
+    def described(self) -> ProgramSection:
+        """The description of the program. Raises SpecError if the spec has none."""
+        if self.program is None:
+            fix = "list its knobs, such as program: {knobs: {tp: {flag: --tp, values: [1, 2]}}}"
+            raise SpecError(key="train.program", problem=_("is missing"), fix=fix)
+        return self.program
+
+    @property
+    def targets(self) -> dict[str, start.Target]:
+        """How the value of each knob reaches the program."""
+        return {
+            name: start.Target(flag=row.flag or "", key=row.key or "") for name, row in self.described.knobs.items()
+        }
+
+    # The search space
+
+    def codes(self) -> Codes:
+        """Return what the codes of each knob with a meaning mean."""
+        found = {}
+        for (name, row), knob in zip(self.described.knobs.items(), self.knobs, strict=True):
+            if (role := meaning_of(name, row)) is not None:
+                by_value = numbers_of(row)
+                table = np.array([0, *(by_value[word] or 0 for word in knob.words)] if knob.words else [], np.int64)
+                if role == meaning.RECOMPUTE and knob.kind == "flag":
+                    table = np.array([0, LARGEST[role]])
+                found[role] = (name, table)
+        return found
+
+    def numbers(self, task: Task, columns: Columns) -> dict[str, IntArray]:
+        """Return the number of each meaning for each candidate."""
+        batch = task.spec.train.global_batch_size
+        return meaning.numbers(self.codes(), self.described.numbers, columns, task.cluster.devices, batch)
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        return meaning.rules(task, self.codes(), self.described.numbers)
+
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        """Return the configuration that the user runs today: the values in the command and its configuration file."""
+        command = self.command(task.spec)
+        space: dict[str, str | tuple[KnobValue, ...]] = {}
+        for (name, row), knob in zip(self.described.knobs.items(), self.knobs, strict=True):
+            found = None if row.default is not None else command.value(self.targets[name])
+            values = {str(value).lower(): value for value in values_of(row)}
+            own = _whole_number(found) if knob.kind == "int" else None
+            listed = knob.neutral if found is None else values.get(str(found).lower(), knob.neutral)
+            space[name] = (listed if own is None or own < (knob.minimum or 0) else own,)
+        return space
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return whether candidates differ from `candidate` only by a larger micro-batch."""
+        return meaning.needs_at_least(self.knobs, columns, candidate)
+
+    # Predictions
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        numbers = self.numbers(task, columns)
+        return meaning.predict(task, numbers, costs, self.described.state_bytes, self.buffers(task, columns, numbers))
+
+    def buffers(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> Mapping[str, FloatArray] | None:
+        """Return the bytes of gathered weights and buffers, as for `meaning.predict`. None: not known."""
+        return None
+
+    # Trials
+
+    def config_of(self, spec: Spec) -> str | None:
+        """Return the path of the configuration file that appears in the command, or None if there is no file."""
+        return self.described.config
+
+    def command(self, spec: Spec) -> start.Command:
+        """Return the user's command with its configuration file. Raises SpecError."""
+        train, config = spec.train, self.config_of(spec)
+        if train.command is None:
+            problem, fix = _("is missing"), "write the command that starts your program, as a list of words"
+            raise SpecError(key="train.command", problem=problem, fix=fix)
+        directory = train.directory or "."
+        if config is None:
+            return start.Command(words=train.command, directory=directory)
+        content = start.read_config(config, directory)
+        start.check_config_word(train.command, config)
+        try:
+            start.changed(content, dict.fromkeys((each.key for each in self.targets.values() if each.key), None))
+        except LaunchError as error:
+            fix = "write a section there"
+            raise SpecError(key="train.program.config", value=config, problem=str(error), fix=fix) from None
+        return start.Command(words=train.command, directory=directory, config=config, content=content)
+
+    def spec_warnings(self, spec: Spec) -> Sequence[str]:
+        train, program = spec.train, self.described
+        words = " ".join((*(train.command or ()), *train.flags, *program.trial_args))
+        known = {*FILLED, *MEANINGS, *program.knobs}
+        strange = [each for each in re.findall(r"\{([a-z]\w*)\}", words) if each not in known]
+        unused = [
+            f"train.command has {{{name}}}, which stands for nothing: it is passed as it is; placeholders are "
+            f"{', '.join(sorted(known))}"
+            for name in dict.fromkeys(strange)
+        ]
+        unused += [
+            f"train.program.knobs.{name} has neither `flag` nor `key`, and train.command has no {{{name}}}: "
+            f"only the variable FLAGCORE_{name.upper()} has its value"
+            for name, row in program.knobs.items()
+            if not (row.flag or row.key or any(f"{{{each}}}" in words for each in (name, meaning_of(name, row))))
+        ]
+        if self.releases:
+            return [*unused, *unknown_release("train.engine_version", self.name, train.engine_version, self.releases)]
+        if train.engine_version is not None:
+            unused.append(f"train.engine_version = {train.engine_version} is not used by the engine {self.name}")
+        return unused
+
+    def task_warnings(self, task: Task) -> Sequence[str]:
+        lines, key = list[str](), "train.command"
+        if task.spec.baseline is None:
+            lines += self._unlisted(task.spec)
+            usual = {name: values[0] for name, values in self.usual_space(task).items()}
+            columns = self.columns(task, usual)
+            if broken := [rule.message for rule in self.rules(task) if rule.broken(columns).any()]:
+                why = "; ".join(broken)
+                lines.append(_("{key} is not legal; the baseline is another configuration: {why}", key=key, why=why))
+        train, groups = task.spec.train, task.cluster.groups
+        per_host = processes(train.command or (), train.directory or ".")
+        if per_host and len(groups) == 1 and per_host != groups[0].devices_per_node:
+            devices = groups[0].devices_per_node
+            lines.append(f"{key} starts {per_host} processes on a host, and cluster.devices_per_node is {devices}")
+        return lines
+
+    def _unlisted(self, spec: Spec) -> Iterator[str]:
+        """Yield a line for each value of the user's that no value of its knob stands for: the baseline has another."""
+        command = self.command(spec)
+        for (name, row), knob in zip(self.described.knobs.items(), self.knobs, strict=True):
+            found = None if row.default is not None else command.value(self.targets[name])
+            own, neutral = _whole_number(found), str(knob.neutral).lower()
+            is_size = knob.kind == "int" and own is not None and own >= (knob.minimum or 0)
+            if found is not None and not is_size and str(found).lower() not in {str(v).lower() for v in values_of(row)}:
+                key = f"train.program.knobs.{name}.values"
+                yield f"{row.key or row.flag or name} = {found!r} is not in {key}: the baseline has {neutral} instead"
+
+    def ready(self, spec: Spec) -> None:
+        command, program = self.command(spec), self.described
+        if self.distribution and (path := find_program(command.words[0], command.directory)):
+            check_version(spec, package_version(path, self.distribution))
+        if program.log.format == "huggingface":
+            flag = start.flag_value([*command.words, *program.trial_args], "--logging_steps")
+            keys = {**command.content, **program.trial_keys}
+            if str(flag or keys.get("logging_steps")) != "1":
+                problem, fix = _("needs a line per step"), "add --logging_steps 1 to train.program.trial_args"
+                raise SpecError(key="train.program.log.format", value="huggingface", problem=problem, fix=fix)
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        task, program, values = platform.task, self.described, candidate.as_dict()
+        spec, targets = task.spec, self.targets
+        command, written = self.command(spec), ""
+        placeholders = self._placeholders(task, candidate, folder)
+        if command.config:
+            keys = {target.key: self._value(name, values[name]) for name, target in targets.items() if target.key}
+            keys |= self.further_keys(task, candidate)
+            keys |= {} if for_real else self.trial_keys(task)
+            written = start.write_config(start.changed(command.content, keys), command.config, folder)
+        added = () if for_real else program.trial_args
+        argv = start.argv_of(command, targets, values, placeholders, (*spec.train.flags, *added), written)
+        if not for_real and self._needs_clock():
+            argv = (sys.executable, "-m", "flagcore_trainers.clock", *argv)
+        knobs = {name: values[name] for name in targets}
+        return Launch(argv=argv, folder=folder, environment=environment(knobs), directory=command.directory)
+
+    def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
+        """Return further keys of a candidate's configuration file, also for the real job. By default none."""
+        return {}
+
+    def trial_keys(self, task: Task) -> dict[str, Any]:
+        """Return the keys of the configuration file that only trials set."""
+        return dict(self.described.trial_keys)
+
+    def _value(self, name: str, value: KnobValue) -> Any:
+        """Return a value of a knob with the type that it has in the spec."""
+        row = self.described.knobs[name]
+        listed = row.values if isinstance(row.values, list) else list(row.values)
+        return next((each for each in listed if as_value(row, each) == value), value)
+
+    def _placeholders(self, task: Task, candidate: Candidate, folder: str) -> dict[str, object]:
+        numbers = self.numbers(task, self.columns(task, candidate.as_dict()))
+        train = task.spec.train
+        return {
+            **{name: int(values[0]) for name, values in numbers.items()},
+            **candidate.as_dict(),
+            "global_batch_size": train.global_batch_size,
+            "seq_length": train.seq_length,
+            "steps": task.spec.control.train_iters,
+            "folder": folder,
+        }
+
+    def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
+        program, lines, key = self.described, [], "train.command"
+        if program.trial_args:
+            lines.append(_("trials add to {key}: {words}", key=key, words=" ".join(program.trial_args)))
+        if keys := self.trial_keys(platform.task):
+            lines.append(
+                _("trials set keys of {file}: {keys}", file=self.config_of(platform.task.spec), keys=", ".join(keys))
+            )
+        return lines
+
+    # Logs
+
+    def _needs_clock(self) -> bool:
+        log = self.described.log
+        if log.step:
+            return not re.compile(log.step).groupindex.keys() & {*UNITS}
+        return log.format is not None and log.format not in logs.TIMED
+
+    def patterns(self) -> logs.Patterns:
+        """Return the patterns of the program's log."""
+        log = self.described.log
+        formats = (log.format,) if log.format else logs.TIMED
+        steps = (log.step,) if log.step else [logs.FORMATS[name] for name in formats]
+        printed = {name: row.printed for name, row in self.described.knobs.items() if row.printed}
+        return logs.Patterns(
+            steps=[re.compile(each) for each in steps],
+            loss=re.compile(log.loss) if log.loss else None,
+            memory_gib=re.compile(log.memory_gib or logs.MEMORY_GIB),
+            printed={name: re.compile(pattern) for name, pattern in printed.items()},
+        )
+
+    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
+        return logs.Reading(folder, logs.Log.of(task, self.patterns()))
+
+    def step_limit(self, task: Task) -> int | None:
+        return task.spec.control.train_iters
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        reading = logs.Reading(folder, logs.Log.of(task, self.patterns()))
+        reading(unfinished=True)
+        times = tuple(reading.log.times.values())
+        if not times and (stated := reading.log.unusable):
+            raise NoMetrics(f"the log states {stated[0]} as the time or rate of a step, not one number above 0")
+        if not times:
+            pattern = self.described.log.step
+            fix = "correct" if pattern else "give"
+            problem = f"no line of the log {'matches train.program.log.step' if pattern else 'has a step time'}"
+            if reading.log.matched:
+                problem = "the log has no second line of a step, from whose arrival times would follow"
+            shown = f"; its last line is {reading.log.last[:200]!r}" if reading.log.last else ""
+            raise NoMetrics(f"{problem}; {fix} train.program.log.step, the pattern of a line per step{shown}")
+        warmup = warmup_of_fewer(len(times), warmup_steps(times, task.spec.control.warmup_iters))
+        return measurement(
+            task,
+            times,
+            warmup,
+            losses=reading.log.losses,
+            peak_allocated_bytes=reading.log.peak_bytes,
+            effective=self.effective(reading.log),
+        )
+
+    def effective(self, log: logs.Log) -> dict[str, KnobValue]:
+        """Return the values that the program printed. A value that the knob does not list is text."""
+        found: dict[str, KnobValue] = {}
+        for name, text in log.values.items():
+            row = self.described.knobs[name]
+            by_text = {str(value).lower(): value for value in values_of(row)}
+            found[name] = by_text.get(text.strip().lower(), text)
+        return found
+
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        return FAILURES
+
+
+COMMAND = Trainer("command")

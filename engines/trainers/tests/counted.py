@@ -1,0 +1,152 @@
+"""Counts the tensors of a rank of the trial program with torch's own tracker, without the other ranks.
+
+Tensors are fake, except with tensor parallelism, whose lookup of the embedding needs values.
+
+`python -m extras.trainers.tests.counted` prints the errors of the predicted memory for jobs that are drawn at random.
+"""
+
+import contextlib
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from flagcore_megatron.trial.job import Device, Train
+from flagcore_trainers.fsdp2.job import Candidate, Job
+from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
+from flagcore_trainers.fsdp2.rank import device_meshes
+from flagcore_trainers.fully_shard import SCHEDULES, memory
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from flagcore.domain.model import Model
+
+SHAPE = {
+    "name": "made up",
+    "num_layers": 4,
+    "hidden_size": 512,
+    "ffn_hidden_size": 1536,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "kv_channels": 64,
+    "vocab_size": 8192,
+}
+LEVELS = {"none": 0.0, "selective": 1.0, "full": 2.0}
+
+
+def job(shape: Mapping[str, Any], candidate: Mapping[str, Any], length: int = 1024, precision: str = "bf16") -> Job:
+    """Return a job of two micro-batches."""
+    each = Candidate(**candidate)
+    batch = 2 * each.micro_batch * each.replicate * each.shard
+    train = Train(seq_length=length, global_batch_size=batch, precision=precision, train_iters=1, seed=1)
+    return Job(Model(**{**SHAPE, **shape}), train, each, Device(), Path())
+
+
+def counted(job: Job) -> tuple[float, float]:
+    """Return the bytes that rank 0 holds between steps, with gradients, and the peak of forward and backward."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.world_size)
+    candidate, cpu = job.candidate, torch.device("cpu")
+    try:
+        meshes = device_meshes(job)
+        with contextlib.nullcontext() if candidate.tensor > 1 or job.model.num_moe_experts else FakeTensorMode():
+            angles = rotary_angles(job, own_positions(job.train.seq_length, candidate.context, 0), cpu)
+            model = build(job, meshes, cpu, angles)
+            tracker = FSDPMemTracker(model)
+            size = (candidate.micro_batch, job.train.seq_length // candidate.context)
+            batches = [torch.zeros(size, dtype=torch.int64) for _ in range(2)]
+            copied = mock.patch.object(dist, "all_to_all_single", lambda output, counts, **_: output.copy_(counts))
+            with copied, tracker, loss_parallel() if candidate.tensor > 1 else contextlib.nullcontext():
+                for tokens in batches:
+                    tracker.reset_mod_stats()
+                    logits = model(tokens).flatten(0, 1).float()
+                    loss = functional.cross_entropy(logits, torch.zeros_like(tokens).flatten())
+                    del logits
+                    (loss / 2).backward()
+                    del loss
+            adam = sum(memory.ADAM_BYTES * each.to_local().numel() for each in model.parameters())
+            now, peak = (tracker.get_tracker_snapshot(kind)[cpu] for kind in ("current", "peak"))
+    finally:
+        _mask.cache_clear()
+        dist.destroy_process_group()
+    held = sum(size for kind, size in now.items() if "Sharded" in str(getattr(kind, "value", kind)))
+    return held + adam, peak["Total"] + adam
+
+
+def predicted(job: Job) -> tuple[float, float]:
+    """Return the predictions of what `counted` returns."""
+
+    def one(number: float) -> Any:
+        return np.array([float(number)])
+
+    each, is_narrow = job.candidate, job.train.precision == "bf16"
+    result = memory.of_rank(
+        memory.Job(
+            model=job.model,
+            value_bytes=2.0 if is_narrow else 4.0,
+            ranks=one(each.shard * each.context),
+            tensor=one(each.tensor),
+            context=one(each.context),
+            tokens=one(each.micro_batch * job.train.seq_length / each.context),
+            microbatches=one(job.num_microbatches),
+            reshard=np.array([each.reshard_after_forward]),
+            checkpointing=one(LEVELS[each.checkpointing]),
+            reduce_bytes=one(2.0 if is_narrow and each.reduce_dtype == "bf16" else 4.0),
+            offload=np.array([False]),
+            replicated=np.array([each.replicate > 1]),
+            expert=one(each.expert),
+            pipeline=one(each.pipeline),
+            schedule=np.array([1 + SCHEDULES.index(each.schedule)]),
+            fused_norm=False,
+        )
+    )
+    return float(result.static[0]), float(result.peak[0])
+
+
+def drawn(seed: int, count: int) -> list[Job]:
+    """Return jobs with random shapes and layouts."""
+    choose, jobs = random.Random(seed), []
+    while len(jobs) < count:
+        heads, channels = choose.choice([4, 8, 16]), choose.choice([64, 128])
+        shape = {
+            "num_layers": choose.choice([2, 3, 4, 6]),
+            "hidden_size": heads * channels,
+            "ffn_hidden_size": choose.choice([2, 3, 4]) * heads * channels,
+            "num_attention_heads": heads,
+            "num_query_groups": choose.choice([heads, heads // 2, 4]),
+            "kv_channels": channels,
+            "vocab_size": choose.choice([4096, 16384, 32000]),
+            "gated_linear_unit": choose.random() < 0.8,
+            "untie_embeddings_and_output_weights": choose.random() < 0.7,
+        }
+        candidate = {
+            "replicate": choose.choice([1, 1, 2]),
+            "shard": choose.choice([2, 4, 8]),
+            "tensor": choose.choice([1, 1, 2, 4]),
+            "context": choose.choice([1, 1, 2]),
+            "micro_batch": choose.choice([1, 2, 4]),
+            "reshard_after_forward": choose.random() < 0.7,
+            "checkpointing": choose.choice(list(LEVELS)),
+            "reduce_dtype": choose.choice(["fp32", "fp32", "bf16"]),
+        }
+        if shape["num_query_groups"] % candidate["tensor"]:
+            continue
+        jobs.append(
+            job(shape, candidate, choose.choice([512, 1024, 2048, 4096]), choose.choice(["bf16", "bf16", "fp32"]))
+        )
+    return jobs
+
+
+if __name__ == "__main__":
+    for each in drawn(int(sys.argv[1]), int(sys.argv[2])):
+        errors = [guess / count - 1.0 for guess, count in zip(predicted(each), counted(each), strict=True)]
+        model = each.model
+        sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.num_query_groups, model.vocab_size)
+        print(f"static {errors[0]:+.4f} peak {errors[1]:+.4f}", sizes, each.candidate, each.train, flush=True)

@@ -1,0 +1,313 @@
+"""Bytes that the modules of a layer store for one micro-batch, with the effects of selective recompute and offload.
+
+More recompute or offload never increases the predicted memory: what it adds to the peak is limited to the bytes that
+the other layers in flight save. In Megatron it may increase: with one layer in flight, recompute holds a module's
+output and its recomputed tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.physics.transformer import attended
+from flagcore_training.layout import Layout, Training
+from flagcore_training.stages import Parts, add_parts
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraBytes:
+    """Bytes that recompute or offload adds to a module's peak.
+
+    The bytes are limited to `saved_per_layer` times the number of other layers in flight.
+    """
+
+    bytes: FloatArray
+    saved_per_layer: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """Bytes that one module needs for one micro-batch.
+
+    `tensors` are the bytes stored for the backward pass, by name. `work` is the peak of this module's forward or
+    backward, above the bytes that it and the modules before it store. `extras` are added to the peak by recompute and
+    offload.
+    """
+
+    component: str
+    tensors: Mapping[str, FloatArray]
+    work: FloatArray
+    extras: tuple[ExtraBytes, ...] = ()
+
+    @property
+    def stored(self) -> FloatArray:
+        return sum(self.tensors.values(), np.zeros(()))
+
+    def only(self, rows: BoolArray) -> Module:
+        """Return this module with zero bytes for the candidates for which `rows` is false."""
+        tensors = {name: value * rows for name, value in self.tensors.items()}
+        return Module(self.component, tensors, self.work * rows, self.extras)
+
+
+def stored(modules: Sequence[Module]) -> FloatArray:
+    """Return the total bytes that `modules` store."""
+    return sum((module.stored for module in modules), np.zeros(()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of the common tensors of one micro-batch.
+
+    `hidden` is the bytes of the tensor between two layers on one rank, `whole` the bytes of this tensor for all tokens
+    of the tensor-parallel group. `gathered` and `scattered` are their copies in backward under sequence parallelism.
+
+    Bytes per element: `unit` of an activation, `linear` of a linear layer's saved input, `weight` of the temporary
+    gradient of a weight (0 if the kernel accumulates it). Numbers of tokens: `tokens` of the tensor-parallel group,
+    `rows` of one rank outside the tensor-parallel layers, and `local`, which is `tokens` divided by the tensor-parallel
+    size.
+    """
+
+    unit: float
+    linear: float
+    weight: float
+    tokens: FloatArray
+    rows: FloatArray
+    local: FloatArray
+    hidden: FloatArray
+    whole: FloatArray
+    gathered: FloatArray
+    scattered: FloatArray
+
+    @classmethod
+    def from_layout(cls, train: Training, layout: Layout) -> Sizes:
+        unit, h = float(train.value_bytes), float(train.model.hidden_size)
+        tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
+        is_split = layout.sequence_parallel * (layout.tensor > 1)
+        return cls(
+            unit=unit,
+            linear=LINEAR_BYTES.get(train.precision, unit),
+            weight=0.0 if train.transformer_engine else unit,
+            tokens=tokens,
+            rows=rows,
+            local=tokens / layout.tensor,
+            hidden=unit * h * rows,
+            whole=unit * h * tokens,
+            gathered=is_split * unit * h * tokens,
+            scattered=is_split * unit * h * rows,
+        )
+
+
+LINEAR_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+"""Bytes per element of a linear layer's saved input: 8 or 4 bits, and the scale of a block of 32 or 16 elements.
+
+The values follow from the definitions of the number formats."""
+
+
+EXPERT_TENSORS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
+"""Names of the tensors that a mixture of experts stores in addition to its input."""
+
+OFFLOADED = {
+    "attn_norm": ("attn_norm",),
+    "qkv_linear": ("qkv_linear", "latent"),
+    "core_attn": ("qkv",),
+    "attn_proj": ("context", "attn_proj"),
+    "mlp_norm": ("mlp_norm",),
+    "expert_fc1": ("expert_fc1",),
+    "moe_act": ("moe_first",),
+}
+"""The tensors that are sent to the host if a module is offloaded: the module's inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedTensors:
+    """Tensors that are recomputed together instead of stored, by name.
+
+    `enabled` is 1 for candidates that recompute them. The tensors are allocated again when backward reaches the last
+    module that would store one of them, or the later component `restored_at`. `copies` of each tensor are held until
+    the backward of its module is done; `output` is held until the backward of all modules is done. `copies` and
+    `output` are ignored if `nested` is 1: then a larger part of the layer, which contains these modules, is recomputed.
+    """
+
+    names: Collection[str]
+    enabled: FloatArray
+    restored_at: str = ""
+    copies: float = 1.0
+    output: FloatArray | None = None
+    nested: FloatArray | float = 0.0
+
+
+def recomputed_tensors(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[RecomputedTensors]:
+    """Return the tensors that selective recompute of `modules` does not store.
+
+    The values of `modules` are 1 for candidates that recompute the module. A module that is recomputed as a whole also
+    stores its output until its backward is done. If only the output of a module is recomputed, two copies of it are
+    stored (megatron-core 0.16 `tensor_parallel/random.py`). Norms are recomputed when backward reaches the next block.
+    Transformer-engine's layers that fuse norm and projection never store the norm's output.
+    """
+    model, hidden = train.model, sizes.hidden
+    context = sizes.unit * sizes.local * attended(model)
+    separate = not train.transformer_engine
+    stores_norm = {
+        "qkv_linear": separate or model.multi_latent_attention,
+        "mlp_input": separate or model.num_moe_experts,
+    }
+    block, moe = "ffn" if model.num_moe_experts is None else "experts", modules.get("moe", 0.0)
+
+    def of_module(name: str, mask: FloatArray) -> list[RecomputedTensors]:
+        if name == "layernorm":
+            pairs = (("qkv_linear", "out_proj"), ("mlp_input", block))
+            return [
+                RecomputedTensors((tensor,), mask, component, copies=2.0)
+                for tensor, component in pairs
+                if stores_norm[tensor]
+            ]
+        by_module = {
+            "moe": RecomputedTensors(EXPERT_TENSORS, mask, output=hidden),
+            "mlp": RecomputedTensors(("mlp_first", "mlp_act"), mask, output=hidden),
+            "core_attn": RecomputedTensors(("scores",), mask, output=context),
+            "mla_up_proj": RecomputedTensors(("qkv",), mask, copies=2.0),
+            "moe_act": RecomputedTensors(("moe_act",), mask, copies=2.0, nested=moe),
+            "shared_experts": RecomputedTensors(("shared_first", "shared_act"), mask, output=hidden, nested=moe),
+        }
+        return [by_module[name]]
+
+    order = ("mlp", "core_attn", "mla_up_proj", "layernorm", "moe_act", "shared_experts", "moe")
+    return [group for name in order if name in modules for group in of_module(name, modules[name])]
+
+
+def saving(
+    row: Sequence[Module],
+    recomputed: Sequence[RecomputedTensors],
+    offloaded: Collection[str],
+    on_host: FloatArray | float,
+) -> list[Module]:
+    """Return a layer's modules without the tensors that are recomputed or, where `on_host` is 1, `offloaded`.
+
+    `row`: the modules of the layer.
+
+    If several groups in `recomputed` contain the same tensor, the first group applies. Recomputed tensors are not
+    offloaded. During backward, the offloaded tensors of one layer are on the device, because each tensor that is no
+    longer needed is replaced by the same tensor of the previous layer (megatron-core 0.16
+    `fine_grained_activation_offload.py`).
+    """
+    remaining = [dict(module.tensors) for module in row]
+    work = [module.work for module in row]
+    extras: list[list[ExtraBytes]] = [[] for _ in row]
+    for group in recomputed:
+        owners = [index for index, tensors in enumerate(remaining) if any(name in tensors for name in group.names)]
+        if not owners:
+            continue
+        restorers = [index for index, module in enumerate(row) if module.component == group.restored_at]
+        restored, extra_copies, saved = np.zeros(()), np.zeros(()), np.zeros(())
+        needs: list[tuple[int, FloatArray]] = []
+        for index in range(owners[0], max(owners + restorers) + 1):
+            for name in group.names:
+                if name in remaining[index]:
+                    recomputed_bytes = group.enabled * remaining[index][name]
+                    on_device = recomputed_bytes * (1.0 - on_host) if name in offloaded else recomputed_bytes
+                    restored, saved = restored + recomputed_bytes, saved + on_device
+                    extra_copies = extra_copies + (group.copies - 1.0) * on_device
+                    remaining[index][name] = remaining[index][name] - recomputed_bytes
+            work[index] = work[index] + restored
+            needs.append((index, extra_copies if group.output is None else extra_copies + group.output * group.enabled))
+        if group.copies > 1.0 or group.output is not None:
+            for index, amount in needs:
+                extras[index].append(ExtraBytes(amount * (1.0 - group.nested), saved))
+    if offloaded:
+        _offload(remaining, work, extras, offloaded, on_host)
+    rows = zip(row, remaining, work, extras, strict=True)
+    return [replace(module, tensors=tensors, work=need, extras=tuple(extra)) for module, tensors, need, extra in rows]
+
+
+def _offload(
+    remaining: list[dict[str, FloatArray]],
+    work: list[FloatArray],
+    extras: list[list[ExtraBytes]],
+    offloaded: Collection[str],
+    on_host: FloatArray | float,
+) -> None:
+    """Remove offloaded tensors from the modules' stored tensors in place, and add their bytes to the peaks."""
+    offloaded_bytes = []
+    for tensors in remaining:
+        names = [name for name in tensors if name in offloaded]
+        offloaded_bytes.append(sum((on_host * tensors[name] for name in names), np.zeros(())))
+        tensors.update({name: tensors[name] * (1.0 - on_host) for name in names})
+    total, offloaded_before = sum(offloaded_bytes, np.zeros(())), np.zeros(())
+    for index, module_bytes in enumerate(offloaded_bytes):
+        offloaded_before = offloaded_before + module_bytes
+        work[index] = work[index] + offloaded_before
+        if index + 1 < len(offloaded_bytes):
+            extras[index].append(ExtraBytes(total - offloaded_before, total - offloaded_before))
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Peaks of a layer above its stored bytes: one per module with recompute or offload, and one for the rest."""
+
+    without_savings: FloatArray
+    saving: tuple[tuple[FloatArray, tuple[ExtraBytes, ...]], ...]
+
+    @classmethod
+    def from_modules(cls, row: Sequence[Module], offset: FloatArray | float = 0.0, split: int = 0) -> Moments:
+        """Return the peaks of a layer that consists of the modules `row`, plus `offset` bytes.
+
+        The peaks of the first `split` modules do not depend on the later modules.
+        """
+        without_savings, later_bytes, saving = np.zeros(()), np.zeros(()), []
+        for index, module in reversed(list(enumerate(row))):
+            if index == split - 1:
+                later_bytes = np.zeros(())
+            peak = module.work - later_bytes + offset
+            later_bytes = later_bytes + module.stored
+            if module.extras:
+                saving.append((peak, module.extras))
+            else:
+                without_savings = np.maximum(without_savings, peak)
+        return cls(without_savings, tuple(saving))
+
+    def worst(self, layers: FloatArray) -> FloatArray:
+        peak, other_layers = self.without_savings, np.maximum(layers - 1.0, 0.0)
+        for above, extras in self.saving:
+            extra_bytes = sum(np.minimum(extra.bytes, other_layers * extra.saved_per_layer) for extra in extras)
+            peak = np.maximum(peak, above + extra_bytes)
+        return peak
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Bytes of one layer for one micro-batch: the stored bytes, and the peaks above them.
+
+    `crossing` are the peaks while another micro-batch's forward overlaps this layer's backward. It is None without such
+    an overlap.
+    """
+
+    parts: Parts
+    stored: FloatArray
+    moments: Moments
+    crossing: Moments | None = None
+
+    @classmethod
+    def from_modules(cls, row: Sequence[Module], front: int = 0) -> Layer:
+        """Return the bytes of a layer from its modules.
+
+        With `front`, its backward may overlap another micro-batch's forward.
+
+        Both then run module by module (megatron-core 0.16 `model_chunk_schedule_plan.py`). The forward of the first
+        `front` modules (attention and router) precedes the backward of the experts, and the forward of the experts
+        precedes the backward of attention.
+        """
+        parts: Parts = {}
+        for module in row:
+            add_parts(parts, {module.component: module.stored})
+        crossing = Moments.from_modules(row, stored(row[:front]), front) if front else None
+        return cls(parts, stored(row), Moments.from_modules(row), crossing)
+
+    def above(self, layers: FloatArray, is_overlapped: BoolArray | bool = False) -> FloatArray:
+        peak = self.moments.worst(layers)
+        if self.crossing is None:
+            return peak
+        return np.where(is_overlapped, self.crossing.worst(layers), peak)

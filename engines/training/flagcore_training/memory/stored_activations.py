@@ -1,0 +1,360 @@
+"""Bytes of the activations of a pipeline stage, from its layers, recompute, offload, embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, FloatArray
+from flagcore_training.layout import Layout, Training
+from flagcore_training.memory.activations import attention, depths, embedding, ffn, head, mixture
+from flagcore_training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
+from flagcore_training.schedules import in_flight
+from flagcore_training.stages import Parts, Stage, add_parts, depths_received
+
+PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
+"""Names of the stored inputs of linear layers, which the weight gradients need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """The bytes that each kind of layer of a model stores, with recompute and offload, for each candidate.
+
+    `dense` is a layer without experts, `moe` a layer with experts. `rows` are the modules of both kinds, `entry` is the
+    module of the embedding, and `head_row` are the modules of the head. `recomputed` is 1 where selective recompute
+    applies to a module.
+    """
+
+    train: Training
+    layout: Layout
+    sizes: Sizes
+    rows: tuple[list[Module], ...]
+    entry: Module
+    head_row: list[Module]
+    recomputed: Mapping[str, FloatArray]
+    offloaded: Collection[str]
+    dense: Layer
+    moe: Layer
+    head: Layer
+
+    @classmethod
+    def from_layout(cls, train: Training, layout: Layout) -> Kinds:
+        """Return the kinds of layers for each candidate in `layout`. Without experts, both kinds are the same."""
+        sizes, options = Sizes.from_layout(train, layout), train.options
+        heads, recomputed = attention(train, layout, sizes), {}
+        rows = [[*heads, *ffn(train, layout, sizes)]]
+        if train.model.num_moe_experts is not None:
+            rows.append([*heads, *mixture(train, layout, sizes)])
+        if layout.selective.any():
+            recomputed = dict.fromkeys(sorted(options.recompute_modules), layout.selective)
+        offloaded = {name for module in options.offload_modules for name in OFFLOADED.get(module, ())}
+        layers = _layers(train, sizes, rows, recomputed, () if options.offload_stages else offloaded)
+        head_row = head(train, layout, sizes)
+        last, ends = Layer.from_modules(head_row), (embedding(train, layout, sizes), head_row)
+        return cls(train, layout, sizes, tuple(rows), *ends, recomputed, offloaded, layers[0], layers[-1], last)
+
+    def stored_layers(self, offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0) -> tuple[Layer, Layer]:
+        """Return the bytes of a dense and of an MoE layer.
+
+        The tensors `offloaded` are on the host where `on_host` is 1.
+        """
+        layers = _layers(self.train, self.sizes, self.rows, self.recomputed, offloaded, on_host)
+        return layers[0], layers[-1]
+
+    def on(self, stage: Stage) -> tuple[Layer, Layer]:
+        """Return the bytes of a dense layer and of an MoE layer on a stage.
+
+        If `offload_stages` is empty, all stages offload.
+        """
+        stages = self.train.options.offload_stages
+        if not self.offloaded or not stages:
+            return self.dense, self.moe
+        return self.stored_layers(self.offloaded, np.isin(stage.index, stages).astype(np.float64))
+
+    def ends(self, stage: Stage) -> Layer:
+        """Return the bytes of the modules after the layers of a stage: multi-token prediction and the head.
+
+        Multi-token prediction offloads nothing.
+        """
+        train, depth = self.train, self.train.model.mtp_num_layers
+        if not depth:
+            return self.head
+        last = self.stored_layers()[1] if self.offloaded else self.moe
+        layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
+        layers = layers * (not self.offloaded)
+        above = last.above(depth + layers, self.crossed(stage))
+        row = [*depths(train, self.layout, self.sizes, last.stored, above, layers), *self.head_row]
+        if np.any((stage.mtp > 0) != (stage.last > 0)):
+            is_here = [stage.mtp > 0, *[stage.last > 0] * (1 + len(self.head_row))]
+            row = [each.only(is_on_stage) for each, is_on_stage in zip(row, is_here, strict=True)]
+        return Layer.from_modules(row)
+
+    def in_flight(self, stage: Stage) -> FloatArray:
+        """Return the number of micro-batches in flight if all virtual stages of a device have equally many layers."""
+        layout, schedule = self.layout, self.train.options.schedule or "interleaved"
+        return in_flight(schedule, stage.index, layout.pipeline, layout.virtual, layout.microbatches)
+
+    def early_in_flight(self, stage: Stage) -> FloatArray:
+        """Return the number of micro-batches in flight on the last virtual stage of devices with early MTP.
+
+        The result is 0 for other stages.
+        """
+        chunks = self.in_flight(stage) * self.layout.virtual
+        chunks_in_flight = np.maximum(chunks - (self.layout.virtual - 1.0) * self.layout.pipeline, 1.0)
+        return np.where(_early(stage), chunks_in_flight, 0.0)
+
+    def crossed(self, stage: Stage) -> BoolArray:
+        """Return whether a forward pass of another micro-batch overlaps the backward pass, for each candidate."""
+        return (stage.in_flight < self.layout.microbatches) & self.layout.pairs(self.train.model)
+
+    def waiting(self, stage: Stage) -> FloatArray:
+        """Return the bytes of a stage that are stored from the backward pass (B) until the weight gradients (W).
+
+        ZB-2p defers W for as many micro-batches as fit in the memory of 2p micro-batches.
+        """
+        count = stage.deferred
+        if self.train.options.schedule == "zb-2p":
+            count = np.minimum(count, (2.0 * stage.index + 1.0) / self.train.weight_share)
+        products = [value for module in self.rows[-1] for name, value in module.tensors.items() if name in PRODUCTS]
+        return count * stage.layers * (2.0 * sum(products, np.zeros(())))
+
+
+def _layers(
+    train: Training,
+    sizes: Sizes,
+    rows: Sequence[list[Module]],
+    recomputed: Mapping[str, FloatArray],
+    offloaded: Collection[str],
+    on_host: FloatArray | float = 1.0,
+) -> list[Layer]:
+    tensors, layers = recomputed_tensors(train, sizes, recomputed), []
+    for row in rows:
+        split = len(row) - 1 if row[-1].component == "experts" else len(row) - 2
+        front = split if train.options.overlap_expert_comm else 0
+        layers.append(Layer.from_modules(saving(row, tensors, offloaded, on_host if offloaded else 0.0), front))
+    return layers
+
+
+def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray:
+    """Return the bytes that a stage copies to the host for each micro-batch, and later back."""
+    kinds = Kinds.from_layout(train, layout)
+    (dense, moe), (whole_dense, whole_moe) = kinds.on(stage), kinds.stored_layers()
+    modules = stage.dense * (whole_dense.stored - dense.stored) + stage.moe * (whole_moe.stored - moe.stored)
+    return modules + (1.0 - _kept(train, stage)) * (stage.dense * dense.stored + stage.moe * moe.stored)
+
+
+def _kept(train: Training, stage: Stage) -> FloatArray:
+    """Return the share of a stage's layers that are on the device. The last layer is needed again at once."""
+    away = np.minimum(float(train.options.offload_layers), np.maximum(stage.layers - 1.0, 0.0))
+    kept: FloatArray = 1.0 - away / np.maximum(stage.layers, 1.0)
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class StageActivations:
+    """The activations of a stage at the memory peak of forward and backward.
+
+    `dense` and `moe` are the numbers of dense and MoE layers that store all their tensors. `inputs`: bytes of the
+    inputs of recomputed layers. `stored`: bytes of all micro-batches in flight. `above`: bytes at the peak beyond
+    `stored`.
+    """
+
+    dense: FloatArray
+    moe: FloatArray
+    inputs: FloatArray
+    stored: FloatArray
+    above: FloatArray
+
+
+def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
+    """Return the number of fully stored layers of a stage, and the bytes of its activations.
+
+    Full recompute stores the input of each recomputed layer or chunk of layers. While one chunk is recomputed, all of
+    its tensors are stored (arXiv 2205.05198, section 5). Uniform recompute applies to all layers, block recompute to
+    the first layers of each virtual stage.
+
+    If virtual stages have different numbers of layers, leading dense layers and recomputed chunks are computed as on
+    equal virtual stages. More layers on a stage never need less memory.
+    """
+    train, layout, sizes = kinds.train, kinds.layout, kinds.sizes
+    in_flight_ratio = kinds.in_flight(stage) / stage.in_flight
+    if train.model.num_moe_experts is not None:
+        stage = replace(stage, dense=np.minimum(stage.dense * in_flight_ratio, stage.layers))
+    work = _Work.from_stage(stage, kinds)
+    full = (layout.uniform > 0) | (work.block > 0)
+    dense, moe, inputs = work.split(work.block)
+    above = work.plain
+    if np.any(full):
+        several, chunks = layout.uniform > 1, np.ceil(stage.chunk / np.maximum(layout.uniform, 1.0)) * layout.virtual
+        dense, moe = np.where(several, 0.0, dense), np.where(several, 0.0, moe)
+        inputs = np.where(several, chunks * in_flight_ratio * work.input, inputs)
+        least = np.where(several, work.in_chunks(inputs), work.in_blocks())
+        above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
+    dense, moe = dense * _kept(train, stage), moe * _kept(train, stage)
+    one = work.bytes(dense, moe, inputs)
+    at_entry = stage.first * (kinds.entry.work - one / layout.virtual)
+    above = np.maximum(np.where(stage.layers > 0, above, 0.0), at_entry)
+    loop, loop_at_loss = _schedule_tensors(layout, stage)
+    loop_at_loss = loop_at_loss + (loop_at_loss + 2.0) * depths_received(train.model, stage)
+    above, ends = above + loop * sizes.hidden, kinds.ends(stage)
+    at_loss = np.maximum(ends.above(np.zeros(())) + loop_at_loss * sizes.hidden, above - ends.stored)
+    count = stage.last
+    if np.any(_early(stage)):
+        at_mtp = np.maximum(ends.above(np.zeros(())) + loop * sizes.hidden, above - ends.stored)
+        above, count = np.where(_early(stage), at_mtp, above), count + kinds.early_in_flight(stage)
+    above = np.where(stage.last > 0, at_loss, above)
+    end_bytes = ends.stored * count + kinds.entry.stored * stage.first * stage.in_flight + kinds.waiting(stage)
+    return StageActivations(dense, moe, inputs, one * stage.in_flight + end_bytes, above)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The layers of a stage, and the bytes that they need with full recompute.
+
+    `plain` is the peak of the backward pass of fully stored layers above the stored bytes. `input` is the bytes that
+    each recomputed layer stores.
+    """
+
+    layout: Layout
+    stage: Stage
+    dense: Layer
+    moe: Layer
+    chunk: FloatArray
+    block: FloatArray
+    input: FloatArray
+    hidden: FloatArray
+    plain: FloatArray
+
+    @classmethod
+    def from_stage(cls, stage: Stage, kinds: Kinds) -> _Work:
+        """Return the layers of a stage with their recompute.
+
+        Uniform recompute in chunks of one layer is treated as one block of all layers.
+        """
+        (dense, moe), layout, hidden = kinds.on(stage), kinds.layout, kinds.sizes.hidden
+        chunk = np.maximum(stage.chunk, 1.0)
+        block = np.where(layout.uniform > 0, 0.0, layout.block)
+        block = np.where(layout.uniform == 1, chunk, np.minimum(block, chunk))
+        least = np.minimum(hidden, np.minimum(dense.stored, moe.stored)) if kinds.offloaded else hidden
+        plain = _backward(layout, stage, dense, moe, block, kinds.crossed(stage))
+        return cls(layout, stage, dense, moe, chunk, block, least, hidden, plain)
+
+    def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return the numbers of fully stored dense and MoE layers, and the bytes of the other layers' inputs."""
+        dense, moe = _whole(self.layout, self.stage, block)
+        return dense, moe, (self.stage.layers - dense - moe) * self.input
+
+    def bytes(self, dense: FloatArray, moe: FloatArray, inputs: FloatArray) -> FloatArray:
+        return dense * self.dense.stored + moe * self.moe.stored + inputs
+
+    def again(self, number: FloatArray) -> FloatArray:
+        """Return the bytes of `number` layers while they are recomputed, for the kind of layer that needs more."""
+        moe, dense = (number * kind.stored + kind.above(number) for kind in (self.moe, self.dense))
+        if self.dense is self.moe:
+            return moe
+        return np.maximum(np.where(self.stage.moe > 0, moe, 0.0), np.where(self.stage.dense > 0, dense, 0.0))
+
+    def in_chunks(self, inputs: FloatArray) -> FloatArray:
+        """Return the peak with uniform recompute, including stored bytes. It is at most the peak without recompute."""
+        peak = self.stage.in_flight * inputs + self.again(np.minimum(np.maximum(self.layout.uniform, 1.0), self.chunk))
+        return np.minimum(peak, self._without())
+
+    def in_blocks(self) -> FloatArray:
+        """Return the peak with block recompute, including stored bytes.
+
+        The result is at most the peak with a smaller block. The peak is in the last recomputed layer, after the inputs
+        of the layers before it, or in the last layer of the stage, after the output of the recomputed ones. With one
+        micro-batch in flight, the former grows by an input per layer, as in Megatron. Both are piecewise linear in the
+        size of the block, so the minimum over smaller blocks is where they are equal, where the kind of layer changes,
+        at 0, or at the block itself.
+        """
+        repeated, virtual = self.again(np.ones_like(self.chunk)), self.layout.virtual
+        backward_peak = self.plain + self.hidden * (self.stage.last == 0)
+        none = np.zeros(())
+
+        def peak(block: FloatArray) -> FloatArray:
+            dense, moe, inputs = self.split(block)
+            later = self.bytes(dense, moe, none) / virtual
+            above = np.maximum(np.where(self.chunk > block, backward_peak, 0.0), repeated - later)
+            return self.stage.in_flight * self.bytes(dense, moe, inputs) + above
+
+        leading, moe_layers = self.stage.dense / virtual, self.stage.moe / virtual
+        equal_depth = leading + moe_layers - (repeated - backward_peak) / np.maximum(self.moe.stored, 1.0)
+        depths = [equal_depth]
+        if self.dense is not self.moe:
+            short_bytes = repeated - backward_peak - moe_layers * self.moe.stored
+            depths = [
+                np.maximum(equal_depth, leading),
+                leading,
+                leading - short_bytes / np.maximum(self.dense.stored, 1.0),
+            ]
+        least_peak = np.minimum(peak(self.block), self._without())
+        for depth in depths:
+            least_peak = np.minimum(least_peak, peak(np.clip(depth, 0.0, np.minimum(self.block, self.chunk - 1.0))))
+        return least_peak
+
+    def _without(self) -> FloatArray:
+        return self.stage.in_flight * self.bytes(self.stage.dense, self.stage.moe, np.zeros(())) + self.plain
+
+
+def _early(stage: Stage) -> BoolArray:
+    """Return a mask of the candidates with multi-token prediction, but not the loss, on this stage."""
+    is_early: BoolArray = (stage.mtp > 0) & (stage.last == 0)
+    return is_early
+
+
+def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of dense and of MoE layers that block recompute does not recompute. `block` is the number of
+    recomputed layers at the start of each virtual stage."""
+    recomputed = np.minimum(block * layout.virtual, stage.layers)
+    dense = np.minimum(recomputed, stage.dense)
+    return stage.dense - dense, stage.moe - (recomputed - dense)
+
+
+def _backward(
+    layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray, crossed: BoolArray
+) -> FloatArray:
+    """Return the peak of the backward pass of a stage's fully stored layers, in bytes above their stored bytes.
+
+    Backward begins with the last layer. When it reaches the leading dense layers, the later layers have been freed. If
+    a forward pass overlaps, it has allocated the freed bytes again by then.
+    """
+    stored_layers = _whole(layout, stage, block)
+    first = dense.above(stored_layers[0] * stage.in_flight, crossed)
+    if dense is moe:
+        return first
+    freed_bytes = np.minimum(stage.moe / layout.virtual, np.maximum(stage.chunk, 1.0)) * moe.stored
+    if dense.crossing is not None:
+        freed_bytes = np.where(crossed & (stage.dense > 0), 0.0, freed_bytes)
+    last = np.where(stage.moe > 0, moe.above(stored_layers[1] * stage.in_flight, crossed), first)
+    return np.where(stage.dense > 0, np.maximum(last, first - freed_bytes), last)
+
+
+def activation_parts(stage: Stage, kinds: Kinds, activations: StageActivations) -> Parts:
+    """Return the stored bytes of a stage's micro-batches, by component."""
+    dense, moe = kinds.on(stage)
+    parts: Parts = {}
+    add_parts(parts, dense.parts, activations.dense * stage.in_flight)
+    add_parts(parts, moe.parts, activations.moe * stage.in_flight)
+    add_parts(parts, {"norms": activations.inputs}, stage.in_flight)
+    add_parts(parts, kinds.ends(stage).parts, stage.last + kinds.early_in_flight(stage))
+    add_parts(parts, {"embedding": kinds.entry.stored}, stage.first * stage.in_flight)
+    return {**parts, "deferred_weight_gradients": kinds.waiting(stage)}
+
+
+def _schedule_tensors(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
+    """Return the number of tensors sent between stages that the pipeline's loop still references.
+
+    There are two numbers: during a layer's backward, and at the loss. With 1F1B the tensors are the last sent gradient
+    and, until a new graph replaces the old one, the last stage's previous input. With interleaved 1F1B there are about
+    as many for each virtual stage, with an error of at most two. Counted in megatron-core 0.16
+    (`pipeline_parallel/schedules.py`).
+    """
+    end = layout.pipeline - 1.0
+    steady = (stage.index > 0) & (layout.microbatches > end - stage.index + 1.0)
+    several, last = layout.virtual > 1, (stage.index == end) & (end > 0)
+    filled = np.minimum(np.minimum(2.0 * layout.virtual, 6.0) - 1.0 + 2.0 * (stage.index > 0), 7.0)
+    inner = np.where(last, 4.0, filled * (layout.microbatches > layout.pipeline))
+    return np.where(several, inner, steady), np.where(several, 4.0 * last, 2.0 * steady)

@@ -1,0 +1,447 @@
+"""Memory of one rank in training: the model states and activations of the stage that needs the most.
+
+Sources of the states: megatron-core 0.16 (`param_and_grad_buffer.py`, `distrib_optimizer.py`, `optimizer.py`,
+`parallel_state.py`, `schedules.py`, `token_dispatcher.py`), torch 2.11's AdamW, transformer-engine 2.10
+(`get_dummy_wgrad`); ZeRO (arXiv 1910.02054) with unsharded gradient buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flagcore.contracts import Costs, MemoryModel, communicator_bytes
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.physics.transformer import attended, projection_weights
+from flagcore_training.layout import ArrayRecord, Layout, Placement, Training, pick
+from flagcore_training.memory.activations import gathered_tokens
+from flagcore_training.memory.modules import Sizes
+from flagcore_training.memory.stored_activations import Kinds, activation_parts, stage_activations
+from flagcore_training.stages import (
+    EXPERT_PARTS,
+    Parts,
+    Stage,
+    depths_received,
+    layer_parameters,
+    padded_vocab,
+    stage,
+    stage_parameters,
+    stages,
+)
+
+LINEAR_PARTS = ("qkv_proj", "out_proj", "ffn", "experts", "shared_experts", "mtp")
+"""Components whose matrix products run in 8 or 4 bits if the precision is fp8, mxfp8 or nvfp4."""
+
+QUANTISED_BYTES = {"fp8": 2.0, "mxfp8": 2.0 * (1 + 1 / 32), "nvfp4": 2.0 * (1 / 2 + 1 / 16)}
+"""Bytes per weight of its 8- or 4-bit copies, including the scales of blocks of 32 or 16 elements.
+
+There is one copy for each direction of a product (transformer-engine 2.9, `get_weight_workspace`). A chip whose fp8
+products support both directions stores only one."""
+
+BUCKET_MULTIPLE = 128
+"""Megatron pads gradient buffers to a common multiple of this and of the number of ranks that share them.
+
+Source: megatron-core 0.16."""
+
+
+@dataclass(frozen=True, slots=True)
+class State(ArrayRecord):
+    """Bytes of the model states of a group of parameters on one rank."""
+
+    weights: FloatArray
+    gradients: FloatArray
+    main_parameters: FloatArray
+    optimizer: FloatArray
+
+    @property
+    def total(self) -> FloatArray:
+        return self.weights + self.gradients + self.main_parameters + self.optimizer
+
+
+def split_parameters(parts: Parts) -> tuple[FloatArray, FloatArray]:
+    """Return the number of dense weights, which all data-parallel ranks replicate, and the number of expert weights."""
+    dense = sum((value for name, value in parts.items() if name not in EXPERT_PARTS), np.zeros(()))
+    experts = sum((parts[name] for name in EXPERT_PARTS if name in parts), np.zeros_like(dense))
+    return dense, experts
+
+
+def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, linear: FloatArray | float) -> State:
+    """Return the memory of the states of `count` parameters, of which `linear` are weights of linear layers.
+
+    With d ranks that shard the optimizer, a 16-bit parameter with fp32 gradients needs 2 + 4 + 12 / d bytes. An fp32
+    parameter needs 4 + 4 + 8 / d, because it has no main parameter. A precision-aware optimizer stores only the lower
+    half of the main parameter of a bf16 weight. FSDP also shards weights and gradients.
+    """
+    options = train.options
+    shards = layout.expert_shards() if experts else layout.shards()
+    replicas = layout.expert_replicas() if experts else layout.data * layout.context
+    owners = replicas if options.fsdp else shards
+    fsdp_shards = replicas if options.fsdp else np.ones(())
+    gradient_shards = shards if options.shard_gradients else fsdp_shards
+    adam = options.exp_avg_bytes + options.exp_avg_sq_bytes
+    is_trained = 0.0 if options.adapters else 1.0
+    share = (1.0 - options.optimizer_offload_fraction) * is_trained
+    if train.precision == "fp32":
+        gradients = 4.0 * is_trained * count / gradient_shards
+        return State(4.0 * count / fsdp_shards, gradients, 0.0 * count, adam * share * count / owners)
+    main: float = options.main_param_bytes
+    if options.precision_aware_optimizer and train.precision != "fp16":
+        main = min(main, 2.0)
+    narrow_bytes = QUANTISED_BYTES.get(train.precision, 0.0)
+    is_narrow = (narrow_bytes > 0) & ((layout.sharded_optimizer > 0) | options.fsdp | (not options.assumed_fp8_gather))
+    wide_count = np.where(is_narrow, count - linear, count) if options.fp8_param_gather else count
+    weights = 2.0 * wide_count + narrow_bytes * linear
+    gradients = options.grad_bytes * is_trained * count
+    optimizer = adam * share * count / owners
+    return State(weights / fsdp_shards, gradients / gradient_shards, main * share * count / owners, optimizer)
+
+
+def padding(layout: Layout, count: FloatArray, *, experts: bool) -> FloatArray:
+    """Return the number of padding elements in a distributed optimizer's buffer.
+
+    The size of the buffer is a multiple of 128 and of the number of its ranks.
+    """
+    ranks = (layout.expert_shards() if experts else layout.shards()).astype(np.int64)
+    multiple = np.lcm(ranks, BUCKET_MULTIPLE)
+    padding_elements = np.ceil(count / multiple) * multiple - count
+    return np.where(ranks > 1, padding_elements, 0.0)
+
+
+STEP_BYTES = 4.0
+"""Bytes per parameter that torch's AdamW allocates in its step: the fp32 square roots of second moments.
+
+It allocates them for all parameters of a group at once. The groups are parameters with and without weight decay, of
+experts and of other layers. Counted in torch 2.11."""
+
+
+def workspaces(train: Training) -> float:
+    """Return the number of matrix-library workspaces of a rank.
+
+    torch has one for the forward thread and one for the backward thread. Transformer-engine adds one, and four for
+    grouped products.
+    """
+    if not train.transformer_engine:
+        return 2.0
+    return 3.0 + 4.0 * (train.model.num_moe_experts is not None and train.options.grouped_gemm)
+
+
+def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> FloatArray:
+    """Return the bytes of permanent buffers.
+
+    These are fp32 angles of the rotary embedding, for each virtual stage or each layer of latent attention; the buffer
+    into which megatron-core's own linear layers gather their input under sequence parallelism; and transformer-engine's
+    placeholders for gradients that its kernels accumulate.
+    """
+    model = train.model
+    is_latent = model.multi_latent_attention
+    angle_bytes = 4.0 * train.sequence * ((model.qk_pos_emb_head_dim or 0) if is_latent else model.kv_channels)
+    rotary_bytes = angle_bytes * (stage.layers + stage.mtp if is_latent else layout.virtual)
+    if train.options.dropout:  # dropout implies an older engine, with learned positions and without placeholders
+        return sizes.gathered * np.ones(())
+    if train.transformer_engine:
+        gather_buffer = _gather_buffer(train, layout, stage, sizes, sizes.gathered * stage.last)
+        return rotary_bytes + gather_buffer + _gradient_placeholders(train, layout, stage)
+    return rotary_bytes + _gather_buffer(train, layout, stage, sizes, sizes.gathered) + sizes.gathered * (stage.mtp > 0)
+
+
+def _gather_buffer(train: Training, layout: Layout, stage: Stage, sizes: Sizes, gathered: FloatArray) -> FloatArray:
+    """Return the bytes of the buffer for gathered tokens, which linear layers share with the allgather dispatcher."""
+    if train.model.num_moe_experts is None or train.options.dispatcher != "allgather":
+        return gathered
+    return np.maximum(gathered, gathered_tokens(layout, sizes) * (stage.moe + stage.mtp > 0))
+
+
+def bytes_held_after_step(
+    train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at_most: bool = False
+) -> FloatArray:
+    """Return the bytes of activations that stay allocated after a step. The next step frees them before its own peak.
+
+    These are the last input of each virtual stage with its gradient and, for each layer with experts, its routing. If
+    the layer or its experts are recomputed, their input with its gradient is added. `at_most` assumes that all layers
+    are recomputed if any layer is.
+    """
+    model, inputs = train.model, layout.virtual - (stage.index == 0) + depths_received(train.model, stage)
+    routing = np.zeros(())
+    if model.num_moe_experts is not None:
+        block = np.clip(layout.block * layout.virtual - stage.dense, 0.0, stage.moe)
+        recomputes_all = (layout.uniform > 0) | ((layout.block > 0) & at_most)
+        layers = np.where(recomputes_all, stage.moe, block)
+        # The first layer's input is already counted as the stage's input.
+        inputs = inputs + layers - 0.5 * ((layers > 0) & (stage.index > 0) & (stage.dense == 0))
+        if "moe" in train.options.recompute_modules:
+            inputs = inputs + (stage.moe + stage.mtp) * layout.selective
+        uniform = np.where(layout.uniform > 0, 2.0, (layout.block > 0) * 1.0) if at_most else 2.0 * (layout.uniform > 0)
+        inputs = inputs + stage.mtp * uniform  # each MTP depth also holds its own input
+        routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * (stage.moe + stage.mtp)
+    held_bytes: FloatArray = 2.0 * sizes.hidden * inputs + routing
+    return held_bytes
+
+
+def gathered_bytes(train: Training, layout: Layout, dense: State, experts: State) -> FloatArray:
+    """Return the bytes of the weights and gradients that FSDP gathers temporarily.
+
+    It gathers the current layer and prefetches the next one (Megatron-FSDP; ZeRO-3), so the result is at most all
+    shards of the stage on the other ranks. `dense` and `experts` are the shards of this rank.
+    """
+    if not train.options.fsdp:
+        return np.zeros(())
+    kinds = (False,) if train.model.num_moe_experts is None else (False, True)
+    layers = [sum(layer_parameters(train, layout, moe=moe).values(), np.zeros(())) for moe in kinds]
+    table = padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
+    largest_layer: FloatArray = np.maximum(np.max(np.stack(layers), axis=0), table)
+    width = train.value_bytes + train.options.grad_bytes * (not train.options.adapters)
+    other_shards = (dense.weights + dense.gradients) * (layout.data * layout.context - 1.0)
+    other_shards = other_shards + (experts.weights + experts.gradients) * (layout.expert_replicas() - 1.0)
+    return np.minimum(2.0 * width * largest_layer, other_shards)
+
+
+def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: FloatArray) -> FloatArray:
+    """Return the bytes that the optimizer step allocates, for `dense` dense weights and `experts` expert weights.
+
+    Transformer-engine's Adam works in place. 16-bit gradients are copied to fp32 first.
+    """
+    options, dense_share, expert_share = train.options, dense / layout.shards(), experts / layout.expert_shards()
+    if options.adapters:
+        return np.zeros_like(dense_share)
+    optimizer_share = 1.0 - options.optimizer_offload_fraction
+    copies = 0.0
+    if train.precision != "fp32" and options.grad_bytes < 4 and not options.precision_aware_optimizer:
+        copies = 4.0
+    if train.transformer_engine or options.fused_adam:
+        return copies * (dense_share + expert_share)
+    largest_group = np.where(layout.expert > 1, np.maximum(dense_share, expert_share), dense_share + expert_share)
+    return optimizer_share * STEP_BYTES * largest_group + copies * (dense_share + expert_share)
+
+
+def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> FloatArray:
+    """Return the bytes of the placeholders for gradients: one 16-bit tensor for each distinct weight shape."""
+    model, tensor, h = train.model, layout.tensor, train.model.hidden_size
+    gate_factor = 2.0 if model.gated_linear_unit else 1.0
+    compression, projection = projection_weights(model)
+    weights = h * attended(model) / tensor + compression + projection / tensor
+    weights = weights + (1.0 + gate_factor) * h * model.ffn_hidden_size / tensor * (stage.dense > 0)
+    if model.num_moe_experts is not None:
+        expert = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
+        shared = (model.moe_shared_expert_intermediate_size or 0) / tensor
+        weights = weights + (1.0 + gate_factor) * h * (expert + shared * (shared != expert)) * (stage.moe > 0)
+    weights = weights + stage.last * padded_vocab(model, tensor) / tensor * h
+    return 2.0 * (weights + 2.0 * h * h / tensor * (stage.mtp > 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory(ArrayRecord):
+    """Bytes of one stage of each candidate.
+
+    `static` stays allocated between steps. `activation` is added to it at the peak of forward and backward. `peak` is
+    the maximum during the step.
+    """
+
+    static: FloatArray
+    activation: FloatArray
+    peak: FloatArray
+    worst_stage: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InUse(ArrayRecord):
+    """Bytes in use on one stage of each candidate.
+
+    `memory` is the bytes of tensors, `reserved` the bytes that the allocator reserves, `used` the bytes in use on the
+    device, and `capacity` the device's memory (NaN: unknown).
+    """
+
+    memory: Memory
+    reserved: FloatArray
+    used: FloatArray
+    capacity: FloatArray
+
+
+def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
+    """Return the memory in use of the worst stage of each candidate.
+
+    The worst stage has the largest peak or, with several chip models, uses the largest share of its device's capacity.
+    A stage with unknown capacity counts as full, so that no candidate is reported to fit by mistake. The peak is the
+    maximum over forward and backward and the optimizer step.
+    """
+    placement = Placement.from_layout(layout, costs)
+    memories = stages_in_use(train, layout, costs, stages(train.model, layout, train.options, placement.starts))
+    if len(costs.groups) == 1:
+        figures = np.stack([each.memory.peak for each in memories])
+    else:
+        share = np.stack([each.used for each in memories]) / np.stack([each.capacity for each in memories])
+        figures = np.where(np.isnan(share), 1.0, share)
+    return pick(np.argmax(figures, axis=0), memories)
+
+
+def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stages: Sequence[Stage]) -> list[InUse]:
+    """Return the memory in use of each stage in `requested_stages`, for all candidates."""
+    placement, models = Placement.from_layout(layout, costs), [each.memory for each in costs.groups]
+    workspaces = [np.array(model.workspace_bytes()) for model in models]
+    capacities = [np.array(np.nan if (known := model.capacity_bytes()) is None else known) for model in models]
+    estimates = [_Estimate.from_layout(train, each) for each in placement.layouts]
+    memories = []
+    for stage_ in requested_stages:
+        group_memory = [each.memory(stage_, size) for each, size in zip(estimates, workspaces, strict=True)]
+        memory = placement.pick(stage_.index, group_memory)
+        reserved = [model.reserved_bytes(memory.peak) for model in models]
+        used = [_used_bytes(model, size, layout) for model, size in zip(models, reserved, strict=True)]
+        stage_values = [placement.pick(stage_.index, values) for values in (reserved, used, capacities)]
+        memories.append(InUse(memory=memory, reserved=stage_values[0], used=stage_values[1], capacity=stage_values[2]))
+    return memories
+
+
+def _used_bytes(model: MemoryModel, reserved: FloatArray, layout: Layout) -> FloatArray:
+    """Return the memory in use on a device whose allocator reserves `reserved` bytes."""
+    used, buffers = model.device_used_bytes(reserved), communicator_bytes(model)
+    return used + buffers * layout.communicators() if buffers else used
+
+
+def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, State]:
+    """Return the model states of the dense weights and of the expert weights."""
+    dense, experts = split_parameters(params)
+    of_linear = [params[name] for name in LINEAR_PARTS if name in params and name not in EXPERT_PARTS]
+    padded = dense + padding(layout, dense, experts=False)
+    total = state(train, layout, padded, experts=False, linear=sum(of_linear, np.zeros(())))
+    if train.model.num_moe_experts is None:
+        none = np.zeros(())
+        return total, State(none, none, none, none)
+    padded = experts + padding(layout, experts, experts=True)
+    return total, state(train, layout, padded, experts=True, linear=experts)
+
+
+def component_table(
+    train: Training, layout: Layout, index: FloatArray, workspace_bytes: FloatArray | float = 0.0
+) -> dict[str, dict[str, FloatArray]]:
+    """Return the parameters and bytes of each component of stage `index` of each candidate.
+
+    Activations add up to `Memory.activation`, all other bytes to `Memory.static`. Three additional components are
+    `padding` (of gradient buffers), `buffers` (of the engine), and `backward` (the bytes of the peak above the stored
+    tensors).
+    """
+    table_stage = stage(train.model, layout, index, train.options)
+    estimate = _Estimate.from_layout(train, layout)
+    params, parts = stage_parameters(train, layout, table_stage), estimate.parts(table_stage)
+    zeros = np.zeros_like(layout.data)
+    table: dict[str, dict[str, FloatArray]] = {}
+
+    def add(name: str, count: FloatArray, bytes_: State, activation: FloatArray) -> None:
+        figures = {
+            "params": count,
+            "weights_bytes": bytes_.weights,
+            "gradients_bytes": bytes_.gradients,
+            "main_params_bytes": bytes_.main_parameters,
+            "optimizer_bytes": bytes_.optimizer,
+            "activation_bytes": activation,
+        }
+        table[name] = {key: value + zeros for key, value in figures.items()}
+
+    for name in dict.fromkeys((*params, *parts)):
+        count = params.get(name, zeros)
+        linear = count if name in LINEAR_PARTS else 0.0
+        bytes_ = state(train, layout, count, experts=name in EXPERT_PARTS, linear=linear)
+        add(name, count, bytes_, parts.get(name, zeros))
+    dense, routed = (
+        state(train, layout, padding(layout, count, experts=experts), experts=experts, linear=0.0)
+        for count, experts in zip(split_parameters(params), (False, True), strict=True)
+    )
+    engine = estimate.engine_bytes(table_stage, workspace_bytes)
+    engine = engine + estimate.held_after_step(table_stage)
+    add("padding", zeros, dense + routed, zeros)
+    add("buffers", zeros, State(engine, zeros, zeros, zeros), zeros)
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    """The inputs that the memory estimates of all stages share.
+
+    `selective` is an upper bound for the candidates `uniform`, which recompute every layer in full: the estimate with
+    selective recompute instead, because full recompute must not be predicted to need more memory. It is None if there
+    are no such candidates.
+    """
+
+    kinds: Kinds
+    uniform: IntArray
+    selective: _Estimate | None = None
+
+    @classmethod
+    def from_layout(cls, train: Training, layout: Layout) -> _Estimate:
+        uniform = np.flatnonzero(layout.uniform == 1)
+        estimate = cls(Kinds.from_layout(train, layout), uniform)
+        modules = train.options.recompute_modules
+        return replace(estimate, selective=estimate._with_selective(modules, uniform)) if uniform.size else estimate
+
+    def _with_selective(self, modules: frozenset[str], rows: IntArray) -> _Estimate:
+        """Return the estimate for the candidates `rows` if they only recompute `modules`, selectively."""
+        train, layout, zeros = self.kinds.train, self.kinds.layout[rows], np.zeros(rows.shape)
+        selective = np.maximum(layout.selective, layout.uniform == 1)
+        train = replace(train, options=replace(train.options, recompute_modules=modules))
+        layout = replace(layout, selective=selective, uniform=zeros, block=zeros)
+        return _Estimate(Kinds.from_layout(train, layout), np.flatnonzero(zeros))
+
+    def engine_bytes(self, stage_: Stage, workspace_bytes: FloatArray | float) -> FloatArray:
+        engine_buffers = buffers(self.kinds.train, self.kinds.layout, stage_, self.kinds.sizes)
+        return engine_buffers + workspaces(self.kinds.train) * workspace_bytes
+
+    def held_after_step(self, stage_: Stage, *, at_most: bool = False) -> FloatArray:
+        kinds = self.kinds
+        return bytes_held_after_step(kinds.train, kinds.layout, stage_, kinds.sizes, at_most=at_most)
+
+    def activation(self, stage_: Stage) -> FloatArray:
+        activations = stage_activations(stage_, self.kinds)
+        total = activations.stored + activations.above
+        if self.selective is not None:
+            less = self.selective.activation(stage_[self.uniform])
+            total[self.uniform] = np.minimum(total[self.uniform], less)
+        return total
+
+    def parts(self, stage_: Stage) -> Parts:
+        """Return the bytes of activations of a stage by component. `backward` is the peak above the stored bytes."""
+        train, layout, activations = self.kinds.train, self.kinds.layout, stage_activations(stage_, self.kinds)
+        states = states_of(train, layout, stage_parameters(train, layout, stage_))
+        backward = self.activation(stage_) + gathered_bytes(train, layout, *states) - activations.stored
+        return {**activation_parts(stage_, self.kinds, activations), "backward": backward}
+
+    def memory(self, stage_: Stage, workspace_bytes: FloatArray | float) -> Memory:
+        """Return the memory of one stage. `workspace_bytes` is the size of one workspace of the matrix library.
+
+        The bytes that stay allocated after a step are still there during the optimizer step, and are freed before the
+        next peak. More recompute leaves more bytes, but is never predicted to need more.
+        """
+        train, layout = self.kinds.train, self.kinds.layout
+        params = stage_parameters(train, layout, stage_)
+        states = states_of(train, layout, params)
+        base = states[0].total + states[1].total + self.engine_bytes(stage_, workspace_bytes)
+        static = base + self.held_after_step(stage_)
+        step, gathered = step_bytes(train, layout, *split_parameters(params)), gathered_bytes(train, layout, *states)
+        activation = self.activation(stage_) + gathered
+        optimizer_peak = self.held_after_step(stage_, at_most=True) + step
+        if self._may_hold_more():
+            rows = np.flatnonzero(optimizer_peak > activation)
+            least = self._peak_without_full(stage_, rows, step, gathered)
+            optimizer_peak[rows] = np.minimum(optimizer_peak[rows], least)
+        peak = base + np.maximum(activation, optimizer_peak)
+        return Memory(static=static, activation=activation, peak=peak, worst_stage=stage_.index.astype(np.int64))
+
+    def _may_hold_more(self) -> bool:
+        """Return whether recompute may leave more bytes allocated after a step than less recompute would. This is the
+        case in mixture-of-experts models, for full recompute and for recompute of the module `moe`."""
+        options, layout = self.kinds.train.options, self.kinds.layout
+        if self.kinds.train.model.num_moe_experts is None:
+            return False
+        recomputes_layers = np.any(layout.uniform + layout.block > 0)
+        return bool(recomputes_layers or ("moe" in options.recompute_modules and layout.selective.any()))
+
+    def _peak_without_full(self, stage_: Stage, rows: IntArray, step: FloatArray, gathered: FloatArray) -> FloatArray:
+        """Return the peak bytes of a step with less recompute, for the candidates `rows`. It is the lower of two
+        estimates: selective recompute with and without the module `moe`."""
+        modules, stage_of_rows, peaks = self.kinds.train.options.recompute_modules, stage_[rows], []
+        gathered = gathered if gathered.ndim == 0 else gathered[rows]
+        for recomputed_modules in {modules - {"moe"}, modules}:
+            other = self._with_selective(recomputed_modules, rows)
+            optimizer_peak = other.held_after_step(stage_of_rows) + step[rows]
+            peaks.append(np.maximum(optimizer_peak, other.activation(stage_of_rows) + gathered))
+        least: FloatArray = np.minimum.reduce(peaks)
+        return least

@@ -1,0 +1,386 @@
+"""The stages of a pipeline: their layers, micro-batches in flight at the memory peak, parameters per rank, and flops.
+
+Numbers of parameters are given by component. A test compares them with modules that megatron-core 0.16 builds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.physics.pipelines import SCHEDULES
+from flagcore.physics.transformer import attended, latent_widths, projection_weights, widths
+from flagcore_training import schedules
+from flagcore_training.layout import DEFAULTS, ArrayRecord, Layout, Options, Splits, StageLayers, Training, pick
+
+LAYERS, DENSE, MTP = 3, 4, 5
+"""Indices of the fields `layers`, `dense` and `mtp` of `Part` in the contents of a split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part(ArrayRecord):
+    """The contents of one stage of each candidate.
+
+    `first` is 1.0 if the stage has the embedding, `last` if it has the output head and the loss, `final_norm` if it has
+    the final norm. `dense` is the number of its `layers` without experts, `mtp` its number of multi-token prediction
+    (MTP) depths.
+    """
+
+    first: FloatArray
+    last: FloatArray
+    final_norm: FloatArray
+    layers: FloatArray
+    dense: FloatArray
+    mtp: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(Part):
+    """One stage of each candidate.
+
+    `chunk` is the number of layers of one virtual stage. `in_flight` is the number of micro-batches whose activations
+    are stored at the peak, `deferred` the number of micro-batches that wait only for weight gradients, and `copies` the
+    number of copies of the weights on a device.
+    """
+
+    index: FloatArray
+    chunk: FloatArray
+    in_flight: FloatArray
+    deferred: FloatArray
+    copies: FloatArray
+
+    @property
+    def moe(self) -> FloatArray:
+        return self.layers - self.dense
+
+
+def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:
+    """Return the stages that can have the largest memory peak, in order, for all candidates.
+
+    For candidates with shorter pipelines, the last stage is repeated.
+
+    These are the first, the second and the last stage, each stage whose contents differ from the previous one, and
+    `starts`, the first stages on other devices. Every other stage equals the previous one and stores fewer
+    micro-batches. If options differ by stage, all stages are returned.
+    """
+    end, longest = layout.pipeline - 1.0, int(layout.pipeline.max(initial=1.0))
+    indices = _distinct_stages(model, layout, options)
+    if starts:
+        indices = [*np.sort(np.stack([*indices, *starts]), axis=0)]
+    by_stage = options.offload_stages or options.schedule
+    if by_stage or longest <= len(indices) + 1:
+        indices = [np.minimum(end, float(number)) for number in range(longest - 1)]
+    return [stage(model, layout, index, options) for index in (*indices, end)]
+
+
+def _distinct_stages(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
+    """Return the indices of the first and the second stage, and of each stage that differs from the previous one."""
+    end, number = layout.pipeline - 1.0, layout.split.astype(np.int64)
+    even = [np.zeros_like(end), np.minimum(end, 1.0)]
+    if model.num_moe_experts is not None and model.moe_first_dense_layers:
+        chunk = _chunk_layers(model, layout, options)
+        even.append(np.minimum(end, np.ceil(model.moe_first_dense_layers / np.maximum(chunk, 1.0))))
+    if options.splits is None or not number.any():
+        return even
+    count = int(options.splits.distinct_counts[number].max())
+    distinct_stages = options.splits.distinct_stages[number, :count].T
+    if number.all():
+        return [*distinct_stages]
+    even += [end] * (count - len(even))
+    return [np.where(number > 0, distinct_stages[min(place, count - 1)], each) for place, each in enumerate(even)]
+
+
+def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> Stage:
+    """Return stage `index` of each candidate.
+
+    Candidates whose `Layout.split` is not 0 have the layers of that split. For the others, layers are split evenly,
+    except for explicit numbers of the first and last stage. Embedding and loss count as one layer each if the options
+    say so. If there is no even split, all stages but the last one have the number rounded up, as in usual layouts.
+    """
+    number = layout.split.astype(np.int64)
+    if options.splits is None or not number.any():
+        part = _even(model, layout, index, options)
+    else:
+        fields = options.splits.contents[number, index.astype(np.int64)]
+        part = Part(*fields.T)
+        if not number.all():
+            part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
+    return stage_with(part, model, layout, index, options)
+
+
+def stage_of(
+    train: Training,
+    layout: Layout,
+    index: FloatArray,
+    layers: FloatArray,
+    leading: IntArray | int = 0,
+    norm: FloatArray | None = None,
+    mtp: FloatArray | None = None,
+) -> Stage:
+    """Return stage `index` of each candidate with `layers` layers, of which the first `leading` ones are dense.
+
+    The final norm and multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
+    """
+    last = layout.pipeline - 1.0
+    part = Part(
+        first=1.0 * (index == 0),
+        last=1.0 * (index == last),
+        final_norm=1.0 * (index == (last if norm is None else norm)),
+        layers=layers,
+        dense=layers if train.model.num_moe_experts is None else leading + np.zeros_like(layers),
+        mtp=1.0 * (index == (last if mtp is None else mtp)) * train.model.mtp_num_layers,
+    )
+    return stage_with(part, train.model, layout, index, train.options)
+
+
+def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, options: Options) -> Stage:
+    """Return stage `index` of each candidate with the contents `part`."""
+    deferred, copies = np.zeros_like(index), 1
+    sizes = layout.pipeline, layout.virtual, layout.microbatches
+    flight = schedules.in_flight(options.schedule or "interleaved", index, *sizes)
+    uneven = np.flatnonzero((layout.split > 0) & (layout.virtual > 1) & (part.layers > 0))
+    if uneven.size:
+        flight[uneven] = _of_uneven(model, layout[uneven], part[uneven], index[uneven], flight[uneven])
+    if options.schedule:
+        deferred = schedules.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
+        copies = SCHEDULES[options.schedule].copies
+    return Stage(
+        **{each.name: getattr(part, each.name) for each in fields(part)},
+        index=index,
+        chunk=part.layers / layout.virtual,
+        in_flight=flight,
+        deferred=deferred,
+        copies=np.full_like(index, float(copies)),
+    )
+
+
+def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
+    """Return the layout and the options, changed to the explicit layer split `stages`.
+
+    Only candidates that have as many (virtual) stages as `stages` change.
+    """
+    table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
+    before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
+    leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
+    if model.num_moe_experts is None:
+        leading = table[:, 2]
+    norm = table[:, 1]
+    if model.mtp_num_layers:
+        norm = (np.arange(len(table)) == np.flatnonzero(table[:, 2]).max(initial=0)).astype(np.float64)
+    columns = np.column_stack((table[:, :2], norm, table[:, 2], leading, table[:, 3]))
+    fits = layout.pipeline * layout.virtual == len(stages)
+    lengths = np.unique(layout.pipeline[fits]).astype(np.int64)
+    devices = np.zeros((lengths.size, int(lengths.max(initial=1)), columns.shape[1]))
+    for place, length in enumerate(lengths):
+        devices[place, :length] = columns.reshape(-1, length, columns.shape[1]).sum(axis=0)
+    number = np.where(fits, 1.0 + np.searchsorted(lengths, layout.pipeline), 0.0)
+    return replace(layout, split=number), replace(
+        options, splits=Splits.from_contents(devices, lengths.astype(np.float64))
+    )
+
+
+def depths_received(model: Model, stage: Stage) -> FloatArray:
+    """Return the number of multi-token prediction depths that the stage with the loss receives from another stage."""
+    return stage.last * (model.mtp_num_layers - stage.mtp)
+
+
+def layers_before_last(model: Model, layout: Layout) -> FloatArray:
+    """Return the maximum number of layers on the last device, without the layers of its last virtual stage.
+
+    These virtual stages have as many layers as in an even split.
+    """
+    even = np.ceil(model.num_layers / (layout.pipeline * layout.virtual))
+    return even * (layout.virtual - 1.0)
+
+
+def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flight: FloatArray) -> FloatArray:
+    """Return the number of micro-batches in flight if virtual stages differ in their numbers of layers.
+
+    The unit is a whole stage. A device runs `pipeline` micro-batches through its first virtual stage, then through the
+    next one. The first virtual stages have one layer more. On the last device, each virtual stage but the last has the
+    layers of an even split.
+    """
+    size, virtual, layers = layout.pipeline, layout.virtual, part.layers
+    rounds = np.floor(flight / size)
+    remaining = (flight - rounds * size) * virtual
+    chunk_layers = np.floor(layers / virtual)
+    layers_in_flight = remaining * chunk_layers + np.minimum(remaining, (layers - chunk_layers * virtual) * size)
+    earlier_chunks = virtual - 1.0
+    alone = (part.mtp == 0) & (model.mtp_num_layers > 0)  # it has the loss; MTP is on an earlier stage
+    last_chunk = np.where(alone, 0.0, np.clip(layers - layers_before_last(model, layout), 0.0, layers))
+    current = np.minimum(remaining, earlier_chunks * size)
+    on_last = current * (layers - last_chunk) / earlier_chunks + (remaining - current) * last_chunk
+    held_layers = rounds * size * layers + np.where(part.last > 0, on_last, layers_in_flight)
+    return held_layers / layers
+
+
+def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:
+    end, chunk = layout.pipeline - 1.0, _chunk_layers(model, layout, options)
+    first, last = (index == 0).astype(np.float64), (index == end).astype(np.float64)
+    middle = chunk * layout.virtual
+    head = np.where(layout.first_layers > 0, layout.first_layers, middle - options.account_for_embedding)
+    middle_layers = model.num_layers - head - middle * np.maximum(end - 1.0, 0.0)
+    tail = np.where(layout.last_layers > 0, layout.last_layers, np.maximum(middle_layers, 0.0))
+    layers = np.where(first > 0, head, np.where(last > 0, tail, middle))
+    layers = np.where(end > 0, layers, float(model.num_layers))
+    dense = layers
+    if model.num_moe_experts is not None:
+        dense = np.minimum(_leading_dense(model, layout, index, head, chunk), layers)
+    if options.schedule and SCHEDULES[options.schedule].folded:
+        last = first
+    if options.schedule == "dualpipe":
+        first = last = np.maximum(first, last)
+    norm = last
+    if model.mtp_num_layers and options.account_for_loss:
+        # the final norm follows the last layer, which may be before the stage of the loss
+        norm = np.where((chunk == 1) & (end > 0), (index == end - 1.0).astype(np.float64), last)
+    return Part(first, last, norm, layers, dense, last * model.mtp_num_layers)
+
+
+def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:
+    """Return the number of layers of one virtual stage in the middle of the pipeline."""
+    fixed_first, fixed_last = layout.first_layers > 0, layout.last_layers > 0
+    unset_stages = layout.pipeline - fixed_first - fixed_last
+    counted = model.num_layers + options.account_for_embedding + options.account_for_loss
+    spread = counted - layout.first_layers - layout.last_layers
+    return np.ceil(spread / np.maximum(unset_stages * layout.virtual, 1.0))
+
+
+def _leading_dense(model: Model, layout: Layout, index: FloatArray, head: FloatArray, chunk: FloatArray) -> FloatArray:
+    """Return the number of leading dense layers on stage `index`. Virtual stages alternate over the devices."""
+    first_chunk = np.maximum(
+        np.where(layout.first_layers > 0, head / layout.virtual, head - (layout.virtual - 1.0) * chunk), 0.0
+    )
+    chunk = np.maximum(chunk, 1.0)
+    count = np.zeros_like(index)
+    for layer in range(model.moe_first_dense_layers):
+        place = np.where(layer < first_chunk, 0.0, 1.0 + (layer - first_chunk) // chunk)
+        count += place % layout.pipeline == index
+    return count
+
+
+Parts = dict[str, FloatArray]
+"""Values by component: one array each, with one element per candidate."""
+
+VOCAB_MULTIPLE = 128
+"""Default of Megatron-LM's argument `make_vocab_size_divisible_by`."""
+
+EXPERT_PARTS = ("experts",)
+"""Components whose weights are replicated only over the expert-data-parallel group."""
+
+
+def padded_vocab(model: Model, tensor: FloatArray) -> FloatArray:
+    """Return the vocabulary size, padded to a multiple of 128 times the tensor-parallel size as Megatron-LM does."""
+    multiple = VOCAB_MULTIPLE * tensor
+    return np.ceil(model.vocab_size / multiple) * multiple
+
+
+def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
+    """Return the number of weights of one layer on one rank, by component.
+
+    Source: megatron-core 0.16 (`attention.py`, `multi_latent_attention.py`, `mlp.py`, `moe/`).
+    """
+    model, tensor = train.model, layout.tensor
+    h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
+    norms = 2 * h
+    compression, projection = projection_weights(model)
+    if model.multi_latent_attention:
+        qkv = compression / (np.ones_like(tensor) if train.transformer_engine else tensor) + projection / tensor
+        norms += sum(latent_widths(model)[:2]) * model.qk_layernorm
+    else:
+        qkv = (projection + model.add_qkv_bias * sum(widths(model))) / tensor
+        norms += 2 * model.kv_channels * model.qk_layernorm
+    parts = {"qkv_proj": qkv, "out_proj": h * attended(model) / tensor, "norms": np.full_like(tensor, norms)}
+    if not moe:
+        return {**parts, "ffn": matrices * h * model.ffn_hidden_size / tensor}
+    experts = model.num_moe_experts or 0
+    parts["router"] = np.full_like(tensor, h * experts)
+    expert_weights = matrices * h * (model.moe_ffn_hidden_size or 0)
+    parts["experts"] = expert_weights * experts / (layout.expert * layout.expert_tensor)
+    if model.moe_shared_expert_intermediate_size:
+        parts["shared_experts"] = matrices * h * model.moe_shared_expert_intermediate_size / tensor
+    return parts
+
+
+def edge_parameters(
+    train: Training,
+    layout: Layout,
+    *,
+    first: FloatArray,
+    last: FloatArray,
+    norm: FloatArray | None = None,
+    mtp: FloatArray | float = 0.0,
+) -> Parts:
+    """Return the number of weights of a stage's embedding, final norm and output head, by component.
+
+    `first` and `last` are 1 for the first and last stage, `norm` for a stage with the final norm (None: the last
+    stage), and `mtp` for a stage with multi-token prediction. With several stages, a tied head and multi-token
+    prediction have their own copies of the embedding. Source: megatron-core 0.16 `gpt_model.py`,
+    `transformer_block.py`.
+    """
+    model = train.model
+    table = padded_vocab(model, layout.tensor) * model.hidden_size / layout.tensor
+    is_only_stage = first * last
+    head = last if model.untie_embeddings_and_output_weights else last - is_only_stage
+    copies = np.maximum(first, mtp)
+    norms = model.hidden_size * (last if norm is None else norm)
+    return {"embedding": table * copies, "output_head": table * head, "norms": norms}
+
+
+def mtp_parameters(train: Training, layout: Layout) -> Parts:
+    """Return the number of weights of all multi-token prediction depths, by component. Source: megatron-core 0.16."""
+    model, depths = train.model, train.model.mtp_num_layers
+    layer = layer_parameters(train, layout, moe=model.num_moe_experts is not None)
+    extra_weights = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size
+    dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS), extra_weights)
+    return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}
+
+
+def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
+    """Return the number of weights of one stage on one rank, by component."""
+    model = train.model
+    parts = edge_parameters(
+        train, layout, first=stage.first, last=stage.last, mtp=(stage.mtp > 0).astype(np.float64), norm=stage.final_norm
+    )
+    add_parts(parts, layer_parameters(train, layout, moe=False), stage.dense * stage.copies)
+    if model.num_moe_experts is not None:
+        add_parts(parts, layer_parameters(train, layout, moe=True), stage.moe * stage.copies)
+    if model.mtp_num_layers:
+        add_parts(parts, mtp_parameters(train, layout), stage.mtp / model.mtp_num_layers)
+    return parts
+
+
+def layer_input_bytes(train: Training, layout: Layout) -> FloatArray:
+    """Return the bytes of the tensor between two layers: full recompute stores it, and pipeline stages send it."""
+    return train.value_bytes * train.model.hidden_size * layout.token_rows(train.sequence)
+
+
+def model_flops(train: Training) -> float:
+    """Return the flops of forward and backward of one step, without recompute.
+
+    Source: `num_floating_point_operations` of Megatron-LM core_v0.16. It has 6 flops per weight and token, the causal
+    half of the attention scores, and no router. With adapters, the frozen weights have no gradients (4 flops), and the
+    adapters themselves are not counted.
+    """
+    model = train.model
+    h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
+    scores = (model.num_layers + model.mtp_num_layers) * train.sequence / 2 * (widths(model)[0] + attended(model))
+    attention = sum(projection_weights(model)) + attended(model) * h
+    ffn = matrices * h * model.ffn_hidden_size
+    active = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
+    moe = matrices * h * active
+    dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
+    depths = model.mtp_num_layers
+    layers = model.num_layers * attention + dense_layers * ffn + (model.num_layers - dense_layers) * moe
+    mtp = depths * (attention + (ffn if model.num_moe_experts is None else moe) + 2 * h * h + 3 * h)
+    weights = layers + mtp + h * model.vocab_size * (1 + depths)
+    flops_per_weight = 4.0 if train.options.adapters else 6.0
+    return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores)
+
+
+def add_parts(total: Parts, parts: Parts, factor: FloatArray | float = 1.0) -> None:
+    """Add each component of `parts`, multiplied by `factor`, to `total` in place."""
+    for name, value in parts.items():
+        total[name] = total[name] + value * factor if name in total else value * factor

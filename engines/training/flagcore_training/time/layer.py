@@ -1,0 +1,304 @@
+"""Time of one layer for one micro-batch, dense or with experts: kernels and collectives, forward and backward."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.contracts import AttentionShape, Costs
+from flagcore.domain.space import FloatArray
+from flagcore.physics.transformer import latent_widths, widths
+from flagcore_training.layout import Layout, Training
+from flagcore_training.stages import padded_vocab
+from flagcore_training.time.passes import (
+    Block,
+    Linear,
+    Seconds,
+    TensorCollectives,
+    activation_seconds,
+    as_integers,
+    context_collective,
+    expert_dispatch,
+    linear,
+    norm_seconds,
+)
+
+LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}
+"""Kernels of the forward pass of attention and of an FFN, with and without transformer-engine's layers.
+
+Each includes the norm and the residual sum. Backward launches twice as many. Fitted to step times that did not depend
+on sizes: one published sweep and four measured ranks."""
+
+REPEATED_LAUNCHES = 0.35
+"""Kernels of one recomputed module of attention, as a share of all kernels of attention. Fitted like `LAUNCHES`."""
+
+ROTATION = {True: (2.0, 2.0), False: (70.0, 35.0)}
+"""Memory passes over queries and keys for rotary embedding and for the layout of a fused core, forward and backward.
+
+True is for transformer-engine's single kernel, False for torch, which needs many operations (slices, concatenations,
+products, copies)."""
+
+
+def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
+    """Return the time of one layer without recompute. `repeated` is the time that selective recompute would add."""
+    tp = TensorCollectives.from_layout(train, layout, costs)
+    second = moe_block(train, layout, costs, tp) if moe else ffn_block(train, layout, costs, tp)
+    return attention_block(train, layout, costs, tp) + second
+
+
+def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+    """Return the time of attention: norm, projections, attention core and residual sum."""
+    kernels, unit = costs.kernels, float(train.value_bytes)
+    query, key, _ = (width * layout.tokens(train.sequence) / layout.tensor for width in widths(train.model))
+    qkv, latent, output = _projections(train, layout, costs)
+    products = qkv + latent + output
+    norm, norm_back, residual = _norm_and_residual(train, layout, costs)
+    tensor_bytes = unit * (query + key)
+    rotation_passes = ROTATION[train.transformer_engine]
+    rotation, rotation_back = (kernels.memory_seconds(times * tensor_bytes) for times in rotation_passes)
+    if train.model.qk_layernorm:
+        extra, extra_back = norm_seconds(kernels, tensor_bytes)
+        rotation, rotation_back = rotation + extra, rotation_back + extra_back
+    core, core_back = _attention_core(train, layout, costs)
+    ring = context_collective(train, layout, costs)
+    is_ring = train.options.cp_comm == "p2p"
+    # a transfer overlaps the attention of the chunk before it; nothing is left to overlap the last chunk
+    overlap = is_ring * (1.0 - 1.0 / layout.context)
+    ring_forward = np.maximum(ring - overlap * core, 0.0)
+    ring_back = np.maximum((1.0 + is_ring) * ring - overlap * core_back, 0.0)
+    element = norm + rotation + residual
+    element_back = norm_back + rotation_back + residual
+    launches = np.full_like(layout.tensor, LAUNCHES[train.transformer_engine][0])
+    forward = Seconds.from_compute(
+        products.forward + core + element, tensor=tp.forward, context=ring_forward, launches=launches
+    )
+    backward = Seconds.from_compute(
+        products.input_gradient + core_back + element_back,
+        tensor=tp.backward(qkv),
+        context=ring_back,
+        launches=2.0 * launches,
+    )
+    repeats = {"core_attn": core, "layernorm": norm, "mla_up_proj": latent.forward + rotation}
+    recomputed_modules = [repeats[name] for name in train.options.recompute_modules if name in repeats]
+    recomputed = sum(recomputed_modules, np.zeros_like(core))
+    repeated = Seconds.from_compute(recomputed, launches=launches * (REPEATED_LAUNCHES * len(recomputed_modules)))
+    return Block(forward, backward, products.weight_gradient, repeated)
+
+
+def ffn_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+    """Return the time of a dense layer's FFN: norm, both products, activation function and residual sum."""
+    tokens, width = layout.tokens(train.sequence), train.model.ffn_hidden_size / layout.tensor
+    up, down = _ffn_products(train, costs, tokens, width)
+    products = up + down
+    norm, norm_back, residual = _norm_and_residual(train, layout, costs)
+    activation, activation_back = activation_seconds(train, costs.kernels, train.value_bytes * width * tokens)
+    launches = np.full_like(tokens, LAUNCHES[train.transformer_engine][1])
+    forward = Seconds.from_compute(
+        products.forward + norm + activation + residual, tensor=tp.forward, launches=launches
+    )
+    gradients = products.input_gradient + norm_back + activation_back + residual
+    backward = Seconds.from_compute(gradients, tensor=tp.backward(up), launches=2.0 * launches)
+    modules, repeated = train.options.recompute_modules, Seconds.from_compute(np.zeros_like(tokens))
+    if "layernorm" in modules:
+        repeated = repeated + Seconds.from_compute(norm)
+    if "mlp" in modules:
+        repeated = repeated + Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
+    return Block(forward, backward, products.weight_gradient, repeated)
+
+
+def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
+    """Return the time of final norm, output head and loss, for the model and each depth of multi-token prediction.
+
+    The head runs in 16 bits at every precision of the layers. Logits are written in 16 and 32 bits, read for the
+    maximum and the sum, and converted to their gradient (megatron-core 0.16 `cross_entropy.py`). A fused loss needs
+    half of this memory traffic.
+    """
+    model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
+    tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
+    vocab = padded_vocab(model, layout.tensor) / layout.tensor
+    product = linear(kernels, tokens, model.hidden_size, vocab, _unquantised(train.precision))
+    norm, norm_back = norm_seconds(kernels, unit * model.hidden_size * rows)
+    traffic = (8.0 if train.options.cross_entropy_fusion else 16.0) * vocab * tokens
+    loss, loss_back = kernels.memory_seconds(traffic), kernels.memory_seconds(0.5 * traffic)
+    tp = TensorCollectives.from_layout(train, layout, costs)
+    launches = np.full_like(tokens, 20.0)
+    gather = tp.gather * layout.sequence_parallel
+    forward = Seconds.from_compute(product.forward + norm + loss, tensor=gather, launches=launches)
+    gradients = product.input_gradient + norm_back + loss_back
+    backward = Seconds.from_compute(gradients, tensor=tp.backward(product), launches=launches)
+    block = Block(forward, backward, product.weight_gradient, Seconds.from_compute(np.zeros_like(tokens)))
+    return block * (1.0 + model.mtp_num_layers)
+
+
+def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
+    """Return the time of the embedding: looking up a micro-batch's tokens, and computing the gradient of the table."""
+    tokens, row_bytes = layout.tokens(train.sequence), train.value_bytes * train.model.hidden_size
+    tp = TensorCollectives.from_layout(train, layout, costs)
+    zeros, launches = np.zeros_like(tokens), np.full_like(tokens, 6.0)
+    reduction = np.where(layout.sequence_parallel > 0, tp.scatter, tp.reduce)
+    forward = Seconds.from_compute(
+        costs.kernels.memory_seconds(2.0 * row_bytes * tokens), tensor=reduction, launches=launches
+    )
+    backward = Seconds.from_compute(zeros, tensor=tp.gather * layout.sequence_parallel, launches=launches)
+    return Block(forward, backward, costs.kernels.memory_seconds(3.0 * row_bytes * tokens), Seconds.from_compute(zeros))
+
+
+def _norm_and_residual(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the seconds of a block's norm in forward and in backward, and of the residual sum after the block."""
+    kernels, unit = costs.kernels, float(train.value_bytes)
+    h, rows = train.model.hidden_size, layout.token_rows(train.sequence)
+    return *norm_seconds(kernels, unit * h * rows), kernels.memory_seconds(unit * 3.0 * h * rows)
+
+
+def _ffn_products(train: Training, costs: Costs, tokens: FloatArray, width: FloatArray) -> tuple[Linear, Linear]:
+    """Return the times of the two linear layers of an FFN whose inner width on each rank is `width`."""
+    h, gate_factor = train.model.hidden_size, 2.0 if train.model.gated_linear_unit else 1.0
+    return (
+        linear(costs.kernels, tokens, h, gate_factor * width, train.precision),
+        linear(costs.kernels, tokens, width, h, train.precision),
+    )
+
+
+def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
+    """Return the linear layers of attention: input projections, latent up-projections, output projection."""
+    model, tokens, kernels = train.model, layout.tokens(train.sequence), costs.kernels
+    h, (query, key, value), tensor = model.hidden_size, widths(model), layout.tensor
+    if not model.multi_latent_attention:
+        qkv = linear(kernels, tokens, h, (query + key + value) / tensor, train.precision)
+        return qkv, qkv * 0.0, linear(kernels, tokens, query / tensor, h, train.precision)
+    q_rank, kv_rank, rope = latent_widths(model)
+    heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
+    down = linear(kernels, layout.token_rows(train.sequence), h, float(q_rank + kv_rank + rope), train.precision)
+    up = linear(kernels, tokens, float(kv_rank), heads / tensor, train.precision)
+    queries = linear(kernels, tokens, float(q_rank or h), query / tensor, train.precision)
+    output = linear(kernels, tokens, value / tensor, h, train.precision)
+    return (down, up + queries, output) if q_rank else (down + queries, up, output)
+
+
+def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of the attention core, forward and backward.
+
+    An unfused core computes all scores, twice as many as a causal kernel. It moves them through memory seven times in
+    forward (write of the product, read and write of masked softmax and of dropout with its mask, read of the second
+    product) and 9.5 times in backward.
+    """
+    model, length = train.model, float(train.sequence)
+    heads = model.num_attention_heads / layout.tensor
+    groups = np.maximum(model.num_query_groups / layout.tensor, 1.0)
+    query, _, value = widths(model)
+    size = (query + value) / 2 / model.num_attention_heads if model.multi_latent_attention else model.kv_channels
+    if model.multi_latent_attention:
+        groups = heads
+    precision = _unquantised(train.precision)
+    lengths, width = np.full_like(heads, length), np.full_like(heads, size)
+    if train.flash:
+        kernel, sizes = train.options.attention_kernel, {"queries": lengths, "keys": lengths, "head_dim": width}
+        shape = AttentionShape(batch=layout.micro_batch, heads=heads, groups=groups, kernel=kernel, **sizes)
+        return _fused_core(train, layout, costs, shape, precision)
+    scores = train.value_bytes * layout.micro_batch * heads * length**2 / layout.context
+    score_rows = layout.micro_batch * heads * length / layout.context
+    product = costs.kernels.gemm_seconds(score_rows, lengths, width, precision)
+    product = product + costs.kernels.gemm_seconds(score_rows, width, lengths, precision)
+    traffic_s, traffic_back_s = costs.kernels.memory_seconds(7.0 * scores), costs.kernels.memory_seconds(9.5 * scores)
+    return product + traffic_s, 2.0 * product + traffic_back_s
+
+
+def _fused_core(
+    train: Training, layout: Layout, costs: Costs, shape: AttentionShape, precision: str
+) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of fused attention over context-parallel ranks, forward and backward.
+
+    `shape` is the shape of the whole sequences. Each rank has one chunk from the front and one from the back, so all
+    ranks compute the same share of the scores. With p2p, the outputs and gradients of each further step are rescaled
+    and summed (arXiv 2310.01889).
+    """
+    kernels, context = costs.kernels, layout.context
+    ring = (context - 1.0) * (train.options.cp_comm == "p2p")
+    output = train.value_bytes * shape.batch * shape.heads * shape.queries / context * shape.head_dim
+    rescaling = ring * kernels.memory_seconds(3.0 * output)
+    forward = kernels.attention_seconds(shape, precision) / context + rescaling
+    return forward, kernels.attention_backward_seconds(shape, precision) / context + 2.0 * rescaling
+
+
+def _unquantised(precision: str) -> str:
+    """Return the precision of attention, router and head in a job: they never run in 8 or 4 bits."""
+    return precision if precision in ("fp32", "fp16", "bf16") else "bf16"
+
+
+MOE_LAUNCHES = {True: (70.0, 25.0, 10.0), False: (150.0, 33.0, 20.0)}
+"""Kernels of an MoE block's forward pass, with and without transformer-engine's layers.
+
+The first number is for router, permutation and dispatch, the second for one expert (or for all experts with grouped
+products), the third for the shared experts. Backward launches twice as many. Fitted to 13 measured ranks with 2 to 64
+experts each; the values of transformer-engine are estimates."""
+
+
+def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+    """Return the time of an MoE block: norm, router, dispatch, experts, combine, shared experts and residual sum.
+
+    The busiest expert rank processes `expert_imbalance` times the mean number of token copies, and the other ranks wait
+    for it. With several local experts, the alltoall dispatcher also sorts the copies by expert, and back (Megatron-LM
+    @0014f137 `token_dispatcher.py`). With `overlap_expert_comm`, the dispatch overlaps another micro-batch's layer.
+    """
+    model, kernels, options, unit = train.model, costs.kernels, train.options, float(train.value_bytes)
+    h, rows, experts_total = model.hidden_size, layout.token_rows(train.sequence), model.num_moe_experts or 1
+    copies = layout.expert_tokens(model, train.sequence) * options.expert_imbalance
+    local_experts, width = experts_total / layout.expert, (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
+    up, down = _ffn_products(train, costs, copies / local_experts, width)
+    experts = (up + down) * local_experts
+    activation, activation_back = activation_seconds(train, kernels, train.value_bytes * width * copies)
+    router = linear(kernels, rows, h, float(experts_total), _unquantised(train.precision))
+    norm, norm_back, residual = _norm_and_residual(train, layout, costs)
+    permute = kernels.memory_seconds(unit * 2.0 * h * copies)
+    sorts = 2.0 * permute * (local_experts > 1.0) * (options.dispatcher == "alltoall")
+    is_grouped = options.grouped_gemm and train.transformer_engine
+    router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
+    launches = np.full_like(rows, router_launches) + expert_launches * (1.0 if is_grouped else local_experts)
+    shares = {1.0, options.dispatch_share, options.combine_gradient_share}
+    exchange = {share: options.expert_imbalance * expert_dispatch(train, layout, costs, share) for share in shares}
+    sent, returned = (exchange[1.0] + exchange[s] for s in (options.dispatch_share, options.combine_gradient_share))
+
+    element = norm + 2.0 * permute + sorts + residual + activation
+    forward = Seconds.from_compute(experts.forward + router.forward + element, expert=sent, launches=launches)
+    element_back = norm_back + 3.0 * permute + sorts + activation_back + residual
+    gradients = experts.input_gradient + router.input_gradient + element_back
+    backward = Seconds.from_compute(gradients, expert=returned, launches=2.0 * launches)
+    repeated = Seconds.from_compute(np.zeros_like(norm))
+    if "layernorm" in options.recompute_modules:
+        repeated = repeated + Seconds.from_compute(norm)
+    if "moe" in options.recompute_modules:
+        repeated = repeated + forward
+    elif "moe_act" in options.recompute_modules:
+        repeated = repeated + Seconds.from_compute(activation)
+    block = Block(forward, backward, experts.weight_gradient + router.weight_gradient, repeated)
+    if model.moe_shared_expert_intermediate_size:
+        block = block + _shared_expert_block(train, layout, costs, tp)
+    if not options.overlap_expert_comm:
+        return block
+    share = costs.collectives.compute_share(as_integers(layout.expert), as_integers(layout.expert_tensor))
+    return _overlap_dispatch(block, layout.pairs(model) * (1.0 - share))
+
+
+def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+    tokens = layout.tokens(train.sequence)
+    width = (train.model.moe_shared_expert_intermediate_size or 0) / layout.tensor
+    up, down = _ffn_products(train, costs, tokens, width)
+    products = up + down
+    activation, back = activation_seconds(train, costs.kernels, train.value_bytes * width * tokens)
+    launches = np.full_like(tokens, MOE_LAUNCHES[train.transformer_engine][2])
+    forward = Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
+    exposed = tp.backward(up)
+    backward = Seconds.from_compute(products.input_gradient + back, tensor=exposed, launches=2.0 * launches)
+    is_recomputed = train.options.recompute_modules & {"shared_experts", "moe"}
+    repeated = forward if is_recomputed else Seconds.from_compute(np.zeros_like(tokens))
+    return Block(forward, backward, products.weight_gradient, repeated)
+
+
+def _overlap_dispatch(block: Block, hidden: FloatArray) -> Block:
+    """Return a block whose token dispatch overlaps the kernels of another micro-batch, as long as its own. `hidden` is
+    the share of an overlapping second that is gained; the rest is the slowdown of the kernels."""
+
+    def expose(seconds: Seconds, kernels: FloatArray) -> Seconds:
+        return replace(seconds, expert=seconds.expert - hidden * np.minimum(seconds.expert, kernels))
+
+    forward = expose(block.forward, block.forward.compute)
+    return replace(block, forward=forward, backward=expose(block.backward, block.backward.compute + block.weight))

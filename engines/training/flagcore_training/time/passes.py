@@ -1,0 +1,325 @@
+"""Times of the parts of a pass: linear layers, element-wise kernels, collectives, and messages between stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+
+import numpy as np
+
+from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.physics.pipelines import SCHEDULES
+from flagcore.physics.transformer import widths
+from flagcore_training.layout import ArrayRecord, Layout, Placement, Training
+from flagcore_training.stages import layer_input_bytes
+
+ACTIVATION_PASSES = {
+    (True, True): (3.0, 5.0),
+    (True, False): (2.0, 3.0),
+    (False, True): (8.0, 24.0),
+    (False, False): (5.0, 12.0),
+}
+"""Memory passes of an activation function over one tensor of the FFN's width, forward and backward.
+
+The keys are whether it is one kernel and whether it is gated. The values for one kernel are counted. The values for
+several kernels are fitted to 12 measured ranks (gated; 10 and 32 without any fusion); those without a gate are
+proportional."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds(ArrayRecord):
+    """The times of kernels (`compute`) and of exposed collectives, by kind of parallelism, in seconds.
+
+    `launches` is the number of kernels.
+    """
+
+    compute: FloatArray
+    tensor: FloatArray
+    context: FloatArray
+    expert: FloatArray
+    launches: FloatArray
+
+    @classmethod
+    def from_compute(cls, compute: FloatArray, **others: FloatArray) -> Seconds:
+        """Return a `Seconds` with `compute` and the fields in `others`. All other fields are 0."""
+        zeros = np.zeros_like(compute)
+        parts = {"tensor": zeros, "context": zeros, "expert": zeros, "launches": zeros, **others}
+        return cls(compute, **parts)
+
+    @property
+    def total(self) -> FloatArray:
+        return self.compute + self.tensor + self.context + self.expert
+
+
+@dataclass(frozen=True, slots=True)
+class Block(ArrayRecord):
+    """The times of a part of the model in seconds: forward, input gradients, and kernels of the weight gradients.
+
+    `repeated` is the part of the forward that selective recompute adds to the backward pass.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    weight: FloatArray
+    repeated: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime(ArrayRecord):
+    """The times of one micro-batch on a pipeline stage in seconds: forward, input gradients, weight gradients."""
+
+    forward: Seconds
+    backward: Seconds
+    weight: FloatArray
+
+    @property
+    def busy(self) -> FloatArray:
+        return self.forward.total + self.backward.total + self.weight
+
+
+def norm_seconds(kernels: KernelCosts, tensor_bytes: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of a norm: forward (2.5 memory passes over its tensor) and backward (5 passes).
+
+    On one accelerator, 2.3 to 3.3 and 6.3 to 7.5 passes were measured at sizes that keep it fully busy.
+    """
+    return kernels.memory_seconds(2.5 * tensor_bytes), kernels.memory_seconds(5.0 * tensor_bytes)
+
+
+def activation_seconds(
+    train: Training, kernels: KernelCosts, tensor_bytes: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of an FFN's activation function, forward and backward.
+
+    `tensor_bytes` is the size of one tensor of the FFN's width. A single fused kernel reads two tensors and writes one;
+    in backward it reads three and writes two.
+    """
+    forward, backward = ACTIVATION_PASSES[train.transformer_engine, train.model.gated_linear_unit]
+    return kernels.memory_seconds(forward * tensor_bytes), kernels.memory_seconds(backward * tensor_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(ArrayRecord):
+    """The times of a linear layer's three matrix products in seconds: output, input gradient, weight gradient."""
+
+    forward: FloatArray
+    input_gradient: FloatArray
+    weight_gradient: FloatArray
+
+
+def linear(
+    kernels: KernelCosts, tokens: FloatArray, inputs: FloatArray | float, outputs: FloatArray | float, precision: str
+) -> Linear:
+    """Return the seconds of the linear layer Y[tokens, outputs] = X[tokens, inputs] W[inputs, outputs]."""
+    width_in, width_out = np.broadcast_to(inputs, tokens.shape), np.broadcast_to(outputs, tokens.shape)
+    return Linear(
+        kernels.gemm_seconds(tokens, width_out, width_in, precision),
+        kernels.gemm_seconds(tokens, width_in, width_out, precision),
+        kernels.gemm_seconds(width_out, width_in, tokens, precision),
+    )
+
+
+EXPOSED_SHARE = 0.7
+"""Exposed share of a tensor-parallel collective that is split to overlap its matrix product (`tp_comm_overlap`).
+
+Fitted to published runs on one generation of accelerators: 0.5 to 0.8."""
+
+
+def as_integers(array: FloatArray) -> IntArray:
+    """Return float counts as integers, which cost tables require."""
+    return array.astype(np.int64)
+
+
+def collective(
+    costs: Costs, kind: str, payload: FloatArray, ranks: FloatArray, stride: FloatArray | None = None
+) -> FloatArray:
+    """Return the seconds of a collective among `ranks` devices, whose indices differ by `stride` (default 1)."""
+    strides = as_integers(np.ones_like(ranks) if stride is None else stride)
+    return costs.collectives.seconds(kind, payload, as_integers(ranks), strides)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCollectives:
+    """The times of the collectives around one block of tensor-parallel layers (attention or an FFN), in seconds.
+
+    With sequence parallelism a block gathers its input tokens and reduce-scatters its output; without it, the block
+    all-reduces its output (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
+    """
+
+    gather: FloatArray
+    scatter: FloatArray
+    reduce: FloatArray
+    sequence_parallel: FloatArray
+
+    @classmethod
+    def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> TensorCollectives:
+        payload = train.value_bytes * train.model.hidden_size * layout.tokens(train.sequence)
+        exposed = EXPOSED_SHARE if train.options.tp_comm_overlap else 1.0
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        gather, scatter, reduce = (collective(costs, kind, payload, layout.tensor) for kind in kinds)
+        return cls(exposed * gather, exposed * scatter, reduce, layout.sequence_parallel)
+
+    @property
+    def forward(self) -> FloatArray:
+        return np.where(self.sequence_parallel > 0, self.gather + self.scatter, self.reduce)
+
+    def backward(self, first: Linear) -> FloatArray:
+        """Return the exposed communication of a block's backward pass in seconds. `first` is its first linear layer.
+
+        With sequence parallelism the gradient of the output is gathered first. The second gather of the input overlaps
+        the product for the input gradient, and the reduction of the input gradient overlaps the product for the weight
+        gradient. Source: megatron-core 0.16 `tensor_parallel/layers.py`.
+        """
+        weight = first.weight_gradient
+        exposed = np.maximum(self.gather - first.input_gradient, 0.0) + np.maximum(self.scatter - weight, 0.0)
+        return np.where(self.sequence_parallel > 0, self.gather + exposed, np.maximum(self.reduce - weight, 0.0))
+
+
+def context_collective(train: Training, layout: Layout, costs: Costs) -> FloatArray:
+    """Return the seconds to pass all keys and values around the context-parallel ranks once (ring attention).
+
+    With `cp_comm` a2a, queries, keys, values and outputs are redistributed between splits by tokens and by heads
+    (DeepSpeed Ulysses, arXiv 2309.14509). Source of ring attention: arXiv 2310.01889.
+    """
+    query, key, value = widths(train.model)
+    tokens = layout.micro_batch * train.sequence / layout.tensor
+    if train.options.cp_comm == "a2a":
+        payload = train.value_bytes * (2.0 * query + key + value) * tokens / layout.context
+        return collective(costs, "all_to_all", payload, layout.context, layout.tensor)
+    payload = train.value_bytes * (key + value) * tokens
+    return collective(costs, "all_gather", payload, layout.context, layout.tensor)
+
+
+def expert_dispatch(train: Training, layout: Layout, costs: Costs, share: float = 1.0) -> FloatArray:
+    """Return the seconds to dispatch `share` of the bytes of the tokens to the expert-parallel ranks, or to combine.
+
+    A rank sends each token to `topk` experts. The flex dispatcher sends a token once to each node, whose devices
+    forward it to each rank once (DeepEP, `docs/legacy.md`), see `_distinct`. The allgather dispatcher gathers all
+    tokens.
+    """
+    options, ranks, stride = train.options, layout.expert, layout.expert_tensor
+    tokens, topk = share * layer_input_bytes(train, layout), float(train.model.moe_router_topk)
+    copies = sent = np.full_like(ranks, topk)
+    near = ranks
+    if options.dispatcher == "flex":
+        near = np.minimum(ranks, np.maximum(np.floor(options.linked_devices / stride), 1.0))
+        sent, copies = (_distinct(train.model, n) for n in (ranks / near, ranks))
+    dispatch = collective(costs, "all_to_all", copies * tokens, near, stride)
+    if options.dispatcher == "allgather":
+        dispatch = collective(costs, "all_gather", tokens * ranks, ranks, stride)
+    elif (near < ranks).any():
+        dispatch = np.maximum(dispatch, collective(costs, "all_to_all", sent * tokens, ranks, stride))
+    return dispatch + collective(costs, "all_gather", copies * tokens * stride, stride)
+
+
+def _distinct(model: Model, n: FloatArray) -> FloatArray:
+    """Return on how many of the n ranks or nodes that share the experts a token's experts are, in the mean.
+
+    With random routing to k experts, these are n (1 - (1 - 1/n)^k) (derived). With groups of experts, a token's experts
+    are in a few groups (DeepSeek-V3, arXiv 2412.19437), so on the ranks that have these.
+    """
+    if model.moe_router_num_groups:
+        chosen, all_groups = float(model.moe_router_group_topk), float(model.moe_router_num_groups)
+        n = np.where(n < all_groups, n * (1.0 - (1.0 - 1.0 / n) ** chosen), n * (chosen / all_groups))
+    return np.minimum(n * (1.0 - (1.0 - 1.0 / np.maximum(n, 1.0)) ** model.moe_router_topk), model.moe_router_topk)
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The times of messages between neighbouring pipeline stages, in seconds.
+
+    `inside` is the mean time of a message inside each node group, `between` the time of a message across each border
+    between two groups, and `usual` the longest mean.
+    """
+
+    usual: FloatArray
+    inside: tuple[FloatArray, ...]
+    between: tuple[FloatArray, ...] = ()
+
+    @classmethod
+    def from_layout(cls, train: Training, layout: Layout, costs: Costs, placement: Placement) -> Messages:
+        """Return the seconds of a message that contains the hidden states of one micro-batch.
+
+        Schedules that fold the pipeline cross the groups in both directions, so all their messages take as long as the
+        slowest one.
+        """
+        if costs.between is None or not costs.further:
+            mean = _mean_send(costs.collectives, train, layout, layout.pipeline)
+            return cls(mean, (mean,))
+        counts = placement.stages(layout)
+        groups = zip(costs.groups, placement.layouts, counts, strict=True)
+        inside = tuple(_mean_send(each.collectives, train, mesh, count) for each, mesh, count in groups)
+        between = tuple(_border_seconds(train, *meshes, costs.between) for meshes in pairwise(placement.layouts))
+        longest: FloatArray = np.maximum.reduce(inside)
+        usual = np.where(np.maximum.reduce(counts) > 1.0, longest, np.maximum.reduce(between))
+        if SCHEDULES[train.options.schedule or "interleaved"].parts == 2:
+            usual = reduce(np.maximum, between, usual)
+            return cls(usual, (usual,) * len(inside), (usual,) * len(between))
+        return cls(usual, inside, between)
+
+    def mean(self, layout: Layout, placement: Placement) -> FloatArray:
+        if not self.between:
+            return self.usual
+        ring = (layout.virtual > 1.0) * 1.0  # with virtual stages, the last stage sends to the first one
+        counts = placement.stages(layout)
+        total = sum((each * np.maximum(count - 1.0, 0.0) for each, count in zip(self.inside, counts, strict=True)))
+        total = total + sum(self.between) + ring * self.between[-1]
+        return np.asarray(total / np.maximum(layout.pipeline - 1.0 + ring, 1.0))
+
+    def send_delays(
+        self, length: int, rows: IntArray, layout: Layout, placement: Placement
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """Return the seconds by which messages of each stage exceed the pipeline's usual message time (`usual`).
+
+        The two arrays are for forward and backward messages, and have the shape (stages, rows). None if there is only
+        one node group.
+        """
+        if not self.between:
+            return None
+        virtual, usual = layout.virtual[rows], self.usual[rows]
+        forward, backward = np.zeros((2, length, rows.size))
+        for stage in range(1, length):
+            seconds = placement.pick(np.full_like(layout.pipeline, float(stage)), self.inside)[rows]
+            for start, border in zip(placement.starts, self.between, strict=True):
+                seconds = np.where(start[rows] == stage, border[rows], seconds)
+            forward[stage - 1] = backward[stage] = virtual * (seconds - usual)
+        forward[-1] = backward[0] = (virtual - 1.0) * (self.between[-1][rows] - usual)
+        return forward, backward
+
+
+def _border_seconds(train: Training, before: Layout, after: Layout, between: CollectiveCosts) -> FloatArray:
+    """Return the seconds of a message from the last stage of one mesh to the first stage of the next.
+
+    A device sends its tokens to each device that needs some of them, one after the other (FlagScale's
+    `p2p_communication.py`). So the side with fewer devices sends or receives the most bytes per device, and each
+    further receiver or sender adds the latency of a message.
+    """
+    payload = np.maximum(layer_input_bytes(train, before), layer_input_bytes(train, after))
+    pieces = np.ones_like(payload)
+    for first, second in ((before, after), (after, before)):
+        tokens = [1.0 + each.sequence_parallel * (each.tensor - 1.0) for each in (first, second)]
+        samples = np.ceil(second.data / first.data)
+        pieces = np.maximum(pieces, np.ceil(tokens[1] * second.context / (tokens[0] * first.context)) * samples)
+    ranks = as_integers(np.minimum(before.pipeline, 2.0)), as_integers(before.tensor * before.context * before.data)
+    latency = between.seconds("send", np.zeros_like(payload), *ranks)
+    return between.seconds("send", payload, *ranks) + (pieces - 1.0) * latency
+
+
+def _mean_send(collectives: CollectiveCosts, train: Training, layout: Layout, stages: FloatArray) -> FloatArray:
+    """Return the mean time of a message between neighbouring stages in a pipeline of `stages` stages, in seconds.
+
+    Several stages may share a node or a rack. Of p stages, p / 2**k - 1 boundaries are at multiples of 2**k stages.
+    Messages across these boundaries travel the distance of 2**k stages.
+    """
+    payload, stage = layer_input_bytes(train, layout), layout.tensor * layout.context * layout.data
+    pair, boundaries = as_integers(np.clip(stages, 1.0, 2.0)), np.maximum(stages - 1.0, 1.0)
+    total, width = np.zeros_like(payload), 1.0
+    while np.any(width < np.maximum(stages, 2.0)):
+        count = np.maximum(np.ceil(stages / width) - 1.0, 0.0) - np.maximum(np.ceil(stages / (2.0 * width)) - 1.0, 0.0)
+        rows = np.flatnonzero(count > 0) if width > 1.0 else slice(None)
+        distance = as_integers(stage[rows] * width)
+        total[rows] += count[rows] * collectives.seconds("send", payload[rows], pair[rows], distance)
+        width *= 2.0
+    return total / boundaries

@@ -1,0 +1,219 @@
+"""Memory of a training rank, exact where it is arithmetic."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_training import stages as pipeline
+from flagcore_training.layout import DEFAULTS, Layout, Options, StageLayers
+from flagcore_training.memory import training as memory
+from flagcore_training.memory.activations import stored_scores
+from flagcore_training.memory.stored_activations import Kinds
+from flagcore_training.memory.training import split_parameters
+from flagcore_training.stages import stage_parameters
+
+from engines.training.tests.candidates import (
+    DEEPSEEK_16B,
+    LLAMA,
+    MOE,
+    layout,
+    random_layouts,
+    rank_memory,
+    state_bytes,
+    train,
+    training_memory,
+)
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.model import Model
+from flagcore.physics.cost_stack import PlainMemory
+from tests import small
+
+
+def parameters(model: Model, split: Layout, stage: int, options: Options = DEFAULTS) -> float:
+    where = pipeline.stage(model, split, np.array([float(stage)]), options)
+    parts = stage_parameters(train(model, options=options), split, where)
+    return float(sum(split_parameters(parts), np.zeros(1))[0])
+
+
+def test_parameters_of_a_7b_model_are_exact() -> None:
+    assert parameters(LLAMA, layout(), 0) == 6_738_415_616
+
+
+def test_a_tied_head_is_a_separate_copy_only_on_another_stage() -> None:
+    tied = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False)
+    table = 32000 * 4096
+    assert parameters(LLAMA, layout(), 0) - parameters(tied, layout(), 0) == table
+    assert parameters(tied, layout(pipeline=4), 3) == parameters(LLAMA, layout(pipeline=4), 3)
+
+
+def test_static_bytes_follow_precision_and_sharding() -> None:
+    count = parameters(LLAMA, layout(), 0)
+    split = layout(data=[8, 8, 8], context=[1, 2, 1], sharded_optimizer=[0, 1, 1])
+    static = training_memory(train(), split).static
+    angles = 4 * 4096 * 128
+    np.testing.assert_allclose(static, np.multiply([18, 6 + 12 / 16, 6 + 12 / 8], count) + angles)
+    full = training_memory(train(precision="fp32"), split).static
+    np.testing.assert_allclose(full, np.multiply([16, 8 + 8 / 16, 8 + 8 / 8], count) + angles)
+
+
+def test_a_distributed_optimizers_buffer_is_padded_to_a_multiple_of_128_and_of_its_ranks() -> None:
+    split = layout(data=[1, 8, 3], sharded_optimizer=[0, 1, 1])
+    np.testing.assert_allclose(memory.padding(split, np.full(3, 1000.0), experts=False), [0, 24, 152])
+
+
+def test_experts_are_sharded_over_their_own_group() -> None:
+    split = layout(data=8, expert=4, expert_tensor=1, sharded_optimizer=1)
+    np.testing.assert_allclose(split.expert_replicas(), 2)
+    np.testing.assert_allclose(split.expert_shards(), 2)
+    np.testing.assert_allclose(split.shards(), 8)
+
+
+def test_the_worst_of_uneven_stages_counts() -> None:
+    split = layout(pipeline=4, first_layers=2, microbatches=32)
+    assert training_memory(train(), split).worst_stage[0] == 1
+
+
+def test_the_measured_peak_of_one_rank_is_predicted() -> None:
+    """One of 16 ranks without any split on an accelerator: 113.0 GiB static, 138.1 GiB at the optimizer step."""
+    work = train(sequence=2048, fused_activation=True)
+    found = training_memory(work, layout(data=16, micro_batch=2), workspace_bytes=2**25)
+    assert found.static[0] / 2**30 == pytest.approx(113.025, rel=1e-4)
+    assert found.peak[0] / 2**30 == pytest.approx(138.127, rel=1e-4)
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_fused_attention_stores_a_number_per_row_and_unfused_attention_the_probabilities(tensor: int) -> None:
+    rows, split = 4096 * LLAMA.num_attention_heads / tensor, layout(tensor=tensor)
+    assert stored_scores(train(), split)[0] == 4 * rows
+    assert stored_scores(train(flash=False), split)[0] == 2 * rows * 4096
+
+
+def test_plain_memory_distinguishes_allocated_reserved_and_used() -> None:
+    model = PlainMemory(capacity=80e9, context_bytes=1e9, fragmentation=0.1)
+    reserved = model.reserved_bytes(np.array([10e9]))
+    assert model.capacity_bytes() == 80e9
+    np.testing.assert_allclose(reserved, 11e9)
+    np.testing.assert_allclose(model.device_used_bytes(reserved), 12e9)
+
+
+def test_the_budget_of_a_cluster_comes_before_the_memory_of_its_chip() -> None:
+    group = NodeGroup(chip=small.CHIP, nodes=1, devices_per_node=4)
+    assert PlainMemory.of(group).capacity_bytes() == 80e9
+    assert PlainMemory.of(dataclasses.replace(group, memory_bytes=4 << 30)).capacity_bytes() == 4 << 30
+    unknown = dataclasses.replace(group, chip=dataclasses.replace(small.CHIP, memory_bytes=None))
+    assert PlainMemory.of(unknown).capacity_bytes() is None
+
+
+def stored_of_layer(model: Model, **work: Any) -> float:
+    return float(Kinds.from_layout(train(model, **work), layout()).dense.stored[0])
+
+
+def test_a_layer_stores_the_bytes_of_the_2022_paper() -> None:
+    """Korthikanti et al. 2022 (arXiv 2205.05198), equation 1: 34 + 5 a s / h bytes an element of the layer's input."""
+    gpt = dataclasses.replace(LLAMA, gated_linear_unit=False, ffn_hidden_size=4 * 4096)
+    work = {"sequence": 2048, "precision": "fp16", "fused_activation": True, "transformer_engine": True}
+    old = stored_of_layer(gpt, **work, flash=False, options=Options(dropout=True))
+    assert old == pytest.approx(2048 * 4096 * (34 + 5 * 32 * 2048 / 4096), rel=1e-3)  # and a number a row of each norm
+    assert stored_of_layer(gpt, **work) == pytest.approx(2048 * 4096 * 32, rel=1e-2)
+
+
+@pytest.mark.parametrize("model", [LLAMA, MOE, DEEPSEEK_16B], ids=lambda model: model.name)
+@pytest.mark.parametrize("fused", [False, True], ids=["local", "transformer_engine"])
+def test_components_add_up(model: Model, fused: bool) -> None:
+    model = dataclasses.replace(model, mtp_num_layers=1)
+    rows = random_layouts(np.random.default_rng(7), model, 400)
+    split = dataclasses.replace(rows, selective=(np.arange(400) % 3 == 0) * 1.0)
+    split = dataclasses.replace(split, block=(np.arange(400) % 4 == 0) * 2.0)
+    work = train(model, transformer_engine=fused, options=Options(recompute_modules=frozenset({"layernorm", "mlp"})))
+    found = training_memory(work, split, 2.0**25)
+    table = memory.component_table(work, split, found.worst_stage.astype(np.float64), 2.0**25)
+    np.testing.assert_allclose(sum(state_bytes(part) for part in table.values()), found.static)
+    np.testing.assert_allclose(sum(part["activation_bytes"] for part in table.values()), found.activation)
+    params = stage_parameters(work, split, pipeline.stage(model, split, found.worst_stage.astype(np.float64)))
+    np.testing.assert_allclose(sum(part["params"] for part in table.values()), sum(split_parameters(params)))
+
+
+def test_ranks_of_a_stage_are_equal_and_include_the_worst_stage() -> None:
+    split = layout(tensor=2, context=2, data=2, pipeline=4, sequence_parallel=1)
+    ranks = [rank_memory(train(), split, rank) for rank in range(32)]
+    assert [int(rank.worst_stage[0]) for rank in ranks] == [rank // 8 for rank in range(32)]
+    worst = training_memory(train(), split)
+    assert max(rank.peak[0] for rank in ranks) == worst.peak[0]
+    assert ranks[8 * int(worst.worst_stage[0])].static[0] == worst.static[0]
+
+
+def test_a_layout_of_stages_is_used_and_empty_stages_hold_little() -> None:
+    arguments = [(1, 0, 0, 0), (0, 16, 0, 0), (0, 0, 0, 0), (0, 16, 0, 1)]
+    stages = tuple(StageLayers(embedding=e, layers=n, mtp=m, loss=loss) for e, n, m, loss in arguments)
+    split, options = pipeline.placed(LLAMA, layout(pipeline=4, sequence_parallel=1), Options(), stages)
+    work = train(options=options)
+    table, layer, norm = 32000 * 4096, 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 4096
+    held = [parameters(LLAMA, split, index, options) for index in range(4)]
+    assert held == [table, 16 * layer, 0, 16 * layer + norm + table]
+    peaks = [rank_memory(work, split, rank).peak[0] for rank in range(4)]
+    assert peaks[2] < 0.01 * peaks[1]
+    assert training_memory(work, split).peak[0] == max(peaks)
+
+
+def test_offload_frees_memory_of_the_named_stages_only() -> None:
+    split = layout(pipeline=4, microbatches=16)
+    modules = frozenset({"attn_norm", "qkv_linear", "core_attn", "mlp_norm"})
+    offloading = train(options=Options(offload_modules=modules, offload_stages=(0,)))
+    plain = train()
+    before, after = ([rank_memory(job, split, rank).activation[0] for rank in range(4)] for job in (plain, offloading))
+    assert after[1:] == before[1:]
+    sent = 4 * 8 * 4096 * 4096 * 2 * (1 + 1 + 5 + 1)  # of 4 micro-batches and 8 layers, all but the layer at work
+    assert before[0] - after[0] == pytest.approx(sent * 31 / 32, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "each"),
+    [
+        ("bf16", Options(), 2 + 4 + 12 / 8),
+        ("fp16", Options(grad_bytes=2), 2 + 2 + 12 / 8),
+        ("bf16", Options(grad_bytes=2), 2 + 2 + 12 / 8),
+        ("bf16", Options(precision_aware_optimizer=True), 2 + 4 + (2 + 8) / 8),
+        ("bf16", Options(precision_aware_optimizer=True, exp_avg_bytes=2, exp_avg_sq_bytes=1), 2 + 4 + (2 + 3) / 8),
+        ("bf16", Options(optimizer_offload_fraction=0.5), 2 + 4 + 6 / 8),
+        ("bf16", Options(fsdp=True), (2 + 4 + 12) / 8),
+        ("fp32", Options(), 4 + 4 + 8 / 8),
+    ],
+)
+def test_bytes_per_parameter(precision: str, options: Options, each: float) -> None:
+    split = layout(data=8, sharded_optimizer=1)
+    work = train(precision=precision, options=options)
+    table = memory.component_table(work, split, np.zeros(1))
+    for name in ("qkv_proj", "ffn", "embedding", "norms"):
+        assert state_bytes(table[name])[0] / table[name]["params"][0] == pytest.approx(each), name
+
+
+@pytest.mark.parametrize(("precision", "copies"), [("fp8", 2), ("mxfp8", 2 * 33 / 32), ("nvfp4", 2 * 9 / 16)])
+def test_narrow_formats_add_copies_of_linear_weights_or_stand_in_for_them(precision: str, copies: float) -> None:
+    for gathered, wide in ((False, 2.0), (True, 0.0)):
+        work = train(precision=precision, transformer_engine=True, options=Options(fp8_param_gather=gathered))
+        table = memory.component_table(work, layout(), np.zeros(1))
+        assert table["ffn"]["weights_bytes"][0] / table["ffn"]["params"][0] == pytest.approx(wide + copies)
+        assert table["embedding"]["weights_bytes"][0] / table["embedding"]["params"][0] == 2.0
+    narrow, full = (stored_of_layer(LLAMA, precision=name, transformer_engine=True) for name in (precision, "bf16"))
+    assert narrow < full
+
+
+def test_imbalanced_experts_need_more_memory() -> None:
+    work = [train(MOE, options=Options(expert_imbalance=load)) for load in (1.0, 1.5)]
+    even, uneven = (training_memory(each, layout(data=8, expert=8)) for each in work)
+    assert uneven.activation[0] > 1.1 * even.activation[0]
+    assert uneven.static[0] == even.static[0]
+
+
+def test_each_recomputed_module_of_experts_saves_more() -> None:
+    levels: tuple[set[str], ...] = (set(), {"moe_act"}, {"moe_act", "shared_experts"}, {"moe"})
+    stored = [
+        training_memory(
+            train(DEEPSEEK_16B, options=Options(recompute_modules=frozenset(level))),
+            layout(data=8, expert=8, selective=1),
+        ).activation[0]
+        for level in levels
+    ]
+    assert stored == sorted(stored, reverse=True)
+    assert len(set(stored)) == 4

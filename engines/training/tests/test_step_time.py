@@ -1,0 +1,211 @@
+"""The parts of a step: what hides behind what, who waits for whom, and what grows with what."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_training.layout import Layout, Options, Training, distinct
+from flagcore_training.stages import model_flops
+from flagcore_training.time.step import rank_time, step_time
+
+from engines.training.tests.candidates import LLAMA, TOPOLOGY, training_memory
+from engines.training.tests.candidates import layout as layout_of
+from engines.training.tests.candidates import train as train_of
+from flagcore.contracts import Costs
+from flagcore.domain.cluster import Topology
+from flagcore.physics.collective_costs import Collectives
+from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import Curve, Roofline
+from tests import small
+
+CHIP = small.chip(bf16=9e14, fp8=1.8e15)
+DENSE = replace(LLAMA, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256)
+SPARSE = replace(DENSE, num_moe_experts=64, moe_router_topk=8, moe_ffn_hidden_size=1408, moe_first_dense_layers=1)
+TRAIN = train_of(DENSE, global_batch=512, fused_activation=True, transformer_engine=True)
+
+
+def layout(**counts: Any) -> Layout:
+    return layout_of(**{"data": 8.0, "microbatches": 32.0, "sharded_optimizer": 1.0, **counts})
+
+
+def costs(curve: Curve | None = None) -> Costs:
+    kernels = Roofline(chip=CHIP, curve=curve or Curve())
+    return Costs(memory=PlainMemory(capacity=80e9), kernels=kernels, collectives=Collectives(topology=TOPOLOGY))
+
+
+def parts(train: Training = TRAIN, made: Costs | None = None, **counts: float) -> dict[str, float]:
+    return {name: float(value[0]) for name, value in step_time(train, layout(**counts), made or costs()).items()}
+
+
+def total(train: Training = TRAIN, made: Costs | None = None, **counts: float) -> float:
+    return sum(parts(train, made, **counts).values())
+
+
+def with_options(train: Training = TRAIN, **options: object) -> Training:
+    return replace(train, options=Options(**options))  # type: ignore[arg-type]
+
+
+MOE = replace(TRAIN, model=SPARSE)
+Job = tuple[Training, dict[str, float]]
+ONE: Job = (TRAIN, {})
+WIDE, DEEP = {"tensor": 8.0, "sequence_parallel": 1.0, "data": 1.0}, {"pipeline": 8.0, "data": 1.0}
+FOUR = {"pipeline": 4.0}
+FEW, LONG, SHORT = {**DEEP, "microbatches": 16.0}, {**FOUR, "microbatches": 64.0}, {"microbatches": 4.0}
+EXPERTS = (MOE, {"expert": 8.0})
+FLEX: Job = (with_options(MOE, dispatcher="flex"), EXPERTS[1])
+GROUPED = replace(MOE, model=replace(SPARSE, moe_router_num_groups=4, moe_router_group_topk=2))
+HIDDEN = with_options(overlap_grad_reduce=True, overlap_param_gather=True)
+RECOMPUTED = (TRAIN, {**FOUR, "block": 2.0})
+COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
+    "full recompute": ("compute_s", (TRAIN, {"uniform": 1.0}), ONE, 1.25, 1.36),
+    "overlap of tensor traffic": ("tp_comm_s", (with_options(tp_comm_overlap=True), WIDE), (TRAIN, WIDE), 0.1, 0.99),
+    "tensor parallelism between nodes": ("tp_comm_s", (TRAIN, {**WIDE, "tensor": 16.0}), (TRAIN, WIDE), 1.5, 20.0),
+    "overlap of gradients slows backward": ("dp_comm_exposed_s", (HIDDEN, SHORT), (TRAIN, SHORT), 0.001, 0.5),
+    "fewer bytes per gradient": ("dp_comm_exposed_s", (with_options(grad_bytes=2), {}), ONE, 0.4, 0.99),
+    "bubble of more micro-batches": ("bubble", (TRAIN, {**DEEP, "microbatches": 64.0}), (TRAIN, FEW), 0.1, 0.4),
+    "bubble of virtual stages": ("bubble", (TRAIN, {**FEW, "virtual": 4.0}), (TRAIN, FEW), 0.1, 0.5),
+    "bubble of ZB-H1": ("bubble", (with_options(schedule="zb-h1"), FEW), (TRAIN, FEW), 0.1, 0.6),
+    "bubble of ZB-2p": ("bubble", (with_options(schedule="zb-2p"), FEW), (TRAIN, FEW), 0.0, 0.3),
+    "slowest stage": ("step", (TRAIN, {**LONG, "first_layers": 14.0, "last_layers": 6.0}), (TRAIN, LONG), 1.2, 2.0),
+    "recompute of some layers": ("step", RECOMPUTED, (TRAIN, FOUR), 1.001, 1.36),
+    "recompute of all layers": ("step", (TRAIN, {**FOUR, "uniform": 1.0}), RECOMPUTED, 1.001, 1.36),
+    "virtual stages hide messages": (
+        *("pp_comm_s", (with_options(overlap_p2p_comm=False), {**FOUR, "virtual": 4.0})),
+        *((TRAIN, {**FOUR, "virtual": 4.0}), 10.0, 1e3),
+    ),
+    "narrow formats, not in attention": ("compute_s", (replace(TRAIN, precision="fp8"), {}), ONE, 0.5, 0.9),
+    "overlap of experts": ("ep_comm_s", (with_options(MOE, overlap_expert_comm=True), EXPERTS[1]), EXPERTS, 0.05, 0.5),
+    "copies of dispatchers": ("ep_comm_s", FLEX, EXPERTS, 0.1, 0.99),
+    "tokens in 8 bits": ("ep_comm_s", (with_options(MOE, dispatch_share=0.5), EXPERTS[1]), EXPERTS, 0.8, 0.95),
+    "copies between nodes": (
+        *("ep_comm_s", (with_options(MOE, dispatcher="flex", linked_devices=8.0), {**EXPERTS[1], "expert": 16.0})),
+        *((with_options(MOE, dispatcher="flex"), {**EXPERTS[1], "expert": 16.0}), 0.2, 0.9),
+    ),
+    "groups of experts": ("ep_comm_s", (with_options(GROUPED, dispatcher="flex"), EXPERTS[1]), FLEX, 0.5, 0.9),
+    "busiest expert": ("step", (with_options(MOE, expert_imbalance=1.5), EXPERTS[1]), EXPERTS, 1.1, 1.6),
+    "launches of single experts": ("step", (with_options(MOE, grouped_gemm=False), {}), (MOE, {}), 1.0001, 20.0),
+    "gradients of adapters": ("compute_s", (with_options(adapters=True), {}), ONE, 0.5, 0.75),
+    "state over more ranks": ("optimizer_s", (TRAIN, {"data": 64.0}), ONE, 0.05, 0.99),
+    "state on each rank": ("optimizer_s", (TRAIN, {"sharded_optimizer": 0.0}), ONE, 1.01, 20.0),
+    "optimizer on the host": ("optimizer_s", (with_options(optimizer_offload_fraction=1.0), {}), ONE, 2.0, 1e3),
+    "context ranks": ("compute_s", (TRAIN, {"data": 1.0, "context": 8.0, "micro_batch": 8.0}), ONE, 1.0001, 1.2),
+}
+"""A part of the step, two jobs, and the bounds of the first job's figure over the second's."""
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_one_job_takes_longer_or_shorter_than_another(name: str) -> None:
+    part, first, second, low, high = COMPARED[name]
+    assert low <= figure(part, *first) / figure(part, *second) < high
+
+
+def figure(name: str, train: Training, counts: dict[str, float]) -> float:
+    found = parts(train, **counts)
+    step = sum(found.values())
+    return {**found, "step": step, "bubble": found["pp_bubble_s"] / step}[name]
+
+
+@pytest.mark.parametrize(("name", "train"), [("ep_comm_s", MOE), ("dp_comm_exposed_s", with_options(adapters=True))])
+def test_what_a_step_does_not_exchange_takes_no_time(name: str, train: Training) -> None:
+    assert parts(train)[name] == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "schedule", "counts"),
+    [(128, "zb-h1", {"pipeline": 128.0, "microbatches": 256.0}), (2, None, {"pipeline": 4.0, "microbatches": 8.0})],
+)
+def test_pipelines_with_one_layer_or_none_on_a_stage_have_a_time(
+    layers: int, schedule: str | None, counts: dict[str, float]
+) -> None:
+    deep = replace(TRAIN, model=replace(DENSE, num_layers=layers), options=Options(schedule=schedule))
+    assert np.isfinite(total(deep, **counts))
+
+
+def test_only_the_alltoall_dispatcher_sorts_tokens_if_a_rank_has_several_experts() -> None:
+    flex = replace(MOE, options=replace(MOE.options, dispatcher="flex"))
+    for expert, sorts in ((1.0, True), (float(MOE.model.num_moe_experts or 0), False)):
+        busy = [parts(train, data=64.0, expert=expert)["compute_s"] for train in (MOE, flex)]
+        assert (busy[0] > busy[1]) == sorts
+
+
+@pytest.mark.parametrize("module", ["core_attn", "layernorm", "mlp"])
+def test_selective_recompute_costs_something_and_less_than_full(module: str) -> None:
+    chosen = with_options(recompute_modules=frozenset({module}))
+    assert total() < total(chosen, selective=1.0) < total(uniform=1.0)
+
+
+def test_small_layers_wait_for_the_host_and_graphs_do_not() -> None:
+    shape = {"hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4}
+    small = replace(TRAIN, model=replace(DENSE, **shape), sequence=256)
+    slow, quick = costs(Curve(launch_seconds=50e-6)), costs(Curve(launch_seconds=1e-7))
+    assert total(small, slow) > 3 * total(small, quick)
+    graphed = replace(small, options=Options(cuda_graph="iteration"))
+    assert total(graphed, slow) == pytest.approx(total(graphed, quick), rel=0.05)
+
+
+def test_adapters_freeze_the_base_weights() -> None:
+    static = [training_memory(train, layout()).static[0] for train in (with_options(adapters=True), TRAIN)]
+    assert static[0] < 0.4 * static[1]
+
+
+def test_a_single_rank_has_no_wait_time() -> None:
+    counts = {"tensor": 4.0, "sequence_parallel": 1.0, "pipeline": 4.0, "data": 2.0}
+    compute, optimizer = rank_time(TRAIN, layout(**counts), costs(), np.array([1.0]))
+    step = parts(**counts)
+    assert compute[0] <= step["compute_s"] * 1.001
+    assert optimizer[0] <= step["optimizer_s"]
+    last, _ = rank_time(TRAIN, layout(**counts), costs(), np.array([3.0]))
+    assert last[0] > compute[0]
+
+
+def test_offloaded_activations_cost_nothing_behind_kernels_and_a_lot_over_a_slow_link() -> None:
+    away = with_options(offload_modules=frozenset({"core_attn", "attn_proj"}))
+    quick, slow = costs(Curve(host_bytes_per_second=500e9)), costs(Curve(host_bytes_per_second=1e9))
+    assert total(away, quick) == pytest.approx(total(TRAIN, quick))
+    assert total(away, slow) > 1.5 * total(TRAIN, slow)
+
+
+def test_fully_sharded_weights_are_gathered_for_each_micro_batch() -> None:
+    sharded = with_options(fsdp=True)
+    few, many = (parts(sharded, data=64.0, microbatches=count)["dp_comm_exposed_s"] for count in (4.0, 16.0))
+    assert many == pytest.approx(4 * few)
+
+
+def test_combinations_are_distinguished_regardless_of_their_size() -> None:
+    large = [[1.0, 4096.0, 4096.0], [2.0**20, 2.0**20, 2.0**19], [2.0**22] * 3]
+    first, which = distinct([np.array(column) for column in large])
+    assert len(first) == 3
+    assert len(set(which.tolist())) == 3
+
+
+def test_groups_without_a_topology_do_not_slow_compute() -> None:
+    bare = replace(costs(), collectives=Collectives(topology=Topology(levels=())))
+    overlapping = with_options(overlap_grad_reduce=True)
+    assert np.isnan(total(overlapping, bare))
+    assert np.isfinite(total(overlapping, bare, data=1.0))
+
+
+def test_model_flops_of_weights_that_adapters_leave_alone_need_no_gradients_of_weights() -> None:
+    """6 flops a weight and token, 4 without its gradient; causal attention's scores take as many as ever."""
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
+    every, tokens = model_flops(TRAIN), TRAIN.sequence * TRAIN.global_batch
+    with_adapters = model_flops(with_options(adapters=True))
+    assert every - with_adapters == pytest.approx(2.0 * weights * tokens)
+    assert with_adapters == pytest.approx(tokens * (4.0 * weights + 6.0 * 32 * 4096 * TRAIN.sequence))
+
+
+def test_a_slow_network_delays_stages_that_share_a_node() -> None:
+    def step(rate: float) -> float:
+        network = replace(TOPOLOGY.levels[1], bytes_per_second=rate)
+        slow = Collectives(topology=Topology(levels=(TOPOLOGY.levels[0], network)))
+        return total(made=replace(costs(), collectives=slow), data=4.0, pipeline=16.0)
+
+    assert step(1e6) > 10 * step(50e9)
+
+
+def test_isolated_kernel_times_are_scaled_in_a_step_but_not_in_a_rank() -> None:
+    isolated = replace(costs(), run_slowdown=1.25)
+    assert parts(made=isolated)["compute_s"] == pytest.approx(1.25 * parts()["compute_s"], rel=0.02)
+    first, second = (rank_time(TRAIN, layout(), result, np.zeros(1)) for result in (costs(), isolated))
+    assert [part.tolist() for part in first] == [part.tolist() for part in second]

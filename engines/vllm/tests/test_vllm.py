@@ -1,0 +1,267 @@
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flagcore_serving.trial.loads import shares
+from flagcore_vllm.profile import WORKLOAD as ENGINE
+
+from engines.serving.tests.engines.tasks import GIB, LOAD, figures, merged, planned, server, settings
+from flagcore import api
+from flagcore.domain.serving import Load
+from flagcore.errors import SpecError
+from tests.small import DENSE
+
+
+def cards(**arguments: Any) -> Any:
+    return planned("vllm", **arguments)
+
+
+def cores(**arguments: Any) -> Any:
+    return planned("vllm", on_cores=True, **arguments)
+
+
+def test_a_chip_with_fp8_and_70_gib_gets_larger_batches() -> None:
+    task = cards(memory=80 * GIB)
+    group = task.cluster.groups[0]
+    rates = {**group.chip.dense_flops_per_second, "fp8": group.chip.dense_flops_per_second["bf16"]}
+    chip = replace(group.chip, dense_flops_per_second=rates)
+    task = replace(task, cluster=replace(task.cluster, groups=(replace(group, chip=chip),)))
+    found = settings(task)
+    assert (found.max_batched_tokens.item(), found.max_running.item()) == (8192, 1024)
+    assert merged(ENGINE, task, max_num_batched_tokens=8192, max_num_seqs=1024) == merged(ENGINE, task)
+
+
+def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
+    assert server(cores()).environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    own = cores(engine_args={"kv_cache_memory_bytes": GIB})
+    assert "VLLM_CPU_KVCACHE_SPACE" not in server(own).environment
+    assert settings(own).cache_bytes.item() == GIB / 2
+    large = replace(DENSE, num_layers=64, num_query_groups=32, num_attention_heads=32, kv_channels=128)
+    large_task = cores(model=large, loads=(Load(input_len=4000, output_len=96, concurrency=4),), memory=64 * GIB)
+    assert server(large_task).environment["VLLM_CPU_KVCACHE_SPACE"] == "32"  # 2 x 4 x 4096 tokens of 1 MiB
+    assert settings(large_task).cache_bytes.item() == 32 * GIB / 2
+
+
+def test_ranks_on_cores_are_bound_individually_and_a_single_rank_is_not() -> None:
+    usable = sorted(os.sched_getaffinity(0))[:2]
+    first, second = map(str, usable)
+    bound = "VLLM_CPU_OMP_THREADS_BIND"
+    assert bound not in server(cores()).environment
+    assert server(cores(), tensor_model_parallel_size=2).environment[bound] == f"{first}|{second}"
+    assert server(cores(), instances=2, index=1).environment[bound] == second
+    assert server(cores(), threads=2).environment[bound] == f"{first},{second}"
+
+
+def test_a_misspelt_flag_is_found_without_an_installed_release() -> None:
+    with pytest.raises(SpecError) as error:
+        ENGINE.axes(cards(engine_args={"tensor-paralel-size": 2, "a-plugin-flag": 1}))
+    assert error.value.key == "serve.engine_args.tensor-paralel-size"
+
+
+def test_a_removed_flag_is_reported_with_its_replacement() -> None:
+    with pytest.raises(SpecError, match="kv-offloading-size") as error:
+        ENGINE.axes(cards(engine_args={"swap_space": 4}))
+    assert error.value.key == "serve.engine_args.swap-space"
+    for release in ("0.17.1", None):  # an unknown release may have it
+        older = cards(engine_version=release, engine_args={"swap_space": 4})
+        assert server(older).argv[-2:] == ("--swap-space", "4")
+        warned = [each for each in ENGINE.spec_warnings(older.spec) if each.startswith("serve.engine_args.swap-space")]
+        assert bool(warned) is (release is None)
+
+
+def test_the_preset_is_a_level_of_compilation_before_0_12() -> None:
+    older = cards(engine_version="0.11.0", engine_args={"O": 3})
+    assert ENGINE.program.split(older.spec).fixed == {"compilation_mode": "3"}
+    assert server(older).argv[-2:] == ("--compilation-config.level", "3")
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Path:
+    """A made-up environment with vLLM's program, metadata and source of flags."""
+    packages = tmp_path / "lib/python3.11/site-packages"
+    for name in ("vllm/engine/arg_utils.py", "vllm/entrypoints/openai/cli_args.py", "../../../bin/vllm"):
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "pyvenv.cfg").touch()
+    (packages / "vllm/engine/arg_utils.py").write_text('parser.add_argument("--max-logprobs", "--dtype")')
+    (packages / "vllm/entrypoints/openai/cli_args.py").write_text("class FrontendArgs:\n    chat_template: str = ''\n")
+    python = tmp_path / "bin/python3"
+    python.symlink_to("/bin/true")
+    program = tmp_path / "bin/vllm"
+    program.write_text(f"#!{python}\n")
+    program.chmod(0o755)
+    return program
+
+
+def distribution(program: Path, name: str, version: str) -> None:
+    folder = program.parent.parent / f"lib/python3.11/site-packages/{name}-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_the_version_comes_from_the_interpreter_that_would_start_it(install: Path) -> None:
+    distribution(install, "vllm", "0.17.1")
+    task = cards(engine_version=None, command=(str(install), "serve"))
+    assert ENGINE.program.version(task.spec) == "0.17.1"
+    assert settings(task).memory_fraction.item() == 0.9
+    assert ENGINE.program.version(cards(engine_version=None, command=("/no/such/vllm",)).spec) == ""
+    source = install.parent.parent / "lib/python3.11/site-packages/vllm/engine/arg_utils.py"
+    source.write_text('parser.add_argument("--swap-space")')  # which only older releases have
+    older = cards(engine_version=None, command=(str(install), "serve"), engine_args={"swap_space": 4})
+    assert server(older).argv[-2:] == ("--swap-space", "4")
+
+
+def test_an_import_is_checked_with_the_installed_flags(install: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(install.parent))
+    distribution(install, "vllm", "0.19.1")
+    source = install.parent.parent / "lib/python3.11/site-packages/vllm/engine/arg_utils.py"
+    source.write_text('parser.add_argument("--swap-space", "--vendor-flag")')  # a vendor's build may have both
+
+    def read(words: str) -> tuple[dict[str, Any], set[str]]:
+        imported = api.read_command("vllm", ["vllm", "serve", "Qwen/Qwen3-8B", *words.split()])
+        return imported.data["serve"]["engine_args"], {note.key for note in imported.notes}
+
+    args, notes = read("--swap-space 4 --vendor-flag --task generate")
+    assert args == {"swap-space": 4, "vendor-flag": True}
+    assert "--task" in notes
+    assert not notes & {"--swap-space", "--vendor-flag"}
+    with pytest.raises(SpecError) as error:
+        read("--no-such-flag")
+    assert error.value.key == "--no-such-flag"
+
+
+def test_another_release_than_the_installed_one_can_be_planned_but_not_run(install: Path, tmp_path: Path) -> None:
+    distribution(install, "vllm", "0.17.1")
+    (tmp_path / "config.json").write_text("{}")
+
+    def ready(version: str) -> None:
+        ENGINE.program.ready(cards(weights=str(tmp_path), engine_version=version, command=(str(install), "serve")).spec)
+
+    ready("0.17.1")
+    with pytest.raises(SpecError, match=r"engine_version = '0.32.0' .*0\.17\.1"):
+        ready("0.32.0")
+
+
+def test_a_misspelt_flag_is_found_in_the_source_of_the_installed_version(install: Path) -> None:
+    command = (str(install), "serve")
+    with pytest.raises(SpecError, match=r"did you mean max-logprobs\?") as error:
+        ENGINE.axes(cards(command=command, engine_args={"max_logprob": 5}))
+    assert error.value.key == "serve.engine_args.max-logprob"
+    task = cards(command=command, engine_args={"chat_template": "x", "no_dtype": True, "max_logprobs": 3})
+    assert server(task).argv[-5:] == ("--chat-template", "x", "--no-dtype", "--max-logprobs", "3")
+
+
+def test_an_unreachable_precision_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def ready(**arguments: Any) -> None:
+        ENGINE.program.ready(cards(weights=str(tmp_path), precision="fp8", **arguments).spec)
+
+    with pytest.raises(SpecError) as refused:
+        ready()
+    assert refused.value.key == "serve.precision"
+    ready(engine_args={"quantization": "fp8"})
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    ready()
+
+
+def test_a_stored_format_needs_weights_in_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    awq = {"quantization": "awq"}
+    for options, key in (
+        ({"space": {"quantization": ("awq",)}}, "auto_tuner.space.quantization[0]"),
+        ({"baseline": awq}, "auto_tuner.baseline.quantization"),
+        ({"engine_args": awq}, "serve.engine_args.quantization"),
+    ):
+        with pytest.raises(SpecError) as error:
+            ENGINE.check_values(cards(weights=str(tmp_path), **options).spec)
+        assert (error.value.key, error.value.value) == (key, "awq")
+    (tmp_path / "quant_config.json").write_text("{}")
+    ENGINE.check_values(cards(weights=str(tmp_path), engine_args=awq).spec)
+
+
+def test_a_knob_that_the_release_does_not_have_is_an_error_and_auto_leaves_it_out() -> None:
+    for options, key in (
+        ({"space": {"moe_backend": ("triton",)}}, "auto_tuner.space.moe_backend"),
+        ({"engine_args": {"moe_backend": "triton"}}, "serve.engine_args.moe_backend"),
+        ({"baseline": {"moe_backend": "triton"}}, "auto_tuner.baseline.moe_backend"),
+    ):
+        with pytest.raises(SpecError) as error:
+            ENGINE.axes(cards(engine_version="0.16.0", **options))
+        assert (error.value.key, error.value.value) == (key, "triton")
+        ENGINE.axes(cards(engine_version="0.17.0", **options))
+    axes = ENGINE.axes(cards(engine_version="0.10.0", space={"cudagraph_mode": "auto"}))
+    assert next(axis.values for axis in axes if axis.knob == "cudagraph_mode") == (None,)
+
+
+def test_flags_follow_the_release() -> None:
+    values = {"compilation_mode": "3", "attention_backend": "FLASHINFER"}
+    newer, older = (server(cards(engine_version=version), **values) for version in ("0.13.0", "0.11.0"))
+    assert {"--compilation-config.mode", "--attention-backend"} <= set(newer.argv)
+    assert "--compilation-config.level" in older.argv
+    assert "--attention-backend" not in older.argv
+    assert older.environment["VLLM_ATTENTION_BACKEND"] == "FLASHINFER"
+    assert "VLLM_ATTENTION_BACKEND" not in newer.environment
+
+
+def test_synchronous_scheduling_and_old_releases_are_predicted_with_the_host_time() -> None:
+    def rate(version: str, value: str | None, stages: int = 1) -> float:
+        values = {"async_scheduling": value, "pipeline_model_parallel_size": stages}
+        return figures(cards(engine_version=version), **values)["requests_per_s"]
+
+    assert rate("0.32.0", "off") < rate("0.32.0", None) == rate("0.32.0", "on")
+    assert rate("0.12.0", None) == rate("0.12.0", "off") < rate("0.12.0", "on")
+    assert rate("0.12.0", "off", 2) == rate("0.12.0", "on", 2)
+
+
+def test_speculation_is_predicted_only_with_a_known_acceptance() -> None:
+    values = {"speculation": "ngram", "speculative_tokens": 3}
+
+    def rate(acceptance: float | None, **values: str | int) -> float:
+        return figures(cards(loads=(replace(LOAD, acceptance=acceptance),)), **values)["requests_per_s"]
+
+    assert rate(None, **values) == rate(0.8) == rate(None)
+    assert rate(0.0, **values) < rate(0.8) < rate(0.5, **values) < rate(0.8, **values)
+    assert ENGINE.spec_warnings(cards(space={"speculation": (None, "ngram")}).spec)
+    assert not ENGINE.spec_warnings(cards(weights=None).spec)
+
+
+def test_the_draft_model_is_that_of_candidates_with_speculation() -> None:
+    def flags(space: dict[str, Any], **values: str | int) -> list[str]:
+        task = cards(engine_args={"speculative-config.model": "draft"}, space=space)
+        return [word for word in server(task, **values).argv if word.startswith("--speculative-config")]
+
+    compared = {"speculation": (None, "draft_model")}
+    assert flags(compared) == []
+    assert flags(compared, speculation="draft_model", speculative_tokens=3) == [
+        f"--speculative-config.{key}" for key in ("method", "num_speculative_tokens", "model")
+    ]
+    assert flags({}) == ["--speculative-config.model"]
+
+
+def test_weights_that_are_converted_to_fp8_are_predicted_like_weights_in_fp8() -> None:
+    converted, stored = figures(cards(), quantization="fp8"), figures(cards(precision="fp8"))
+    assert converted == stored
+    assert stored["requests_per_s"] > figures(cards())["requests_per_s"]
+    assert stored["kv_cache_gib"] > figures(cards())["kv_cache_gib"]
+
+
+def test_shares_of_a_load_are_increases_of_counters() -> None:
+    start = {"drafted_tokens": 10.0, "accepted_tokens": 10.0, "prefix_tokens_asked": 5.0, "prefix_tokens_found": 0.0}
+    end = {"drafted_tokens": 30.0, "accepted_tokens": 15.0, "prefix_tokens_asked": 5.0, "prefix_tokens_found": 0.0}
+    assert shares(ENGINE.reports, start, end) == {"acceptance_rate": 0.25}
+    assert shares(ENGINE.reports, start, {**end, "accepted_tokens": 2.0}) == {}  # the server has begun to count anew
+
+
+def test_from_0_15_each_attention_rank_accepts_requests() -> None:
+    load = {"input_len": 16, "output_len": 4, "concurrency": 1000, "num_prompts": 1000}
+    job = {
+        "kind": "serve",
+        "model": "Qwen/Qwen3-30B-A3B",
+        "cluster": {"chip": "H100-SXM", "devices": 8, "devices_per_node": 8},
+    }
+    job["candidate"] = {"data_parallel_size": 8, "expert_model_parallel_size": 8}
+    serve = [{"engine": "vllm", "engine_version": each, "precision": "bf16", **load} for each in ("0.14.0", "0.15.0")]
+    older, newer = api.estimate_jobs([{**job, "id": each["engine_version"], "serve": each} for each in serve])
+    assert older["ttft_s"]["mean"] - newer["ttft_s"]["mean"] == pytest.approx(1000 * 2e-3 * 7 / 8)

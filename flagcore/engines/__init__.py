@@ -1,1 +1,0 @@
-"""The engines that flagcore tunes."""
