@@ -14,12 +14,12 @@ from fractions import Fraction
 import numpy as np
 
 from flagcore.contracts import Platform
-from flagcore.domain.effects import engine_candidate, engine_legality, engine_task
 from flagcore.domain.prediction import Prediction, Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray, Merge, Rule, as_candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Shortened
 from flagcore.errors import SpecError
+from flagcore.tuner.effects import engine_candidate, engine_legality
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.stages.predict import predict_columns
 
@@ -71,7 +71,7 @@ def shorten(platform: Platform, candidate: Candidate, columns: Columns, step_s: 
     task, max_step = platform.task, platform.task.spec.control.max_step_time
     if max_step is None or step_s is None or step_s <= max_step:
         return None
-    batch = platform.workload.shorter_batch(engine_task(task), engine_candidate(task, candidate), max_step / step_s)
+    batch = platform.workload.shorter_batch(task.for_engine(), engine_candidate(task, candidate), max_step / step_s)
     if batch is None:
         return None
     short_task = replace(platform, task=task.with_batch(batch))

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from flagcore.domain.chip import CORES, OTHERS_CORES
-from flagcore.domain.plan import gains
-from flagcore.domain.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, next_repeat, noise, significant
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.tuner.stages.rank import learn
+from flagcore.tuner.budget import EXTRA_ROUNDS, next_repeat
+from flagcore.tuner.search_state import MIN_NOISE, SearchState, gains, noise, significant
+from flagcore.tuner.stages.learn import learn
 from tests import small
 
 CONTROL = Control(repeats=1)

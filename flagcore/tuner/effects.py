@@ -56,22 +56,9 @@ def plugin_axes(task: Task) -> tuple[Axis, ...]:
     return tuple(plugin_axis(task, knob) for knob in task.knobs)
 
 
-def engine_task(task: Task, effects: Sequence[Effect] = ()) -> Task:
-    """Return the task for the engine: without the knobs that have an `Effect`, but with the settings of `effects`."""
-    names = {knob.name for knob in task.knobs}
-    spec, settings = task.spec, {key: value for effect in effects for key, value in effect.settings.items()}
-    if names:
-        space = {name: values for name, values in spec.space.items() if name not in names}
-        baseline = spec.baseline and {name: value for name, value in spec.baseline.items() if name not in names}
-        spec = replace(spec, space=space, baseline=baseline)
-    if settings and isinstance(spec.work, TrainSpec):
-        spec = replace(spec, work=replace(spec.work, settings={**spec.work.settings, **settings}))
-    return task if spec is task.spec and not names else replace(task, spec=spec, knobs=())
-
-
 def task_to_start(task: Task, effects: Sequence[Effect]) -> Task:
     """Return the task that trials run. It has the settings of those `effects` that are passed to the engine."""
-    return engine_task(task, [effect for effect in effects if effect.passed])
+    return task.for_engine([effect for effect in effects if effect.passed])
 
 
 def engine_candidate(task: Task, candidate: Candidate) -> Candidate:
@@ -224,7 +211,7 @@ def engine_legality(task: Task, rules_of: _RulesOf, merges_of: _MergesOf) -> tup
     """
     knobs = [knob for knob in task.knobs if any(effect.settings for effect in knob.effects.values())]
     if not knobs:
-        return rules_of(engine_task(task)), merges_of(engine_task(task))
+        return rules_of(task.for_engine()), merges_of(task.for_engine())
     if (count := prod(len(knob.values) for knob in knobs)) > MAX_COMBINATIONS:
         problem = f"compares {count:,} combinations of settings, of at most {MAX_COMBINATIONS:,}"
         raise SpecError(key="auto_tuner.space", problem=problem, fix="give shorter lists")
@@ -244,7 +231,7 @@ def engine_legality(task: Task, rules_of: _RulesOf, merges_of: _MergesOf) -> tup
 
 def _variant(task: Task, rules_of: _RulesOf, merges_of: _MergesOf, knobs: Sequence[Knob], values: _Values) -> _Variant:
     effects = [knob.effect(value) for knob, value in zip(knobs, values, strict=True)]
-    variant_task = engine_task(task, [effect for effect in effects if effect])
+    variant_task = task.for_engine([effect for effect in effects if effect])
     try:
         rules = {(rule.name, rule.message): rule for rule in rules_of(variant_task)}
         return _Variant(values, rules, {merge.name: merge for merge in merges_of(variant_task)})

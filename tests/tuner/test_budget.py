@@ -2,19 +2,19 @@
 
 from dataclasses import replace
 
-from flagcore.domain.search_state import (
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import Control
+from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.tuner.budget import (
     EXTRA_ROUNDS,
     REPEAT_SLACK,
-    SearchState,
     has_time_to_repeat,
     repeats_seconds,
     seconds_left,
     stop_reason,
 )
-from flagcore.domain.space import Candidate
-from flagcore.domain.spec import Control
-from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.tuner.stages.rank import learn
+from flagcore.tuner.search_state import SearchState
+from flagcore.tuner.stages.learn import learn
 from tests import small
 
 CONTROL = Control(max_trials=4, max_time=100.0, max_time_per_task=30.0, repeats=1)
