@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.launcher import SSH
 
 from flagcore import api
-from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hosts import SSH
 from tests.small import SHAPE
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,4 @@
-"""Starts a trial on several hosts, with an agent on each. The trial ends when one host fails or is lost.
-
-The launcher `ssh` starts the agents with ssh.
-"""
+"""Starts a trial on several hosts, with an agent on each. The trial ends when one host fails or is lost."""
 
 from __future__ import annotations
 
@@ -19,22 +16,21 @@ from pathlib import Path
 
 from flagcore.contracts import Launcher
 from flagcore.domain.launch import HOSTS, Exit, Launch, host_folder
-from flagcore.errors import HostLost, LaunchError
+from flagcore.errors import HostLost, LaunchError, NoDevice
 from flagcore.launchers import guard, guarded, template
-from flagcore.launchers.connection import (
+from flagcore.launchers.guarded import MARKER, START_SECONDS
+from flagcore.launchers.local import as_launch_error, prepare
+from flagcore_hosts.connection import (
     CLOSE_SECONDS,
     FILES_PER_HOST,
     LOGS,
     Agents,
     Connection,
-    agent_command,
     allow_files,
     order_for_host,
     trial_files,
     with_variables,
 )
-from flagcore.launchers.guarded import MARKER, START_SECONDS
-from flagcore.launchers.local import as_launch_error, prepare
 
 MAX_LOSSES = 2
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
@@ -43,13 +39,13 @@ PAUSE_SECONDS = 25e-6
 
 
 @dataclass(kw_only=True)
-class HostsLauncher(Launcher):
+class HostTrials(Launcher):
     """Starts trials on the hosts of a launch.
 
     - `channel`: returns the command that starts an agent on a host and connects it to its standard input and output.
     - `find_hosts`: returns the hosts of the environment, such as a Slurm allocation.
     - `has_allocation`: returns whether there are several hosts.
-    - `hold`: reserves hosts for this process, waits for them, and returns their names. Raises FlagError on failure.
+    - `reserve`: reserves hosts for this process, waits for them, and returns their names. Raises FlagError on failure.
     - `logs_in`: whether `channel` accepts USER@HOST. Hosts are then names chosen by the user, maybe two of one machine.
     - `owner`: how this search is named to others that want its machines; empty if it shares them.
     - `fix`: the advice in the message if there are no hosts.
@@ -60,7 +56,7 @@ class HostsLauncher(Launcher):
     channel: Callable[[str], Sequence[str]]
     find_hosts: Callable[[int], tuple[str, ...]] = lambda nodes: ()
     has_allocation: Callable[[], bool] = lambda: False
-    hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
+    reserve: Callable[[Sequence[str]], tuple[str, ...]] = tuple
     logs_in: bool = False
     owner: str = ""
     fix: str = "list them in cluster.hostfile"
@@ -77,11 +73,11 @@ class HostsLauncher(Launcher):
     agents: Agents | None = None
 
     @contextlib.contextmanager
-    def keep_agents(self) -> Iterator[None]:
+    def keep_agents(self) -> Iterator[Agents]:
         """Keep agents between trials until the end of the context."""
         self.agents = agents = Agents(self.command)
         try:
-            yield
+            yield agents
         finally:
             self.agents = None
             agents.close()
@@ -91,9 +87,14 @@ class HostsLauncher(Launcher):
         user = self.users.get(host) if self.logs_in else None
         return self.channel(f"{user}@{host}" if user else host)
 
-    def for_checks(self) -> HostsLauncher:
+    def for_checks(self) -> HostTrials:
         """Return a launcher that uses the same agents. Its trials are not trials of the search."""
-        return HostsLauncher(name=self.name, channel=self.command, owner=self.owner, agents=self.agents)
+        return HostTrials(name=self.name, channel=self.command, owner=self.owner, agents=self.agents)
+
+    def hold(self, hosts: Sequence[str], users: Mapping[str, str]) -> tuple[str, ...]:
+        """Reserve hosts until this process ends, and return their names. Raises FlagError if that fails."""
+        self.users = users
+        return self.reserve(hosts)
 
     def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
         """Return the hosts that were lost fewer than MAX_LOSSES times."""
@@ -132,10 +133,10 @@ class HostsLauncher(Launcher):
                 started = json.loads(Path(folder, "launch.json").read_text(encoding="utf-8"))
                 self.lost |= dict.fromkeys(started["hosts"], started["environment"][MARKER])
 
-    @property
-    def no_hosts(self) -> str:
-        """The message of the error if there are no hosts."""
-        return f"auto_tuner.launcher = {self.name}: no hosts; {self.fix}"
+    def require_hosts(self, hosts: Sequence[str]) -> None:
+        """Raise NoDevice if there are no hosts."""
+        if not hosts:
+            raise NoDevice(f"auto_tuner.launcher = {self.name}: no hosts; {self.fix}")
 
     def start(self, launch: Launch, kind: type[HostsRunning] | None = None) -> HostsRunning:
         """Start a launch on each of its hosts, as a trial of the class `kind`, by default HostsRunning.
@@ -144,10 +145,9 @@ class HostsLauncher(Launcher):
         `{node_ports}` (a free port of each host) and those of `network.placeholders` are replaced for each host. The
         files of the trial's folder are sent to every host. The files of the first host, and the logs of all hosts, are
         copied back to the folder. Files of the other hosts are copied to `hosts/NAME`. Raises HostLost if a host cannot
-        be reached, and LaunchError if the program cannot be started.
+        be reached, NoDevice without hosts, and LaunchError if the program cannot be started.
         """
-        if not launch.hosts:
-            raise LaunchError(self.no_hosts)
+        self.require_hosts(launch.hosts)
         folder = os.path.abspath(launch.folder)
         launch = with_variables(replace(launch, folder=folder))
         with as_launch_error(f"cannot write into the trial's folder {folder}: "):
@@ -170,7 +170,7 @@ class HostsLauncher(Launcher):
 class HostsRunning:
     """A trial that runs on several hosts."""
 
-    def __init__(self, launch: Launch, launcher: HostsLauncher) -> None:
+    def __init__(self, launch: Launch, launcher: HostTrials) -> None:
         self.launch, self.launcher, self.started_at = launch, launcher, time.monotonic()
         self._ends_at = math.inf
         self._partial: dict[tuple[str, str], bytes] = {}
@@ -406,21 +406,3 @@ class HostsApart(HostsRunning):
 
 def _has_failed(ended: Exit | None) -> bool:
     return ended is not None and bool(ended.code or ended.ended_by)
-
-
-SSH_OPTIONS = (
-    *("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=3", "ServerAliveCountMax=3"),
-    *("ControlPath=none", "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes"),
-)
-"""Options of ssh. It prompts for nothing and forwards nothing. Each agent has its own connection, which detects a lost
-host."""
-
-
-def ssh_channel(host: str) -> list[str]:
-    """Return the command that starts an agent on `host` (or USER@HOST) with OpenSSH and the user's configuration."""
-    options = [word for option in SSH_OPTIONS for word in ("-o", option)]
-    return ["ssh", "-T", *options, "--", host, agent_command()]
-
-
-OWNER = f"process {os.getpid()} on {os.uname().nodename}: {os.path.realpath('/proc/self/cwd')}"
-SSH: Launcher = HostsLauncher(name="ssh", channel=ssh_channel, logs_in=True, owner=OWNER)

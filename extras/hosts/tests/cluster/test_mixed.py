@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import yaml
 
+from extras.hosts.tests.cluster.bed import ROOT, Bed, missing
 from tests import small
 from tests.cli.conftest import FLAG
-from tests.hosts.bed import ROOT, Bed, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 CGROUP = Path("/sys/fs/cgroup/cpu")

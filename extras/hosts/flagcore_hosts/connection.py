@@ -26,10 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.launch import Exit, Launch
-from flagcore.launchers import agent
-from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
-from flagcore.launchers.guarded import MARKER
-from flagcore.launchers.wire import Wire
+from flagcore.launchers import guard, guarded, network, template
+from flagcore_hosts import agent, wire
 
 SILENCE_SECONDS = 12.0
 """The maximum time between two messages. If it is exceeded, flagcore counts the host as lost, and the agent ends its
@@ -45,7 +43,8 @@ ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "stopped", "request"
 SMALLEST_FILE_BYTES = 4096
 """The size at which a smaller file counts towards the limit of a trial's files, because it uses a block on disk."""
 LOGS = ("stdout.log", "stderr.log")
-SENT = ("guard.py", "guarded.py", "template.py", "network.py", "wire.py", "agent.py")
+SENT = (guard, guarded, template, network, wire, agent)
+"""The modules of the agent."""
 
 BOOT = """
 import contextlib, fcntl, glob, json, os, shutil, sys, tempfile, time
@@ -70,7 +69,7 @@ for name, text in sources.items():
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
 sys.path.insert(0, os.path.join(home, "lib"))
-from flagcore.launchers.agent import main
+from flagcore_hosts.agent import main
 main(home, rest, float(sys.argv[1]))
 """
 """Unpacks the agent into a private folder and runs it."""
@@ -79,9 +78,10 @@ main(home, rest, float(sys.argv[1]))
 @cache
 def sources() -> bytes:
     """Return the source files of the agent as one line of JSON."""
-    folder = Path(agent.__file__).parent
-    files = {f"flagcore/launchers/{name}": (folder / name).read_text(encoding="utf-8") for name in SENT}
-    packages = dict.fromkeys(("flagcore/__init__.py", "flagcore/launchers/__init__.py"), "")
+    files = {f"{each.__name__.replace('.', '/')}.py": Path(each.__file__ or "").read_text("utf-8") for each in SENT}
+    packages = {
+        f"{folder}/__init__.py": "" for name in files for folder in map(str, Path(name).parents) if folder != "."
+    }
     return json.dumps({**packages, **files}).encode() + b"\n"
 
 
@@ -128,7 +128,7 @@ class Connection:
         )
         assert self.process.stdin
         assert self.process.stdout
-        self.wire = Wire(self.process.stdout.fileno(), self.process.stdin.fileno())
+        self.wire = wire.Wire(self.process.stdout.fileno(), self.process.stdin.fileno())
         self.wire.outgoing += sources()
         self.answered, self.skipped_bytes, self.first_line_at = False, 0, math.inf
         """Whether the agent has sent a message, after which it must not be silent."""
@@ -207,7 +207,7 @@ class Connection:
         clock_s = float(ready["time"]) - time.time()
         texts = {name: _plain(ready.get(name, "")) for name in ("python", "machine", "owner")}
         self.ready = {**numbers, **texts, "clock_s": clock_s}
-        if numbers["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
+        if numbers["free_disk_bytes"] < guard.FREE_DISK_FLOOR_BYTES:
             self.problem = f"only {numbers['free_disk_bytes'] >> 20} MiB of disk are free"
         elif numbers["left"]:
             self.problem = "still has processes of a lost trial"
@@ -346,11 +346,11 @@ def shared_variables() -> dict[str, str]:
 def with_variables(launch: Launch) -> Launch:
     """Return a launch with the variables that all its hosts need.
 
-    These are the shared variables of this shell, the variables of a launch on several nodes, and a new MARKER. The
+    These are the shared variables of this shell, the variables of a launch on several nodes, and a new marker. The
     launch's own variables override them.
     """
     places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
-    shared = {**shared_variables(), **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
+    shared = {**shared_variables(), **places, "NNODES": "{nnodes}", guarded.MARKER: secrets.token_hex(8)}
     on_host = {host: replace(each, environment={**shared, **each.environment}) for host, each in launch.on_host.items()}
     return replace(launch, environment={**shared, **launch.environment}, on_host=on_host)
 

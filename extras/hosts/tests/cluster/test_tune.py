@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from extras.hosts.tests.cluster.bed import SLURM, Bed, missing
+from extras.hosts.tests.cluster.conftest import SECRET, Project, Tune
+from extras.hosts.tests.cluster.test_faults import HOSTS_LOST, all_clean
 from flagcore.launchers import guard
 from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import BEST
-from tests.hosts.bed import SLURM, Bed, missing
-from tests.hosts.conftest import SECRET, Project, Tune
-from tests.hosts.test_faults import HOSTS_LOST, all_clean
 
 pytestmark = pytest.mark.slow
 

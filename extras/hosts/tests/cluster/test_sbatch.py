@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from extras.hosts.tests.cluster.bed import SLURM, Bed, missing
 from flagcore import api
-from tests.hosts.bed import SLURM, Bed, missing
 from tests.small import SHAPE
 
 TRAIN: dict[str, Any] = {"engine": "megatron", "seq_length": 64, "global_batch_size": 12, "precision": "fp32"}

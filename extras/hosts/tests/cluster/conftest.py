@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from extras.hosts.tests.cluster.bed import Bed, missing
 from flagcore.launchers import guard
 from tests.cli.conftest import FLAG, SPACE, TRAIN
-from tests.hosts.bed import Bed, missing
 from tests.small import SHAPE
 
 SECRET = "hidden-4711"

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.launcher import HostsLauncher
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.spec import Spec
 from flagcore.errors import NoDevice, SpecError
-from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hosts import HostsLauncher
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.devices import require_devices

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from extras.hosts.tests.cluster.bed import SLURM, Bed, missing
 from flagcore import api
-from tests.hosts.bed import SLURM, Bed, missing
 from tests.small import SHAPE
 
 TRAINING = """\

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from flagcore.contracts import ExportJob, Launcher
 from flagcore.errors import LaunchError
-from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.script import batch_script
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.launcher import HostsLauncher
 
 
 def channel(host: str) -> list[str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from extras.hosts.tests.cluster.bed import FAST_NETWORK, Bed, missing
+from extras.hosts.tests.cluster.conftest import Project, Tune
 from flagcore.api.snapshot import load_snapshot
 from tests.cli.conftest import TRAIN
-from tests.hosts.bed import FAST_NETWORK, Bed, missing
-from tests.hosts.conftest import Project, Tune
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from engines.megatron.tests.command.real import ARCHITECTURE, MEGATRON, needs_megatron_lm, spec_of
+from extras.hosts.tests.cluster.bed import NETWORK, SLURM, missing
+from extras.hosts.tests.cluster.conftest import Project, Tune
+from extras.hosts.tests.cluster.test_faults import FAULTS, all_clean, kill
 from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import FLAG
-from tests.hosts.bed import NETWORK, SLURM, missing
-from tests.hosts.conftest import Project, Tune
-from tests.hosts.test_faults import FAULTS, all_clean, kill
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200), needs_megatron_lm]
 TRAINING = "--train-iters 6 --lr-warmup-iters 1 --bf16 --clip-grad 1.0 --log-interval 1 --eval-iters 0"

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from flagcore.errors import NoDevice
-from flagcore.launchers import wire
+from flagcore_hosts import wire
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 Connect = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -4,41 +4,36 @@ import json
 import socket
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from flagcore_hosts.checks import HostReport, host_problems, host_warnings, inspect_hosts, port_problems
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.launcher import SSH, HostsLauncher
+from flagcore_hosts.speed import HostSpeed, measure_speed, measured_network, slow_hosts
 
+from extras.hosts.tests.cluster.bed import missing
 from flagcore import __version__, api
-from flagcore.api.managing.host_report import busy, host_telemetry
-from flagcore.api.managing.hosts import (
-    HostReport,
-    HostSpeed,
-    Network,
-    host_problems,
-    host_warnings,
-    inspect_hosts,
-    measure_speed,
-    measured_network,
-    port_problems,
-    require_hosts,
-    slow_hosts,
-)
-from flagcore.contracts import Telemetry, device_use
+from flagcore.api.managing.host_report import busy, host_check
+from flagcore.contracts import Hosts, Network, Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device
+from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import LaunchError, NoDevice, UsageError
-from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hosts import SSH, HostsLauncher
 from tests.cli.conftest import Flag
 from tests.cli.conftest import flag as flag
-from tests.hosts.bed import missing
 from tests.small import SHAPE, Readings
 
 FOUR = tuple(Device(index=index, chip="Chip-A") for index in range(4))
 GOOD = HostReport(
     host="a", devices=FOUR, versions={"torch": "2.9"}, python="3.11", free_disk_bytes=1 << 40, files={"/model": "2f"}
 )
+
+
+def use(launcher: HostsLauncher, *hosts: str, variables: dict[str, str] | None = None) -> AbstractContextManager[Hosts]:
+    cluster = ClusterSpec(hosts=hosts, nodes=len(hosts))
+    return launcher.use_hosts(cluster, host_check((), variables, compare=False))
 
 
 def report(host: str, **how: object) -> HostReport:
@@ -54,15 +49,15 @@ def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     paths = [str(tmp_path / name) for name in ("model", "model/config.json", "none")]
-    first, second = inspect_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"), paths)
+    first, second = inspect_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"), host_check(paths, None))
     assert [len(first.files[path]) for path in paths] == [64, 64, 0]
     assert (first.problem, first.python) == ("", sys.version.split()[0])
     assert (first.versions or {})["flagcore"] == __version__
     assert first.devices
     assert abs(first.clock_s) < 5
     assert (second.problem, second.devices) == ("no route", None)
-    with pytest.raises(NoDevice, match="b: no route"):
-        require_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"))
+    with pytest.raises(NoDevice, match="b: no route"), use(HostsLauncher(name="shell", channel=broken), "a", "b"):
+        pass
 
 
 def test_one_machine_under_two_names_is_refused() -> None:
@@ -70,12 +65,12 @@ def test_one_machine_under_two_names_is_refused() -> None:
         return [*(["unshare", "--net"] if host == "c" else []), "sh", "-c", agent_command()]
 
     launcher = HostsLauncher(name="shell", channel=namespaced, logs_in=True)
-    for context in (nullcontext(), launcher.keep_agents()):
-        with context, pytest.raises(NoDevice, match=r"^b: .* a$"):
-            require_hosts(launcher, ("a", "b"))
+    for _attempt in range(2):
+        with pytest.raises(NoDevice, match=r"^b: .* a$"), use(launcher, "a", "b"):
+            pass
     if reason := missing():
         pytest.skip(reason)
-    reports = inspect_hosts(launcher, ("a", "c"))
+    reports = inspect_hosts(launcher, ("a", "c"), host_check((), None))
     assert [report.problem for report in reports] == ["", ""]
     assert len({report.machine for report in reports}) == 2
 
@@ -162,7 +157,7 @@ def test_only_launchers_of_hosts_check_hosts(tmp_path: Path) -> None:
 def test_hosts_are_compared_by_a_product_and_an_all_reduce() -> None:
     launcher = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
     job = {"kind": "cpu", "backend": "gloo", "preload": [], "devices": 1}
-    speeds = measure_speed(launcher, ("127.0.0.1", "127.0.0.2"), job)
+    speeds = measure_speed(launcher, host_check((), None).speed, ("127.0.0.1", "127.0.0.2"), job)
     assert [each.host for each in speeds] == ["127.0.0.1", "127.0.0.2"]
     for each in speeds:
         assert [seconds > 0 for seconds in each.products_s] == [True]
@@ -170,7 +165,7 @@ def test_hosts_are_compared_by_a_product_and_an_all_reduce() -> None:
         assert each.network
         assert each.network.nic_latency_seconds < 10.0
     with pytest.raises(LaunchError, match="no_such_module"):
-        measure_speed(launcher, ("127.0.0.1",), {**job, "preload": ["no_such_module"]})
+        measure_speed(launcher, host_check((), None).speed, ("127.0.0.1",), {**job, "preload": ["no_such_module"]})
 
 
 def test_slow_devices_and_networks_of_hosts_are_named() -> None:
@@ -216,8 +211,8 @@ def test_hosts_must_be_able_to_connect_to_the_first_one() -> None:
     if reason := missing():
         pytest.skip(reason)
     cut_off = hosts[2:]
-    with pytest.raises(NoDevice, match=f"{hosts[2]}: .*{hosts[0]}"):
-        require_hosts(launcher, hosts, variables={})
+    with pytest.raises(NoDevice, match=f"{hosts[2]}: .*{hosts[0]}"), use(launcher, *hosts, variables={}):
+        pass
     cut_off = hosts[:1]
     assert port_problems(launcher, hosts, {}).keys() == {hosts[0]}
 
@@ -240,11 +235,9 @@ def test_devices_of_hosts_are_read_over_the_channel_of_the_agent() -> None:
         return ["sh", "-c", agent_command()]
 
     launcher = HostsLauncher(name="shell", channel=shell)
-    with launcher.keep_agents():
-        _, devices, _ = require_hosts(launcher, ("a", "b"))
-        assert {device.host for device in devices} == {"a", "b"}
-        telemetry = host_telemetry(launcher, devices)
-        readers = [telemetry(device) for device in (devices[0], devices[-1])]
+    with use(launcher, "a", "b") as hosts:
+        assert {device.host for device in hosts.devices} == {"a", "b"}
+        readers = [reader for device in (hosts.devices[0], hosts.devices[-1]) if (reader := hosts.telemetry(device))]
         assert min(map(free_bytes, readers)) > 0
         assert sorted(started) == ["a", "b"]
         assert launcher.agents is not None

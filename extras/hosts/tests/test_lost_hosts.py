@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_hosts.launcher import HostsLauncher
 
 from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import TrialState
 from flagcore.errors import HostLost, Interrupted
-from flagcore.launchers.hosts import HostsLauncher
 from flagcore.tuner import trial_runner
 from flagcore.tuner.hosts import MAX_CONSECUTIVE_BUSY
 from tests import small

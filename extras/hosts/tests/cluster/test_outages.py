@@ -2,9 +2,9 @@
 
 import pytest
 
+from extras.hosts.tests.cluster.conftest import Project, Tune
+from extras.hosts.tests.cluster.test_faults import all_clean
 from tests.books import books_balance, check_kept_once
-from tests.hosts.conftest import Project, Tune
-from tests.hosts.test_faults import all_clean
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

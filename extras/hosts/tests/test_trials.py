@@ -18,16 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from flagcore_hosts import connection
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.launcher import HostsLauncher, ssh_channel
+from flagcore_hosts.trials import HostsRunning
 
+from extras.hosts.tests.cluster.bed import HOST, missing
 from flagcore import plugins
 from flagcore.api.tuning.run_best import run_best
 from flagcore.domain.launch import Exit, Launch
-from flagcore.errors import HostLost, LaunchError
-from flagcore.launchers import connection, guard
-from flagcore.launchers.connection import agent_command
+from flagcore.errors import HostLost, LaunchError, NoDevice
+from flagcore.launchers import guard
 from flagcore.launchers.guarded import MARKER, START_SECONDS
-from flagcore.launchers.hosts import HostsLauncher, HostsRunning, ssh_channel
-from tests.hosts.bed import HOST, missing
 from tests.launchers.processes import ended, marked, within
 
 pytestmark = pytest.mark.slow
@@ -36,8 +38,8 @@ HOSTS = ("a", "b", "c")
 TUNER = """
 import sys
 from flagcore.domain.launch import Launch
-from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hosts import HostsLauncher
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.launcher import HostsLauncher
 launcher = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
 running = launcher.start(Launch(argv=("sh", "-c", sys.argv[2]), folder=sys.argv[1], hosts=("a", "b")))
 print("started", flush=True)
@@ -346,7 +348,7 @@ def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, ma
         launcher().start(launch("true", tmp_path / "trial", directory="/no/such/folder"))
     with pytest.raises(LaunchError, match="no-such-ssh"):
         launcher(a=lambda host: ["no-such-ssh"]).start(launch("true", tmp_path / "trial"))
-    with pytest.raises(LaunchError, match="no hosts"):
+    with pytest.raises(NoDevice, match="no hosts"):
         launcher().start(launch("true", tmp_path / "trial", hosts=()))
     with pytest.raises(LaunchError, match="/no/such"):
         launcher().start(launch("sleep 60", tmp_path / "trial", client=("/no/such",)))
@@ -466,7 +468,7 @@ def test_agents_are_kept_for_the_next_trial_unless_their_host_is_lost(tmp_path: 
         assert len({(tmp_path / name / "stdout.log").read_text() for name in ("1", "3")}) == 2
         assert "rank" not in {path.name for path in (tmp_path / "3").iterdir()}
         for pid in processes(mark):
-            if b"launchers.agent" in guard.read_proc(pid, "cmdline"):
+            if b"flagcore_hosts.agent" in guard.read_proc(pid, "cmdline"):
                 os.kill(pid, signal.SIGTERM)
         assert are_idle(0)
         assert code("true", "4") == 0
@@ -516,7 +518,7 @@ def test_a_kept_agent_forks_trials_until_one_fails_and_no_program_that_is_unfit(
 def test_a_host_that_never_ends_its_trial_costs_only_its_trial(
     tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flagcore.launchers.hosts.START_SECONDS", 1.0)
+    monkeypatch.setattr("flagcore_hosts.trials.START_SECONDS", 1.0)
     beats = f"cat > /dev/null & echo '{READY}'; echo '{{\"started\": 1}}'; while sleep 1; do echo; done"
     host_launcher = launcher(b=lambda host: ["sh", "-c", beats.replace("echo;", "echo {};")])
     running = host_launcher.start(launch("true", tmp_path / "trial", hosts=("b",), timeout_seconds=1.0))

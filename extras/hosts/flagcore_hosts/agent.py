@@ -21,6 +21,7 @@ import functools
 import json
 import os
 import platform
+import re
 import select
 import shutil
 import signal
@@ -31,11 +32,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from flagcore.launchers import guard, guarded, network
 from flagcore.launchers.template import Template, Templates
-from flagcore.launchers.wire import BEAT_SECONDS, Wire
+from flagcore_hosts.wire import BEAT_SECONDS, Wire
 
 MIRROR_SECONDS = 0.3
 PIECE_BYTES = 48 * 1024
@@ -43,8 +45,43 @@ MAX_PENDING_BYTES = 4 << 20
 """No file is read while the queue of outgoing messages is longer than this."""
 MAX_FILE_BYTES = 64 << 20
 """Larger files, such as checkpoints, stay on the host."""
+MUTEX_SECONDS = 5
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 """Errors after which the host counts as lost. After any other error, the trial cannot be started on any host."""
+
+
+def machine() -> str:
+    """Return a text that is equal in two processes only if they share a machine. It is empty if unknown.
+
+    Containers of one host have its boot id (random(4)) but their own namespaces. Clones of a virtual machine may have
+    one boot id, but have their own names.
+    """
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
+        return " ".join([boot_id, *namespaces, os.uname().nodename])
+    except OSError:
+        return ""
+
+
+def claim(owner: str) -> tuple[socket.socket, str]:
+    """Claim this machine for a search. Return what holds the claim, and the name of another search, or an empty string.
+
+    A claim is the name of an abstract socket (unix(7)): all users see it, and it ends with its processes. Another such
+    name is a mutex: of two searches that start together, one gets the machine.
+    """
+    holder, name = socket.socket(socket.AF_UNIX), repr(owner)[1:-1].encode()[:90].decode("utf-8", "ignore")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as mutex:
+        for _ in range(MUTEX_SECONDS * 50):
+            with contextlib.suppress(OSError):
+                mutex.bind("\0flagcore")
+                break
+            time.sleep(0.02)
+        names = re.findall(r"@flagcore \d+ (.*)", Path("/proc/net/unix").read_text("utf-8", "replace"))
+        if other := next((each for each in names if each != name), ""):
+            return holder, other
+        holder.bind(f"\0flagcore {os.getpid()} {name}")
+    return holder, ""
 
 
 class Mirror:
@@ -199,7 +236,7 @@ class Agent:
 
     def prepare(self, marker: str, owner: str) -> None:
         """Create a folder for the next trial, end the processes of a lost trial, and report the state of the host."""
-        self.claim = self.claim or (network.claim(owner) if owner else None)
+        self.claim = self.claim or (claim(owner) if owner else None)
         remaining_processes = guarded.sweep(marker) if marker else 0
         if self.folder:
             threading.Thread(target=shutil.rmtree, args=(self.folder, True), daemon=True).start()
@@ -211,7 +248,7 @@ class Agent:
             "port": network.free_port(),
             "free_disk_bytes": guard.free_disk_bytes(self.home),
             "left": remaining_processes,
-            "machine": network.machine(),
+            "machine": machine(),
             "owner": self.claim[1] if self.claim else "",
         }
         self.wire.send(ready={**state, "time": time.time(), "python": platform.python_version()})

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
+from extras.hosts.tests.cluster.bed import SSHD, Bed
+from extras.hosts.tests.cluster.conftest import Project, Tune
 from flagcore.launchers import guard
 from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import BEST, FLAG
-from tests.hosts.bed import SSHD, Bed
-from tests.hosts.conftest import Project, Tune
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -93,8 +93,8 @@ FAULTS: dict[str, Fault] = {
     "no logins": of_bed(end_logins, lambda bed, host: bed.run(host, SSHD, "-f", str(bed.folder / "sshd_config"))),
     "no address": of_bed(forget, lambda bed, _host: bed.run("h0", "umount", "/etc/hosts")),
     "closed connection": lambda tune, host: signals(tune.bed, "h0", f"\0{host}\0".encode(), signal.SIGKILL),
-    "killed agent": kill(b"launchers.agent"),
-    "stopped agent": stop(b"launchers.agent"),
+    "killed agent": kill(b"flagcore_hosts.agent"),
+    "stopped agent": stop(b"flagcore_hosts.agent"),
     "killed guard": kill(b"guard.py"),
     "stopped rank": stop(b"train.py"),
     "killed flagcore": kill_flagcore,
