@@ -403,7 +403,7 @@ class _Room:
         """Return the minimum number of layers of each stage."""
         may_be_empty = (self.place == self.layout.pipeline - 1.0) | (self.place == self.mtp)
         may_be_empty |= (self.place == 0) & may_start_empty(self.train.model)
-        return np.maximum(self.leading, self.layout.virtual - may_be_empty)
+        return np.asarray(np.maximum(self.leading, self.layout.virtual - may_be_empty))
 
     def may_have(self, layers: FloatArray) -> BoolArray:
         """Return whether `layers` is at most the result of `limits`, for each stage."""
