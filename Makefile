@@ -118,7 +118,7 @@ test-browser: setup
 # Faults at random moments on hosts out of namespaces: wants root, and of Debian's packages openssh-server, iproute2,
 # slurmctld, slurmd and slurm-client.
 test-hosts: setup
-	$(BIN)/python -m pytest tests/hosts
+	$(BIN)/python -m pytest extras/hosts/tests/cluster
 
 # The ray launcher on a Ray cluster that the tests start on this machine.
 test-ray: setup
