@@ -6,8 +6,9 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from flagcore.contracts.capabilities import Sizes, optional
+from flagcore.contracts.engine import Engine, Platform
 from flagcore.contracts.plugin import Costs, PruningRule
-from flagcore.contracts.workload import Platform, Workload
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Features, PastMeasurements, Predictions, features
@@ -46,7 +47,7 @@ class Problem:
         return self.platform.task
 
     @property
-    def workload(self) -> Workload:
+    def workload(self) -> Engine:
         """The engine of the job."""
         return self.platform.workload
 
@@ -115,7 +116,7 @@ class SearchContext:
     def features(self, rows: IntArray) -> Features:
         """Return the features of the candidates in `rows`. The errors of predictions are learned from them."""
         columns, workload = self.space.columns(rows), self.problem.workload
-        sizes = workload.sizes(engine_task(self.task), columns)
+        sizes = optional(workload, Sizes).sizes(engine_task(self.task), columns)
         return features(self.space.axes, columns, self.predictions.take(rows), sizes)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flagcore.contracts import Choice, Event, Launcher, OnEvent, Problem, SearchContext, Strategy, Workload
+from flagcore.contracts import Choice, Engine, Event, Launcher, OnEvent, Problem, SearchContext, Strategy
 from flagcore.domain.plan import Plan, interference, measured_alone, summarize
 from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.search_state import SearchState, has_time_to_repeat, next_repeat, seconds_left, stop_reason
@@ -49,7 +49,7 @@ class Dependencies:
     """The objects that the loop calls. `probe_strategy` chooses the candidates to probe before the first run."""
 
     plugins: LoadedPlugins
-    workload: Workload
+    workload: Engine
     launcher: Launcher
     strategy: Strategy
     probe_strategy: Strategy
