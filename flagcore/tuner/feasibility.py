@@ -12,24 +12,18 @@ import numpy as np
 from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.contracts.capabilities import Servers, optional
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.plan import Plan, summarize
+from flagcore.domain.plan import Plan, SearchTime
 from flagcore.domain.prediction import MEMORY_ERROR
-from flagcore.domain.search_state import (
-    DOES_NOT_FIT,
-    EXTRA_ROUNDS,
-    MAX_RIVALS,
-    SLACK,
-    UNKNOWN_SECONDS,
-    SearchState,
-    SearchTime,
-)
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import DOES_NOT_FIT, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, PRECISIONS, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
+from flagcore.tuner.budget import EXTRA_ROUNDS
 from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.search_state import MAX_RIVALS, SearchState, summarize
+from flagcore.tuner.stages.limit import SLACK, UNKNOWN_SECONDS
 from flagcore.tuner.stages.predict import record
 
 

@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flagcore.contracts import Choice, Engine, Event, Launcher, OnEvent, Problem, SearchContext, Strategy
-from flagcore.domain.plan import Plan, interference, measured_alone, summarize
+from flagcore.domain.plan import Plan
 from flagcore.domain.prediction import PastMeasurements
-from flagcore.domain.search_state import SearchState, has_time_to_repeat, next_repeat, seconds_left, stop_reason
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, HostLost, Interrupted, LaunchError
 from flagcore.i18n import N_, Message, _
 from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.budget import has_time_to_repeat, next_repeat, seconds_left, stop_reason
 from flagcore.tuner.devices import divide, parallel_probe_ranks, require_devices
 from flagcore.tuner.feasibility import dry_run, may_fit, require_candidate, require_predicted_time, search_time
 from flagcore.tuner.problem import build_problem, require_launchable, with_learned
+from flagcore.tuner.search_state import SearchState, summarize
 from flagcore.tuner.stages.launch import nodes_left
+from flagcore.tuner.stages.learn import interference, learn, measured_alone
 from flagcore.tuner.stages.limit import cap_limit, seconds_used, share_of_time, why_no_trial, with_target
 from flagcore.tuner.stages.prune import prune_by_trials
-from flagcore.tuner.stages.rank import learn, rank, search_context, untried
+from flagcore.tuner.stages.rank import rank, search_context, untried
 from flagcore.tuner.stages.shorten import SmallerTask
 from flagcore.tuner.trial_runner import TrialPool, TrialRunner, plan_shortened_steps, plan_time_limit, predicted_trial
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from flagcore.contracts import Engine, Platform, Problem
 from flagcore.contracts.capabilities import Production, Pruning, RuleOfThumb, Servers, Shortening, optional
-from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
@@ -20,6 +19,7 @@ from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.effects import has_user_command, plugin_columns
 from flagcore.tuner.published import distance, nearest_runs
 from flagcore.tuner.stages.build import NOT_LIKELY, PLANNED_SHARE, bounds, build, check, legality
 from flagcore.tuner.stages.complete import complete
@@ -89,7 +89,7 @@ def candidate_columns(platform: Platform, values: Mapping[str, KnobValue]) -> di
     task = platform.task
     plugin = plugin_columns(task, values)
     engine_values = {name: value for name, value in values.items() if name not in plugin}
-    return {**platform.workload.columns(engine_task(task), engine_values), **plugin}
+    return {**platform.workload.columns(task.for_engine(), engine_values), **plugin}
 
 
 def require_launchable(problem: Problem) -> None:
@@ -103,7 +103,7 @@ def require_launchable(problem: Problem) -> None:
         for value, effect in knob.effects.items():
             if effect.passed:
                 try:
-                    problem.workload.ready(engine_task(task, [effect]).spec)
+                    problem.workload.ready(task.for_engine([effect]).spec)
                 except SpecError as error:
                     if error.key == f"train.settings.{knob.name}":
                         raise SpecError(key=key, value=value, problem=error.problem, fix=error.fix) from None
@@ -191,7 +191,7 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
     """
     task, workload, baseline = platform.task, platform.workload, platform.task.spec.baseline
     if baseline is None:
-        usual = _usual_space(workload, engine_task(task))
+        usual = _usual_space(workload, task.for_engine())
         usual_task = replace(task, spec=replace(task.spec, space=usual))
         for searched in (legality(replace(platform, task=usual_task)), legal):
             space = build(searched.axes, searched.rules, searched.merges)

@@ -18,7 +18,6 @@ from flagcore.contracts import Costs, Engine, Platform, Problem
 from flagcore.contracts.capabilities import Sizes, optional, probing, records_of
 from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.effects import engine_task
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Observations, PastMeasurements, features
@@ -290,7 +289,7 @@ def _observations(
     columns = {knob: np.concatenate([one_row[knob] for one_row in encoded]) for knob in encoded[0]}
     columns = canonical(columns, legal.merges)
     predictions = predict_columns(platform, columns)
-    sizes = optional(workload, Sizes).sizes(engine_task(task), columns)
+    sizes = optional(workload, Sizes).sizes(task.for_engine(), columns)
     known_features = features(legal.axes, columns, predictions, sizes)
     figures = (("step_time_s", predictions.step_time_s, 1.0), ("device_used_gib", predictions.device_used_bytes, GIB))
     pairs = []

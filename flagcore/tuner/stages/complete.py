@@ -12,7 +12,6 @@ from flagcore.contracts import Engine, HostSetup, Platform
 from flagcore.contracts.capabilities import Advice, Installation, MixedClusters, Production, optional
 from flagcore.domain.chip import TRAINED, slowness, usual_precision
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.effects import engine_task
 from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice, ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
@@ -227,7 +226,7 @@ def with_plugin_knobs(platform: Platform) -> Platform:
         _check_knob(spec, knob)
     task = replace(task, knobs=chosen)
     try:
-        workload.axes(engine_task(task))
+        workload.axes(task.for_engine())
     except SpecError as error:
         hint = f"; knobs of plugins: {plugin_names}" if plugin_names else ""
         raise join_errors(

@@ -12,13 +12,21 @@ import numpy as np
 from flagcore.contracts import Platform, SearchContext
 from flagcore.contracts.capabilities import Shortening, optional
 from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
-from flagcore.domain.effects import engine_candidate, engine_task
 from flagcore.domain.plan import measured_to_predicted
-from flagcore.domain.search_state import SLACK, UNKNOWN_SECONDS, SearchState, min_repeats, overheads
 from flagcore.domain.spec import Control, Task, TrainSpec
 from flagcore.domain.trial import MIN_STEPS, Role, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
-from flagcore.tuner.learning.trials import expected_step_times, fastest_open_rows, overhead_seconds
+from flagcore.tuner.budget import min_repeats
+from flagcore.tuner.effects import engine_candidate
+from flagcore.tuner.learning.trials import expected_step_times, fastest_open_rows, overhead_seconds, overheads
+from flagcore.tuner.search_state import SearchState
+
+SLACK = 3.0
+"""The time limit of a trial's steps, relative to the upper bound of their predicted time. It allows for other jobs,
+slow file systems and compilation. Chosen by hand: the limit ends trials that hang, not slow ones."""
+
+UNKNOWN_SECONDS = 3600.0
+"""The time limit of a trial whose step time is not predicted. Chosen by hand."""
 
 START_SLACK = 2.0
 """The time limit of a trial's start, relative to the longest start of the run so far. Chosen by hand."""
@@ -231,7 +239,7 @@ def _shorter_steps(context: SearchContext, row: int, step: float, fits: float) -
     """
     if fits <= 0.0:
         return None
-    task, candidate = engine_task(context.task), engine_candidate(context.task, context.space.candidate(row))
+    task, candidate = context.task.for_engine(), engine_candidate(context.task, context.space.candidate(row))
     if optional(context.problem.workload, Shortening).shorter_batch(task, candidate, fits / step) is None:
         return None
     text = N_("auto_tuner.control.max_step_time: {seconds:.2g} (steps of fewer micro-batches)")

@@ -12,13 +12,13 @@ import numpy as np
 
 from flagcore.contracts import Launcher, MemoryModel, Platform, RunningLaunch, communicator_bytes
 from flagcore.contracts.capabilities import probing
-from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, task_to_start
 from flagcore.domain.launch import INCONCLUSIVE, Exit, Launch, failure
 from flagcore.domain.prediction import Prediction, Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, LaunchError
+from flagcore.tuner.effects import effects_of, engine_candidate, environment_of, task_to_start
 from flagcore.tuner.launches import limited_launch, prepared_launch, with_selected_devices
 
 POLL_SECONDS = 60.0
@@ -95,7 +95,7 @@ def ranks_to_probe(platform: Platform, candidate: Candidate) -> tuple[int, ...]:
 
 def _engine_task(task: Task, candidate: Candidate) -> Task:
     """Return the task as the engine sees it, with the settings that the candidate's knobs change."""
-    return engine_task(task, effects_of(task, candidate.as_dict()))
+    return task.for_engine(effects_of(task, candidate.as_dict()))
 
 
 def _places(platform: Platform, devices: int) -> list[tuple[tuple[str, ...], int]]:

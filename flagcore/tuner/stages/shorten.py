@@ -15,12 +15,12 @@ import numpy as np
 
 from flagcore.contracts import Platform
 from flagcore.contracts.capabilities import Shortening, optional
-from flagcore.domain.effects import engine_candidate, engine_legality, engine_task
 from flagcore.domain.prediction import Prediction, Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray, Merge, Rule, as_candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Shortened
 from flagcore.errors import SpecError
+from flagcore.tuner.effects import engine_candidate, engine_legality
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.stages.predict import predict_columns
 
@@ -73,7 +73,7 @@ def shorten(platform: Platform, candidate: Candidate, columns: Columns, step_s: 
     if max_step is None or step_s is None or step_s <= max_step:
         return None
     engine = optional(platform.workload, Shortening)
-    batch = engine.shorter_batch(engine_task(task), engine_candidate(task, candidate), max_step / step_s)
+    batch = engine.shorter_batch(task.for_engine(), engine_candidate(task, candidate), max_step / step_s)
     if batch is None:
         return None
     short_task = replace(platform, task=task.with_batch(batch))

@@ -9,15 +9,24 @@ from flagcore_megatron.adapter import WORKLOAD
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import Fact
-from flagcore.domain.search_state import EXTRA_ROUNDS, SLACK, UNKNOWN_SECONDS
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.i18n import choose, from_record
+from flagcore.tuner.budget import EXTRA_ROUNDS
 from flagcore.tuner.feasibility import search_time
 from flagcore.tuner.stages.build import build
-from flagcore.tuner.stages.limit import START_SLACK, cap_limit, share_of_time, time_limit, why_no_trial, with_target
-from flagcore.tuner.stages.rank import learn
+from flagcore.tuner.stages.learn import learn
+from flagcore.tuner.stages.limit import (
+    SLACK,
+    START_SLACK,
+    UNKNOWN_SECONDS,
+    cap_limit,
+    share_of_time,
+    time_limit,
+    why_no_trial,
+    with_target,
+)
 from tests import small
 from tests.tuner.strategies.contexts import predictions, search_context, trial_of
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.launcher import HostsLauncher
 from flagcore_megatron.adapter import Megatron
 
 from engines.megatron.tests.launch.test_probing import METRICS
@@ -20,8 +22,6 @@ from flagcore.domain.prediction import Probe, RankMeasurement, RankPrediction, R
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.errors import HostLost
-from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.local import LAUNCHER
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.tuner.devices import parallel_probe_ranks
