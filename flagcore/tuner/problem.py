@@ -21,11 +21,11 @@ from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.effects import has_user_command, plugin_columns
 from flagcore.tuner.published import distance, nearest_runs
+from flagcore.tuner.shorten import smaller_task
 from flagcore.tuner.stages.build import NOT_LIKELY, PLANNED_SHARE, bounds, build, check, legality
 from flagcore.tuner.stages.complete import complete
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
-from flagcore.tuner.stages.shorten import smaller_task
 
 OnUsual: TypeAlias = Callable[[Platform, Space, Predictions], object]
 

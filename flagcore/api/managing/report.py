@@ -48,9 +48,9 @@ from flagcore.report.text import duration_text, heading
 from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.budget import seconds_left
 from flagcore.tuner.effects import effects_of_row
+from flagcore.tuner.limits import seconds_used
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.search_state import summarize
-from flagcore.tuner.stages.limit import seconds_used
 from flagcore.tuner.stages.predict import in_gib, record
 from flagcore.tuner.stages.rank import untried
 from flagcore.tuner.store.directory import IDENTITY, LOCK

@@ -48,8 +48,9 @@ from flagcore.report.result import noise_warnings
 from flagcore.spec.convert import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.feasibility import crowded_baseline_text
-from flagcore.tuner.loop import STOPPED, Dependencies, TuneResult
+from flagcore.tuner.loop import Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
+from flagcore.tuner.planner import STOPPED
 from flagcore.tuner.store.directory import RunDirectory
 
 if TYPE_CHECKING:

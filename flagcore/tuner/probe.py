@@ -1,4 +1,4 @@
-"""probe: run single ranks of a candidate, and combine their measurements with its prediction."""
+"""Runs single ranks of a candidate, and combines their measurements with its prediction."""
 
 import os
 import posixpath
