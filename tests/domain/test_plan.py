@@ -6,8 +6,8 @@ import pytest
 
 from flagcore.domain.plan import Counts, Plan, measured_to_predicted
 from flagcore.domain.trial import PROBE, Role, Trial, TrialState
-from flagcore.tuner.search_state import gains
-from flagcore.tuner.stages.learn import interference, learn
+from flagcore.tuner.search_state import gains, interference
+from flagcore.tuner.stages.learn import learn
 from tests.tuner.test_search_state import trial
 
 FIRST = (trial(0, "baseline", 100.0, Role.BASELINE), trial(1, "best", 150.0, Role.SEARCH))

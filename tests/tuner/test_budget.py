@@ -5,15 +5,8 @@ from dataclasses import replace
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.tuner.budget import (
-    EXTRA_ROUNDS,
-    REPEAT_SLACK,
-    has_time_to_repeat,
-    repeats_seconds,
-    seconds_left,
-    stop_reason,
-)
-from flagcore.tuner.search_state import SearchState
+from flagcore.tuner.budget import REPEAT_SLACK, has_time_to_repeat, repeats_seconds, seconds_left, stop_reason
+from flagcore.tuner.search_state import EXTRA_ROUNDS, SearchState
 from flagcore.tuner.stages.learn import learn
 from tests import small
 

@@ -8,8 +8,7 @@ from flagcore.domain.chip import CORES, OTHERS_CORES
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.tuner.budget import EXTRA_ROUNDS, next_repeat
-from flagcore.tuner.search_state import MIN_NOISE, SearchState, gains, noise, significant
+from flagcore.tuner.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, gains, next_repeat, noise, significant
 from flagcore.tuner.stages.learn import learn
 from tests import small
 

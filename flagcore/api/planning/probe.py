@@ -11,7 +11,8 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.candidate_parser import parse_candidate
 from flagcore.api.inputs import LoadedSpec, loaded_plugins, read_spec, warn_about_problem
-from flagcore.contracts import Problem, Workload
+from flagcore.contracts import Engine, Problem
+from flagcore.contracts.capabilities import probing
 from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Probe, RankProbe
 from flagcore.domain.space import Candidate, as_candidate
@@ -24,11 +25,12 @@ from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
 from flagcore.tuner.devices import parallel_probe_ranks, require_devices
 from flagcore.tuner.feasibility import require_candidate
+from flagcore.tuner.limits import time_limit
+from flagcore.tuner.planner import predicted_trial
+from flagcore.tuner.probe import combine
+from flagcore.tuner.probe import probe as probe_candidate
 from flagcore.tuner.problem import build_problem, require_launchable, rows_by_time
 from flagcore.tuner.stages.predict import in_gib, rank_record, record
-from flagcore.tuner.stages.probe import combine
-from flagcore.tuner.stages.probe import probe as probe_candidate
-from flagcore.tuner.trial_runner import plan_time_limit, predicted_trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def probe(
     if spec.cluster.groups:
         raise UsageError(_("{file} has cluster.groups: a probe needs one kind of chip", file=os.fspath(spec_file)))
     workload = plugins.workload_of(spec.work)
-    workload.ready_to_probe(spec)
+    probing(workload).ready_to_probe(spec)
     if seconds is not None:
         spec = replace(spec, control=replace(spec.control, max_time_per_task=seconds))
     with loaded_plugins(without) as loaded, ExitStack() as stack:
@@ -89,9 +91,7 @@ def probe(
     return [_probed_record(problem, each) for each in probed]
 
 
-def _problem(
-    spec: Spec, loaded: LoadedPlugins, workload: Workload, candidate: str | None
-) -> tuple[Problem, str | None]:
+def _problem(spec: Spec, loaded: LoadedPlugins, workload: Engine, candidate: str | None) -> tuple[Problem, str | None]:
     """Return the problem of a spec, and the name of the candidate in it. Knobs with values become the baseline."""
     problem = build_problem(spec, loaded, workload)
     if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
@@ -118,7 +118,7 @@ def _probe(
         on_rank(_("probing rank {rank} of {world}: {candidate}", rank=rank, world=world, candidate=text))
 
     trial = predicted_trial(problem, candidate, Role.SEARCH, PROBE)
-    limit, launcher = plan_time_limit(problem, trial, (), len(ranks)), plugins.launcher("local")
+    limit, launcher = time_limit(problem.platform, trial, (), len(ranks)), plugins.launcher("local")
     try:
         return probe_candidate(problem.platform, launcher, candidate, folder, limit, ranks, report, devices=devices)
     except KeyboardInterrupt:

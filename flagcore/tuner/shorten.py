@@ -1,4 +1,4 @@
-"""shorten: run steps with fewer micro-batches or on fewer nodes, and scale their times by predictions.
+"""Runs steps with fewer micro-batches or on fewer nodes, and scales their times by predictions.
 
 On fewer nodes, only the number of data-parallel replicas changes. Such a trial does not measure the communication of
 all replicas or the smaller share of the optimizer on each replica. From n to N nodes the step time grows by the factor
@@ -13,11 +13,12 @@ from fractions import Fraction
 
 import numpy as np
 
-from flagcore.contracts import Platform
+from flagcore.contracts import Platform, Problem
+from flagcore.contracts.capabilities import Shortening, optional
 from flagcore.domain.prediction import Prediction, Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray, Merge, Rule, as_candidate
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Shortened
+from flagcore.domain.trial import Role, Shortened, Trial, step_value
 from flagcore.errors import SpecError
 from flagcore.tuner.effects import engine_candidate, engine_legality
 from flagcore.tuner.stages.build import canonical
@@ -71,7 +72,8 @@ def shorten(platform: Platform, candidate: Candidate, columns: Columns, step_s: 
     task, max_step = platform.task, platform.task.spec.control.max_step_time
     if max_step is None or step_s is None or step_s <= max_step:
         return None
-    batch = platform.workload.shorter_batch(task.for_engine(), engine_candidate(task, candidate), max_step / step_s)
+    engine = optional(platform.workload, Shortening)
+    batch = engine.shorter_batch(task.for_engine(), engine_candidate(task, candidate), max_step / step_s)
     if batch is None:
         return None
     short_task = replace(platform, task=task.with_batch(batch))
@@ -166,11 +168,11 @@ class SmallerTask:
 
     @property
     def _replicas(self) -> str:
-        workload = self.whole.workload
-        if not workload.replicas:
-            problem = f"is not supported by {workload.name}"
+        replicas = optional(self.whole.workload, Shortening).replicas
+        if not replicas:
+            problem = f"is not supported by {self.whole.workload.name}"
             raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix="leave it out")
-        return workload.replicas
+        return replicas
 
     @property
     def _share(self) -> Fraction:
@@ -190,3 +192,18 @@ def smaller_task(platform: Platform) -> SmallerTask | None:
     """Return the task as trials run it on `control.trial_nodes` nodes, or None if they run on all nodes."""
     spec = platform.task.spec
     return SmallerTask(platform, spec.trial_nodes) if spec.trial_nodes < spec.cluster.nodes else None
+
+
+def shortened_steps(problem: Problem, trial: Trial, most_nodes: int | None = None) -> Shortened | None:
+    """Return how the steps of a trial are shortened, or None if they are whole.
+
+    `most_nodes`: the maximum number of nodes if nodes were lost.
+    """
+    spec, columns = problem.task.spec, problem.columns_of(trial.candidate)
+    nodes = min(spec.trial_nodes, most_nodes or spec.cluster.nodes)
+    if spec.control.trial_nodes or nodes < spec.cluster.nodes:
+        whole_prediction = problem.predictions.row(problem.row_of(trial.candidate))
+        return SmallerTask(problem.platform, nodes).shortened(columns, whole_prediction)
+    if trial.role is Role.REPEAT:
+        return None
+    return shorten(problem.platform, trial.candidate, columns, step_value(trial.believed) or trial.predicted_step_s)

@@ -17,8 +17,8 @@ from flagcore.domain.space import Columns, KnobValue
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Measurement, Shortened, Trial, TrialState
 from flagcore.report.result import result
+from flagcore.tuner.shorten import FIXED_FACTOR, UNMODELLED_SHARE, scale_nodes, scale_steps, shorten
 from flagcore.tuner.stages.predict import predict_columns
-from flagcore.tuner.stages.shorten import FIXED_FACTOR, UNMODELLED_SHARE, scale_nodes, scale_steps, shorten
 from tests import small
 from tests.tuner.benches import Ended, sizes_of, write_steps
 from tests.tuner.test_loop_limits import BusyBench, OnTwoHosts, Player, batch_of, seconds

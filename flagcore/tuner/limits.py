@@ -1,4 +1,4 @@
-"""limit: the time limits of trials, and the reasons to start no trial."""
+"""The time limits of trials, and the reasons to start no trial."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Platform, SearchContext
+from flagcore.contracts.capabilities import Shortening, optional
 from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
 from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.spec import Control, Task, TrainSpec
-from flagcore.domain.trial import MIN_STEPS, Role, TimeLimit, Trial, TrialState
+from flagcore.domain.trial import MIN_STEPS, PROBE, Role, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
-from flagcore.tuner.budget import min_repeats
 from flagcore.tuner.effects import engine_candidate
 from flagcore.tuner.learning.trials import expected_step_times, fastest_open_rows, overhead_seconds, overheads
-from flagcore.tuner.search_state import SearchState
+from flagcore.tuner.probe import ranks_to_probe
+from flagcore.tuner.search_state import SearchState, min_repeats
 
 SLACK = 3.0
 """The time limit of a trial's steps, relative to the upper bound of their predicted time. It allows for other jobs,
@@ -35,8 +36,11 @@ RESERVE = 0.05
 processes. Chosen by hand."""
 
 
-def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launches: int = 1) -> TimeLimit:
-    """Return the time limit of a trial with `launches` consecutive launches.
+def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], ranks: int | None = None) -> TimeLimit:
+    """Return the time limit of a trial, given the `earlier` trials of the run.
+
+    `ranks`: the number of ranks of a probe, which are launched one after the other and do not depend on `earlier`
+    trials; by default, as many as `ranks_to_probe` returns.
 
     It is `control.max_time_per_task` if this is set. Otherwise, each launch gets the time to start plus SLACK times the
     upper bound of its steps. Both are increased if `earlier` trials took longer, including trials that ended before
@@ -45,7 +49,9 @@ def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launc
     task, control = platform.task, platform.task.spec.control
     if (limit_s := control.max_time_per_task) is not None:
         return TimeLimit(seconds=limit_s, because=f"auto_tuner.control.max_time_per_task = {limit_s:g} s")
-    start = platform.workload.start_seconds
+    start, launches = platform.workload.start_seconds, 1
+    if trial.fidelity == PROBE:
+        earlier, launches = (), ranks or len(ranks_to_probe(platform, trial.candidate))
     longest = START_SLACK * max(overheads(control, earlier), default=0.0)
     because = f"{start:g} s to start" if start >= longest else f"{longest:.0f} s to start, twice the longest so far"
     steps = 0.0
@@ -239,7 +245,7 @@ def _shorter_steps(context: SearchContext, row: int, step: float, fits: float) -
     if fits <= 0.0:
         return None
     task, candidate = context.task.for_engine(), engine_candidate(context.task, context.space.candidate(row))
-    if context.problem.workload.shorter_batch(task, candidate, fits / step) is None:
+    if optional(context.problem.workload, Shortening).shorter_batch(task, candidate, fits / step) is None:
         return None
     text = N_("auto_tuner.control.max_step_time: {seconds:.2g} (steps of fewer micro-batches)")
     return Message(text, seconds=fits)

@@ -11,13 +11,10 @@ from flagcore.contracts import SearchContext
 from flagcore.domain.chip import Fact
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Control, Task
-from flagcore.domain.trial import Role, Shortened, TimeLimit, Trial, TrialState
+from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.i18n import choose, from_record
-from flagcore.tuner.budget import EXTRA_ROUNDS
 from flagcore.tuner.feasibility import search_time
-from flagcore.tuner.stages.build import build
-from flagcore.tuner.stages.learn import learn
-from flagcore.tuner.stages.limit import (
+from flagcore.tuner.limits import (
     SLACK,
     START_SLACK,
     UNKNOWN_SECONDS,
@@ -27,6 +24,9 @@ from flagcore.tuner.stages.limit import (
     why_no_trial,
     with_target,
 )
+from flagcore.tuner.search_state import EXTRA_ROUNDS
+from flagcore.tuner.stages.build import build
+from flagcore.tuner.stages.learn import learn
 from tests import small
 from tests.tuner.strategies.contexts import predictions, search_context, trial_of
 
@@ -45,6 +45,7 @@ def measured_trial(step: float, seconds: float, scaled_from: float | None = None
 
 
 def seconds(trial: Trial, *earlier: Trial, task: Task = TASK, launches: int = 1) -> float:
+    trial = replace(trial, fidelity=RUN if launches == 1 else PROBE)
     return time_limit(small.platform(task), trial, earlier, launches).seconds
 
 

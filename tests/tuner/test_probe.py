@@ -25,7 +25,7 @@ from flagcore.errors import HostLost
 from flagcore.launchers.local import LAUNCHER
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.tuner.devices import parallel_probe_ranks
-from flagcore.tuner.stages.probe import combine, probe
+from flagcore.tuner.probe import combine, probe
 from tests import small
 
 TASK = small.task(devices=4)
