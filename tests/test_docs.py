@@ -14,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from flagcore_megatron.reading import METRICS, STEPS
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 
 from docs.site import cli_page, generate
 from flagcore import errors
@@ -29,7 +29,9 @@ NAMED = re.compile(r"(?<![\w/])docs/[\w-]+\.md")
 PATH = re.compile(r"`((?:flagcore|plugins|tests|examples|benchmarks|docs)/[\w./-]*)`")
 TWINS = [page for page in PAGES if page.endswith(".zh.md")]
 SERVING_ENGINES = [
-    each for each in map(workload, names(WORKLOADS)) if isinstance(each, Engine) and each.where.startswith("flagcore")
+    each
+    for each in map(workload, names(WORKLOADS))
+    if isinstance(each, ServingEngine) and each.where.startswith("flagcore")
 ]
 engines = pytest.mark.parametrize("engine", SERVING_ENGINES, ids=lambda engine: engine.name)
 OTHER_PATHS = ("docs/plugin-data.md", "docs/write-a-plugin.md", "CHANGELOG.md")

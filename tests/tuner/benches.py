@@ -8,7 +8,7 @@ from typing import Any
 
 from flagcore_megatron.adapter import WORKLOAD
 
-from flagcore.contracts import Event, Launcher, Strategy, Workload
+from flagcore.contracts import Engine, Event, Launcher, Strategy
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
@@ -96,7 +96,7 @@ class Bench:
         self.events: list[Event] = []
         self.strategy: Any = PREDICTED
         self.prober: Strategy | None = None
-        self.workload: Workload = WORKLOAD
+        self.workload: Engine = WORKLOAD
         self.plugin = plugin()
         self.cluster = ClusterSpec()
 

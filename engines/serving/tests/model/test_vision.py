@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore_lmdeploy.profile import WORKLOAD as LMDEPLOY
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.load.images import Image
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.simulation import Price, Simulation
@@ -112,7 +112,7 @@ def test_the_context_holds_the_largest_images() -> None:
     ],
 )
 def test_servers_that_cannot_take_images_are_refused(engine: str, arguments: dict[str, Any], word: str) -> None:
-    workload: Engine = ENGINES[engine]
+    workload: ServingEngine = ENGINES[engine]
     with pytest.raises(SpecError) as raised:
         workload.rules(task(images(), engine, **arguments))
     assert raised.value.key == "serve.profile.images"
