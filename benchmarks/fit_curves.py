@@ -24,13 +24,14 @@ from scipy.optimize import least_squares
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.contracts import Costs, Workload
+from flagcore.contracts import Costs, Engine
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec.jobs import read_job
 from flagcore.tuner.stages.discover import costs
+from flagcore.vendorkit.chip_file import shared_costs
 
 PLUGINS = Path(__file__).parent.parent / "plugins"
 BACKWARD = 0.8
@@ -246,7 +247,7 @@ def _together(layouts: Sequence[Layout]) -> Layout:
     return Layout(**{name: np.concatenate([getattr(each, name) for each in layouts]) for name in names})
 
 
-def _task_of(record: Mapping[str, Any], workload: Workload, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
+def _task_of(record: Mapping[str, Any], workload: Engine, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
     job = read_job(record, plugins.engines())
     devices = min(job.devices_per_node, job.devices)
     group = NodeGroup(chip=find_chip(job.chip), nodes=job.devices // devices, devices_per_node=devices)
@@ -256,9 +257,13 @@ def _task_of(record: Mapping[str, Any], workload: Workload, find_chip: Callable[
 
 
 def _write(family: Family, parameters: Mapping[str, float], report: Mapping[str, Any]) -> None:
-    """Write the curve of every chip of the family; it is fitted to the first chip and shared by design."""
+    """Write the curve of every chip of the family; it is fitted to the first chip and shared by design.
+
+    A chip to which the plugin's `costs/same_as.yaml` applies the curve of another one has no file.
+    """
     runs = sum(source["runs"] for source in report["sources"].values())
-    for chip in family.chips:
+    shared = shared_costs(Path(family.package).name)
+    for chip in (each for each in family.chips if (each.casefold(), "curve.yaml") not in shared):
         path = PLUGINS / family.package / "costs" / chip.casefold() / "curve.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         method = f"fitted by benchmarks/fit_curves.py to {runs} published runs on {', '.join(family.chips[:4])}"

@@ -393,7 +393,7 @@ def features(
 ) -> Features:
     """Return the features of the candidates in `columns`, given the `predictions` of the same candidates.
 
-    `sizes`: the result of `Workload.sizes`. Shares of an unknown step time are 0.
+    `sizes`: the result of `Engine.sizes`. Shares of an unknown step time are 0.
     """
     step = predictions.step_time_s
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -11,6 +11,23 @@ from typing import Any
 import numpy as np
 
 from flagcore import contracts
+from flagcore.contracts.capabilities import (
+    Advice,
+    Bounds,
+    Commands,
+    Details,
+    Installation,
+    JobRecords,
+    Layouts,
+    MixedClusters,
+    Probes,
+    Production,
+    Pruning,
+    RuleOfThumb,
+    Shortening,
+    Sizes,
+    Steps,
+)
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Start
 from flagcore.domain.prediction import Predictions
@@ -42,7 +59,24 @@ class UselessSelectiveRecompute:
         return selective
 
 
-class Megatron(contracts.Workload):
+class Megatron(
+    contracts.Engine,
+    Advice,
+    Bounds,
+    Commands,
+    Details,
+    Installation,
+    JobRecords,
+    Layouts,
+    MixedClusters,
+    Probes,
+    Production,
+    Pruning,
+    RuleOfThumb,
+    Shortening,
+    Sizes,
+    Steps,
+):
     """Training with megatron-core, or with a user's own Megatron-LM command."""
 
     name = "megatron"

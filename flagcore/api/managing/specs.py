@@ -30,7 +30,8 @@ from flagcore.api.inputs import (
     write_spec,
 )
 from flagcore.api.planning.estimate import build_problem_of_spec
-from flagcore.contracts import HistoryReader, ImportedSpec, Problem, Workload
+from flagcore.contracts import HistoryReader, ImportedSpec, Problem
+from flagcore.contracts.capabilities import Commands, commands_of
 from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.knob import Knobs
 from flagcore.domain.launch import Start
@@ -42,7 +43,6 @@ from flagcore.domain.spec import ImportNote
 from flagcore.domain.trial import Role, Trial
 from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageError, join_errors
 from flagcore.i18n import N_, _
-from flagcore.plugins import WORKLOADS, names
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.containers import CONFIG_MAP, FORMS, IMAGE, left_out, split_words
 from flagcore.spec.convert import engines_of
@@ -92,7 +92,8 @@ def read_command(
     contain it. `chip`: the chip of the cluster; if it is None, it is detected later. `text`: the content of the file in
     place of `words`. Raises SpecError, UsageError.
     """
-    workloads = {name: plugins.workload(name) for name in ([engine] if engine else names(WORKLOADS))}
+    readers = [engine] if engine else plugins.command_readers()
+    workloads = {name: commands_of(plugins.workload(name)) for name in readers}
     words, content = _command(words, text)
     images = {image: entry for each in workloads.values() for image, entry in each.images.items()}
     programs = list(starts_of(words, content, images, os.getcwd(), _engine_table("declared")))
@@ -106,7 +107,7 @@ def read_command(
     if error := _not_one(shown, content or "", programs, found):
         raise gave_up or error
     ((name, *_words), start) = next(iter(found.items()))
-    workload, path = workloads[name], absolute_model(model, Path()) if model is not None else None
+    workload, path = plugins.workload(name), absolute_model(model, Path()) if model is not None else None
     has_script = workload.kind == "train" and bool(start.script)
     is_long = has_script and max(map(len, start.script)) > LONGEST_TEXT  # a template, given as text
     for with_script in [True, False] if has_script and not is_long else [False]:
@@ -116,14 +117,14 @@ def read_command(
         if has_script and not with_script:
             why = "is long" if is_long else "cannot start it in trials"
             notes.note("train.command", f"is the program without the script, which {why}", "train.command")
-        for key, value in {**start.left_out, **({} if with_script else _others(workload, programs))}.items():
+        for key, value in {**start.left_out, **({} if with_script else _others(workloads[name], programs))}.items():
             text = "is a secret: not copied" if is_secret(key) else f"is left out: {redact_text(value)[:100]}"
             notes.note(key, text)
         envs = _envs({**start.envs, **(start.job if with_script else {})}, notes, start, content or shlex.join(words))
         read = replace(start, envs={**envs, UNSET: start.envs.get(UNSET, "")})
         read = replace(read, envs={**start.job, **read.envs}, words=start.script) if with_script else read
         try:
-            data, engine_notes = workload.read_command(read, Path.cwd(), path)
+            data, engine_notes = workloads[name].read_command(read, Path.cwd(), path)
             break
         except SpecError as error:
             if with_script and error.key == "train.command":
@@ -147,7 +148,7 @@ def read_command(
     return spec
 
 
-def _engines(workloads: Mapping[str, Workload], programs: Sequence[Start]) -> dict[tuple[str, str, str], Start]:
+def _engines(workloads: Mapping[str, Commands], programs: Sequence[Start]) -> dict[tuple[str, str, str], Start]:
     """Return the programs that are engines, by engine, role and command. Those of one server are a single one."""
     found = dict[tuple[str, str, str], Start]()
     for name, workload in workloads.items():
@@ -167,7 +168,7 @@ def _engines(workloads: Mapping[str, Workload], programs: Sequence[Start]) -> di
     return found
 
 
-def _others(workload: Workload, programs: Sequence[Start]) -> dict[str, str]:
+def _others(workload: Commands, programs: Sequence[Start]) -> dict[str, str]:
     """Return the other programs of an input, with their arguments, that may change speed."""
     others = [each.words for each in programs if not workload.starts(each.words, os.getcwd())]
     named = {os.path.basename(words[0].removeprefix(IMAGE)): " ".join(words[1:]) for words in reversed(others)}

@@ -40,7 +40,7 @@ from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS, in_space
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a command, with notes (see `Workload.read_command`). Raises SpecError."""
+    """Return the data of a spec for a command, with notes (see `Engine.read_command`). Raises SpecError."""
     command = start.words
     user_command = read_command(command, str(directory), start.envs)
     if user_command is None:
@@ -104,7 +104,7 @@ NEWER = {
 
 
 def read_flags(text: str, spec: Spec) -> tuple[str, dict[str, SettingValue], list[str]]:
-    """See `Workload.read_flags`. By default, experts are split like all other matrices."""
+    """See `Engine.read_flags`. By default, experts are split like all other matrices."""
     words = [new for each in text.split() for new in _renamed(*each.partition("="))]
     first, *flags = re.split(r"(?:^| )--(?=[a-zA-Z])", " ".join(NEWER.get(word, word) for word in words))
     kept, unused, settings, sizes = [first.strip(" ,")], list[str](), dict[str, SettingValue](), dict[str, int]()
