@@ -20,7 +20,7 @@ from docs.site import cli_page, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
 from flagcore.plugins import WORKLOADS, names, workload
-from tests.pages import FENCE, PAGES, ROOT, TEXT, prose
+from tests.doc_pages import FENCE, PAGES, ROOT, TEXT, prose
 
 FILES = generate.files()
 REFERENCE = TEXT["docs/cli.md"]

@@ -15,7 +15,7 @@ from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins import STRATEGIES, WORKLOADS, load_plugins, names, strategy, workload
 from flagcore.tuner.stages.complete import engine_version
-from tests import small
+from tests import tasks
 
 Install = Callable[..., None]
 
@@ -95,4 +95,4 @@ def test_release_comes_from_the_named_distribution(
 ) -> None:
     install("tensorrt-llm", {})
     engine = SimpleNamespace(name=name, modules={"tensorrt_llm": "tensorrt-llm>=1"}, distribution=distribution)
-    assert engine_version(small.task().spec, cast("Engine", engine)) == version
+    assert engine_version(tasks.task().spec, cast("Engine", engine)) == version

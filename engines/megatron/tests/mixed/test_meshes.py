@@ -25,7 +25,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
-from tests import small
+from tests import tasks
 
 MODEL = Model(
     name="llama-1b-like",
@@ -46,7 +46,7 @@ def task(*texts: str, model: Model = MODEL, devices: int = 8, **space: Any) -> T
         NodeGroup(chip=replace(chip(times), name=name), nodes=1, devices_per_node=devices)
         for name, times in (("fast", 1.0), ("slow", TIMES))
     )
-    base = small.task(model, seq_length=4096, global_batch_size=32, space={MESHES: texts, **space})
+    base = tasks.task(model, seq_length=4096, global_batch_size=32, space={MESHES: texts, **space})
     return replace(base, cluster=Cluster(groups=groups))
 
 
@@ -187,7 +187,7 @@ def test_thousands_of_devices_have_few_candidates(model: Model) -> None:
     made = replace(mixed(first, others[0]), further={1024: others[0], 2048: others[1]})
     job = replace(replace_space(task(model=model), {}), cluster=Cluster(groups=tuple(groups)))
     job = job.with_batch(4096)
-    platform = WORKLOAD.with_derived_values(small.platform(job, costs=made))
+    platform = WORKLOAD.with_derived_values(tasks.platform(job, costs=made))
     space = build(WORKLOAD.axes(platform.task), WORKLOAD.rules(platform.task), WORKLOAD.merges(platform.task))
     number = np.count_nonzero(space.columns()[MESHES])
     assert 1_000 < number < len(space) < 60_000
@@ -199,7 +199,7 @@ def test_sizes_of_planned_meshes_have_the_best_of_each_group_alone(
 ) -> None:
     monkeypatch.setattr("flagcore_megatron.mixed.planner.LARGE", 0)
     made, whole = pair(devices=4), replace_space(task(model=model, devices=4), {})
-    platform = WORKLOAD.with_derived_values(small.platform(whole, costs=made))
+    platform = WORKLOAD.with_derived_values(tasks.platform(whole, costs=made))
     for number, group in enumerate(whole.cluster.groups):
         alone = replace(whole, cluster=Cluster(groups=(group,)))
         few = replace_space(alone, WORKLOAD.values_alone(platform.task, number))
@@ -294,7 +294,7 @@ def test_trials_refuse_meshes_of_other_sizes() -> None:
 
 def test_the_meshes_of_trials_have_equal_sizes_and_another_order() -> None:
     job = on_hosts(replace_space(task(), {"context_parallel_size": (1,)}))
-    made = WORKLOAD.with_derived_values(small.platform(job, costs=pair()), plan=False).task
+    made = WORKLOAD.with_derived_values(tasks.platform(job, costs=pair()), plan=False).task
     texts = [str(text) for text in made.spec.space[MESHES] if text]
     assert {text.split()[0] for text in texts} == {"fast", "slow"}
     assert not [text for text in texts if text.startswith("fast") and "+" in text]

@@ -31,7 +31,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.errors import LaunchError, SpecError
-from tests import small
+from tests import tasks
 
 
 def every(job: Task) -> list[str]:
@@ -140,14 +140,14 @@ def test_only_the_trial_program_runs_data_splits(tmp_path: Path) -> None:
     command = replace(job.spec.train, command=("torchrun", "train_gpt.py", "--enable-hetero"))
     assert isinstance(command, TrainSpec)
     with pytest.raises(SpecError) as caught:
-        with_meshes(small.platform(replace(job, spec=replace(job.spec, work=command)), costs=pair()), plan=False)
+        with_meshes(tasks.platform(replace(job, spec=replace(job.spec, work=command)), costs=pair()), plan=False)
     assert caught.value.key == f"auto_tuner.space.{MESHES}"
     assert "replicas_release" in str(caught.value)
     values = {**dict.fromkeys(SIZES.values(), 1), "micro_batch_size": 1, MESHES: UNEVEN}
     with pytest.raises(LaunchError, match="replicas_release"):
-        WORKLOAD.launch(small.platform(job, costs=pair()), Candidate.of(values), str(tmp_path), for_real=True)
+        WORKLOAD.launch(tasks.platform(job, costs=pair()), Candidate.of(values), str(tmp_path), for_real=True)
     with pytest.raises(LaunchError, match="replicas_release"):
-        mixed(small.platform(job, costs=pair()), values)
+        mixed(tasks.platform(job, costs=pair()), values)
 
 
 def test_ways_to_split_a_job_have_names() -> None:

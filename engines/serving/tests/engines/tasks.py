@@ -24,8 +24,8 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.domain.trial import TrialState
 from flagcore.plugins import workload
 from flagcore.tuner.stages.build import build, canonical
-from tests import served
-from tests.small import CHIP, DENSE, SOURCE
+from tests import serving_inputs
+from tests.tasks import CHIP, DENSE, SOURCE
 
 SHARED = Link(name="loopback", topology="shared-memory", bytes_per_second=Fact(value=2e9, source=SOURCE))
 CORE = replace(CHIP, name="core", link=SHARED, memory_bytes=Fact(value=8e9, source=SOURCE))
@@ -106,7 +106,7 @@ def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds |
 def figures(task: Task, **values: KnobValue) -> dict[str, float]:
     """The predicted metrics of a candidate: the engine's defaults but for `values`."""
     engine = engine_of(task.spec.serve.engine)
-    found = engine.predict(task, row(engine, task, **values), served.costs()).figures
+    found = engine.predict(task, row(engine, task, **values), serving_inputs.costs()).figures
     return {name: column.item() for name, column in found.items()}
 
 

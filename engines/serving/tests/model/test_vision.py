@@ -23,14 +23,14 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Images, Load
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from tests import served
-from tests.served import costs, settings, times
-from tests.small import DENSE, VISION
+from tests import serving_inputs
+from tests.serving_inputs import costs, settings, times
+from tests.tasks import DENSE, VISION
 
 ENGINES: dict[str, Any] = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMACPP, "lmdeploy": LMDEPLOY}
 SEEN = replace(DENSE, vision=VISION)
 TOWER = "mm_encoder_tp_mode"
-LARGE = replace(served.DENSE, vision=VISION)
+LARGE = replace(serving_inputs.DENSE, vision=VISION)
 
 
 def images(*sizes: tuple[int, int], count: int = 1) -> Images:
@@ -50,8 +50,8 @@ def task(found: Images | None, engine: str = "vllm", **arguments: Any) -> Task:
 
 def predicted(found: Images | None, engine: str = "vllm", *, values: dict[str, Any] | None = None, **more: Any) -> Any:
     job = task(found, engine, **more)
-    job = replace(job, cluster=replace(job.cluster, groups=(replace(job.cluster.groups[0], chip=served.CHIP),)))
-    return ENGINES[engine].predict(job, row(ENGINES[engine], job, **values or {}), served.costs())
+    job = replace(job, cluster=replace(job.cluster, groups=(replace(job.cluster.groups[0], chip=serving_inputs.CHIP),)))
+    return ENGINES[engine].predict(job, row(ENGINES[engine], job, **values or {}), serving_inputs.costs())
 
 
 def ttft(predictions: Predictions) -> float:
@@ -75,7 +75,7 @@ def test_with_separate_prefill_images_delay_only_the_first_token() -> None:
 
 
 def test_the_tower_takes_memory_even_without_images() -> None:
-    text, seen = predicted(None, model=served.DENSE), predicted(None)
+    text, seen = predicted(None, model=serving_inputs.DENSE), predicted(None)
     less = float(text.figures["kv_cache_gib"][0] - seen.figures["kv_cache_gib"][0]) * 2**30
     assert less > 2 * VISION.weights
     assert VISION.weights == pytest.approx(0.676e9, rel=0.01)  # published: 0.67 billion
