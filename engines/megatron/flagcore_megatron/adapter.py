@@ -36,16 +36,15 @@ from flagcore.domain.spec import AUTO, ImportNote, SettingValue, Spec, Task
 from flagcore_megatron import predict as prediction
 from flagcore_megatron import probing, reading, start
 from flagcore_megatron.command import checks
-from flagcore_megatron.command.user_command import starts_megatron
-from flagcore_megatron.layers.split import SPLIT
-from flagcore_megatron.mixed import meshes
 from flagcore_megatron.mixed import planner as mesh_planner
 from flagcore_megatron.mixed.rules import merges_with_meshes, with_meshes
+from flagcore_megatron.program.user_command import starts_megatron
 from flagcore_megatron.space import knobs as knob_rows
-from flagcore_megatron.space import options, production
+from flagcore_megatron.space import meshes, options, production
 from flagcore_megatron.space import rules as legality
 from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns, in_space
 from flagcore_megatron.space.rules import CP, DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
+from flagcore_megatron.space.split import SPLIT
 
 
 class UselessSelectiveRecompute:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from flagcore_megatron.adapter import ENGINE
-from flagcore_megatron.command.arguments import release_table
 from flagcore_megatron.command.launch import model_arguments, reference_launch
+from flagcore_megatron.program.arguments import release_table
 
 from engines.megatron.tests.command.scripts import LAUNCH, spec_of
 from flagcore.domain.spec import ClusterSpec, Spec

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from flagcore_megatron.adapter import ENGINE
-from flagcore_megatron.command.user_command import environment, expand_command, flags
+from flagcore_megatron.space.flags import flags
+from flagcore_training.commands import environment, expand_command
 
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import LaunchError, SpecError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from flagcore_megatron.adapter import ENGINE
-from flagcore_megatron.command.arguments import known_releases, release_table
-from flagcore_megatron.command.user_command import flags
+from flagcore_megatron.program.arguments import known_releases, release_table
+from flagcore_megatron.space.flags import flags
 from flagcore_megatron.space.knobs import BY_NAME, KNOBS
 
 from flagcore.domain.knob import in_versions

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from flagcore_megatron.adapter import ENGINE
-from flagcore_megatron.command.arguments import known_releases, release_table
 from flagcore_megatron.command.trial import limit_to_trial, set_launch_options
-from flagcore_megatron.command.user_command import UserCommand, parse
+from flagcore_megatron.program.arguments import known_releases, release_table
+from flagcore_training.commands import UserCommand, parse
 
 from engines.megatron.tests.command.scripts import LAUNCH, MODEL, spec_of
 from flagcore.domain.launch import Launch

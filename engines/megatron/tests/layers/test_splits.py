@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.layers.fastest import fit_splits, layouts, split_layers
-from flagcore_megatron.layers.split import SPLIT
-from flagcore_megatron.layers.stages import LAYOUT, chunk_layers, layout_text, may_start_empty, parse_layout
 from flagcore_megatron.predict import base_inputs, inputs
 from flagcore_megatron.space.options import options
+from flagcore_megatron.space.split import SPLIT
+from flagcore_megatron.space.stages import LAYOUT, chunk_layers, layout_text, may_start_empty, parse_layout
 from flagcore_training.layout import Layout, Splits, Training
 from flagcore_training.memory.training import memory_in_use, stages_in_use
 from flagcore_training.stages import placed, stage, stage_of

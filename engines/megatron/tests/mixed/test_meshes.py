@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_megatron.adapter import ENGINE
-from flagcore_megatron.mixed.meshes import MESHES, SIZES
 from flagcore_megatron.mixed.options import mesh_options
 from flagcore_megatron.mixed.planner import _useful
-from flagcore_megatron.mixed.trials import as_asked, hosts_of, plain_values, require_runnable
+from flagcore_megatron.mixed.trials import as_asked, hosts_of, require_runnable
+from flagcore_megatron.space.knobs import plain_values
+from flagcore_megatron.space.meshes import MESHES, SIZES
 
 from engines.megatron.tests.layers.test_mixed_split import TIMES, chip, costs, mixed
 from engines.training.tests.simulation import step_seconds

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_megatron.adapter import ENGINE
-from flagcore_megatron.mixed.meshes import MESHES
 from flagcore_megatron.space.knobs import candidate_columns
+from flagcore_megatron.space.meshes import MESHES
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import KnobValue
