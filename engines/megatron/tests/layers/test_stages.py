@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from flagcore_megatron.layers.stages import EMBEDDING, LAYOUT, LOSS, even_split, parse_layout, published_split
+from flagcore_megatron.space.stages import EMBEDDING, LAYOUT, LOSS, even_split, parse_layout, published_split
 
 from flagcore.errors import SpecError
 from tests import tasks
