@@ -3,12 +3,14 @@ processes."""
 
 import gc
 import importlib
+import json
 import os
 import random
 import signal
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ SHARED = ("runs", "example_folder")
 """Fixtures of the session with a finished run. Their tests are slow, and stay in one process."""
 SLOW_CHECKS = tuple(f"test_conformance[{each}" for each in ("broken_tool", "failure_patterns_are", "hooks_", "import_"))
 """Names of the kit's checks that start processes."""
-SCOPES = "flagcore/scopes"
-"""The entry of pytest's cache that says what stays in one process, by the name of the test."""
+SCOPES = Path(tempfile.gettempdir()) / f"flagcore-scopes-{os.getpid()}.json"
+"""Here the first process of pytest-xdist writes what stays in one process, by the name of the test, because marks stay
+in the processes that collect. The scheduler reads it once."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,18 +68,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=order)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Name the scheduler's file to a process of pytest-xdist."""
+    node.workerinput["scopes"] = str(SCOPES)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """In the first process of pytest-xdist, tell the scheduler what the marks `together` and `spread` say.
-
-    It knows the names of tests only: marks stay in the processes that collect.
-    """
-    if getattr(session.config, "workerinput", {}).get("workerid") == "gw0":
+    """Write what the marks `together` and `spread` say."""
+    worker = getattr(session.config, "workerinput", {})
+    if worker.get("workerid") == "gw0":
         scopes = {item.nodeid: item.nodeid for item in session.items if item.get_closest_marker("spread")}
         for item in session.items:
             if mark := item.get_closest_marker("together"):
                 scopes[item.nodeid] = mark.args[0]
-        session.config.cache.set(SCOPES, scopes)
+        Path(worker["scopes"]).write_text(json.dumps(scopes), encoding="utf-8")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -85,12 +92,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):  # type: ignore[misc]
+        scopes: Mapping[str, str] = {}
+
         def schedule(self) -> None:
-            self.scopes = config.cache.get(SCOPES, {})
+            if SCOPES.exists():
+                self.scopes = json.loads(SCOPES.read_text(encoding="utf-8"))
+                SCOPES.unlink()
             super().schedule()
 
         def _split_scope(self, nodeid: str) -> str:
-            return str(self.scopes.get(nodeid) or nodeid.partition("::")[0])
+            return self.scopes.get(nodeid) or nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False
     return Scheduler(config, log)
