@@ -27,14 +27,7 @@ from flagcore_megatron.command.launch import own_launch, reference_launch
 from flagcore_megatron.command.user_command import DISTRIBUTION
 from flagcore_megatron.mixed import hetero
 from flagcore_megatron.mixed.meshes import MESHES
-from flagcore_megatron.mixed.trials import (
-    data_problem,
-    hosts_of,
-    on_groups,
-    plain_values,
-    program_runs_meshes,
-    shares,
-)
+from flagcore_megatron.mixed.trials import data_problem, hosts_of, on_groups, plain_values, program_runs_meshes, shares
 from flagcore_megatron.predict import with_layout
 from flagcore_megatron.space import production
 from flagcore_megatron.space.knobs import BY_NAME

@@ -25,15 +25,7 @@ from flagcore_megatron.command.user_command import (
     parse_settings,
     read_command,
 )
-from flagcore_megatron.importing.arguments import (
-    SIZES,
-    TABLES,
-    Flags,
-    baseline_of,
-    baseline_problem,
-    options,
-    shape,
-)
+from flagcore_megatron.importing.arguments import SIZES, TABLES, Flags, baseline_of, baseline_problem, options, shape
 from flagcore_megatron.layers.split import EXPERT_TENSOR, TP
 from flagcore_megatron.layers.stages import VIRTUAL_STAGES
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS, in_space
