@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_megatron.command.user_command import parse
+from flagcore_training.commands import parse
 
 from flagcore.contracts import Costs, Engine, Platform
 from flagcore.contracts.capabilities import Commands

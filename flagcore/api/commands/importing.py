@@ -84,13 +84,13 @@ def read_command(
     place of `words`. Raises SpecError, UsageError.
     """
     readers = [engine] if engine else plugins.command_readers()
-    workloads = {name: commands_of(plugins.workload(name)) for name in readers}
+    engines = {name: commands_of(plugins.find_engine(name)) for name in readers}
     words, content = _command(words, text)
-    images = {image: entry for each in workloads.values() for image, entry in each.images.items()}
+    images = {image: entry for each in engines.values() for image, entry in each.images.items()}
     programs = list(starts_of(words, content, images, os.getcwd(), _engine_table("declared")))
     failed = next((n for n, each in enumerate(programs) if each.words[0].startswith(ENDS_WITH)), len(programs))
-    first = _engines(workloads, programs[:failed])
-    found = first or _engines(workloads, programs)
+    first = _engines(engines, programs[:failed])
+    found = first or _engines(engines, programs)
     shown = " ".join(words[1:] if content else words) or None
     gave_up = None if first or failed == len(programs) else _not_one(shown, content or "", programs, {})
     if error := _untuned(shown, content or "", programs, found):
@@ -98,8 +98,8 @@ def read_command(
     if error := _not_one(shown, content or "", programs, found):
         raise gave_up or error
     ((name, *_words), start) = next(iter(found.items()))
-    workload, path = plugins.workload(name), absolute_model(model, Path()) if model is not None else None
-    has_script = workload.kind == "train" and bool(start.script)
+    found_engine, path = plugins.find_engine(name), absolute_model(model, Path()) if model is not None else None
+    has_script = found_engine.kind == "train" and bool(start.script)
     is_long = has_script and max(map(len, start.script)) > LONGEST_TEXT  # a template, given as text
     for with_script in [True, False] if has_script and not is_long else [False]:
         notes = Notes()
@@ -108,14 +108,14 @@ def read_command(
         if has_script and not with_script:
             why = "is long" if is_long else "cannot start it in trials"
             notes.note("train.command", f"is the program without the script, which {why}", "train.command")
-        for key, value in {**start.left_out, **({} if with_script else _others(workloads[name], programs))}.items():
+        for key, value in {**start.left_out, **({} if with_script else _others(engines[name], programs))}.items():
             text = "is a secret: not copied" if is_secret(key) else f"is left out: {redact_text(value)[:100]}"
             notes.note(key, text)
         envs = _envs({**start.envs, **(start.job if with_script else {})}, notes, start, content or shlex.join(words))
         read = replace(start, envs={**envs, UNSET: start.envs.get(UNSET, "")})
         read = replace(read, envs={**start.job, **read.envs}, words=start.script) if with_script else read
         try:
-            data, engine_notes = workloads[name].read_command(read, Path.cwd(), path)
+            data, engine_notes = engines[name].read_command(read, Path.cwd(), path)
             break
         except SpecError as error:
             if with_script and error.key == "train.command":
@@ -139,19 +139,19 @@ def read_command(
     return spec
 
 
-def _engines(workloads: Mapping[str, Commands], programs: Sequence[Start]) -> dict[tuple[str, str, str], Start]:
+def _engines(engines: Mapping[str, Commands], programs: Sequence[Start]) -> dict[tuple[str, str, str], Start]:
     """Return the programs that are engines, by engine, role and command. Those of one server are a single one."""
     found = dict[tuple[str, str, str], Start]()
-    for name, workload in workloads.items():
+    for name, engine in engines.items():
         for start in sorted(programs, key=lambda each: bool(FORMS["follower"].search(" ".join(each.words)))):
-            if workload.starts(start.words, os.getcwd()) and not FORMS["tools"].match(shlex.join(start.words)):
-                role = start.role or workload.role(start.words)
+            if engine.starts(start.words, os.getcwd()) and not FORMS["tools"].match(shlex.join(start.words)):
+                role = start.role or engine.role(start.words)
                 key = name, role, FORMS["of copy"].sub("", shlex.join(start.words))
                 before = found.get(key, replace(start, instances=0))
                 envs = {name: value for name, value in start.envs.items() if before.envs.get(name) == value}
                 copies = 0 if key in found and FORMS["follower"].search(" ".join(start.words)) else start.instances
                 found[key] = replace(before, instances=before.instances + copies, envs=envs)
-    bare = [[*entry] for each in workloads.values() for entry in each.images.values()]  # images beside the server's
+    bare = [[*entry] for each in engines.values() for entry in each.images.values()]  # images beside the server's
     found = {key: each for key, each in found.items() if [*each.words] not in bare} or found
     roles = {role: start for (_name, role, _words), start in found.items()}
     if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
@@ -159,9 +159,9 @@ def _engines(workloads: Mapping[str, Commands], programs: Sequence[Start]) -> di
     return found
 
 
-def _others(workload: Commands, programs: Sequence[Start]) -> dict[str, str]:
+def _others(engine: Commands, programs: Sequence[Start]) -> dict[str, str]:
     """Return the other programs of an input, with their arguments, that may change speed."""
-    others = [each.words for each in programs if not workload.starts(each.words, os.getcwd())]
+    others = [each.words for each in programs if not engine.starts(each.words, os.getcwd())]
     named = {os.path.basename(words[0].removeprefix(IMAGE)): " ".join(words[1:]) for words in reversed(others)}
     return left_out("programs", {name: text or name for name, text in named.items() if not name.startswith(ENDS_WITH)})
 

@@ -27,7 +27,7 @@ SERVING: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency
 
 def defaults_of(engine: str) -> Mapping[str, Any]:
     """Return the keys that a new spec of an engine needs, each with its default. Raises SpecError."""
-    return TRAINING if plugins.workload(engine).kind == "train" else SERVING
+    return TRAINING if plugins.find_engine(engine).kind == "train" else SERVING
 
 
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
@@ -36,7 +36,7 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
     path = absolute_model(model, Path())
     data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
     sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection}
-    if plugins.workload(engine).kind == "train":
+    if plugins.find_engine(engine).kind == "train":
         data["train"] = {"engine": engine, **values}
         sections["train"] = TrainSection
     else:
@@ -72,7 +72,7 @@ def spec_of_model(
 def _default_engine() -> str:
     for name in plugins.engines():
         with suppress(FlagError):  # raised for engines that cannot be loaded
-            if plugins.workload(name).plans_by_default:
+            if plugins.find_engine(name).plans_by_default:
                 return name
     return ""
 
