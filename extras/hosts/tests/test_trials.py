@@ -25,7 +25,7 @@ from flagcore_hosts.trials import HostsRunning
 
 from extras.hosts.tests.cluster.bed import HOST, missing
 from flagcore import plugins
-from flagcore.api.tuning.run_best import run_best
+from flagcore.api.commands.run import run_best
 from flagcore.domain.launch import Exit, Launch
 from flagcore.errors import HostLost, LaunchError, NoDevice
 from flagcore.launchers import guard

@@ -1,4 +1,4 @@
-"""`flagcore.api.tune` on a tiny model that megatron-core really trains."""
+"""`flagcore.api.commands.tune` on a tiny model that megatron-core really trains."""
 
 import json
 from importlib.util import find_spec
