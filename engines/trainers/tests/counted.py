@@ -2,7 +2,7 @@
 
 Tensors are fake, except with tensor parallelism, whose lookup of the embedding needs values.
 
-`python -m extras.trainers.tests.counted` prints the errors of the predicted memory for jobs that are drawn at random.
+`python -m engines.trainers.tests.counted` prints the errors of the predicted memory for jobs that are drawn at random.
 """
 
 import contextlib
