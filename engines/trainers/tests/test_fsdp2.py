@@ -37,6 +37,8 @@ from flagcore.domain.space import Candidate
 from flagcore.errors import LaunchError, SpecError
 from tests.tasks import DENSE, EXPERTS, SHAPE, costs, task
 
+pytestmark = pytest.mark.spread
+
 NEUTRAL = {knob.name: knob.neutral for knob in FSDP2.knobs}
 UNTIED = replace(DENSE, untie_embeddings_and_output_weights=True)
 MIXED = replace(EXPERTS, moe_shared_expert_intermediate_size=32, moe_first_dense_layers=1)

@@ -17,6 +17,8 @@ from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
 from tests.tasks import costs, task
 
+pytestmark = pytest.mark.spread
+
 COMMAND = ("torchrun", "-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_8b")
 NEUTRAL = {knob.name: knob.neutral for knob in TORCHTITAN.knobs}
 

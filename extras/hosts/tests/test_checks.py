@@ -226,7 +226,7 @@ def test_hosts_must_be_able_to_connect_to_the_first_one() -> None:
     assert port_problems(launcher, hosts, {}).keys() == {hosts[0]}
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 
 def free_bytes(reader: Telemetry) -> int:

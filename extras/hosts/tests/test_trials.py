@@ -32,7 +32,7 @@ from flagcore.launchers import guard
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from tests.launchers.processes import ended, marked, within
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 HOSTS = ("a", "b", "c")
 TUNER = """

@@ -26,7 +26,7 @@ from flagcore.launchers import guard
 from flagcore.launchers.network import free_port
 from tests.launchers.processes import MARK, ended, marked, within
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 PODS = ("localhost", "pod-1.tune", "pod-2.tune")
 TUNER = """

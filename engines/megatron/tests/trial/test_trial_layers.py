@@ -17,6 +17,8 @@ from flagcore.contracts import Platform
 from flagcore.errors import SpecError
 from tests import tasks
 
+pytestmark = pytest.mark.together("megatron-core, imported")
+
 Install = Callable[..., None]
 
 
