@@ -27,17 +27,16 @@ from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
 from flagcore.spec.plain_data import package_yaml
-from flagcore_megatron.command.user_command import implementation_of_command
 from flagcore_megatron.layers.fastest import fit_splits, layouts, split_layers
 from flagcore_megatron.layers.partition import leading_layers
-from flagcore_megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
-from flagcore_megatron.layers.stages import LAYOUT, parse_layout
-from flagcore_megatron.mixed import meshes as mixed
-from flagcore_megatron.mixed.meshes import ALL_REPLICAS, MESHES, MICROBATCHES, PP, RECOMPUTE_KNOBS, Meshes
-from flagcore_megatron.mixed.trials import plain_values
-from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM, candidate_columns
+from flagcore_megatron.program.user_command import implementation_of_command
+from flagcore_megatron.space import meshes as mixed
+from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM, candidate_columns, plain_values
 from flagcore_megatron.space.knobs import columns as row_of
+from flagcore_megatron.space.meshes import ALL_REPLICAS, MESHES, MICROBATCHES, PP, RECOMPUTE_KNOBS, Meshes
 from flagcore_megatron.space.options import options, precision, settings_in_force
+from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
+from flagcore_megatron.space.stages import LAYOUT, parse_layout
 
 BATCH_ROWS = 1 << 14
 """Candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""

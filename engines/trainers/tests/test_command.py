@@ -25,6 +25,8 @@ from flagcore.errors import SpecError
 from tests.tasks import CHIP, SHAPE, SOURCE, costs
 from tests.tasks import task as small_task
 
+pytestmark = pytest.mark.spread
+
 TP = {"flag": "--tp", "values": [1, 2, 4], "meaning": "tensor_model_parallel_size"}
 MICRO = {"flag": "--micro", "values": [1, 2, 4], "meaning": "micro_batch_size"}
 ZERO = {"flag": "shard={}", "values": {"none": 0, "optimizer": 1, "grads": 2, "full": 3}, "meaning": "zero_stage"}
@@ -45,7 +47,7 @@ def task_of(command: tuple[str, ...] = (), folder: Path = Path(), **train: Any) 
 def launch(engine: Trainer, task: Task, folder: Path, *, for_real: bool = False, **values: Any) -> Launch:
     folder.mkdir(exist_ok=True)
     neutral = {knob.name: knob.neutral for knob in engine.knobs}
-    platform = Platform(task=task, workload=engine, costs=costs(task))
+    platform = Platform(task=task, engine=engine, costs=costs(task))
     return engine.launch(platform, Candidate.of({**neutral, **values}), str(folder), for_real=for_real)
 
 

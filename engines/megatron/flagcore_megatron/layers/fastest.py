@@ -15,7 +15,7 @@ from flagcore_training.time.step import DEPENDS_ON, Blocks
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_megatron.layers.partition import EQUAL, LayerSplit, Paces, best_splits, leading_layers
-from flagcore_megatron.layers.stages import chunk_layers, layout_text, may_start_empty
+from flagcore_megatron.space.stages import chunk_layers, layout_text, may_start_empty
 
 FEW = 4.0
 """With at least this many micro-batches per stage, splits are not changed so that the pipeline fills faster."""

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flagcore_megatron.command.user_command import UserCommand, user_command
+from flagcore_megatron.program.user_command import user_command
+from flagcore_training.commands import UserCommand
 
 from flagcore.domain.spec import Control, Spec
 from tests import tasks

@@ -3,10 +3,12 @@
 import dataclasses
 
 import pytest
-from flagcore_megatron.layers.stages import EMBEDDING, LAYOUT, LOSS, even_split, parse_layout, published_split
+from flagcore_megatron.space.stages import EMBEDDING, LAYOUT, LOSS, even_split, parse_layout, published_split
 
 from flagcore.errors import SpecError
 from tests import tasks
+
+pytestmark = pytest.mark.together("megatron-core, imported")
 
 TEXTS = {
     "Et*4|(t*4|)*14tmL": (61, 1, 16),
