@@ -173,6 +173,8 @@ IMPORTERS = "flagcore.importers"
 WATCHERS = "flagcore.watchers"
 BENCHMARKS = "flagcore.benchmarks"
 """Programs that measure devices: `kernels` for `flag calibrate`, `links` for the network between hosts."""
+KIT = "flagcore.kit"
+"""Modules of the conformance kit, by the command of `flag plugins` that they are for."""
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 """The noun that messages use for the objects of each entry point group."""
 

@@ -9,6 +9,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINE"]
 
+SDK = (
+    *("flagcore_megatron.importing.arguments", "flagcore_megatron.mixed.hetero", "flagcore_megatron.space.knobs"),
+    *("flagcore_megatron.space.meshes", "flagcore_megatron.space.stages"),
+)
+"""The modules that readers of other tools' files for Megatron may import."""
+
 
 def __getattr__(name: str) -> object:
     if name != "ENGINE":
