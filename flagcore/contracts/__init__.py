@@ -5,6 +5,7 @@ implementation need not inherit from them.
 """
 
 from flagcore.contracts.exchange import (
+    CommandReader,
     Exporter,
     ExportJob,
     FindCandidate,
@@ -33,6 +34,7 @@ __all__ = [
     "AttentionShape",
     "Choice",
     "CollectiveCosts",
+    "CommandReader",
     "Costs",
     "Event",
     "ExportJob",

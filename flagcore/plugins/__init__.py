@@ -11,6 +11,7 @@ from flagcore.plugins.entry_points import (
     WATCHERS,
     WORKLOADS,
     benchmark,
+    command_reader,
     command_readers,
     engines,
     first_engine,

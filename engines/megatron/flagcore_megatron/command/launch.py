@@ -12,6 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.shell import SHELLS
+
 from flagcore.contracts import Platform
 from flagcore.domain.launch import Launch
 from flagcore.domain.model import Model
@@ -20,7 +22,6 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SLOTS, Spec, Task
 from flagcore.errors import LaunchError
 from flagcore.spec.plain_data import package_yaml
-from flagcore.spec.script import SHELLS
 from flagcore_megatron.command.arguments import Argument
 from flagcore_megatron.command.trial import (
     RENDEZVOUS_OPTIONS,

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
 
+from flagcore_importers.shell import SCRIPT_FIX, SHELLS, is_script, trace_script
 from packaging.version import InvalidVersion, Version
 
 from flagcore.domain.files import read_regular
@@ -24,9 +25,7 @@ from flagcore.domain.knob import Flag
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SettingValue, Spec
 from flagcore.errors import SpecError
-from flagcore.spec.containers import FORMS, variables_of
 from flagcore.spec.knobs import setting_from_text
-from flagcore.spec.script import SCRIPT_FIX, SHELLS, is_script, trace_script
 from flagcore_megatron.command.arguments import FORK, ArgumentTable, release_table
 from flagcore_megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
@@ -92,12 +91,23 @@ def _installed_release(directory: str, python: str | None, path: str | None) -> 
 
 PLACEHOLDER = "{flags}"
 """A word of a command that is replaced by the flags of a trial. Commands that start Megatron-LM do not need it."""
-MASTER_VARIABLES = variables_of("first rank")
+MASTER_VARIABLES = {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "SLURM_JOB_NODELIST": "localhost",
+    "SLURM_JOB_ID": "1",
+}
+MASTER_VARIABLES |= dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), "0")
 """Default environment variables of a traced script, whose values differ between hosts or jobs."""
 TORCHRUN_SWITCHES = {"standalone", "m", "module", "no-python", "run-path", "use-env", "virtual-local-rank"}
 """Options of torchrun without a value. Source: torch 2.13 `distributed/run.py`."""
 TRAINING_FLAGS = {"--num-layers", "--micro-batch-size", "--global-batch-size", "--seq-length", "--train-iters"}
-PYTHON = FORMS["python"]
+PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
+WRAPPERS = re.compile(
+    "env|nohup|setsid|nice|numactl|taskset|stdbuf|time|timeout|command|exec|srun|mpirun|mpiexec|orterun|jsrun|aprun|sudo"
+    "|nsys|singularity|apptainer|uv|conda|poetry"
+)
+"""Programs that run the rest of their command line as a command."""
 PROGRAM = re.compile(r"pretrain_\w+(\.py)?")
 
 
@@ -249,7 +259,7 @@ def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] |
     for index, word in enumerate(words[shell_words:], start=shell_words):
         name = Path(word).name
         wrapper = next((each for each in words[shell_words:index] if "=" not in each), "env")
-        if not FORMS["wrapper"].fullmatch(Path(wrapper).name):
+        if not WRAPPERS.fullmatch(Path(wrapper).name):
             return None
         command = None
         if name == "torchrun":

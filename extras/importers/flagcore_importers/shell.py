@@ -26,23 +26,24 @@ HOSTS_FUNCTION = "() { local i; for ((i = 0; i < ${SLURM_NNODES:-1}; i++)); do e
 """A shell function that replaces Slurm's `scontrol` outside an allocation. Scripts list their hosts with it."""
 TRACE_FUNCTIONS = tuple(f"BASH_FUNC_{name}%%" for name in ("scontrol", "tee", "xargs"))
 """Functions that the tracer defines. A script may export its own, for the shells that it starts."""
-ELSEWHERE = "TRACE_ELSEWHERE"
-"""The variable that is set if a script is read for another machine: to 2 if it goes on where it gives up, else to 1."""
 HOSTS = "NHOSTS"
 """The number of hosts that batch systems other than Slurm allocate. A trace has a file with their names."""
 _HOSTS_FILES = ("PBS_NODEFILE", "SGE_JOB_HOSTLIST", "PE_HOSTFILE", "PJM_O_NODEINF", "LSB_DJOB_HOSTFILE")
-UNSET = "TRACE_UNSET"
-"""The variable of a `Record` with the names of the variables that were read, but are not set."""
-IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_")
+_UNSET = "TRACE_UNSET"
+IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_", _UNSET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A command that a script would run: its words, its folder, and the environment variables that the script set."""
+    """A command that a script would run: its words, its folder, and the environment variables that the script set.
+
+    `unset`: the names of the variables that the script had read by then, but that are not set.
+    """
 
     words: tuple[str, ...]
     directory: str
     environment: Mapping[str, str]
+    unset: tuple[str, ...] = ()
 
 
 def is_script(command: Sequence[str], directory: str | None) -> bool:
@@ -58,11 +59,18 @@ def names_script(command: Sequence[str], directory: str | None) -> bool:
 
 
 def trace_script(
-    command: Sequence[str], directory: str | None, variables: Mapping[str, str]
+    command: Sequence[str],
+    directory: str | None,
+    variables: Mapping[str, str],
+    *,
+    elsewhere: int = 0,
+    unset: Iterable[str] = (),
 ) -> tuple[tuple[Record, ...], str]:
     """Return the external commands that a script would run, in order, and why it failed (empty if it succeeded).
 
-    `variables` are added to the environment. Raises SpecError if the script cannot be traced.
+    `variables` are added to the environment. `elsewhere`: 1 if the script is for another machine, 2 if it also goes on
+    where it gives up. `unset`: the variables that are not set, as far as the caller of the script knows. Raises
+    SpecError if the script cannot be traced.
     """
     bash = shutil.which("bash")
     if bash is None:
@@ -76,6 +84,7 @@ def trace_script(
             problem, fix = "is a script with Windows line ends", f"remove them: sed -i 's/\\r$//' {file}"
             raise SpecError(key="train.command", value=" ".join(command), problem=problem, fix=fix)
     environment = {"USER": os.path.basename(os.path.expanduser("~")), **os.environ, **variables}
+    environment |= {"TRACE_ELSEWHERE": str(elsewhere or ""), _UNSET: " ".join(unset)}
     with (
         tempfile.TemporaryDirectory(prefix="flagcore-trace-") as folder,
         tempfile.NamedTemporaryFile("w", prefix="flagcore-hosts-") as names,
@@ -151,11 +160,14 @@ def _read_record(file: Path, environment: Mapping[str, str]) -> tuple[str, Recor
     if not text.endswith("\0"):
         return None
     kind, directory, count, *fields = text.split("\0")
-    words, variables = tuple(fields[: int(count)]), _variables(fields[int(count) :])
+    words, variables = tuple(fields[: int(count)]), dict(_variables(fields[int(count) :]))
     script_variables = {
-        name: value for name, value in variables if environment.get(name) != value and name not in IGNORED_VARIABLES
+        name: value
+        for name, value in variables.items()
+        if environment.get(name) != value and name not in IGNORED_VARIABLES
     }
-    return kind, Record(words=words, directory=directory, environment=script_variables)
+    unset = tuple(variables.get(_UNSET, "").split())
+    return kind, Record(words=words, directory=directory, environment=script_variables, unset=unset)
 
 
 def _variables(entries: Iterable[str]) -> Iterable[tuple[str, str]]:
