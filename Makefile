@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray test-watchers test-anywhere coverage mutations samples \
   changelog dist reference docs docs-release bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
 
-setup: $(VENV)/.done
+setup: $(VENV)/.done examples/spec.schema.json
 
 $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(PARTS:=/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
@@ -26,7 +26,12 @@ $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(PARTS:=/pyproject.toml)
 	$(PIP) --no-deps $(PARTS:%=-e %)
 	touch $@
 
-# Add new messages to the catalogue of translations (.po), and compile it (.mo).
+# The JSON Schema that editors check the examples with.
+examples/spec.schema.json: $(VENV)/.done
+	$(BIN)/flag schema > $@.new
+	mv $@.new $@
+
+# Add new messages to the catalogue of translations.
 messages: setup
 	@$(BIN)/python -m tests.i18n.messages update
 
@@ -113,7 +118,7 @@ test-browser: setup
 # Faults at random moments on hosts out of namespaces: wants root, and of Debian's packages openssh-server, iproute2,
 # slurmctld, slurmd and slurm-client.
 test-hosts: setup
-	$(BIN)/python -m pytest tests/hosts
+	$(BIN)/python -m pytest extras/hosts/tests/cluster
 
 # The ray launcher on a Ray cluster that the tests start on this machine.
 test-ray: setup
@@ -139,9 +144,11 @@ build/sglang: | setup-vllm
 	$(PIP) --no-deps --target $@.new sglang==0.5.23 gguf
 	mv $@.new $@
 
-# All that the documentation takes from the code: tables of options, keys, knobs and rules, vendor pages, the JSON Schema.
+# All that the documentation takes from the code: tables of options, keys, knobs and rules, and vendor pages; and the JSON
+# Schema that editors use.
 reference: setup
 	$(BIN)/python docs/site/generate.py
+	$(BIN)/flag schema > examples/spec.schema.json
 
 # The pages as a site, in build/site, that is read without a network. A link that leads nowhere is an error.
 docs: reference
@@ -192,4 +199,4 @@ docs-release: setup
 	$(BIN)/mike set-default latest
 
 clean:
-	rm -rf $(VENV) $(VLLM) runs build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM) runs build dist examples/spec.schema.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

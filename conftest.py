@@ -60,7 +60,7 @@ FIRST = (
     *TOGETHER["training"],
     *SPREAD,
     "plugins/nvidia/tests/test_conformance.py",
-    "tests/hosts/",
+    "extras/hosts/tests/cluster/",
     "tests/benchmarks/test_replay.py",
     "extras/flagscale/tests/test_trees.py",
     "tests/cli/test_terminal.py",
@@ -109,7 +109,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduler(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(SPREAD):
+            if nodeid.startswith(SPREAD) and "/cluster/" not in nodeid:  # which has a fixture of the session
                 return nodeid
             groups = (name for name, files in TOGETHER.items() if nodeid.startswith(files))
             return next(groups, nodeid.partition("::")[0])

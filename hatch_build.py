@@ -31,7 +31,11 @@ CORE = (
 )
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
 EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
-INSTALLED = {"plugins": ("cpu",), "engines": ("llamacpp", "megatron", "serving", "sglang", "training", "vllm")}
+INSTALLED = {
+    "plugins": ("cpu",),
+    "engines": ("llamacpp", "megatron", "serving", "sglang", "training", "vllm"),
+    "extras": ("hosts",),
+}
 """What comes with the core, by folder. Each is a distribution of its own, as those of VENDORS and EXTRAS are."""
 ENGINES = {
     "megatron": ["torch>=2.5", "megatron-core>=0.12"],

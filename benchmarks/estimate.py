@@ -124,8 +124,8 @@ def _stages(data: Figures) -> Figures:
     from flagcore.api.inputs import loaded_plugins
     from flagcore.contracts import Problem
     from flagcore.domain.prediction import PastMeasurements
-    from flagcore.domain.search_state import SearchState
     from flagcore.spec.convert import parse_spec
+    from flagcore.tuner.search_state import SearchState
     from flagcore.tuner.stages.build import build, legality
     from flagcore.tuner.stages.complete import complete_by_plugins
     from flagcore.tuner.stages.predict import predict

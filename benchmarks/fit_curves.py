@@ -31,6 +31,7 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec.jobs import read_job
 from flagcore.tuner.stages.discover import costs
+from flagcore.vendorkit.chip_file import shared_costs
 
 PLUGINS = Path(__file__).parent.parent / "plugins"
 BACKWARD = 0.8
@@ -256,9 +257,13 @@ def _task_of(record: Mapping[str, Any], workload: Workload, find_chip: Callable[
 
 
 def _write(family: Family, parameters: Mapping[str, float], report: Mapping[str, Any]) -> None:
-    """Write the curve of every chip of the family; it is fitted to the first chip and shared by design."""
+    """Write the curve of every chip of the family; it is fitted to the first chip and shared by design.
+
+    A chip to which the plugin's `costs/same_as.yaml` applies the curve of another one has no file.
+    """
     runs = sum(source["runs"] for source in report["sources"].values())
-    for chip in family.chips:
+    shared = shared_costs(Path(family.package).name)
+    for chip in (each for each in family.chips if (each.casefold(), "curve.yaml") not in shared):
         path = PLUGINS / family.package / "costs" / chip.casefold() / "curve.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         method = f"fitted by benchmarks/fit_curves.py to {runs} published runs on {', '.join(family.chips[:4])}"

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from flagcore_hosts import connection, wire
 from simulated_hosts import Channel, Simulator, resident_bytes
 
 from flagcore import api
 from flagcore.contracts import Event
-from flagcore.launchers import connection, wire
 
 ITERS = 6
 SPEC = """

@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from flagcore.launchers import wire
+from flagcore_hosts import wire
 
 LOST_PER_HOST_DAY = 419 / 54 / (16384 / 8)
 """Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 devices, 8 a host."""

@@ -27,6 +27,7 @@ FURTHER = {
     "engines/megatron/flagcore_megatron": ("engines/megatron/tests", "tests/vendors", "tests/cli/test_probe.py"),
     "engines/training/flagcore_training": ("engines/megatron/tests", "tests/vendors", "tests/cli/test_probe.py"),
     "flagcore/tuner/stages/shorten.py": ("engines/megatron/tests",),
+    "extras/hosts/flagcore_hosts": ("extras/hosts/tests", "extras/kubernetes", "extras/ray"),
     "extras/testing": ("extras/testing/tests", "plugins"),
     "plugins": ("tests/vendors",),
     "benchmarks": ("tests/test_benchmarks.py", "tests/benchmarks"),

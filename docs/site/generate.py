@@ -1,7 +1,7 @@
 """Writes all that the documentation takes from the code: `python docs/site/generate.py`, or `make reference`.
 
-These are the blocks between `<!-- NAME ARGUMENTS -->` and `<!-- end -->` on the pages, the pages of the vendors, the
-picture of a report, and examples/spec.schema.json. The results are committed; a test compares them with the code.
+These are the blocks between `<!-- NAME ARGUMENTS -->` and `<!-- end -->` on the pages, the pages of the vendors, and
+the picture of a report. The results are committed; a test compares them with the code.
 """
 
 import re
@@ -18,7 +18,6 @@ from docs.site import (  # noqa: E402
     engine_tables,
     flagscale_names,
     report_picture,
-    spec_schema,
     spec_tables,
     vendor_pages,
 )
@@ -55,7 +54,6 @@ def files() -> dict[Path, str]:
     return {
         **{file: filled(text) for file, text in pages.items() if BLOCK.search(text)},
         **vendor_pages.pages(),
-        spec_schema.FILE: spec_schema.schema(),
         report_picture.FILE: report_picture.picture(),
     }
 

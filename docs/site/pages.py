@@ -3,12 +3,16 @@
 Links between docs/ and other folders are shorter on the site, where all pages are in one folder.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 from markdown.extensions.toc import slugify_unicode
 from mkdocs.structure.files import File
+
+from flagcore.plugins import engines
+from flagcore.spec.serving import json_schema
 
 ROOT = Path(__file__).parents[2]
 JOINED = {
@@ -38,7 +42,7 @@ def on_files(files: Any, config: Any) -> Any:
     for path, name in JOINED.items():
         text = (ROOT / path).read_text(encoding="utf-8").replace("](docs/", "](").replace("](../docs/", "](")
         files.append(File.generated(config, name, content=text))
-    files.append(File.generated(config, SCHEMA, content=(ROOT / "examples" / SCHEMA).read_text(encoding="utf-8")))
+    files.append(File.generated(config, SCHEMA, content=json.dumps(json_schema(engines()), indent=2)))
     return files
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from flagcore.api.explaining.reports import compare, explain, explain_candidate, explain_like
     from flagcore.api.inputs import LoadedSpec, changed_spec, with_settings
     from flagcore.api.managing.calibration import calibrate, calibrations, summary
-    from flagcore.api.managing.hosts import check_hosts
+    from flagcore.api.managing.host_report import check_hosts
     from flagcore.api.managing.inspection import chip_table, devices, doctor, plugin_table, public_model_table
     from flagcore.api.managing.report import REPORT, list_runs, report, show_run
     from flagcore.api.managing.specs import (
@@ -39,7 +39,7 @@ NAMES = {
     "api.explaining.reports": "compare explain explain_candidate explain_like",
     "api.inputs": "LoadedSpec changed_spec with_settings",
     "api.managing.calibration": "calibrate calibrations summary",
-    "api.managing.hosts": "check_hosts",
+    "api.managing.host_report": "check_hosts",
     "api.managing.inspection": "chip_table devices doctor plugin_table public_model_table",
     "api.managing.report": "REPORT list_runs report show_run",
     "api.managing.specs": "ImportedTrials check_imported defaults_of import_history new_spec read_command read_tree "

@@ -14,7 +14,6 @@ import numpy as np
 from flagcore.api.calibrated_plugins import CalibratedPlugins
 from flagcore.contracts import Problem
 from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness, unknown_chip_hint
-from flagcore.domain.effects import engine_task
 from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
@@ -420,7 +419,7 @@ def _idle_devices(problem: Problem) -> list[str]:
     columns = problem.space.columns(rows) if rows.size else problem.space.columns()
     if not isinstance(work, ServeSpec) or not len(problem.space):
         return []
-    used = problem.workload.device_counts(engine_task(task), columns)
+    used = problem.workload.device_counts(task.for_engine(), columns)
     usable_count = work.cards or task.cluster.devices
     if (max_used := int(used.max())) < usable_count:
         text = _("candidates use at most {most} of {usable} devices; ", most=max_used, usable=usable_count)

@@ -12,8 +12,7 @@ from typing import Any
 from flagcore.api.inputs import knobs_of_spec
 from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Knobs
-from flagcore.domain.plan import Speedup, gains
-from flagcore.domain.search_state import SearchState
+from flagcore.domain.plan import Speedup
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Trial
 from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _
@@ -24,7 +23,8 @@ from flagcore.report.result import SCHEMA_VERSION, read_plan
 from flagcore.report.result import trial as trial_data
 from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec.plain_data import spec_as_data
-from flagcore.tuner.stages.rank import learn
+from flagcore.tuner.search_state import SearchState, gains
+from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.store.directory import RunDirectory
 
 RESULT, SPEC = "result.json", "spec.yaml"

@@ -13,13 +13,13 @@ from flagcore.api.planning.records import prediction_records
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.contracts import Problem, SearchContext
 from flagcore.domain.prediction import PastMeasurements
-from flagcore.domain.search_state import Pruned, SearchState
-from flagcore.domain.space import Axis, Candidate, Columns
+from flagcore.domain.space import Axis, Candidate, Columns, Pruned
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import RUN, Trial
 from flagcore.errors import RunError, UsageError
 from flagcore.i18n import _
 from flagcore.tuner.problem import build_problem
+from flagcore.tuner.search_state import SearchState
 from flagcore.tuner.stages.predict import predict_columns
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import search_context

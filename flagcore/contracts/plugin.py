@@ -1,14 +1,12 @@
-"""What plugins provide: Protocols of costs, telemetry and pruning rules, and the base class of launchers."""
+"""What plugins provide: Protocols of costs, telemetry and pruning rules."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from flagcore.domain.chip import DeviceUse
-from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 
@@ -182,65 +180,3 @@ class Costs:
     def groups(self) -> tuple[Costs, ...]:
         """The costs of each node group, in the order of ranks."""
         return (self, *self.further.values())
-
-
-class RunningLaunch(Protocol):
-    """A launch that was started, and may still be running."""
-
-    def wait(self, seconds: float) -> Exit | None:
-        """Wait at most `seconds` for the launch to end. Return how it ended, or None if it is still running."""
-
-    def stop(self) -> Exit:
-        """End the whole process tree if it is still running, and return how the launch ended."""
-
-
-class Launcher(ABC):
-    """The base class of launchers, which start programs on this machine or on other hosts.
-
-    A launcher must define `name` and `start`. All other methods have defaults.
-    """
-
-    name: str
-
-    @abstractmethod
-    def start(self, launch: Launch) -> RunningLaunch:
-        """Start `launch` in its own process group. Raises FlagError if it cannot be started.
-
-        If it raises HostLost, flagcore tries again, for at most `cluster.wait_for_hosts` seconds.
-        """
-
-    def close(self) -> None:  # noqa: B027  (a default, not abstract)
-        """End all processes that the launcher keeps running between launches. By default there are none."""
-
-    def has_allocation(self) -> bool:
-        """Return whether flagcore runs in an allocation of several hosts. Must return at once. By default False."""
-        return False
-
-    def find_hosts(self, nodes: int, /) -> tuple[str, ...]:
-        """Return the hosts for trials if the spec does not name them. By default there are none.
-
-        `nodes`: the number of nodes in the spec.
-        Raises FlagError if the hosts cannot be listed.
-        """
-        return ()
-
-    def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `hosts` that have not failed too often. By default, return all."""
-        return tuple(hosts)
-
-    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
-        """Return the hosts for the next trial: the first `count` of `hosts` that have not failed.
-
-        By default failures are ignored. Raises FlagError if too few hosts are left.
-        """
-        return tuple(hosts[:count])
-
-    def give_up(self, host: str) -> None:  # noqa: B027  (a default, not abstract)
-        """Do not use a host any more, because flagcore has waited for it in vain. By default nothing is done."""
-
-    def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:  # noqa: B027  (a default, not abstract)
-        """Prepare to resume a run. By default nothing is done.
-
-        `lost`: hosts that were lost. Other hosts are preferred.
-        `cut_off`: folders of trials that were interrupted. Their remaining processes are ended.
-        """

@@ -8,11 +8,10 @@ import numpy as np
 
 from flagcore.contracts.plugin import Costs, PruningRule
 from flagcore.contracts.workload import Platform, Workload
-from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knobs
+from flagcore.domain.plan import SearchTime
 from flagcore.domain.prediction import Features, PastMeasurements, Predictions, features
-from flagcore.domain.search_state import LEARNED_MESSAGES, Pruned, SearchTime
-from flagcore.domain.space import Candidate, IntArray, Legality, Space
+from flagcore.domain.space import LEARNED_MESSAGES, Candidate, IntArray, Legality, Pruned, Space
 from flagcore.domain.spec import Job, Task
 from flagcore.domain.trial import RunEvent, Trial
 
@@ -115,7 +114,7 @@ class SearchContext:
     def features(self, rows: IntArray) -> Features:
         """Return the features of the candidates in `rows`. The errors of predictions are learned from them."""
         columns, workload = self.space.columns(rows), self.problem.workload
-        sizes = workload.sizes(engine_task(self.task), columns)
+        sizes = workload.sizes(self.task.for_engine(), columns)
         return features(self.space.axes, columns, self.predictions.take(rows), sizes)
 
 

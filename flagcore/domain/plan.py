@@ -6,17 +6,14 @@ Costs are in the currency of `cluster.price_per_device_hour`.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, is_disturbed, noise, speed
-from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import RUN, Role, Trial, TrialState, step_value
+from flagcore.domain.trial import RUN, Trial, TrialState, step_value
 from flagcore.i18n import N_, Message
 
 MAX_SLOWDOWN = 0.05
@@ -57,23 +54,6 @@ class Interference:
                 "trials run one at a time: other trials change the step time by {slowdown:+.1%} (noise {noise:.1%})"
             )
         return Message(text, slowdown=self.slowdown, noise=self.noise)
-
-
-def measured_alone(trials: Sequence[Trial]) -> Trial | None:
-    """Return the first trial of the run that was measured while no other trial ran, usually the baseline, or None."""
-    trials_alone = (trial for trial in trials if trial.fidelity == RUN and not trial.source and trial.group is None)
-    return next((trial for trial in trials_alone if trial.state is TrialState.MEASURED), None)
-
-
-def interference(trials: Sequence[Trial]) -> Interference | None:
-    """Return the last comparison of a trial that ran alone with one that ran in parallel, or None if there is none."""
-    alone_times = measured_alone(trials)
-    conclusive = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
-    if alone_times is None or not conclusive:
-        return None
-    last = conclusive[-1]
-    slowdown = speed(alone_times) / speed(last) - 1.0 if last.state is TrialState.MEASURED else None
-    return Interference(slowdown=slowdown, noise=noise([alone_times]), trials=(alone_times.number, last.number))
 
 
 HOUR, DAY = 3600.0, 86400.0
@@ -245,81 +225,15 @@ def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
     return {each.number: each.state.value for each in repeats if each.state is not TrialState.MEASURED}
 
 
-def summarize(
-    task: Task, space: Space, pruned: Pruned, search_state: SearchState, stopped_because: str, knobs: Knobs
-) -> Plan:
-    """Return the plan of a search. The best and the baseline are runs with whole steps, if there are such runs."""
-    return Plan(
-        chip=task.cluster.chips,
-        devices=task.cluster.devices,
-        objective=task.spec.objective,
-        counts=count(space, pruned, search_state),
-        trials=search_state.trials,
-        repeats=search_state.repeats,
-        baseline=search_state.reported_trial(search_state.baseline),
-        best=search_state.reported_trial(search_state.best),
-        gains=gains(search_state),
-        stopped_because=stopped_because,
-        medians={
-            runs[0].number: 1.0 / search_state.speed_of(trial.candidate)
-            for trial in search_state.trials
-            if len(runs := search_state.runs_of(trial.candidate)) > 1
-        },
-        rivals=search_state.rivals,
-        drift=search_state.drift,
-        drifted=search_state.drifted,
-        fidelity=task.spec.control.fidelity,
-        probes=search_state.probes,
-        fastest=search_state.fastest,
-        limits=task.spec.limits,
-        knobs=knobs,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTime:
+    """The maximum number of trials and repeats of a search, and the time that they take.
 
-
-def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
-    """Count the combinations by outcome.
-
-    A candidate with a trial is counted by the trial's state, even if a rule removed it later.
+    `measuring_s`: the predicted seconds of all their steps or loads. None if unknown.
+    `at_most_s`: the seconds if each trial runs until its time limit.
     """
-    trial_of_row = {row: trial for trial in search_state.trials if (row := space.find(trial.candidate)) is not None}
-    states = Counter(trial.state for trial in trial_of_row.values())
-    rule = pruned.rule.copy()
-    rule[list(trial_of_row)] = -1
-    removed = {name: int((rule == place + 1).sum()) for place, name in enumerate(pruned.rules)}
-    return Counts(
-        combinations=space.combinations,
-        illegal=dict(space.illegal),
-        merged=space.merged,
-        candidates=len(space),
-        does_not_fit=removed.pop(DOES_NOT_FIT, 0),
-        pruned={name: number for name, number in removed.items() if number},
-        measured=states[TrialState.MEASURED],
-        stopped=states[TrialState.STOPPED],
-        failed=sum(number for state, number in states.items() if state.failed),
-        untried=int((rule == 0).sum()),
-    )
 
-
-def gains(search_state: SearchState) -> tuple[float, ...]:
-    """Return the relative speedup of the best over the baseline in each round, such as 0.25 for 25% more tokens/s.
-
-    A round is a run of the baseline and the first run of the best after it and before the next run of the baseline.
-    Rounds in which one of them has no measurement of whole steps are skipped, and those in which other programs used
-    the cores of the baseline, if there are others. Empty if the baseline was not measured.
-    """
-    best, baseline = search_state.best, search_state.baseline
-    if best is None or baseline is None or baseline.state is not TrialState.MEASURED:
-        return ()
-    if best.candidate == baseline.candidate:
-        return (0.0,)
-    baseline_runs = (baseline, *search_state.repeats_of(baseline.candidate))
-    best_runs = (*(() if best.source else (best,)), *search_state.repeats_of(best.candidate))
-    ends = (*(run.number for run in baseline_runs[1:]), math.inf)
-    rounds = [
-        (baseline_run, best_run)
-        for baseline_run, end in zip(baseline_runs, ends, strict=True)
-        if (best_run := next((run for run in best_runs if baseline_run.number < run.number < end), None))
-        and all(run.state is TrialState.MEASURED and run.is_final for run in (best_run, baseline_run))
-    ]
-    quiet = [each for each in rounds if not is_disturbed(each[:1])] or rounds
-    return tuple(speed(best_run) / speed(baseline_run) - 1 for baseline_run, best_run in quiet)
+    trials: int
+    repeats: int
+    measuring_s: float | None
+    at_most_s: float

@@ -222,3 +222,48 @@ def rows_by_codes(columns: Columns, knobs: Sequence[str]) -> Iterator[tuple[tupl
     groups, inverse = np.unique(np.stack([columns[knob] for knob in knobs]), axis=1, return_inverse=True)
     for group, codes in enumerate(groups.T.tolist()):
         yield tuple(codes), np.flatnonzero(inverse.reshape(-1) == group)
+
+
+DOES_NOT_FIT = "does_not_fit"
+NEEDS_AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
+DOES_AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
+LEARNED_MESSAGES = {
+    DOES_NOT_FIT: "the candidate's predicted memory is more than a device has",
+    NEEDS_AS_MUCH_MEMORY: "a trial ran out of memory, and no knob of this candidate needs less",
+    DOES_AS_MUCH_WORK: "a trial was measured, and this candidate does at least as much work",
+}
+"""The messages of the pruning rules that are derived from predictions and from trials, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """The candidates that rules have removed from the space. A row is the position of a candidate in the space.
+
+    `rule`: for each row, the rule that removed it: 0 for a row that was not removed, otherwise the index in `rules`
+    plus one.
+    `trial`: for each row, the number of the trial from which that rule was learned. -1 for other rules.
+    `exceeds_memory`: for each row, whether it does not fit according to corrected predictions.
+    `applied_trials`: the numbers of the trials from which rules have already been learned.
+    """
+
+    rule: NDArray[np.int16]
+    trial: IntArray
+    exceeds_memory: BoolArray
+    rules: tuple[str, ...] = ()
+    applied_trials: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def open_rows(self) -> IntArray:
+        """The rows that no rule has removed."""
+        return np.flatnonzero(self.rule == 0)
+
+    def reason(self, row: int) -> str | None:
+        """Return the name of the rule that removed `row`, or None if the row was not removed.
+
+        For a learned rule, the number of the trial is added to the name.
+        """
+        rule = int(self.rule[row])
+        if not rule:
+            return None
+        trial = int(self.trial[row])
+        return self.rules[rule - 1] + (f" (trial {trial})" if trial >= 0 else "")

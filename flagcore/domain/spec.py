@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.knob import Knob
+from flagcore.domain.knob import Effect, Knob
 from flagcore.domain.model import Model
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray, KnobValue
@@ -260,6 +260,18 @@ class Task:
         """Return the number of devices of one node of `group` that a trial uses."""
         cards = self.spec.work.cards if isinstance(self.spec.work, ServeSpec) else None
         return min(cards or group.devices_per_node, group.devices_per_node)
+
+    def for_engine(self, effects: Sequence[Effect] = ()) -> Task:
+        """Return the engine's task: without the knobs that have an `Effect`, but with the settings of `effects`."""
+        names = {knob.name for knob in self.knobs}
+        spec, settings = self.spec, {key: value for effect in effects for key, value in effect.settings.items()}
+        if names:
+            space = {name: values for name, values in spec.space.items() if name not in names}
+            baseline = spec.baseline and {name: value for name, value in spec.baseline.items() if name not in names}
+            spec = replace(spec, space=space, baseline=baseline)
+        if settings and isinstance(spec.work, TrainSpec):
+            spec = replace(spec, work=replace(spec.work, settings={**spec.work.settings, **settings}))
+        return self if spec is self.spec and not names else replace(self, spec=spec, knobs=())
 
     def on_nodes(self, nodes: int) -> Task:
         """Return the task of a trial on fewer nodes. The cluster must have a single node group."""

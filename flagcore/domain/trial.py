@@ -7,6 +7,7 @@ from enum import Enum
 from statistics import median
 from typing import Any
 
+from flagcore.domain.chip import share_of_others
 from flagcore.domain.serving import HighestLoad
 from flagcore.domain.space import Candidate
 
@@ -41,6 +42,9 @@ class TrialState(Enum):
     def failed(self) -> bool:
         """Whether the trial failed: out of memory, invalid, failed, timed out or interrupted."""
         return self not in (TrialState.PREDICTED, TrialState.RUNNING, TrialState.MEASURED, TrialState.STOPPED)
+
+
+FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 
 class Role(Enum):
@@ -286,6 +290,16 @@ class Trial:
         return self.measurement.interval if self.measurement else 0.0
 
     @property
+    def speed(self) -> float:
+        """The measured steps per second. 0 without a measurement."""
+        return 1.0 / self.measurement.step_time_s if self.measurement and self.measurement.step_time_s > 0 else 0.0
+
+    @property
+    def share_of_others(self) -> float:
+        """The share of the trial's cores that other programs used. 0 if unknown."""
+        return share_of_others(self.measurement.telemetry) if self.measurement else 0.0
+
+    @property
     def step_seen_s(self) -> float | None:
         """The measured step time in seconds, or else the median of the finished steps. None if no step finished."""
         if self.measurement:
@@ -311,6 +325,11 @@ class Trial:
             fewer = measured.warmup_steps + len(measured.step_times_s)
             steps = min(steps - warmup + measured.warmup_steps, fewer)
         return self.duration_s - self.silent_s - steps * (measured.scaled_from or measured.step_time_s)
+
+
+def is_disturbed(runs: Sequence[Trial]) -> bool:
+    """Return whether other programs used the cores of all `runs`."""
+    return bool(runs) and all(run.share_of_others for run in runs)
 
 
 def step_value(record: Mapping[str, object] | None) -> float | None:

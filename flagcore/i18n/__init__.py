@@ -6,13 +6,13 @@ logs and machine-readable output are always English. The catalogue is loaded by 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
-from gettext import GNUTranslations, NullTranslations
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def _(message: str, /, **values: object) -> str:
             message.template,
             **{name: _(each) if isinstance(each, Message) else each for name, each in message.values.items()},
         )
-    text = _catalogue(language()).gettext(message) if message else ""
+    text = _catalogue(language()).get(message, message)
     return text.format(**values) if values else text
 
 
@@ -105,7 +105,7 @@ def from_record(text: str, record: object) -> str:
 
 def _message(record: Any) -> Message:
     template, values = record["template"], record["values"]
-    if _catalogue(language()).gettext(template) == template:
+    if _catalogue(language()).get(template, template) == template:
         raise LookupError(template)
     fields = {name: _message(value) if isinstance(value, dict) else value for name, value in values.items()}
     return Message(template, **fields)
@@ -113,7 +113,7 @@ def _message(record: Any) -> Message:
 
 def ngettext(one: str, many: str, count: int, /, **values: object) -> str:
     """Return the singular or plural form of a message in the selected language. `count` fills its field `{count}`."""
-    text = _catalogue(language()).ngettext(one, many, count)
+    text = _catalogue(language()).get(one, one if count == 1 else many)
     return text.format(count=count, **values)
 
 
@@ -133,14 +133,25 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 @cache
-def _catalogue(name: str) -> NullTranslations:
-    file = LOCALE / name / "LC_MESSAGES" / "flagcore.mo"
-    if not file.is_file():
-        return NullTranslations()
-    with file.open("rb") as stream:
-        return GNUTranslations(stream)
+def _catalogue(name: str) -> dict[str, str]:
+    """Return the translations of a language by their English texts, without those that are missing.
+
+    The form of a plural is that of all counts, for Chinese has one.
+    """
+    file = LOCALE / name / "LC_MESSAGES" / "flagcore.po"
+    found: dict[str, str] = {}
+    message = ""
+    for key, lines in _ENTRY.findall(file.read_text(encoding="utf-8") if file.is_file() else ""):
+        text = str(json.loads(lines.replace('"\n"', "")))
+        if key == "msgid":
+            message = text
+        elif message and text:
+            found[message] = text
+    return found
 
 
+_ENTRY = re.compile(r'^(msgid|msgstr)(?:\[0\])? (".*"(?:\n".*")*)', re.MULTILINE)
+"""A text of a gettext catalogue, whose lines are strings of JSON, and what it is."""
 _CLOSING = re.escape("，。；：、！？）】》」』”’,.;:!?)]}%")
 _OPENING = re.escape("([{（【《「『“‘")
 _NARROW = r"[^\s⺀-鿿豈-﫿＀-￯、-〿]+"

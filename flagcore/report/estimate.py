@@ -6,9 +6,8 @@ from typing import Any
 
 from flagcore.domain.chip import Fact
 from flagcore.domain.knob import Knobs
-from flagcore.domain.plan import Counts
+from flagcore.domain.plan import Counts, SearchTime
 from flagcore.domain.prediction import Labels
-from flagcore.domain.search_state import SearchTime
 from flagcore.domain.space import KnobValue
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.formats import Notebook, hardware_text, known_columns, render, shown, table, table_columns

@@ -10,13 +10,12 @@ from typing import Any, TypeAlias
 from flagcore.domain import prediction
 from flagcore.domain.chip import disturbances
 from flagcore.domain.knob import Knob, Knobs
-from flagcore.domain.plan import Counts, Plan, Speedup
+from flagcore.domain.plan import Counts, Plan, SearchTime, Speedup
 from flagcore.domain.prediction import MEMORY_ERROR
-from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime, is_disturbed
 from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, HighestLoad, ServeSpec, nest_statistics
-from flagcore.domain.space import Candidate
+from flagcore.domain.space import DOES_NOT_FIT, Candidate
 from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
-from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, step_value
+from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, is_disturbed, step_value
 from flagcore.i18n import N_, _, columns, left, ngettext
 from flagcore.report.formats import NAMES, shown, size_text
 

@@ -11,25 +11,30 @@ import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.plan import Plan, summarize
+from flagcore.domain.plan import Plan, SearchTime
 from flagcore.domain.prediction import MEMORY_ERROR
-from flagcore.domain.search_state import (
-    DOES_NOT_FIT,
-    EXTRA_ROUNDS,
-    MAX_RIVALS,
-    SLACK,
-    UNKNOWN_SECONDS,
-    SearchState,
-    SearchTime,
-)
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import DOES_NOT_FIT, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, PRECISIONS, Task, TrainSpec
-from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
+from flagcore.tuner.limits import SLACK, UNKNOWN_SECONDS
 from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, summarize
 from flagcore.tuner.stages.predict import record
+
+
+def require_feasible(problem: Problem) -> None:
+    """Raise NothingFits or NoDevice if the search has no candidate to try.
+
+    A run tries a baseline that may fit, although it is predicted not to. Probes and estimates need predicted times.
+    """
+    is_run = problem.task.spec.control.fidelity == RUN
+    if not is_run or not may_fit(problem):
+        require_candidate(problem)
+    if not is_run:
+        require_predicted_time(problem)
 
 
 def require_candidate(problem: Problem) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device
-from flagcore.domain.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
 from flagcore.domain.engine import device_variables, without_devices
 from flagcore.domain.launch import Launch
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import HOSTFILE, KIND, SLOTS, Task
 from flagcore.domain.trial import TimeLimit
 from flagcore.errors import LaunchError
+from flagcore.tuner.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
 
 
 def on_hosts(platform: Platform, hosts: tuple[str, ...]) -> Platform:

@@ -9,7 +9,6 @@ from typing import TypeAlias
 import numpy as np
 
 from flagcore.contracts import Platform, Problem, Workload
-from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
@@ -19,12 +18,13 @@ from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.effects import has_user_command, plugin_columns
 from flagcore.tuner.published import distance, nearest_runs
+from flagcore.tuner.shorten import smaller_task
 from flagcore.tuner.stages.build import NOT_LIKELY, PLANNED_SHARE, bounds, build, check, legality
 from flagcore.tuner.stages.complete import complete
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
-from flagcore.tuner.stages.shorten import smaller_task
 
 OnUsual: TypeAlias = Callable[[Platform, Space, Predictions], object]
 
@@ -88,7 +88,7 @@ def candidate_columns(platform: Platform, values: Mapping[str, KnobValue]) -> di
     task = platform.task
     plugin = plugin_columns(task, values)
     engine_values = {name: value for name, value in values.items() if name not in plugin}
-    return {**platform.workload.columns(engine_task(task), engine_values), **plugin}
+    return {**platform.workload.columns(task.for_engine(), engine_values), **plugin}
 
 
 def require_launchable(problem: Problem) -> None:
@@ -102,7 +102,7 @@ def require_launchable(problem: Problem) -> None:
         for value, effect in knob.effects.items():
             if effect.passed:
                 try:
-                    problem.workload.ready(engine_task(task, [effect]).spec)
+                    problem.workload.ready(task.for_engine([effect]).spec)
                 except SpecError as error:
                     if error.key == f"train.settings.{knob.name}":
                         raise SpecError(key=key, value=value, problem=error.problem, fix=error.fix) from None
@@ -182,7 +182,7 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
     """
     task, workload, baseline = platform.task, platform.workload, platform.task.spec.baseline
     if baseline is None:
-        usual_task = replace(task, spec=replace(task.spec, space=workload.usual_space(engine_task(task))))
+        usual_task = replace(task, spec=replace(task.spec, space=workload.usual_space(task.for_engine())))
         for searched in (legality(replace(platform, task=usual_task)), legal):
             space = build(searched.axes, searched.rules, searched.merges)
             if len(space):

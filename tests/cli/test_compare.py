@@ -11,7 +11,7 @@ from flagcore.api.explaining.subject import Subject, columns_of
 from flagcore.api.snapshot import load_snapshot
 from flagcore.domain.trial import TrialState
 from flagcore.tuner.problem import rows_by_time
-from flagcore.tuner.stages.rank import learn
+from flagcore.tuner.stages.learn import learn
 from tests import small
 from tests.cli.conftest import Answer, Flag, Project
 

@@ -17,7 +17,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
 from flagcore.report.text import values_text
 from flagcore.tuner.problem import rows_by_time
-from flagcore.tuner.stages.rank import learn
+from flagcore.tuner.stages.learn import learn
 from tests import small
 from tests.cli.conftest import Answer, Flag, Project
 

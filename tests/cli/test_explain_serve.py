@@ -16,7 +16,7 @@ from flagcore.api.explaining.subject import allowed_rows
 from flagcore.api.snapshot import load_snapshot
 from flagcore.errors import NothingFits
 from flagcore.report.result import trial as as_data
-from flagcore.tuner.stages.rank import learn
+from flagcore.tuner.stages.learn import learn
 from tests.cli.conftest import Flag
 from tests.report.page.reading import run_data
 from tests.serving import trial

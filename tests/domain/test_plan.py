@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.domain.plan import Counts, Plan, gains, interference, measured_to_predicted
+from flagcore.domain.plan import Counts, Plan, measured_to_predicted
 from flagcore.domain.trial import PROBE, Role, Trial, TrialState
-from flagcore.tuner.stages.rank import learn
-from tests.domain.test_noise import trial
+from flagcore.tuner.search_state import gains, interference
+from flagcore.tuner.stages.learn import learn
+from tests.tuner.test_search_state import trial
 
 FIRST = (trial(0, "baseline", 100.0, Role.BASELINE), trial(1, "best", 150.0, Role.SEARCH))
 REPEATS = (trial(2, "baseline", 100.0, Role.REPEAT), trial(3, "best", 130.0, Role.REPEAT))

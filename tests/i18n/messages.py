@@ -1,6 +1,6 @@
 """The messages of the sources and their catalogue.
 
-python -m tests.i18n.messages update        # add new messages to the catalogue (.po), and compile it (.mo)
+python -m tests.i18n.messages update        # add new messages to the catalogue
 python -m tests.i18n.messages untranslated  # list the messages without a translation
 """
 
@@ -13,7 +13,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from babel.messages.catalog import Catalog
-from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
 
 from flagcore.domain.trial import FIDELITIES, Role, TrialState
@@ -99,15 +98,8 @@ def translations() -> Catalog:
         return read_po(stream, locale="zh")
 
 
-def compiled(catalogue: Catalog) -> bytes:
-    """Return a catalogue in gettext's binary format."""
-    binary = io.BytesIO()
-    write_mo(binary, catalogue)
-    return binary.getvalue()
-
-
 def update() -> None:
-    """Put the messages of the sources into the catalogue, and compile it."""
+    """Put the messages of the sources into the catalogue."""
     catalogue = translations()
     catalogue.update(sources(), no_fuzzy_matching=True, update_creation_date=False)
     catalogue.obsolete.clear()
@@ -115,7 +107,6 @@ def update() -> None:
     text = io.BytesIO()
     write_po(text, catalogue, width=120, sort_output=True, include_lineno=False)
     FILE.write_bytes(text.getvalue())
-    FILE.with_suffix(".mo").write_bytes(compiled(translations()))
 
 
 def untranslated() -> None:

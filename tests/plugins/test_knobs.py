@@ -13,7 +13,6 @@ import yaml
 
 from flagcore import api
 from flagcore.contracts import Problem
-from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.knob import Effect, Factor, Knob, Requirement
 from flagcore.domain.prediction import Predictions, features
 from flagcore.domain.space import Axis, IntArray
@@ -22,6 +21,7 @@ from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.plugins import workload_of
 from flagcore.spec.convert import parse_spec
+from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.problem import build_problem, candidate_columns
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.predict import predict, predict_columns, predict_components
@@ -179,7 +179,7 @@ def test_memory_by_component_and_rank_follows_the_schedule_knob() -> None:
     expected = bare.rank(
         with_setting, candidate_columns(small.platform(with_setting), own), 0, small.costs(with_setting)
     )
-    ranks = [engine.rank(engine_task(task, effects_of_row(task, one)), one, 0, costs) for one in (on, off)]
+    ranks = [engine.rank(task.for_engine(effects_of_row(task, one)), one, 0, costs) for one in (on, off)]
     assert ranks[0] == expected != ranks[1]
 
 
@@ -273,7 +273,7 @@ def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
     assert space.columns(removed)["acme_fused"].all()
     rows = np.arange(len(space))
     columns = space.columns(rows)
-    known = features(space.axes, columns, predictions.take(rows), engine.sizes(engine_task(task), columns))
+    known = features(space.axes, columns, predictions.take(rows), engine.sizes(task.for_engine(), columns))
     assert known.knobs["acme_fused"].tolist() == columns["acme_fused"].tolist()
     codes = {"batch_size": np.array([0, 512, 2048])}  # 0 is the engine's own choice
     known = features([Axis(knob="batch_size", values=(512, 2048))], codes, predictions.take(rows[:3]), {})

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.chip import Source
+from flagcore.domain.chip import Chip, Source
 from flagcore.domain.knob import in_versions
 from flagcore.errors import SpecError
-from flagcore.vendorkit.chip_file import read_chip
+from flagcore.vendorkit.chip_file import load_chips, read_chip
 from flagcore.vendorkit.engines import Variable, all_knobs, read_engines, read_maturity, read_quirks, read_variables
 from tests import small
 
@@ -105,6 +105,31 @@ def test_every_figure_keeps_its_source() -> None:
     assert chip.link is not None
     assert chip.link.bytes_per_second.value == 1e11
     assert chip.nic_bytes_per_second is None
+
+
+def chips_of(folder: Path, monkeypatch: pytest.MonkeyPatch, second: str) -> tuple[Chip, ...]:
+    """Return the chips of a package with X1 and another chip, of which `second` is the last line."""
+    (folder / "chips_of_acme" / "chips").mkdir(parents=True)
+    (folder / "chips_of_acme" / "__init__.py").touch()
+    (folder / "chips_of_acme" / "chips" / "x1.yaml").write_text(GOOD)
+    (folder / "chips_of_acme" / "chips" / "x2.yaml").write_text(f"chip: X2\nvendor: acme\n{second}\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "chips_of_acme", raising=False)
+    load_chips.cache_clear()
+    return load_chips("chips_of_acme")
+
+
+def test_a_chip_has_the_value_and_the_source_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = chips_of(tmp_path, monkeypatch, "memory_bytes: {same_as: X1}")
+    assert first.memory_bytes == second.memory_bytes is not None
+    assert second.memory_bandwidth_bytes_per_second is None
+
+
+@pytest.mark.parametrize("name", ["X9", "X2"])
+def test_a_value_of_no_chip_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        chips_of(tmp_path, monkeypatch, f"memory_bytes: {{same_as: {name}}}")
+    assert caught.value.key == "memory_bytes.same_as"
 
 
 @pytest.mark.parametrize(

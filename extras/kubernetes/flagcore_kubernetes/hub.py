@@ -10,7 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flagcore.launchers.hub import run_both, serve
+from flagcore_hosts.hub import run_both, serve
+
 from flagcore_kubernetes.join import CONNECT_SECONDS, keep_alive, proof, token
 
 JOIN_SECONDS = 50.0

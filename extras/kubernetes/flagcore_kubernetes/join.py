@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from flagcore.launchers.connection import agent_command
+from flagcore_hosts.connection import agent_command
 
 TOKEN = "FLAGCORE_TOKEN"
 PORT = 29471

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.hub import Hub
+from flagcore_hosts.launcher import HostsLauncher
+
 from flagcore.contracts import ExportJob, Launcher, Platform
 from flagcore.errors import UsageError
-from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hosts import HostsLauncher
-from flagcore.launchers.hub import Hub
 from flagcore_kubernetes import dynamo
 from flagcore_kubernetes.job import HOSTS, export, manifest
 from flagcore_kubernetes.join import PORT, TOKEN
@@ -76,6 +77,6 @@ LAUNCHER: Launcher = KubernetesLauncher(
     name="kubernetes",
     channel=channel,
     find_hosts=find_hosts,
-    hold=hold,
+    reserve=hold,
     fix="start the job that `flag manifest` writes",
 )

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from flagcore_kubernetes.job import KINDS
 
+from extras.hosts.tests.cluster.bed import HOST, missing
 from flagcore import api
 from flagcore.contracts.exchange import DEVICES_OF_HOST, shell_quoted
 from flagcore.errors import SpecError, UsageError
 from flagcore.plugins import launcher
-from tests.hosts.bed import HOST, missing
 from tests.small import SHAPE
 
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "crds.json.gz").read_bytes()))

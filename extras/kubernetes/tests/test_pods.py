@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from flagcore_hosts.hub import Hub
 from flagcore_kubernetes.join import TOKEN, proof
 from flagcore_kubernetes.launcher import HOSTS, HUB, LAUNCHER, PORT_VARIABLE, find_hosts, hold
 
-from flagcore.api.managing.host_report import host_telemetry
-from flagcore.api.managing.hosts import require_hosts
+from flagcore.api.managing.host_report import host_check
 from flagcore.contracts import device_use
 from flagcore.domain.launch import Launch
+from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import NoDevice
 from flagcore.launchers import guard
-from flagcore.launchers.hub import Hub
 from flagcore.launchers.network import free_port
 from tests.launchers.processes import MARK, ended, marked, within
 
@@ -97,11 +97,12 @@ def test_trials_run_beside_each_other_in_a_pod(join: Join, tmp_path: Path) -> No
 
 def test_the_devices_of_pods_are_read_beside_trials(join: Join, tmp_path: Path) -> None:
     join("pod-1"), join("pod-2")
-    with LAUNCHER.keep_agents():
-        hosts, devices, _speeds = require_hosts(LAUNCHER, PODS)
-        reader = host_telemetry(LAUNCHER, devices)(devices[-1])
-        exit_record = ended(LAUNCHER.start(launch("true", tmp_path / "trial", hosts)))
+    check = host_check((), None, compare=False)
+    with LAUNCHER.use_hosts(ClusterSpec(hosts=PODS, nodes=len(PODS)), check) as hosts:
+        reader = hosts.telemetry(hosts.devices[-1])
+        exit_record = ended(LAUNCHER.start(launch("true", tmp_path / "trial", hosts.names)))
         assert exit_record.code == 0
+        assert reader
         assert within(30, lambda: device_use(reader).free_bytes)
 
 

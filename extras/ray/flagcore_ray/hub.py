@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.hub import run_both, serve
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hub import run_both, serve
 
 WAIT_SECONDS = 60.0
 """Maximum time in seconds to wait for free nodes."""

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from flagcore_hosts.hub import Hub
+from flagcore_hosts.launcher import HostsLauncher
+
 from flagcore.contracts import Launcher
 from flagcore.errors import NoDevice
-from flagcore.launchers.hosts import HostsLauncher
-from flagcore.launchers.hub import Hub
 
 ANY = "any-"
 """Prefix of placeholder names, for hosts that Ray has not chosen yet."""
@@ -38,4 +39,4 @@ class RayLauncher(HostsLauncher):
         return super().choose_hosts([replaced.get(host, host) for host in hosts], count)
 
 
-LAUNCHER: Launcher = RayLauncher(name="ray", channel=HUB.channel, find_hosts=find_hosts, hold=hold)
+LAUNCHER: Launcher = RayLauncher(name="ray", channel=HUB.channel, find_hosts=find_hosts, reserve=hold)

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_hosts.hub import Hub
+from flagcore_hosts.launcher import HostsLauncher
 from flagcore_ray.launcher import LAUNCHER, find_hosts, hold
 
+from extras.hosts.tests.cluster.conftest import SPEC
 from flagcore import api
 from flagcore.contracts import Event
 from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice
-from flagcore.launchers.hosts import HostsLauncher
-from flagcore.launchers.hub import Hub
 from tests.cli.conftest import TRAIN
-from tests.hosts.conftest import SPEC
 from tests.launchers.processes import ended, marked, within
 
 pytest.importorskip("ray")

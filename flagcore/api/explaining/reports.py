@@ -19,9 +19,9 @@ from flagcore.api.planning.estimate import knob_record, plugin_notes
 from flagcore.api.planning.evidence import predicted_like, published_job
 from flagcore.api.runs import no_best_error
 from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
-from flagcore.domain.plan import count, failed_repeats
-from flagcore.domain.search_state import DOES_NOT_FIT, noise, significant
+from flagcore.domain.plan import failed_repeats
 from flagcore.domain.serving import LATENCIES, ServeSpec
+from flagcore.domain.space import DOES_NOT_FIT
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
 from flagcore.errors import NothingFits, SpecError, UsageError
 from flagcore.i18n import N_, _
@@ -49,6 +49,7 @@ from flagcore.report.result import trial as trial_record
 from flagcore.report.text import candidate_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import lacks_margin, rows_by_time
+from flagcore.tuner.search_state import count, noise, significant
 from flagcore.tuner.stages.build import PLANNED_SHARE
 from flagcore.tuner.stages.predict import predict_columns, record
 from flagcore.tuner.stages.prune import needed_share

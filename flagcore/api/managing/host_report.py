@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
 from math import nan
 from pathlib import Path
@@ -25,15 +24,16 @@ from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.api.managing.calibration import target
 from flagcore.api.managing.inspection import doctor
-from flagcore.contracts import Telemetry, device_use
-from flagcore.domain.chip import MEMORY_IN_USE, Device, DeviceUse
+from flagcore.contracts import HostCheck, Telemetry, device_use
+from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.domain.cluster import NodeGroup
 from flagcore.errors import FlagError, NoDevice
-from flagcore.launchers.connection import shared_variables
-from flagcore.launchers.hosts import HostsLauncher
 from flagcore.plugins import LoadedPlugins
+from flagcore.spec.clusters import read_hosts
 from flagcore.tuner.devices import busy_reason
 
+REPORT = (sys.executable, "-m", "flagcore.api.managing.host_report")
+"""The command that prints the report of the host on which it runs."""
 PERIOD_SECONDS = 1.0
 HASHED_BYTES = 1 << 20
 """For larger files, only the size and the beginning are hashed."""
@@ -109,6 +109,24 @@ def busy(device: Device, reader: Telemetry | None, idle: float = 0.0) -> str:
     return busy_reason(device, reader, found["figures"].get(MEMORY_IN_USE, nan), memory_bytes, idle)
 
 
+def host_check(files: Sequence[str], variables: Mapping[str, str] | None, *, compare: bool = True) -> HostCheck:
+    """Return what is checked on hosts. With `compare`, speeds are compared if the program for it is installed."""
+    speed: tuple[str, ...] = ()
+    with suppress(NoDevice):
+        speed = (sys.executable, "-m", plugins.benchmark("links")) if compare else ()
+    return HostCheck(report=REPORT, files=files, variables=variables, speed=speed)
+
+
+def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
+    """Return one record per host of a host file: its problem, if any, its devices, versions and speed.
+
+    Raises SpecError if the file cannot be read, and UsageError if the launcher does not use hosts.
+    """
+    lines = read_hosts(hostfile, file=str(hostfile))
+    kinds, users = {line.host: line.kind for line in lines}, {line.host: line.user for line in lines if line.user}
+    return plugins.launcher(launcher).report_hosts(kinds, users, host_check((), {}))
+
+
 def main(arguments: Sequence[str]) -> None:
     """Print the report on this host or, with the argument `watch`, the telemetry of its devices every second."""
     watch = list(arguments) == ["watch"]
@@ -131,51 +149,3 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-
-
-PROGRAM = "flagcore.api.managing.host_report"
-LAG_SECONDS = PERIOD_SECONDS + 0.7
-"""The maximum age of a current reading, in seconds: the period plus the time of the transfer."""
-STALE_SECONDS = 10.0
-"""The maximum age of a reading, in seconds. Older readings count as unknown, because the host does not respond."""
-
-
-def host_telemetry(launcher: HostsLauncher, devices: Sequence[Device]) -> Callable[[Device], HostDevice]:
-    """Watch the hosts of `devices` as long as the launcher keeps its agents.
-
-    Return a function that returns the telemetry reader of a device.
-    """
-    if launcher.agents and devices:
-        launcher.agents.watch_devices((sys.executable, "-m", PROGRAM, "watch"), shared_variables())
-    by_host: dict[str, list[Device]] = {}
-    for device in devices:
-        by_host.setdefault(device.host, []).append(device)
-    return lambda device: HostDevice(launcher, device, by_host[device.host].index(device))
-
-
-@dataclass(frozen=True, slots=True)
-class HostDevice:
-    """Telemetry of one device on another host. `place` is the index of the device in the readings of its host."""
-
-    launcher: HostsLauncher
-    device: Device
-    place: int
-
-    def sample(self) -> Mapping[str, float]:
-        """Return the telemetry of the last second. Raises LookupError if the device does not respond."""
-        figures = self._reading()
-        if figures.get("lost"):
-            raise LookupError(self.device.title)
-        return {name: float(value) for name, value in dict(figures.get("figures", {})).items()}
-
-    def use(self) -> DeviceUse:
-        """Return the processes that used the device in the last second."""
-        use_fields = dict(self._reading().get("use", {}))
-        return DeviceUse(**{**use_fields, "processes": tuple(use_fields.get("processes", ()))})
-
-    def _reading(self) -> Mapping[str, Any]:
-        """Return the latest reading of the device. It is empty if there is none since the end of the last trial."""
-        time.sleep(max(0.0, self.launcher.ended_at + LAG_SECONDS - time.monotonic()))
-        at, readings = self.launcher.agents.reading(self.device.host) if self.launcher.agents else (-math.inf, ())
-        is_current = time.monotonic() - at < STALE_SECONDS and self.place < len(readings)
-        return readings[self.place] if is_current else {}

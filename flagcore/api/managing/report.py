@@ -29,13 +29,10 @@ from flagcore.api.runs import (
 from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot, run_home
 from flagcore.contracts import Problem
 from flagcore.domain.chip import Chip, Fact
-from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.files import write
-from flagcore.domain.plan import summarize
 from flagcore.domain.prediction import MEMORY, components_of_row
-from flagcore.domain.search_state import LEARNED_MESSAGES, seconds_left
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
-from flagcore.domain.space import Candidate
+from flagcore.domain.space import LEARNED_MESSAGES, Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
@@ -48,8 +45,11 @@ from flagcore.report.page.summary import no_best
 from flagcore.report.result import result
 from flagcore.report.text import duration_text, heading
 from flagcore.spec.plain_data import spec_as_data
+from flagcore.tuner.budget import seconds_left
+from flagcore.tuner.effects import effects_of_row
+from flagcore.tuner.limits import seconds_used
 from flagcore.tuner.loop import TuneResult
-from flagcore.tuner.stages.limit import seconds_used
+from flagcore.tuner.search_state import summarize
 from flagcore.tuner.stages.predict import in_gib, record
 from flagcore.tuner.stages.rank import untried
 from flagcore.tuner.store.directory import IDENTITY, LOCK
@@ -295,7 +295,7 @@ def insight(problem: Problem, best: Candidate | None) -> dict[str, Any]:
 def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
     """Return the memory of the first device of each pipeline stage, split into components if the workload has them."""
     columns, costs, workload = problem.space.columns(np.array([row])), problem.platform.costs, problem.workload
-    task = engine_task(problem.task, effects_of_row(problem.task, columns))
+    task = problem.task.for_engine(effects_of_row(problem.task, columns))
     stages = []
     for stage, first in enumerate(workload.stage_ranks(task, columns)):
         parts = workload.components(task, columns, np.array([stage]), costs)
@@ -308,7 +308,7 @@ def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
 
 def _pipelines(problem: Problem, row: int) -> list[dict[str, Any]]:
     task, columns = problem.task, problem.space.columns(np.array([row]))
-    task_as_set = engine_task(task, effects_of_row(task, columns))
+    task_as_set = task.for_engine(effects_of_row(task, columns))
     pipelines = problem.workload.pipelines(task_as_set, columns, problem.platform.costs)
     is_one_stage = len(task.cluster.groups) < 2 and all(len(each.forward_s) < 2 for each in pipelines)
     return [] if is_one_stage else [asdict(each) for each in pipelines]

@@ -12,12 +12,9 @@ from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins, read_spe
 from flagcore.api.planning.evidence import NEAREST, expected_seconds, published_runs
 from flagcore.api.planning.records import prediction_records
 from flagcore.contracts import Platform, Problem
-from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
-from flagcore.domain.plan import count
 from flagcore.domain.prediction import Predictions, idle_of
-from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import IntArray, KnobValue, Space
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
@@ -27,6 +24,7 @@ from flagcore.plugins import LoadedPlugins, workload_of
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.formats import lookup
 from flagcore.report.text import candidate_line, serving_load_text
+from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.feasibility import (
     crowded_baseline_text,
     no_time,
@@ -43,6 +41,7 @@ from flagcore.tuner.problem import (
     no_launch_reason,
     rows_by_time,
 )
+from flagcore.tuner.search_state import SearchState, count
 from flagcore.tuner.stages.predict import limit, model_table, record
 
 
@@ -214,7 +213,7 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
 
 def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
     """Return the candidate of the engine's own defaults with its prediction, or None if it is the baseline."""
-    values = {**problem.baseline.as_dict(), **problem.workload.defaults(engine_task(problem.task))}
+    values = {**problem.baseline.as_dict(), **problem.workload.defaults(problem.task.for_engine())}
     if values == problem.baseline.as_dict():
         return None
     columns = candidate_columns(problem.platform, values)
@@ -265,7 +264,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     (mixed, row), *other_plans = sorted(known_plans, key=lambda pair: pair[0].step_time_s)
     alone = {title: _alone(spec, problem, group, plugins) for group, title in enumerate(titles)}
     columns = problem.space.columns(row)
-    task = engine_task(problem.task, effects_of_row(problem.task, columns))
+    task = problem.task.for_engine(effects_of_row(problem.task, columns))
     pipelines = problem.workload.pipelines(task, columns, problem.costs)
     shares = {title: idle_of(pipelines, number) for number, title in enumerate(titles)}
     stages = [

@@ -17,7 +17,6 @@ from flagcore.api.planning.records import prediction_records
 from flagcore.contracts import Costs, Platform, Problem, Workload
 from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.effects import engine_task
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Observations, PastMeasurements, features
@@ -288,7 +287,7 @@ def _observations(
     columns = {knob: np.concatenate([one_row[knob] for one_row in encoded]) for knob in encoded[0]}
     columns = canonical(columns, legal.merges)
     predictions = predict_columns(platform, columns)
-    known_features = features(legal.axes, columns, predictions, workload.sizes(engine_task(task), columns))
+    known_features = features(legal.axes, columns, predictions, workload.sizes(task.for_engine(), columns))
     figures = (("step_time_s", predictions.step_time_s, 1.0), ("device_used_gib", predictions.device_used_bytes, GIB))
     pairs = []
     for name, expected, unit in figures:

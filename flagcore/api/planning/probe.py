@@ -24,11 +24,12 @@ from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
 from flagcore.tuner.devices import parallel_probe_ranks, require_devices
 from flagcore.tuner.feasibility import require_candidate
+from flagcore.tuner.limits import time_limit
+from flagcore.tuner.planner import predicted_trial
+from flagcore.tuner.probe import combine
+from flagcore.tuner.probe import probe as probe_candidate
 from flagcore.tuner.problem import build_problem, require_launchable, rows_by_time
 from flagcore.tuner.stages.predict import in_gib, rank_record, record
-from flagcore.tuner.stages.probe import combine
-from flagcore.tuner.stages.probe import probe as probe_candidate
-from flagcore.tuner.trial_runner import plan_time_limit, predicted_trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ def _probe(
         on_rank(_("probing rank {rank} of {world}: {candidate}", rank=rank, world=world, candidate=text))
 
     trial = predicted_trial(problem, candidate, Role.SEARCH, PROBE)
-    limit, launcher = plan_time_limit(problem, trial, (), len(ranks)), plugins.launcher("local")
+    limit, launcher = time_limit(problem.platform, trial, (), len(ranks)), plugins.launcher("local")
     try:
         return probe_candidate(problem.platform, launcher, candidate, folder, limit, ranks, report, devices=devices)
     except KeyboardInterrupt:

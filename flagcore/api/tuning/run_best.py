@@ -21,7 +21,6 @@ from flagcore.domain.files import write
 from flagcore.domain.launch import Launch
 from flagcore.errors import HostLost, LaunchError, RunError, UsageError
 from flagcore.i18n import N_, _
-from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.local import start_for_users
 from flagcore.tuner.store.directory import IDENTITY
 
@@ -85,15 +84,14 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
 def _run_on_hosts(script: Path, launch: Mapping[str, Any]) -> int:
     """Run a script on all hosts, print its output, and return its exit status. Raises LaunchError and HostLost."""
     launcher, folder = plugins.launcher(launch["launcher"]), script.parent / "best" / "hosts"
-    assert isinstance(launcher, HostsLauncher)
-    launcher.users = launch["users"]
-    hosts = launcher.hold(launcher.find_hosts(len(launch["hosts"]))[: len(launch["hosts"])] or launch["hosts"])
+    count = len(launch["hosts"])
+    hosts = launcher.hold(launcher.find_hosts(count)[:count] or launch["hosts"], launch["users"])
     text, secrets = script.read_text(encoding="utf-8"), folder.parent / SECRETS
     folder.mkdir(exist_ok=True)
     if secrets.exists():  # in this folder, they are sent to the hosts
         write(folder / SECRETS, secrets.read_text(encoding="utf-8"), private=True)
         text = text.replace(str(secrets), str(folder / SECRETS))
-    job = Launch(argv=("sh", "-c", text), folder=str(folder), directory=launch["directory"], hosts=tuple(hosts))
+    job = Launch(argv=("sh", "-c", text), folder=str(folder), directory=launch["directory"], hosts=hosts)
     running = launcher.start(replace(job, timeout_seconds=math.inf, disk_limit_bytes=1 << 62))
     try:
         with open(folder / "stdout.log", "rb") as output, open(folder / "stderr.log", "rb") as errors:

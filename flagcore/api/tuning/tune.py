@@ -27,8 +27,7 @@ from flagcore.api.inputs import (
     with_fidelity,
     write_spec,
 )
-from flagcore.api.managing.host_report import host_telemetry
-from flagcore.api.managing.hosts import MEASURED_NETWORK, measured_network, require_any_host, require_hosts
+from flagcore.api.managing.host_report import host_check
 from flagcore.api.managing.report import save_report, save_report_of_engines
 from flagcore.api.planning.jobs import past_of_problem
 from flagcore.api.tuning.export import Outcome, save
@@ -43,14 +42,14 @@ from flagcore.domain.spec import Control, TrainSpec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
 from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _, ngettext
-from flagcore.launchers.hosts import HostsLauncher
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import noise_warnings
 from flagcore.spec.convert import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.feasibility import crowded_baseline_text
-from flagcore.tuner.loop import STOPPED, Dependencies, TuneResult
+from flagcore.tuner.loop import Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
+from flagcore.tuner.planner import STOPPED
 from flagcore.tuner.store.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ class _EngineRun:
 
         runs = self.spec.control.fidelity != ESTIMATE
         if runs:
-            require_any_host(self.launcher, self.spec.cluster.hosts)
+            self.launcher.require_hosts(self.spec.cluster.hosts)
         fidelity = self.spec.control.fidelity
         if fidelity == RUN:
             self.workload.ready(self.spec.on_nodes(self.spec.trial_nodes))
@@ -136,7 +135,7 @@ class _EngineRun:
             self.workload.ready_to_probe(self.spec)
         with self.watchers, ExitStack() as agents, loaded_plugins(self.without) as loaded:
             if self.spec.on_each_host and runs:
-                loaded.use_devices(*self._require_hosts(agents))
+                loaded.use_devices(*self._use_hosts(agents))
             dependencies = Dependencies(
                 plugins=loaded,
                 workload=self.workload,
@@ -162,34 +161,21 @@ class _EngineRun:
             raise error(no_best(outcome.shown))
         return outcome
 
-    def _require_hosts(self, agents: ExitStack) -> tuple[tuple[Device, ...], Callable[[Device], Telemetry | None]]:
+    def _use_hosts(self, agents: ExitStack) -> tuple[tuple[Device, ...], Callable[[Device], Telemetry | None]]:
         """Reserve the spec's hosts. Return their devices, and telemetry until `agents` ends. Raises NoDevice."""
-        if not isinstance(self.launcher, HostsLauncher):
-            return (), lambda device: None
         cluster = self.spec.cluster
-        self.launcher.users = cluster.users
-        agents.enter_context(self.launcher.keep_agents())
-        not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
-        names = [group.kind for group in cluster.groups for _ in range(group.nodes)]
-        hosts, devices, speeds = require_hosts(
-            self.launcher,
-            cluster.hosts,
-            not_needed,
-            self._files(),
-            self.spec.envs if isinstance(self.spec.work, TrainSpec) else None,
-            kinds=dict(zip(cluster.hosts, names, strict=False)),
-            compare=self.spec.control.compare_hosts and not cluster.groups,
-        )
-        cluster = replace(cluster, hosts=hosts)
+        variables = self.spec.envs if isinstance(self.spec.work, TrainSpec) else None
+        check = host_check(self._files(), variables, compare=self.spec.control.compare_hosts)
+        hosts = agents.enter_context(self.launcher.use_hosts(cluster, check))
+        cluster = replace(cluster, hosts=hosts.names)
         identity = None if self.new else self.directory.identity()
-        network = measured_network(speeds, cluster.devices_per_node) if cluster.nodes > 1 else None
         if identity is not None:
             self.network = identity["fixed"].get("network") or {}
-        elif network and cluster.with_measured(vars(network)) != cluster:
-            self.network = vars(network)
-            warn([_(MEASURED_NETWORK, settings=network.settings)])
+        elif hosts.network and cluster.with_measured(vars(hosts.network)) != cluster:
+            self.network = vars(hosts.network)
+            warn([hosts.network.note])
         self.spec = replace(self.spec, cluster=cluster.with_measured(self.network))
-        return devices, host_telemetry(self.launcher, devices)
+        return hosts.devices, hosts.telemetry
 
     def _files(self) -> list[str]:
         """Return the files that a `train.command` may read on every host: those that it names, and the model."""

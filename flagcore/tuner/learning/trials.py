@@ -5,7 +5,7 @@ fits and meets the limits, and its expected gain.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import median
 
 import numpy as np
@@ -14,9 +14,9 @@ import scipy
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import share_of_others
 from flagcore.domain.prediction import Features, Observations
-from flagcore.domain.search_state import FAILED_STATES, overheads
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
+from flagcore.domain.spec import Control
+from flagcore.domain.trial import FAILED_STATES, PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.tuner.learning.ratios import MEMORY, Posterior, Ratios, Scales, time_scales
 
 MAX_ROWS = 4096
@@ -361,3 +361,12 @@ def min_memory_share(ratios: Sequence[float]) -> float:
     common, own = MEMORY.chip**2 + MEMORY.task**2, MEMORY.size**2 + MEMORY.own**2
     weight = common / (len(ratios) * common + own)
     return math.exp(weight * sum(ratios) - QUANTILE_95 * math.sqrt(weight * own + own))
+
+
+def overheads(control: Control, trials: Iterable[Trial]) -> list[float]:
+    """Return the seconds that each trial spent outside its steps, mostly for its start.
+
+    Trials for which these seconds are unknown are skipped.
+    """
+    overheads_s = (trial.overhead_s(control.train_iters, control.warmup_iters) for trial in trials)
+    return [seconds for seconds in overheads_s if seconds is not None]

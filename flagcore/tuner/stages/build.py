@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flagcore.contracts import Costs, Platform, Workload
-from flagcore.domain.effects import engine_legality, engine_task, plugin_axes, plugin_axis, rows_by_effects
 from flagcore.domain.engine import RefusedValues, ValueRule
 from flagcore.domain.knob import Factor, Knob, Requirement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Legality, Merge, Rule, Space, decode
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError
+from flagcore.tuner.effects import engine_legality, plugin_axes, plugin_axis, rows_by_effects
 
 JOB_KEYS = ("precision", "attention", "implementation")
 """Keys of a job whose values a plugin may reject."""
@@ -32,7 +32,7 @@ def legality(platform: Platform) -> Legality:
     invalid space.
     """
     task, workload = platform.task, platform.workload
-    engine_axes = workload.axes(engine_task(task))
+    engine_axes = workload.axes(task.for_engine())
     axes = (*engine_axes, *plugin_axes(task))
     rules, merges = engine_legality(task, workload.rules, workload.merges)
     required = [rule for knob in task.knobs for rule in _requirement_rules(task, knob, axes)]
@@ -56,7 +56,7 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
     def values(bound: Callable[[Task, Columns, Costs], FloatArray], columns: Columns) -> FloatArray:
         result = np.zeros(columns[workload.bound_knobs[0]].shape)
         for effect, group_columns, rows in rows_by_effects(task, columns):
-            result[rows] = bound(engine_task(task, effect), group_columns, platform.costs)
+            result[rows] = bound(task.for_engine(effect), group_columns, platform.costs)
         return result
 
     def is_not_likely(columns: Columns) -> BoolArray:

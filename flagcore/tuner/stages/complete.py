@@ -11,7 +11,6 @@ from packaging.requirements import Requirement
 from flagcore.contracts import HostSetup, Platform, Workload
 from flagcore.domain.chip import TRAINED, slowness, usual_precision
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.effects import engine_task
 from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice, ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
@@ -226,7 +225,7 @@ def with_plugin_knobs(platform: Platform) -> Platform:
         _check_knob(spec, knob)
     task = replace(task, knobs=chosen)
     try:
-        workload.axes(engine_task(task))
+        workload.axes(task.for_engine())
     except SpecError as error:
         hint = f"; knobs of plugins: {plugin_names}" if plugin_names else ""
         raise join_errors(

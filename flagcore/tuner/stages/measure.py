@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 
 from flagcore.contracts import Platform, RunningLaunch
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
-from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import INCONCLUSIVE, LONGEST_REASON, Exit, FailurePattern, failure
-from flagcore.domain.search_state import noise
 from flagcore.domain.spec import Control, TrainSpec, objective_value
 from flagcore.domain.trial import MIN_STEPS, Measurement, Trial, TrialState, steps_in_time, warmup_steps
 from flagcore.errors import FlagError
 from flagcore.tuner.devices import device_readers
+from flagcore.tuner.search_state import noise
 
 EARLY_STOP_RATIO, NOISES = 1.2, 2.0
 """A trial is stopped early if its steps take longer than the best trial's by the factor EARLY_STOP_RATIO, or by NOISES
@@ -160,7 +159,7 @@ class _Monitor:
 
     def _measurement(self, *, partial: bool) -> Measurement:
         """Read the measurement, and scale it to whole steps if the steps were shortened. Raises FlagError."""
-        task, trial = engine_task(self.platform.task), self.trial
+        task, trial = self.platform.task.for_engine(), self.trial
         measured = self.platform.workload.read(task, trial.candidate, self.folder, partial=partial)
         partial = partial or measured.partial
         return replace(trial.shortened.scaled(measured) if trial.shortened else measured, partial=partial)

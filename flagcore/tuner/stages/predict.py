@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Platform
-from flagcore.domain.effects import engine_task, rows_by_effects, scaled
 from flagcore.domain.plan import cost_figures
 from flagcore.domain.prediction import MEMORY, ModelPart, Prediction, Predictions, RankPrediction, part_name
 from flagcore.domain.serving import ServeSpec, nest_statistics
 from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task, objective_value
+from flagcore.tuner.effects import rows_by_effects, scaled
 
 CHUNK = 1 << 17
 GIB = 2**30
@@ -90,10 +90,10 @@ def predict_columns(platform: Platform, columns: Columns) -> Predictions:
     task, workload, costs = platform.task, platform.workload, platform.costs
     parts, order = [], []
     for effects, group_columns, rows in rows_by_effects(task, columns):
-        parts.append(scaled(workload.predict(engine_task(task, effects), group_columns, costs), effects))
+        parts.append(scaled(workload.predict(task.for_engine(effects), group_columns, costs), effects))
         order.append(rows)
     if len(parts) <= 1:
-        return parts[0] if parts else workload.predict(engine_task(task), columns, costs)
+        return parts[0] if parts else workload.predict(task.for_engine(), columns, costs)
     original_order: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
     return Predictions.join(parts).take(original_order)
 
@@ -105,7 +105,7 @@ def predict_components(platform: Platform, columns: Columns, stages: IntArray) -
     """
     figures_by_component: dict[str, dict[str, FloatArray]] = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
-        task = engine_task(platform.task, effects)
+        task = platform.task.for_engine(effects)
         components = platform.workload.components(task, group_columns, stages[rows], platform.costs)
         for component, figures in components.items():
             for name, values in figures.items():
@@ -117,7 +117,7 @@ def predict_stage_layers(platform: Platform, columns: Columns) -> dict[int, Sequ
     """Return the number of layers of each pipeline stage, by row, for rows whose layer split the engine chooses."""
     layers_by_row = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
-        layers = platform.workload.stage_layers(engine_task(platform.task, effects), group_columns, platform.costs)
+        layers = platform.workload.stage_layers(platform.task.for_engine(effects), group_columns, platform.costs)
         layers_by_row.update({int(row): each for row, each in zip(rows, layers, strict=False) if each})
     return layers_by_row
 

@@ -8,8 +8,19 @@ import numpy as np
 
 from flagcore.contracts import Problem, PruningRule
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.search_state import DOES_AS_MUCH_WORK, DOES_NOT_FIT, NEEDS_AS_MUCH_MEMORY, Pruned
-from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, Space
+from flagcore.domain.space import (
+    DOES_AS_MUCH_WORK,
+    DOES_NOT_FIT,
+    NEEDS_AS_MUCH_MEMORY,
+    Axis,
+    BoolArray,
+    Candidate,
+    Columns,
+    FloatArray,
+    IntArray,
+    Pruned,
+    Space,
+)
 from flagcore.domain.trial import Trial, TrialState
 
 CHUNK = 1 << 16

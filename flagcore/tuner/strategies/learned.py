@@ -11,7 +11,6 @@ from threadpoolctl import threadpool_limits
 
 from flagcore.contracts import Choice, SearchContext, Strategy
 from flagcore.domain.prediction import Features, Observations
-from flagcore.domain.search_state import MIN_NOISE, indifference, noise
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.i18n import Message
@@ -30,6 +29,7 @@ from flagcore.tuner.learning.trials import (
     success_probability,
     trial_rows,
 )
+from flagcore.tuner.search_state import MIN_NOISE, indifference, noise
 
 TRIALS_PER_DEVIATION = 95
 """The search stops when the largest expected gain is below the indifference times a share, 1 at most: the measurements

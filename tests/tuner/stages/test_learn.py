@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from flagcore.domain.search_state import speed
 from flagcore.domain.trial import Role
-from flagcore.tuner.stages.rank import learn
+from flagcore.tuner.stages.learn import learn
 from tests.serving import trial
 
 FAST, SLOW_RATIO = trial(1, 200.0, ttft=1.5), trial(2, 150.0, ttft=0.9)
@@ -25,8 +24,8 @@ def test_a_candidate_that_breaks_a_limit_in_half_of_its_runs_is_not_the_best() -
 
 def test_a_run_of_flagcore_replaces_an_imported_one() -> None:
     imported = replace(trial(1, 200.0), source="history.csv")
-    assert learn((imported,)).speed_of(imported.candidate) == speed(imported)
+    assert learn((imported,)).speed_of(imported.candidate) == imported.speed
     again = replace(trial(2, 100.0, role=Role.REPEAT), candidate=imported.candidate)
-    assert learn((imported, again)).speed_of(imported.candidate) == speed(again)
+    assert learn((imported, again)).speed_of(imported.candidate) == again.speed
     own = replace(trial(2, 100.0), candidate=imported.candidate)
     assert learn((imported, own)).trials == (own,)

@@ -8,15 +8,24 @@ import pytest
 from flagcore_megatron.adapter import WORKLOAD
 
 from flagcore.contracts import PruningRule
-from flagcore.domain.plan import count
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.search_state import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY, Pruned
-from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, Space
+from flagcore.domain.space import (
+    DOES_AS_MUCH_WORK,
+    NEEDS_AS_MUCH_MEMORY,
+    Axis,
+    BoolArray,
+    Candidate,
+    Columns,
+    Pruned,
+    Space,
+)
 from flagcore.domain.trial import Trial, TrialState
+from flagcore.tuner.search_state import count
 from flagcore.tuner.stages.build import build
+from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune_by_trials
-from flagcore.tuner.stages.rank import learn, untried
+from flagcore.tuner.stages.rank import untried
 from tests import small
 
 TASK = small.task(space={"recompute_granularity": ("full",)})

@@ -9,12 +9,11 @@ from flagcore_megatron import WORKLOAD
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.prediction import PastMeasurements, Predictions
-from flagcore.domain.search_state import Pruned
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import FloatArray, Pruned
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.tuner.stages.build import build
+from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.stages.predict import predict
-from flagcore.tuner.stages.rank import learn
 from flagcore.tuner.stages.rank import search_context as look
 from tests import small
 

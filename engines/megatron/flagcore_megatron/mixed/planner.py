@@ -21,7 +21,6 @@ from flagcore_training.memory.training import memory_in_use
 from flagcore_training.time.step import costs_in_run, step_time
 
 from flagcore.contracts import Costs, Platform
-from flagcore.domain.effects import engine_task
 from flagcore.domain.space import BoolArray, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Task
 from flagcore_megatron.layers.split import derived
@@ -83,11 +82,11 @@ def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
     if not any_sizes:
         require_runnable(task)
     listed = task.spec.space.get(MESHES, AUTO)
-    if listed != AUTO or not derived(engine_task(task)) or not (any_sizes or program_runs_meshes(task.spec)):
+    if listed != AUTO or not derived(task.for_engine()) or not (any_sizes or program_runs_meshes(task.spec)):
         return platform
-    texts = planned(engine_task(task), platform.costs, plan=any_sizes)
+    texts = planned(task.for_engine(), platform.costs, plan=any_sizes)
     if not hetero.command_runs_meshes(task.spec):
-        texts += planned_replicas(engine_task(task), platform.costs)
+        texts += planned_replicas(task.for_engine(), platform.costs)
     task_with_meshes = _with_space(task, {MESHES: (None, *texts)})
     return replace(
         platform, task=_with_space(task_with_meshes, values_alone(task_with_meshes)) if plan else task_with_meshes

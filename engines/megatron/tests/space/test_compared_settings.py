@@ -10,12 +10,12 @@ import pytest
 from flagcore_megatron.adapter import WORKLOAD
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
 
-from flagcore.domain.effects import effects_of, engine_task
 from flagcore.domain.model import LinearAttention
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
+from flagcore.tuner.effects import effects_of
 from flagcore.tuner.launches import planned_launch
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.complete import with_plugin_knobs
@@ -229,7 +229,7 @@ def test_the_trial_program_refuses_values_that_it_cannot_run() -> None:
     task = task_of({"tp_comm_overlap": (False, True)})
     task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, command=None)))
     with pytest.raises(SpecError) as caught:
-        WORKLOAD.ready(engine_task(task, effects_of(task, {"tp_comm_overlap": True})).spec)
+        WORKLOAD.ready(task.for_engine(effects_of(task, {"tp_comm_overlap": True})).spec)
     assert caught.value.key == "train.settings.tp_comm_overlap"
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.launcher import HostsLauncher
 from flagcore_serving.launch.server import log_name
 
 from engines.serving.tests.trial import trials
@@ -12,8 +14,6 @@ from engines.serving.tests.trial.test_misbehaving_servers import all_gone
 from flagcore.contracts import Platform
 from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
-from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hosts import HostsLauncher
 from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure
 

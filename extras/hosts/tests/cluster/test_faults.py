@@ -1,0 +1,148 @@
+"""Faults at random moments of a tune: the best is found or the tune says how to resume it, and nothing is left."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from extras.hosts.tests.cluster.bed import SSHD, Bed
+from extras.hosts.tests.cluster.conftest import Project, Tune
+from flagcore.launchers import guard
+from tests.books import books_balance, check_kept_once
+from tests.cli.conftest import BEST, FLAG
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+
+CLEAN_SECONDS = 15.0
+"""From the return of a host to the end of the last orphaned process."""
+TUNES = int(os.environ.get("FLAGCORE_FAULTS", "12"))
+"""The number of tunes. Each has a fault, and every third has two at once."""
+HOSTS_LOST = 6
+"""The exit code of a search that ends because of its hosts."""
+Undo = Callable[[], object]
+Fault = Callable[[Tune, str], Undo]
+"""Lets something fail on a host, and returns what undoes it."""
+
+
+def signals(bed: Bed, host: str, word: bytes, begin: int, end: int = 0) -> Undo:
+    """Send a signal to the processes on a host whose command has a word. The result sends them another signal."""
+    deadline = time.monotonic() + 5
+    while not (found := [pid for pid in guard.all_processes() if bed.runs(pid, host) and word in command(pid)]):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for pid in found:
+        guard.send(pid, signal.Signals(begin))
+    return lambda: [guard.send(pid, signal.Signals(end)) for pid in found if end]
+
+
+def command(pid: int) -> bytes:
+    return guard.read_proc(pid, "cmdline")
+
+
+def kill(word: bytes) -> Fault:
+    return lambda tune, host: signals(tune.bed, host, word, signal.SIGKILL)
+
+
+def stop(word: bytes) -> Fault:
+    return lambda tune, host: signals(tune.bed, host, word, signal.SIGSTOP, signal.SIGCONT)
+
+
+def of_bed(begin: Callable[[Bed, str], object], end: Callable[[Bed, str], object]) -> Fault:
+    def fault(tune: Tune, host: str) -> Undo:
+        begin(tune.bed, host)
+        return lambda: end(tune.bed, host)
+
+    return fault
+
+
+def end_logins(bed: Bed, host: str) -> None:
+    """End sshd and all connections to it."""
+    signals(bed, host, b"sshd", signal.SIGKILL)
+
+
+def forget(bed: Bed, host: str) -> None:
+    """Let h0 not find the address of a host, and close the connection to it."""
+    lines = (bed.folder / "hosts").read_text().splitlines(keepends=True)
+    (bed.folder / "without").write_text("".join(line for line in lines if not line.endswith(f" {host}\n")))
+    bed.run("h0", "mount", "--bind", str(bed.folder / "without"), "/etc/hosts")
+    signals(bed, "h0", f"\0{host}\0".encode(), signal.SIGKILL)
+
+
+def kill_flagcore(tune: Tune, host: str) -> Undo:
+    if tune.process.poll() is None:
+        tune.kill()
+    return lambda: None
+
+
+def stop_flagcore(tune: Tune, host: str) -> Undo:
+    undo = signals(tune.bed, "h0", b"\0".join(map(os.fsencode, FLAG)), signal.SIGSTOP, signal.SIGCONT)
+    return lambda: (undo(), tune.process.send_signal(signal.SIGCONT))  # nsenter stops itself with its program
+
+
+FAULTS: dict[str, Fault] = {
+    "cut link": of_bed(Bed.cut, Bed.restore),
+    "slow link": of_bed(lambda bed, host: bed.set_rate(host, "40kbit"), lambda bed, host: bed.set_rate(host, "10gbit")),
+    "power off": of_bed(Bed.poweroff, Bed.boot),
+    "crash": of_bed(Bed.kill, Bed.boot),
+    "frozen host": stop(b""),
+    "full disk": of_bed(Bed.fill, Bed.unfill),
+    "no logins": of_bed(end_logins, lambda bed, host: bed.run(host, SSHD, "-f", str(bed.folder / "sshd_config"))),
+    "no address": of_bed(forget, lambda bed, _host: bed.run("h0", "umount", "/etc/hosts")),
+    "closed connection": lambda tune, host: signals(tune.bed, "h0", f"\0{host}\0".encode(), signal.SIGKILL),
+    "killed agent": kill(b"flagcore_hosts.agent"),
+    "stopped agent": stop(b"flagcore_hosts.agent"),
+    "killed guard": kill(b"guard.py"),
+    "stopped rank": stop(b"train.py"),
+    "killed flagcore": kill_flagcore,
+    "stopped flagcore": stop_flagcore,
+}
+
+
+def all_clean(bed: Bed, seconds: float = CLEAN_SECONDS, *, everything: bool = False) -> list[tuple[str, bytes]]:
+    """Return the orphaned processes, or all processes of trials, after at most some seconds."""
+    deadline = time.monotonic() + seconds
+    look = bed.processes if everything else bed.orphans
+    while True:
+        left = [(name, command(pid)) for name in bed.names for pid in look(name)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("number", range(TUNES))
+def test_faults_at_random_moments(number: int, project: Project) -> None:
+    bed, draw = project.bed, random.Random(number)
+    has_spare = draw.random() < 0.5
+    if not has_spare:
+        (project.folder / "hosts.txt").write_text("h1 slots=1\nh2 slots=1\n")
+    project.write_spec(sleeps=0.6, repeats=1, spares=int(has_spare))
+    kinds, seconds = draw.sample([*FAULTS], 1 + (number % 3 == 0)), draw.uniform(3.0, 90.0)
+    tune = Tune(project)
+    hosts = tune.wait_for_a_trial(draw.randrange(4))
+    time.sleep(draw.uniform(0.0, 4.0))
+    chosen = draw.sample(hosts, len(kinds))
+    print(f"{seconds:.0f} s of", *zip(kinds, chosen, strict=True), "with a spare" if has_spare else "")
+    undo = [FAULTS[kind](tune, host) for kind, host in zip(kinds, chosen, strict=True)]
+    codes, ends_at = list[int](), time.monotonic() + seconds
+    while (code := tune.process.poll()) != 0 or undo:
+        if time.monotonic() > ends_at:
+            for each in undo:
+                each()
+            undo = []
+        if code:
+            codes.append(code)
+            assert code == HOSTS_LOST or "killed flagcore" in kinds, tune.output()
+            assert code != HOSTS_LOST or "resume with `flag tune" in tune.output()
+            tune.resume()
+        time.sleep(0.1)
+    result = project.result()
+    print("exit codes:", codes)
+    assert all_clean(bed, everything=True) == []
+    assert result["best"]["candidate"].items() >= BEST.items(), tune.output()
+    assert result["counts"]["measured"] + result["counts"]["stopped"] == result["counts"]["candidates"], tune.output()
+    assert books_balance(result)
+    check_kept_once(project.run_dir, result)

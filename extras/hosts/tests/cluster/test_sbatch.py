@@ -1,0 +1,71 @@
+"""Slurm's own check accepts the batch scripts that are exported."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extras.hosts.tests.cluster.bed import SLURM, Bed, missing
+from flagcore import api
+from tests.small import SHAPE
+
+TRAIN: dict[str, Any] = {"engine": "megatron", "seq_length": 64, "global_batch_size": 12, "precision": "fp32"}
+SERVE: dict[str, Any] = {"engine": "vllm", "profile": {"input_len": 8, "output_len": 8, "concurrency": 4}}
+OWN = ["torchrun", "--nproc-per-node", "2", "train.py", "{flags}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "work"),
+    [(1, {"train": TRAIN}), (3, {"train": TRAIN}), (2, {"train": {**TRAIN, "command": OWN}}), (1, {"serve": SERVE})],
+)
+def test_sbatch_accepts_an_exported_script(bed: Bed, nodes: int, work: dict[str, Any], tmp_path: Path) -> None:
+    if reason := missing("sbatch", "slurmctld"):
+        pytest.skip(reason)
+    if not bed.slurm:
+        bed.start_slurm()
+    cluster = {"chip": "cpu", "nodes": nodes, "devices_per_node": 2, "memory_per_device": "8GiB"}
+    space = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(json.dumps({"model": SHAPE, "cluster": cluster, **work, "auto_tuner": {"space": space}}))
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, **heads}
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(model))
+    if "serve" in work:
+        spec.write_text(spec.read_text().replace(json.dumps(SHAPE), json.dumps(str(tmp_path / "m"))))
+    (file,) = api.export(spec, "slurm", output=tmp_path / "out", name="job").files
+    said = bed.run("h0", "sh", "-c", f"sbatch --test-only {file} 2>&1")
+    assert "to start at" in said
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_exported_server_starts_on_all_nodes_of_a_job(bed: Bed, tmp_path: Path) -> None:
+    if reason := missing("sbatch", *SLURM):
+        pytest.skip(reason)
+    if not bed.slurm:
+        bed.start_slurm()
+    folder = bed.folder / tmp_path.name
+    folder.mkdir()
+    cluster, space = (
+        {"chip": "H100-SXM", "nodes": 2, "devices_per_node": 4},
+        {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 4},
+    )
+    spec = {"model": "Qwen/Qwen3-8B", "cluster": cluster, "serve": {"engine": "vllm"}, "auto_tuner": {"space": space}}
+    (folder / "spec.yaml").write_text(json.dumps(spec))
+    (file,) = api.export(folder / "spec.yaml", "slurm", output=folder / "out", name="job").files
+    assert "to start at" in bed.run("h0", "sh", "-c", f"sbatch --test-only {file} 2>&1")
+    shown = '"$NODE_RANK $VLLM_HOST_IP $GLOO_SOCKET_IFNAME $*"'
+    (folder / "vllm").write_text(f"#!/bin/sh\necho {shown} > {folder}/$(hostname)\nsleep 4\n")
+    (folder / "vllm").chmod(0o755)
+    path = f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin"
+    words = ("env", f"PATH={path}", "sbatch", "--wait", f"--output={folder}/log", str(file))
+    with bed.start("h0", *words) as job:
+        assert job.wait(60), (folder / "log").read_text()  # a server that ends is a failure
+    for rank, host in enumerate(("h1", "h2")):
+        words = tuple((folder / host).read_text().split())
+        assert words[:3] == (str(rank), f"10.77.0.{11 + rank}", "eth0")
+        assert {"--master-addr", "h1", "--headless"} & {*words} == {"--master-addr", "h1", *["--headless"] * rank}

@@ -1,0 +1,207 @@
+"""What is run again at the end, with made-up noise."""
+
+from dataclasses import replace
+
+import pytest
+
+from flagcore.domain.chip import CORES, OTHERS_CORES
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import Control
+from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.tuner.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, gains, next_repeat, noise, significant
+from flagcore.tuner.stages.learn import learn
+from tests import small
+
+CONTROL = Control(repeats=1)
+
+
+def trial(number: int, name: str, speed: float, role: Role = Role.SEARCH, spread: float = 0.0) -> Trial:
+    step, candidate = 1.0 / speed, Candidate.of({"who": name})
+    return small.trial(number, candidate, step, spread_s=spread * step, rate=speed, role=role)
+
+
+def first(**speeds: float) -> list[Trial]:
+    """The trials of a search: the first one is the baseline."""
+    roles = [Role.BASELINE] + [Role.SEARCH] * (len(speeds) - 1)
+    names = zip(speeds.items(), roles, strict=True)
+    return [trial(number, name, speed, role) for number, ((name, speed), role) in enumerate(names)]
+
+
+def names(trials: tuple[Trial, ...]) -> list[object]:
+    return [each.candidate.as_dict()["who"] for each in trials]
+
+
+def again(trials: list[Trial], control: Control, **speeds: list[float]) -> tuple[list[object], SearchState]:
+    """Run repeats until no more is wanted; each takes the next of its candidate's speeds, the last one for ever."""
+    trials, order = list(trials), list[object]()
+    left = {name: list(arguments) for name, arguments in speeds.items()}
+    while (repeat := next_repeat(control, learn(trials))) is not None:
+        name = str(repeat.candidate.as_dict()["who"])
+        order.append(name)
+        speed = left[name].pop(0) if len(left[name]) > 1 else left[name][0]
+        trials.append(trial(len(trials), name, speed, Role.REPEAT))
+        assert len(order) < 99
+    return order, learn(trials)
+
+
+def test_baseline_best_and_two_rivals_run_again_in_rotation() -> None:
+    known = first(base=50.0, a=100.0, b=99.5, c=99.0, d=98.5, far=90.0)
+    assert names(learn(known).finalists) == ["base", "a", "b", "c"]
+    assert names(learn(known).rivals) == ["b", "c", "d"]
+    order, _ = again(known, CONTROL, base=[50.0], a=[100.0], b=[99.5], c=[99.0], d=[98.5])
+    assert order[:4] == ["base", "a", "b", "c"]
+
+
+def test_noisy_steps_make_more_rivals() -> None:
+    known = first(base=50.0, a=100.0, b=95.0)
+    assert learn(known).rivals == ()
+    known[1] = trial(1, "a", 100.0, spread=0.08)
+    assert names(learn(known).rivals) == ["b"]
+
+
+def test_the_noise_of_runs_is_half_of_their_difference() -> None:
+    assert noise([trial(0, "a", 90.0), trial(1, "a", 100.0), trial(2, "a", 110.0)]) == pytest.approx(0.1)
+
+
+def test_a_candidate_that_breaks_a_limit_is_not_a_rival() -> None:
+    slow = trial(2, "b", 99.5)
+    assert slow.measurement is not None
+    broken = replace(slow, measurement=replace(slow.measurement, broken=("ttft_s.p99 is 2 s, over 1 s",)))
+    known = first(base=50.0, a=100.0)
+    assert names(learn([*known, slow]).rivals) == ["b"]
+    assert learn([*known, broken]).rivals == ()
+
+
+def test_a_much_slower_candidate_is_distinguished_despite_noise() -> None:
+    known = [*first(base=50.0, a=100.0, b=99.0), trial(3, "slow", 25.0, spread=2.0)]
+    assert names(learn(known).rivals) == ["b"]
+    less = trial(3, "slow", 35.0, spread=2.0)
+    assert names(learn([*known[:3], less]).rivals) == ["b", "slow"]
+
+
+@pytest.mark.parametrize(("longer", "apart"), [(0.02, True), (0.0199, False)])
+def test_two_low_noise_candidates_are_distinguished_by_run_to_run_noise(longer: float, apart: bool) -> None:
+    assert significant(longer, first(a=100.0), first(b=100.0)) is apart
+
+
+@pytest.mark.parametrize(
+    ("speed", "extra_rounds"),
+    [
+        pytest.param(100.0, 0, id="equal to the best within the indifference of 2%"),
+        pytest.param(98.9, EXTRA_ROUNDS, id="undecided: 1.1% slower with an uncertainty of 1.4% after two runs"),
+        pytest.param(98.4, 0, id="slower than the best"),
+    ],
+)
+def test_the_best_races_a_rival_until_they_are_equal_or_distinguished(speed: float, extra_rounds: int) -> None:
+    known = first(base=50.0, a=100.0, b=98.9)
+    order, _ = again(known, CONTROL, base=[50.0], a=[100.0], b=[2 * speed - 98.9, speed])
+    assert order == ["base", "a", "b", *["a", "b"] * extra_rounds]
+
+
+def test_of_equals_that_ran_again_the_best_has_the_fewest_settings_that_differ_from_the_baseline() -> None:
+    known = first(base=50.0, a=100.0, b=99.0, once=100.5)
+    closer = replace(known[2], candidate=Candidate.of({"who": "base", "other": 1}))
+    again = [replace(each, number=5 + each.number, role=Role.REPEAT) for each in (known[1], closer)]
+    farther = [replace(each, candidate=Candidate.of({"who": "a", "other": 2})) for each in (known[1], again[0])]
+    best = learn([known[0], farther[0], closer, known[3], farther[1], again[1]]).best
+    assert best is not None
+    assert best.candidate == closer.candidate
+
+
+def test_a_larger_indifference_ends_the_race_earlier() -> None:
+    known, speeds = first(base=50.0, a=100.0, b=98.9), {"base": [50.0], "a": [100.0], "b": [98.9]}
+    order, _ = again(known, replace(CONTROL, indifference=0.05), **speeds)
+    assert order == ["base", "a", "b"]
+
+
+@pytest.mark.parametrize(("best", "runs"), [(150.0, 1), (55.0, 3)])
+def test_a_baseline_that_is_far_slower_runs_again_once(best: float, runs: int) -> None:
+    order, _ = again(first(base=50.0, a=best), Control(repeats=3), base=[50.0], a=[best])
+    assert order.count("base") == runs
+
+
+def shortened(known: Trial, interval: float) -> Trial:
+    """The trial as if its steps had been scaled, with an 80% interval of that share either way."""
+    measured = known.measurement
+    low, high = ((1.0 + sign * interval) * measured.step_time_s for sign in (-1, 1))
+    scaled = replace(measured, scaled_from=measured.step_time_s / 8, low_s=low, high_s=high)
+    return replace(known, measurement=scaled)
+
+
+def test_shortened_finalists_run_whole_once_even_without_repeats() -> None:
+    known = [shortened(each, 0.01) for each in first(base=50.0, a=100.0, far=80.0)]
+    order, search_state = again(known, Control(repeats=0), base=[48.0], a=[97.0])
+    assert order == ["base", "a"]
+    assert search_state.speed_of(search_state.best.candidate) == 97.0
+    assert search_state.reported_trial(search_state.best).is_final
+    trials = [shortened(each, 0.01) for each in first(base=100.0, far=50.0)]
+    assert again(trials, Control(repeats=0), base=[99.0])[0] == ["base"]
+
+
+def test_a_new_leader_after_whole_runs_runs_whole_too() -> None:
+    known = [shortened(each, 0.01) for each in first(base=50.0, lucky=110.0, b=100.0)]
+    order, search_state = again(known, Control(repeats=0), base=[50.0], lucky=[90.0], b=[98.0])
+    assert order == ["base", "lucky", "b"]
+    assert search_state.best is not None
+    assert names((search_state.best,)) == ["b"]
+
+
+def test_the_interval_of_the_scaling_makes_rivals() -> None:
+    plain = first(base=50.0, a=100.0, b=95.0)
+    assert learn(plain).rivals == ()
+    assert names(learn([plain[0], *(shortened(each, 0.06) for each in plain[1:])]).rivals) == ["b"]
+
+
+def test_a_whole_run_that_fails_is_not_tried_for_ever() -> None:
+    known = [shortened(each, 0.01) for each in first(base=50.0, a=100.0)]
+    failed = replace(trial(2, "a", 1.0, Role.REPEAT), state=TrialState.OUT_OF_MEMORY, measurement=None)
+    order, _ = again([*known, failed], Control(repeats=0), base=[48.0])
+    assert order == ["base"]
+
+
+def test_a_baseline_that_is_the_best_is_run_again_only_with_a_rival() -> None:
+    assert next_repeat(CONTROL, learn(first(base=100.0, a=90.0))) is None
+    order, _ = again(first(base=100.0, a=99.0), CONTROL, base=[100.0], a=[99.0])
+    assert order[:2] == ["base", "a"]
+
+
+def test_an_interrupted_repeat_runs_again_but_a_failed_repeat_does_not() -> None:
+    known = first(base=50.0, a=100.0)
+    interrupted = replace(trial(2, "base", 1.0, Role.REPEAT), state=TrialState.INTERRUPTED, measurement=None)
+    repeat = next_repeat(CONTROL, learn([*known, interrupted]))
+    assert repeat.number == 0
+    failed = replace(interrupted, state=TrialState.FAILED)
+    repeat = next_repeat(CONTROL, learn([*known, failed]))
+    assert repeat.number == 1
+
+
+@pytest.mark.parametrize(("last", "reported"), [(50.0 * (1 + MIN_NOISE / 2), False), (46.0, True), (54.0, True)])
+def test_drift_of_the_machine_is_visible_in_the_baseline(last: float, reported: bool) -> None:
+    trials = [*first(base=50.0, a=100.0), trial(2, "base", 49.9, Role.REPEAT), trial(3, "base", last, Role.REPEAT)]
+    assert learn(trials).drift == pytest.approx(last / 50.0 - 1)
+    assert learn(trials).drifted is reported
+
+
+@pytest.mark.parametrize(("others", "is_repeated"), [(0.7, True), (0.4, False), (0.1, False)])
+def test_a_trial_on_cores_that_others_used_runs_again_if_it_may_be_the_best(others: float, is_repeated: bool) -> None:
+    base, best, slow = first(base=50.0, a=100.0, b=75.0)
+    assert slow.measurement is not None
+    measured = replace(slow.measurement, telemetry={CORES: 2.0, OTHERS_CORES: others})
+    known = [base, best, replace(slow, state=TrialState.STOPPED, measurement=measured)]
+    order, state = again(known, CONTROL, base=[50.0], a=[100.0], b=[120.0])
+    assert ("b" in order) == is_repeated
+    assert next_repeat(replace(CONTROL, repeats=0), learn(known)) is None
+    assert state.speed_of(slow.candidate) == pytest.approx(120.0 if is_repeated else 0.0)
+    assert state.best is not None
+    assert (state.reported_trial(state.best) in state.repeats) == is_repeated
+
+
+def test_a_disturbed_baseline_runs_again_and_its_round_does_not_count() -> None:
+    base, best = first(base=20.0, a=100.0)
+    assert base.measurement is not None
+    measured = replace(base.measurement, telemetry={CORES: 2.0, OTHERS_CORES: 1.2})
+    known = [replace(base, measurement=measured), best]
+    order, state = again(known, Control(repeats=2), base=[50.0], a=[100.0])
+    assert "base" in order
+    assert gains(learn(known)) == pytest.approx((4.0,))
+    assert gains(state) == pytest.approx((1.0,) * len(gains(state)))
