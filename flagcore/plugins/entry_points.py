@@ -174,7 +174,7 @@ WATCHERS = "flagcore.watchers"
 BENCHMARKS = "flagcore.benchmarks"
 """Programs that measure devices: `kernels` for `flag calibrate`, `links` for the network between hosts."""
 KINDS = {WORKLOADS: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
-KINDS[READERS] = "reader of commands"
+KINDS[READERS] = "reader"
 """The noun that messages use for the objects of each entry point group."""
 
 

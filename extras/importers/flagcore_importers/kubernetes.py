@@ -157,15 +157,15 @@ def _filled_in(node: Any, maps: Mapping[str, Mapping[str, Any]], scripts: Mappin
         return node
     node = {key: _filled_in(value, maps, scripts) for key, value in node.items()}
     if isinstance(reference := node.get("configMapKeyRef"), Mapping) and reference.get("name") in maps:
-        return {"value": maps[reference["name"]].get(reference.get("key"))}  # of `valueFrom`
+        return {"value": maps[reference["name"]].get(str(reference.get("key")))}  # of `valueFrom`
     if isinstance((node.get("valueFrom") or {}).get("value"), str):
         return {**node.pop("valueFrom"), **node}
     if isinstance(node.get("image"), str):
         _add_variables(node, maps)
     for key in ("command", "args"):
         words = node.get(key)
-        names = map(os.path.basename, map(str, words)) if isinstance(words, list) and len(words) < 3 else ()
-        if script := next(filter(None, map(scripts.get, names)), None):
+        names = [os.path.basename(str(each)) for each in words] if isinstance(words, list) and len(words) < 3 else []
+        if script := next((scripts[each] for each in names if each in scripts), ""):
             node |= {"command": ["bash", "-c", script], "args": None}
     return node
 

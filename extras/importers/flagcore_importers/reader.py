@@ -41,7 +41,7 @@ def read_command(
     given = Input(programs=programs, shown=shown, text=content or "", engines=engines, known=known)
     first = given.found(before_failure=True)
     found = first or given.found()
-    gave_up = None if first or not given.failure else given.not_one({})
+    failure, gave_up = given.failure, None if first or not given.failure else given.not_one({})
     if error := given.untuned(found):
         raise error
     if error := given.not_one(found):
@@ -53,7 +53,7 @@ def read_command(
         model=model,
         text=content or shlex.join(words),
         others=others(engines[name], given.starts),
-        failure=given.failure and f"ends with {given.failure.reason}: what follows is {'not ' if first else ''}read",
+        failure=f"ends with {failure.reason}: what follows is {'not ' if first else ''}read" if failure else "",
         gave_up=gave_up.problems if gave_up else (),
     )
     return conversion.spec()
@@ -88,7 +88,7 @@ class _Conversion:
     model: str | None
     text: str
     others: Mapping[str, str]
-    failure: str | None
+    failure: str
     gave_up: Sequence[SpecError]
 
     def spec(self) -> ImportedSpec:

@@ -32,6 +32,7 @@ class Keys:
     unit: re.Pattern[str]
     sbatch: re.Pattern[str]
     programs: re.Pattern[str]
+    tools: re.Pattern[str]
 
 
 KEYS = Keys(

@@ -57,7 +57,8 @@ def spec_of_command(
         raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
     program = words[place[0] : place[1]]
     notes = Notes()
-    if before := " ".join(each for each in words[: place[0]] if not _PASSES.fullmatch(each)):
+    front = [f"image {start.image}", *words[: place[0]]] if start.image else words[: place[0]]
+    if before := " ".join(each for each in front if not _PASSES.fullmatch(each)):
         notes.note("command", f"is left out in front of the program: {redact_text(before)[:100]}")
     is_default = tuple(program) == tuple(engine.program.program)
     flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
