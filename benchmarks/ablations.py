@@ -9,7 +9,7 @@ from searchers import Search, Searcher, by_strategy
 from sweeps import Sweep, with_predictions
 
 from flagcore import plugins
-from flagcore.contracts import Workload
+from flagcore.contracts import Engine
 from flagcore.domain.space import BoolArray, Candidate, Columns
 
 PROBES = 3
@@ -52,7 +52,7 @@ def _without_prior(sweep: Sweep) -> Sweep:
 class _Blunt:
     """An engine without an order of memory between candidates."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Engine) -> None:
         self._workload = workload
 
     def __getattr__(self, name: str) -> Any:

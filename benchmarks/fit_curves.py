@@ -24,7 +24,7 @@ from scipy.optimize import least_squares
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.contracts import Costs, Workload
+from flagcore.contracts import Costs, Engine
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
@@ -247,7 +247,7 @@ def _together(layouts: Sequence[Layout]) -> Layout:
     return Layout(**{name: np.concatenate([getattr(each, name) for each in layouts]) for name in names})
 
 
-def _task_of(record: Mapping[str, Any], workload: Workload, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
+def _task_of(record: Mapping[str, Any], workload: Engine, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
     job = read_job(record, plugins.engines())
     devices = min(job.devices_per_node, job.devices)
     group = NodeGroup(chip=find_chip(job.chip), nodes=job.devices // devices, devices_per_node=devices)

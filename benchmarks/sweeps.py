@@ -17,7 +17,7 @@ import numpy as np
 from fit_curves import FAMILIES, curve_of
 
 from flagcore import plugins
-from flagcore.contracts import Costs, Platform, Problem, Workload
+from flagcore.contracts import Costs, Engine, Platform, Problem
 from flagcore.domain.chip import Chip
 from flagcore.domain.prediction import Predictions, Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Axis, Candidate, FloatArray, IntArray, Space
@@ -51,7 +51,7 @@ class Sweep:
     name: str
     source: str
     problem: Problem
-    workload: Workload
+    workload: Engine
     seconds: FloatArray
     used_bytes: FloatArray
     start_seconds: FloatArray
@@ -188,7 +188,7 @@ def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded_plugins: Loa
     )
 
 
-def _probe(row: _Row, candidate: Candidate, workload: Workload, costs: Costs) -> Probe:
+def _probe(row: _Row, candidate: Candidate, workload: Engine, costs: Costs) -> Probe:
     """Return the probe in a record of `benchmarks/measure_sweep.py`."""
 
     def rank(report: Mapping[str, Any]) -> RankProbe:
@@ -227,7 +227,7 @@ def left_out(costs: Costs, chip: Chip, source: str) -> Costs:
     return costs
 
 
-def _row(job: Job, measured: Mapping[str, Any], workload: Workload, bare: Task) -> list[_Row]:
+def _row(job: Job, measured: Mapping[str, Any], workload: Engine, bare: Task) -> list[_Row]:
     """Return a record in the form for predictions, None if it cannot be predicted."""
     try:
         task, values, _ = workload.published(bare, job.candidate, job.notes)
@@ -245,7 +245,7 @@ def _candidate(row: _Row, axes: Sequence[Axis]) -> Candidate:
     return Candidate(tuple((axis.knob, axis.decode(codes[axis.knob])) for axis in axes))
 
 
-def _space(rows: Sequence[_Row], workload: Workload) -> Space:
+def _space(rows: Sequence[_Row], workload: Engine) -> Space:
     """Return the space of the measured candidates."""
     axes = workload.axes(rows[0].task)
     values = [_candidate(row, axes).as_dict() for row in rows]
@@ -260,7 +260,7 @@ def _space(rows: Sequence[_Row], workload: Workload) -> Space:
     return space
 
 
-def _predicted(rows: Sequence[_Row], workload: Workload, costs: Costs) -> Predictions:
+def _predicted(rows: Sequence[_Row], workload: Engine, costs: Costs) -> Predictions:
     """Return the predictions of `rows`, grouped by task."""
     tasks: dict[str, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
@@ -272,7 +272,7 @@ def _predicted(rows: Sequence[_Row], workload: Workload, costs: Costs) -> Predic
     return Predictions.join(parts).take(np.argsort(np.concatenate([*tasks.values()])))
 
 
-def _baseline(task: Task, workload: Workload, space: Space, predictions: Predictions) -> Candidate:
+def _baseline(task: Task, workload: Engine, space: Space, predictions: Predictions) -> Candidate:
     """Return the baseline of `flag tune`: the rule of thumb among the measured candidates of the usual space."""
     columns = space.columns()
     usual_rows = np.ones(len(space), dtype=np.bool_)

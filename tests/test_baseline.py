@@ -10,14 +10,14 @@ from flagcore.contracts import Problem
 from flagcore.tuner.feasibility import crowded_baseline_text
 from flagcore.tuner.problem import UNUSUAL_SHARE, build_problem, rows_by_time
 from flagcore.tuner.stages.build import PLANNED_SHARE
-from tests import small
+from tests import tasks
 from tests.tuner.stages.test_discover import loaded, plugin, spec
 
 
 def problem(memory_bytes: int | None = None) -> Problem:
     requested = spec()
     cluster = replace(requested.cluster, memory_bytes_per_device=memory_bytes)
-    return build_problem(replace(requested, cluster=cluster), loaded(x=plugin(small.CHIP, 8)), WORKLOAD)
+    return build_problem(replace(requested, cluster=cluster), loaded(x=plugin(tasks.CHIP, 8)), WORKLOAD)
 
 
 def test_the_rule_of_thumb_chooses_a_candidate_that_fits_if_one_does() -> None:
@@ -65,6 +65,6 @@ def test_a_usual_candidate_that_is_about_as_fast_comes_first(monkeypatch: pytest
 
 def test_a_baseline_that_the_spec_excludes_comes_last() -> None:
     requested = replace(spec(), space={"micro_batch_size": (4,)})
-    found = build_problem(requested, loaded(x=plugin(small.CHIP, 8)), WORKLOAD)
+    found = build_problem(requested, loaded(x=plugin(tasks.CHIP, 8)), WORKLOAD)
     assert found.baseline.as_dict()["micro_batch_size"] != 4
     assert rows_by_time(found)[-1] == found.row_of(found.baseline)

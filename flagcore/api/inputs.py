@@ -13,6 +13,7 @@ import numpy as np
 
 from flagcore.api.calibrated_plugins import CalibratedPlugins
 from flagcore.contracts import Problem
+from flagcore.contracts.capabilities import Advice, Details, Servers, Shortening, optional
 from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness, unknown_chip_hint
 from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
@@ -184,7 +185,7 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
 def labels_of_spec(data: Mapping[str, Any]) -> Labels:
     """Return the labels of the engine of a spec. They are empty if the engine is not installed."""
     with suppress(FlagError, KeyError):
-        return engines(data)[_engine_name(data) or ""].labels
+        return optional(engines(data)[_engine_name(data) or ""], Details).labels
     return Labels()
 
 
@@ -255,7 +256,7 @@ def _min_nodes_error(spec: Spec) -> str:
     """Return why trials cannot continue on fewer nodes, or an empty string if they can or `min_nodes` is not set."""
     if spec.cluster.min_nodes is None:
         return ""
-    if not workload_of(spec.work).replicas:
+    if not optional(workload_of(spec.work), Shortening).replicas:
         return _("needs an engine with data-parallel replicas")
     if not spec.on_each_host:
         return _("needs auto_tuner.launcher and hosts")
@@ -361,7 +362,8 @@ def warn_about_problem(problem: Problem) -> None:
         names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
     warn([*lines, *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
-    warn([*workload.spec_warnings(task.spec), *workload.task_warnings(task)])
+    advice = optional(workload, Advice)
+    warn([*advice.spec_warnings(task.spec), *advice.task_warnings(task)])
 
 
 def _task_notes(task: Task) -> Iterator[str]:
@@ -419,7 +421,7 @@ def _idle_devices(problem: Problem) -> list[str]:
     columns = problem.space.columns(rows) if rows.size else problem.space.columns()
     if not isinstance(work, ServeSpec) or not len(problem.space):
         return []
-    used = problem.workload.device_counts(task.for_engine(), columns)
+    used = optional(problem.workload, Servers).device_counts(task.for_engine(), columns)
     usable_count = work.cards or task.cluster.devices
     if (max_used := int(used.max())) < usable_count:
         text = _("candidates use at most {most} of {usable} devices; ", most=max_used, usable=usable_count)

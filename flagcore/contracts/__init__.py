@@ -1,9 +1,10 @@
 """The interfaces that the core calls.
 
-Engines and launchers inherit from the base classes `Workload` and `Launcher`. The other interfaces are Protocols, so an
+Engines and launchers inherit from the base classes `Engine` and `Launcher`. The other interfaces are Protocols, so an
 implementation need not inherit from them.
 """
 
+from flagcore.contracts.engine import Engine, HostSetup, Platform
 from flagcore.contracts.exchange import (
     CommandReader,
     Exporter,
@@ -27,7 +28,6 @@ from flagcore.contracts.plugin import (
     device_use,
 )
 from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, Watcher
-from flagcore.contracts.workload import HostSetup, Platform, Workload
 
 __all__ = [
     "AttentionShape",
@@ -35,6 +35,7 @@ __all__ = [
     "CollectiveCosts",
     "CommandReader",
     "Costs",
+    "Engine",
     "Event",
     "ExportJob",
     "Exporter",
@@ -59,7 +60,6 @@ __all__ = [
     "Strategy",
     "Telemetry",
     "Watcher",
-    "Workload",
     "communicator_bytes",
     "device_use",
 ]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from flagcore.contracts.workload import Platform, Workload
+from flagcore.contracts.capabilities import Commands
+from flagcore.contracts.engine import Platform
 from flagcore.domain.chip import Chip
 from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.serving import ServeSpec
@@ -64,7 +65,7 @@ class CommandReader(Protocol):
 
     def read_command(
         self,
-        engines: Mapping[str, Workload],
+        engines: Mapping[str, Commands],
         words: Sequence[str],
         text: str,
         model: str | None,

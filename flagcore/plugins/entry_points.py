@@ -20,7 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from stevedore.named import NamedExtensionManager
 
-from flagcore.contracts import CommandReader, Importer, Launcher, Strategy, Watcher, Workload
+from flagcore.contracts import CommandReader, Engine, Importer, Launcher, Strategy, Watcher
+from flagcore.contracts.capabilities import Commands, Programs
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
@@ -195,20 +196,29 @@ def missing_extra(group: str, name: str) -> str:
     return f'pip install "flagcore[{name}]"' if is_extra else ""
 
 
-def workload(name: str, key: str = "engine") -> Workload:
+def workload(name: str, key: str = "engine") -> Engine:
     """Return the engine `name`.
 
     `key`: the key of the spec that names the engine, for errors.
     Raises SpecError if the engine is not installed, or NoDevice if it cannot be loaded.
     """
-    return _named(WORKLOADS, Workload, name, key)
+    return _named(WORKLOADS, Engine, name, key)
 
 
-def workload_of(work: TrainSpec | ServeSpec) -> Workload:
+def workload_of(work: TrainSpec | ServeSpec) -> Engine:
     """Return the engine of a job. Raises SpecError or NoDevice like `workload`."""
     if isinstance(work, ServeSpec):
         return workload(work.engine, "serve.engine")
-    return workload(work.engine, "train.engine").with_program(work.program)
+    return _with_program(workload(work.engine, "train.engine"), work.program)
+
+
+def _with_program(engine: Engine, program: object) -> Engine:
+    """Return the engine for `train.program` of a spec. Raises SpecError if it needs none."""
+    if isinstance(engine, Programs):
+        return engine.with_program(program)
+    if program is not None:
+        raise engine.unsupported("train.program", "remove the key")
+    return engine
 
 
 class _Engines(UserDict[str, Any]):
@@ -218,7 +228,7 @@ class _Engines(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
-            self.data[name] = workload(name).with_program(self.program)
+            self.data[name] = _with_program(workload(name), self.program)
         return self.data[name]
 
 
@@ -227,11 +237,11 @@ def command_readers() -> list[str]:
     unable = set[str]()
     for name in names(WORKLOADS):
         with suppress(FlagError):
-            unable |= {name} if type(workload(name)).starts is Workload.starts else set()
+            unable |= set() if isinstance(workload(name), Commands) else {name}
     return [name for name in names(WORKLOADS) if name not in unable]
 
 
-def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Workload]:
+def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Engine]:
     """Return the installed engines by name, those that are installed with flagcore first.
 
     `spec`: the data of the spec that the engines are for, which may be invalid.

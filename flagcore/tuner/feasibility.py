@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs, Problem
+from flagcore.contracts.capabilities import Servers, optional
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.plan import Plan, SearchTime
 from flagcore.domain.prediction import MEMORY_ERROR
@@ -199,7 +200,8 @@ def search_time(problem: Problem) -> SearchTime:
         return trial_seconds + repeats * float(np.max(seconds, initial=0.0))
 
     is_training, steps = isinstance(task.spec.work, TrainSpec), control.train_iters
-    expected = steps * predictions.step_time_s if is_training else problem.workload.load_seconds(task, predictions)
+    servers = optional(problem.workload, Servers)
+    expected = steps * predictions.step_time_s if is_training else servers.load_seconds(task, predictions)
     predicted, high = (seconds_of_all(column[rows]) for column in (expected, steps * predictions.high_s))
     is_unknown = is_training and not math.isfinite(high)
     steps_limit = SLACK * high if is_training and not is_unknown and control.max_time_per_task is None else 0.0

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Platform, SearchContext
+from flagcore.contracts.capabilities import Shortening, optional
 from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
 from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.spec import Control, Task, TrainSpec
@@ -244,7 +245,7 @@ def _shorter_steps(context: SearchContext, row: int, step: float, fits: float) -
     if fits <= 0.0:
         return None
     task, candidate = context.task.for_engine(), engine_candidate(context.task, context.space.candidate(row))
-    if context.problem.workload.shorter_batch(task, candidate, fits / step) is None:
+    if optional(context.problem.workload, Shortening).shorter_batch(task, candidate, fits / step) is None:
         return None
     text = N_("auto_tuner.control.max_step_time: {seconds:.2g} (steps of fewer micro-batches)")
     return Message(text, seconds=fits)

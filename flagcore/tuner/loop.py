@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flagcore.contracts import Launcher, OnEvent, Problem, Strategy, Workload
+from flagcore.contracts import Engine, Launcher, OnEvent, Problem, Strategy
 from flagcore.domain.plan import Plan
 from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.spec import Spec
@@ -37,7 +37,7 @@ class Dependencies:
     """The objects that the loop calls. `probe_strategy` chooses the candidates to probe before the first run."""
 
     plugins: LoadedPlugins
-    workload: Workload
+    workload: Engine
     launcher: Launcher
     strategy: Strategy
     probe_strategy: Strategy

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flagcore.contracts import Launcher, MemoryModel, Platform, RunningLaunch, communicator_bytes
+from flagcore.contracts.capabilities import probing
 from flagcore.domain.launch import INCONCLUSIVE, Exit, Launch, failure
 from flagcore.domain.prediction import Prediction, Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Candidate
@@ -50,14 +51,14 @@ def probe(
     processes are ended.
 
     - `limit`: the time limit of all ranks together.
-    - `ranks`: by default, the ranks that `Workload.probe_ranks` returns.
+    - `ranks`: by default, the ranks that `Probes.probe_ranks` returns.
     - `on_rank`: called before each rank starts.
     - `finish`: if it is false, the probe ends when a rank fails, and ranks that still run are dropped.
     """
     chosen_ranks = tuple(ranks) or ranks_to_probe(platform, candidate)
-    workload, task = platform.workload, _engine_task(platform.task, candidate)
-    columns = workload.columns(task, engine_candidate(platform.task, candidate).as_dict())
-    predicted = {rank: workload.rank(task, columns, rank, platform.costs) for rank in chosen_ranks}
+    prober, task = probing(platform.workload), _engine_task(platform.task, candidate)
+    columns = platform.workload.columns(task, engine_candidate(platform.task, candidate).as_dict())
+    predicted = {rank: prober.rank(task, columns, rank, platform.costs) for rank in chosen_ranks}
     results, waiting, running = dict[int, RankProbe](), [*chosen_ranks], list[_RunningRank]()
     deadline, places = time.monotonic() + limit.seconds, _places(platform, devices)
     with ThreadPoolExecutor(len(places)) as threads:
@@ -89,7 +90,7 @@ def ranks_to_probe(platform: Platform, candidate: Candidate) -> tuple[int, ...]:
     """Return the ranks that a probe of `candidate` runs by default."""
     task = platform.task
     engine = _engine_task(task, candidate)
-    return platform.workload.probe_ranks(engine, engine_candidate(task, candidate), platform.costs)
+    return probing(platform.workload).probe_ranks(engine, engine_candidate(task, candidate), platform.costs)
 
 
 def _engine_task(task: Task, candidate: Candidate) -> Task:
@@ -117,7 +118,7 @@ def _planned(
     if not hosts and platform.devices and platform.support.visible_devices:  # the rank sees only its own device
         platform, device = with_selected_devices(platform, platform.devices[device : device + 1]), 0
     effects = effects_of(platform.task, candidate.as_dict())
-    planned = platform.workload.probe_launch(
+    planned = probing(platform.workload).probe_launch(
         replace(platform, task=task_to_start(platform.task, effects)),
         engine_candidate(platform.task, candidate),
         rank,
@@ -141,7 +142,7 @@ def _outcome(each: _RunningRank, ended: Exit, platform: Platform, limit: TimeLim
     result, folder = replace(each.probe, duration_s=ended.duration_s), each.folder
     if ended.code == 0 and ended.ended_by is None:
         try:
-            measured = platform.workload.read_probe(platform.task, folder)
+            measured = probing(platform.workload).read_probe(platform.task, folder)
         except FlagError as error:
             return replace(result, reason=str(error))
         return replace(result, state=TrialState.MEASURED, measured=measured)
@@ -162,7 +163,7 @@ def combine(prediction: Prediction, probe: Probe, platform: Platform) -> Predict
     The bubble is scaled with the `work_parts` of the engine. The memory is the maximum over the ranks, and so are the
     times. Without a measurement, these figures are unchanged. If a rank ran out of memory, the candidate does not fit.
     """
-    return _memory(_time(prediction, probe, platform.workload.work_parts), probe, platform.costs.memory)
+    return _memory(_time(prediction, probe, probing(platform.workload).work_parts), probe, platform.costs.memory)
 
 
 def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:

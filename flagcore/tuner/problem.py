@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from flagcore.contracts import Platform, Problem, Workload
+from flagcore.contracts import Engine, Platform, Problem
+from flagcore.contracts.capabilities import Production, Pruning, RuleOfThumb, Servers, Shortening, optional
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
@@ -30,7 +31,7 @@ OnUsual: TypeAlias = Callable[[Platform, Space, Predictions], object]
 
 
 def build_problem(
-    spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False, on_usual: OnUsual | None = None
+    spec: Spec, plugins: LoadedPlugins, workload: Engine, *, plan: bool = False, on_usual: OnUsual | None = None
 ) -> Problem:
     """Complete `spec`, build the space, predict all candidates and prune them.
 
@@ -59,7 +60,7 @@ def build_problem(
     adds_baseline = space.find(baseline) is None and not is_hopeless
     space = space.with_candidate(baseline)
     predictions = predict(platform, space)
-    rules = (*workload.pruning_rules(platform.task), *([smaller] if smaller else []))
+    rules = (*optional(workload, Pruning).pruning_rules(platform.task), *([smaller] if smaller else []))
     return Problem(
         platform=platform,
         legality=legal,
@@ -76,7 +77,7 @@ def build_problem(
 
 def with_learned(problem: Problem, trials: Sequence[Trial]) -> Problem:
     """Return `problem` with what the engine learns about the task from trials, and with new predictions."""
-    task = problem.workload.learned(problem.task, trials)
+    task = optional(problem.workload, Servers).learned(problem.task, trials)
     if task == problem.task:
         return problem
     platform = replace(problem.platform, task=task)
@@ -132,7 +133,8 @@ def rows_by_time(problem: Problem) -> IntArray:
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
     columns = problem.space.columns(rows)
-    unusual = problem.workload.unusual(problem.task, columns, predictions.take(rows)) - _is_published(problem, columns)
+    unusual = optional(problem.workload, Production).unusual(problem.task, columns, predictions.take(rows))
+    unusual = unusual - _is_published(problem, columns)
     time = np.nan_to_num(predictions.step_time_s[rows] * (1.0 + UNUSUAL_SHARE * unusual), nan=np.inf)
     breaks_limit = ~predictions.keeps_limits(problem.task.spec.limits)[rows]
     is_added = np.full(rows.size, problem.adds_baseline)
@@ -149,7 +151,7 @@ def _is_published(problem: Problem, columns: Columns) -> BoolArray:
     """Return whether each candidate has the layout, apart from the number of replicas, of a published run near the
     task. On several kinds of chips, none has."""
     task, workload = problem.task, problem.workload
-    names = {name for name, knob in problem.knobs.items() if knob.layout} - {workload.replicas}
+    names = {name for name, knob in problem.knobs.items() if knob.layout} - {optional(workload, Shortening).replicas}
     axes = [axis for axis in problem.legality.axes if axis.knob in names]
     found = np.zeros(problem.pruned.open_rows.size, dtype=np.bool_)
     for job, _record in problem.published if len(task.cluster.groups) == 1 else ():
@@ -174,6 +176,13 @@ def lacks_margin(task: Task, predictions: Predictions) -> BoolArray:
     return predictions.share_in_use > (np.inf if has_budget else PLANNED_SHARE)
 
 
+def _usual_space(engine: Engine, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+    """Return the space from which an expert would choose. By default it has only the neutral value of each knob."""
+    if isinstance(engine, RuleOfThumb):
+        return engine.usual_space(task)
+    return {knob.name: (knob.neutral,) for knob in engine.knobs if knob.searchable}
+
+
 def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> Candidate:
     """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
 
@@ -182,7 +191,8 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
     """
     task, workload, baseline = platform.task, platform.workload, platform.task.spec.baseline
     if baseline is None:
-        usual_task = replace(task, spec=replace(task.spec, space=workload.usual_space(task.for_engine())))
+        usual = _usual_space(workload, task.for_engine())
+        usual_task = replace(task, spec=replace(task.spec, space=usual))
         for searched in (legality(replace(platform, task=usual_task)), legal):
             space = build(searched.axes, searched.rules, searched.merges)
             if len(space):
@@ -194,7 +204,9 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
             on_usual(platform, space, predictions)
         choices = (predictions.fits & ~lacks_margin(task, predictions), predictions.fits)
         rows = next((np.flatnonzero(each) for each in choices if each.any()), np.arange(len(space)))
-        row = rows[workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]
+        row = rows[0]
+        if isinstance(workload, RuleOfThumb):
+            row = rows[workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]
         return space.candidate(int(row))
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
     if broken:

@@ -14,6 +14,7 @@ from fractions import Fraction
 import numpy as np
 
 from flagcore.contracts import Platform, Problem
+from flagcore.contracts.capabilities import Shortening, optional
 from flagcore.domain.prediction import Prediction, Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray, Merge, Rule, as_candidate
 from flagcore.domain.spec import Task
@@ -71,7 +72,8 @@ def shorten(platform: Platform, candidate: Candidate, columns: Columns, step_s: 
     task, max_step = platform.task, platform.task.spec.control.max_step_time
     if max_step is None or step_s is None or step_s <= max_step:
         return None
-    batch = platform.workload.shorter_batch(task.for_engine(), engine_candidate(task, candidate), max_step / step_s)
+    engine = optional(platform.workload, Shortening)
+    batch = engine.shorter_batch(task.for_engine(), engine_candidate(task, candidate), max_step / step_s)
     if batch is None:
         return None
     short_task = replace(platform, task=task.with_batch(batch))
@@ -166,11 +168,11 @@ class SmallerTask:
 
     @property
     def _replicas(self) -> str:
-        workload = self.whole.workload
-        if not workload.replicas:
-            problem = f"is not supported by {workload.name}"
+        replicas = optional(self.whole.workload, Shortening).replicas
+        if not replicas:
+            problem = f"is not supported by {self.whole.workload.name}"
             raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix="leave it out")
-        return workload.replicas
+        return replicas
 
     @property
     def _share(self) -> Fraction:

@@ -19,7 +19,7 @@ from flagcore.report.result import trial as as_data
 from flagcore.tuner.stages.learn import learn
 from tests.cli.conftest import Flag
 from tests.report.page.reading import run_data
-from tests.serving import trial
+from tests.serving_trials import trial
 
 SHAPE = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 1000}
 SPEC: dict[str, Any] = {

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from tests.cli.conftest import Answer, Flag, Project
-from tests.pages import BLOCKS
+from tests.doc_pages import BLOCKS
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from fixed_machine import PINS
 
-from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import BEST, SPACE, Flag, Project, Ran
+from tests.run_checks import books_balance, check_kept_once
 
 pytestmark = pytest.mark.slow
 LONG = pytest.mark.long

@@ -9,13 +9,13 @@ import pytest
 
 from flagcore import plugins
 from flagcore.api.managing import calibration
-from flagcore.contracts import Workload
+from flagcore.contracts import Engine
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins import STRATEGIES, WORKLOADS, load_plugins, names, strategy, workload
 from flagcore.tuner.stages.complete import engine_version
-from tests import small
+from tests import tasks
 
 Install = Callable[..., None]
 
@@ -64,7 +64,7 @@ def test_an_engine_that_does_not_inherit_the_base_class_is_refused(install: Inst
     install("flagcore-extra", {"half": "flagcore_extra:STRATEGY"}, {"flagcore_extra": STRATEGY}, group=WORKLOADS)
     with pytest.raises(NoDevice) as caught:
         workload("half")
-    assert "flagcore.contracts.Workload" in str(caught.value)
+    assert "flagcore.contracts.Engine" in str(caught.value)
 
 
 def test_an_engine_does_the_work_of_a_spec_or_is_refused_with_its_key() -> None:
@@ -95,4 +95,4 @@ def test_release_comes_from_the_named_distribution(
 ) -> None:
     install("tensorrt-llm", {})
     engine = SimpleNamespace(name=name, modules={"tensorrt_llm": "tensorrt-llm>=1"}, distribution=distribution)
-    assert engine_version(small.task().spec, cast("Workload", engine)) == version
+    assert engine_version(tasks.task().spec, cast("Engine", engine)) == version

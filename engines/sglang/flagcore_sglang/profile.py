@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL, Instance, Router, address
 from flagcore_serving.load.routing import BOOTSTRAP
 from flagcore_serving.load.routing import PREFILL as PREFILLS
@@ -420,7 +420,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD = Engine(
+WORKLOAD = ServingEngine(
     name="sglang",
     where="flagcore_sglang:REPORTS",
     program=PROGRAM,

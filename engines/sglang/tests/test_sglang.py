@@ -7,7 +7,7 @@ from flagcore_sglang.profile import WORKLOAD as ENGINE
 
 from engines.serving.tests.engines.tasks import broken, planned, server, settings
 from flagcore.api import estimate_jobs
-from tests.small import DENSE
+from tests.tasks import DENSE
 
 
 def cards(**arguments: Any) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, Instance, Router, address
 from flagcore_serving.load import routing
 from flagcore_serving.space import knobs, placement, rules
@@ -277,7 +277,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD = Engine(
+WORKLOAD = ServingEngine(
     name="vllm",
     where="flagcore_vllm:REPORTS",
     program=PROGRAM,

@@ -21,7 +21,7 @@ from flagcore.plugins import load_plugins
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.launches import planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
-from tests import small
+from tests import tasks
 
 RECORDED = HERE / "recorded" / "hetero.json"
 """Answers of FlagScale 0.8.0: `FLAGSCALE=FOLDER RECORD=1 pytest extras/flagscale/tests/test_hetero.py`."""
@@ -109,7 +109,7 @@ def case(name: str, folder: Path, wheel: Path) -> dict[str, Any]:
 
 def read(asked: dict[str, Any]) -> tuple[Imported, Platform, Candidate]:
     found = api.read_tree(Path(asked["directory"]), asked["name"], asked["overrides"])
-    spec = parse_spec(found.data, file="x", base=Path(), engines=small.ENGINES)
+    spec = parse_spec(found.data, file="x", base=Path(), engines=tasks.ENGINES)
     values = {knob.name: knob.neutral for knob in SPACE_KNOBS} | dict(spec.baseline or {})
     return found, complete_by_plugins(spec, load_plugins(()), WORKLOAD), Candidate.of(values)
 

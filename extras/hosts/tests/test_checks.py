@@ -9,10 +9,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from flagcore_hosts.checks import HostReport, host_problems, host_warnings, inspect_hosts, port_problems
+from flagcore_hosts.checks import (
+    HostReport,
+    HostSpeed,
+    host_problems,
+    host_warnings,
+    inspect_hosts,
+    measure_speed,
+    measured_network,
+    port_problems,
+    slow_hosts,
+)
 from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import SSH, HostsLauncher
-from flagcore_hosts.speed import HostSpeed, measure_speed, measured_network, slow_hosts
 
 from extras.hosts.tests.cluster.bed import missing
 from flagcore import __version__, api
@@ -23,7 +32,7 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from tests.cli.conftest import Flag
 from tests.cli.conftest import flag as flag
-from tests.small import SHAPE, Readings
+from tests.tasks import SHAPE, Readings
 
 FOUR = tuple(Device(index=index, chip="Chip-A") for index in range(4))
 GOOD = HostReport(

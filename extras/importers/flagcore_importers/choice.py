@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from flagcore.contracts import Workload
+from flagcore.contracts.capabilities import Commands
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.errors import SpecError
@@ -56,7 +56,7 @@ class Input:
     programs: Sequence[Program]
     shown: str | None
     text: str
-    engines: Mapping[str, Workload]
+    engines: Mapping[str, Commands]
     known: Callable[[], Sequence[str]]
 
     @property
@@ -180,7 +180,7 @@ def _joined(start: Start, other: Start) -> Start:
     return replace(start, instances=start.instances + copies, envs=envs, unset=unset)
 
 
-def others(engine: Workload, starts: Sequence[Start]) -> dict[str, str]:
+def others(engine: Commands, starts: Sequence[Start]) -> dict[str, str]:
     """Return the other programs of an input, with their arguments, that may change speed."""
     words = [(each.image, *each.words) if each.image else each.words for each in starts
              if not (each.words and engine.starts(each.words, os.getcwd()))]  # fmt: skip

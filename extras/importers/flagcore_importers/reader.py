@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flagcore.contracts import ImportedSpec, Workload
+from flagcore.contracts import ImportedSpec
+from flagcore.contracts.capabilities import Commands
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.errors import SpecError, UsageError, join_errors
@@ -26,7 +27,7 @@ _THIS_HOST = re.compile(r"127\.0\.0\.1|localhost|//:")
 
 
 def read_command(
-    engines: Mapping[str, Workload],
+    engines: Mapping[str, Commands],
     words: Sequence[str],
     text: str,
     model: str | None,
@@ -83,7 +84,7 @@ class _Conversion:
     failed, for notes. `gave_up`: the errors of a script that is not read to its end.
     """
 
-    engine: Workload
+    engine: Commands
     start: Start
     model: str | None
     text: str
@@ -93,7 +94,7 @@ class _Conversion:
 
     def spec(self) -> ImportedSpec:
         """Return the spec, with the script around the command if trials can start it. Raises SpecError."""
-        script = self.start.script if self.engine.kind == "train" else ()
+        script = self.start.script if self.engine.keeps_scripts else ()
         is_long = bool(script) and max(map(len, script)) > LONGEST_TEXT  # a template, given as text
         return self._read((), "is long") if is_long else self._read(script)
 

@@ -19,6 +19,7 @@ from flagcore.api.planning.estimate import knob_record, plugin_notes
 from flagcore.api.planning.evidence import predicted_like, published_job
 from flagcore.api.runs import no_best_error
 from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
+from flagcore.contracts.capabilities import Layouts, Production, Shortening, optional
 from flagcore.domain.plan import failed_repeats
 from flagcore.domain.serving import LATENCIES, ServeSpec
 from flagcore.domain.space import DOES_NOT_FIT
@@ -255,7 +256,7 @@ def explain_like(
     if "--" in name:
         parsed_spec = read_spec(spec, chip, without)
         workload = plugins.workload_of(parsed_spec.work)
-        name, settings, unused = workload.read_flags(name, parsed_spec)
+        name, settings, unused = optional(workload, Layouts).read_flags(name, parsed_spec)
         changes = {f"{workload.kind}.settings.{key}": value for key, value in settings.items()}
         report = candidate_report(load_snapshot(changed_spec(spec, changes), chip, without), name)
         lines = [_("with {settings}", settings=", ".join(f"{k}={v}" for k, v in settings.items()))] if settings else []
@@ -267,8 +268,8 @@ def explain_like(
     problem, order = snapshot.problem, rows_by_time(snapshot.problem)
     with loaded_plugins(without, again=True) as loaded:
         title, job = published_job(problem, loaded, name)
-    layout = problem.workload.in_space(job.candidate, job.model)
-    knobs = [axis.knob for axis in problem.space.axes if axis.knob != problem.workload.replicas]
+    layout = optional(problem.workload, Layouts).in_space(job.candidate, job.model)
+    knobs = [axis.knob for axis in problem.space.axes if axis.knob != optional(problem.workload, Shortening).replicas]
     values = {knob: layout[knob] for knob in knobs if layout.get(knob) is not None}
     report = candidate_report(snapshot, ", ".join(f"{knob}={value}" for knob, value in values.items()))
     prediction = predicted_like(problem, job)
@@ -317,8 +318,9 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
 def _fits_without(subject: Subject) -> Iterator[str]:
     """Yield each assumed setting without which a candidate that does not fit would fit."""
     platform, memory = subject.snapshot.problem.platform, (subject.predicted or {}).get("memory", {})
-    settings = platform.workload.assumed(platform.task, subject.candidate) if memory.get("fits") is False else {}
-    for name, value in settings.items():
+    if memory.get("fits") is not False:
+        return
+    for name, value in optional(platform.workload, Production).assumed(platform.task, subject.candidate).items():
         train = platform.task.spec.train
         train = replace(train, assumed={key: each for key, each in train.assumed.items() if key != name})
         task = replace(platform.task, spec=replace(platform.task.spec, work=train))

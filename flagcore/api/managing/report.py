@@ -28,6 +28,7 @@ from flagcore.api.runs import (
 )
 from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot, run_home
 from flagcore.contracts import Problem
+from flagcore.contracts.capabilities import Details, Probes, optional
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.files import write
 from flagcore.domain.prediction import MEMORY, components_of_row
@@ -187,7 +188,10 @@ def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> b
     def made() -> str:
         insight_data = insight(ending.problem, ending.plan.best.candidate if ending.plan.best else None)
         write(run_dir / INSIGHT, json.dumps(insight_data, ensure_ascii=False) + "\n")
-        context: dict[str, Any] = {"knobs": ending.plan.knobs, "labels": ending.problem.workload.labels}
+        context: dict[str, Any] = {
+            "knobs": ending.plan.knobs,
+            "labels": optional(ending.problem.workload, Details).labels,
+        }
         return as_html(page(_redacted(data, insight_data, run_dir, run_dir, **context)))
 
     return _is_written(run_dir, made)
@@ -293,12 +297,14 @@ def insight(problem: Problem, best: Candidate | None) -> dict[str, Any]:
 
 
 def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
-    """Return the memory of the first device of each pipeline stage, split into components if the workload has them."""
+    """Return the memory of the first device of each pipeline stage, split into components if the engine has them."""
     columns, costs, workload = problem.space.columns(np.array([row])), problem.platform.costs, problem.workload
     task = problem.task.for_engine(effects_of_row(problem.task, columns))
-    stages = []
+    stages = list[dict[str, Any]]()
+    if not isinstance(workload, Probes):
+        return stages
     for stage, first in enumerate(workload.stage_ranks(task, columns)):
-        parts = workload.components(task, columns, np.array([stage]), costs)
+        parts = optional(workload, Details).components(task, columns, np.array([stage]), costs)
         rank = workload.rank(task, columns, first, costs)
         levels = in_gib({name: getattr(rank, name) for name in MEMORY if name != "activation_bytes"})
         components = {name: in_gib(part) for name, part in components_of_row(parts, 0).items()}
@@ -309,7 +315,7 @@ def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
 def _pipelines(problem: Problem, row: int) -> list[dict[str, Any]]:
     task, columns = problem.task, problem.space.columns(np.array([row]))
     task_as_set = task.for_engine(effects_of_row(task, columns))
-    pipelines = problem.workload.pipelines(task_as_set, columns, problem.platform.costs)
+    pipelines = optional(problem.workload, Details).pipelines(task_as_set, columns, problem.platform.costs)
     is_one_stage = len(task.cluster.groups) < 2 and all(len(each.forward_s) < 2 for each in pipelines)
     return [] if is_one_stage else [asdict(each) for each in pipelines]
 

@@ -26,6 +26,7 @@ from flagcore.api.inputs import (
 )
 from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.contracts import HistoryReader, ImportedSpec, Problem
+from flagcore.contracts.capabilities import commands_of
 from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import measured_to_predicted
@@ -36,7 +37,6 @@ from flagcore.domain.spec import ImportNote
 from flagcore.domain.trial import Role, Trial
 from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import N_, _
-from flagcore.plugins import WORKLOADS, names
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.convert import engines_of
 from flagcore.spec.models import model_from
@@ -79,7 +79,8 @@ def read_command(
     contain it. `chip`: the chip of the cluster; if it is None, it is detected later. `text`: the content of the file in
     place of `words`. Raises SpecError, UsageError, or NoDevice if the reader of commands is not installed.
     """
-    workloads = {name: plugins.workload(name) for name in ([engine] if engine else names(WORKLOADS))}
+    readers = [engine] if engine else plugins.command_readers()
+    workloads = {name: commands_of(plugins.workload(name)) for name in readers}
     path = absolute_model(model, Path()) if model is not None else None
     spec = plugins.command_reader().read_command(workloads, words, text, path, plugins.command_readers)
     if chip is not None:

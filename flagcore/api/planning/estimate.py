@@ -12,6 +12,7 @@ from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins, read_spe
 from flagcore.api.planning.evidence import NEAREST, expected_seconds, published_runs
 from flagcore.api.planning.records import prediction_records
 from flagcore.contracts import Platform, Problem
+from flagcore.contracts.capabilities import Details, MixedClusters, Production, RuleOfThumb, optional
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions, idle_of
@@ -97,7 +98,7 @@ def estimate(
         crowded=crowded,
         unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
         candidates=tuple(candidates),
-        model=tuple(model_table(problem.workload.parts(task))),
+        model=tuple(model_table(optional(problem.workload, Details).parts(task))),
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
         precision=task.spec.work.precision,
@@ -109,7 +110,7 @@ def estimate(
         search=search_time(problem),
         mixing=mixing,
         knobs=problem.knobs,
-        labels=problem.workload.labels,
+        labels=optional(problem.workload, Details).labels,
     )
 
 
@@ -182,7 +183,7 @@ def _runs(problem: Problem) -> str:
     train = task.spec.train
     if train.command is not None:
         return _("as train.command runs it")
-    method = problem.workload.runs_as(task.spec) or _("as {engine} runs it", engine=train.engine)
+    method = optional(problem.workload, Production).runs_as(task.spec) or _("as {engine} runs it", engine=train.engine)
     return _("{how}; with train.settings", how=method) if train.settings else method
 
 
@@ -203,7 +204,9 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
     records = []
     for row, known in zip(rows, prediction_records(problem.platform, space.columns(rows)), strict=True):
         candidate = space.candidate(int(row))
-        more: dict[str, Any] = {"assumed": problem.workload.assumed(task, candidate)} if _assumed(task) else {}
+        more: dict[str, Any] = {}
+        if _assumed(task):
+            more["assumed"] = optional(problem.workload, Production).assumed(task, candidate)
         if limits:
             figures = {name: lookup(known, name) or 0.0 for name in limits}
             more = {"slo": {name: figure for name, figure in figures.items() if figure > limits[name]}, **more}
@@ -213,7 +216,8 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
 
 def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
     """Return the candidate of the engine's own defaults with its prediction, or None if it is the baseline."""
-    values = {**problem.baseline.as_dict(), **problem.workload.defaults(problem.task.for_engine())}
+    engine, values = problem.workload, problem.baseline.as_dict()
+    values |= engine.defaults(problem.task.for_engine()) if isinstance(engine, RuleOfThumb) else {}
     if values == problem.baseline.as_dict():
         return None
     columns = candidate_columns(problem.platform, values)
@@ -255,7 +259,7 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
 def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | None:
     """Compare a mixed cluster with each of its chips alone. Returns None if no mixed plan has a predicted time."""
     order, titles = rows_by_time(problem), problem.task.cluster.names
-    ways = problem.workload.splits(problem.task, problem.space.columns(order))
+    ways = optional(problem.workload, MixedClusters).splits(problem.task, problem.space.columns(order))
     rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
     plans = [(rows[:1], _plan(problem, rows, name)) for name, rows in rows_of_ways.items()]
     known_plans = [(plan, row) for row, plan in plans if plan]
@@ -265,7 +269,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     alone = {title: _alone(spec, problem, group, plugins) for group, title in enumerate(titles)}
     columns = problem.space.columns(row)
     task = problem.task.for_engine(effects_of_row(problem.task, columns))
-    pipelines = problem.workload.pipelines(task, columns, problem.costs)
+    pipelines = optional(problem.workload, Details).pipelines(task, columns, problem.costs)
     shares = {title: idle_of(pipelines, number) for number, title in enumerate(titles)}
     stages = [
         (seconds, titles[group])
@@ -286,8 +290,9 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
 def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> ChipPlan | None:
     """Return the fastest plan of one kind of chips, or None if it cannot run the job or has no predicted time."""
     workload, fixed = mixed.workload, {name: values for name, values in spec.space.items() if values != AUTO}
-    space = {**workload.values_alone(mixed.task, group), **fixed}
-    space = {name: values for name, values in space.items() if name not in workload.derived_knobs}
+    mixes = optional(workload, MixedClusters)
+    space = {**mixes.values_alone(mixed.task, group), **fixed}
+    space = {name: values for name, values in space.items() if name not in mixes.derived_knobs}
     spec_of_kind = replace(spec, cluster=spec.cluster.groups[group], space=space, baseline=None)
     try:
         problem = build_problem(spec_of_kind, plugins, workload, plan=True)

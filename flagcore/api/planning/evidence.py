@@ -8,7 +8,8 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.planning.jobs import predict_records
-from flagcore.contracts import Problem, Workload
+from flagcore.contracts import Engine, Problem
+from flagcore.contracts.capabilities import Shortening, optional, records_of
 from flagcore.domain.prediction import Prediction
 from flagcore.domain.spec import Job, Spec
 from flagcore.errors import FlagError, UsageError
@@ -72,10 +73,10 @@ def predicted_like(problem: Problem, job: Job) -> Prediction | None:
     """Return the prediction with the layout and all settings of a published job, or None if they are illegal."""
     train, workload = problem.task.spec.train, problem.workload
     lengths = {key: getattr(train, key) for key in ("seq_length", "global_batch_size", "precision")}
-    values = {key: value for key, value in job.candidate.items() if key != workload.replicas}
+    values = {key: value for key, value in job.candidate.items() if key != optional(workload, Shortening).replicas}
     with suppress(FlagError):
         task = replace(problem.task, spec=replace(problem.task.spec, work=replace(job.work, **lengths)), knobs=())
-        task, values, _noted = workload.published(task, values, job.notes)
+        task, values, _noted = records_of(workload).published(task, values, job.notes)
         platform, columns = replace(problem.platform, task=task), workload.columns(task, values)
         if not any(rule.broken(columns).any() for rule in legality(platform).rules):
             return predict_columns(platform, columns).row(0)
@@ -83,7 +84,7 @@ def predicted_like(problem: Problem, job: Job) -> Prediction | None:
 
 
 def _run(
-    spec: Spec, job: Job, record: Mapping[str, Any], answer: Mapping[str, Any], engines: Mapping[str, Workload]
+    spec: Spec, job: Job, record: Mapping[str, Any], answer: Mapping[str, Any], engines: Mapping[str, Engine]
 ) -> PublishedRun:
     measured_s, speedup = record["measured"]["step_time_s"], answer["step_time_s"]["value"]
     speedup /= measured_s

@@ -14,7 +14,8 @@ import numpy as np
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.api.planning.records import prediction_records
-from flagcore.contracts import Costs, Platform, Problem, Workload
+from flagcore.contracts import Costs, Engine, Platform, Problem
+from flagcore.contracts.capabilities import Sizes, optional, probing, records_of
 from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import ValueRule
@@ -137,9 +138,10 @@ class _Jobs:
         plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))
         if cluster not in self._value_rules:
             self._value_rules[cluster] = self._loaded.check_task(plan_task).rules
-        task, values, noted = workload.published(plan_task, job.candidate, job.notes)
+        records = records_of(workload)
+        task, values, noted = records.published(plan_task, job.candidate, job.notes)
         settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
-        warnings = tuple(workload.job_warnings(task, values, settings, noted))
+        warnings = tuple(records.job_warnings(task, values, settings, noted))
         row = _Row(place, task, values, workload.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr((task.spec.work, task.spec.space))
         platform = Platform(task=task, workload=workload, costs=group_costs, value_rules=self._value_rules[cluster])
@@ -185,7 +187,7 @@ def _predicted(platform: Platform, rows: Sequence[_Row], *, details: bool) -> di
         row = rows[legal[number]]
         answers[row.place] = {"status": "ok", **({"warnings": list(row.warnings)} if row.warnings else {}), **known}
         if row.rank is not None:
-            rank = workload.rank(task, _take(columns, [number]), row.rank, platform.costs)
+            rank = probing(workload).rank(task, _take(columns, [number]), row.rank, platform.costs)
             answers[row.place]["rank"] = rank_record(rank)
     return answers
 
@@ -229,7 +231,7 @@ def past(
     records: Iterable[Mapping[str, Any]],
     chip: Chip,
     loaded: LoadedPlugins,
-    workload: Workload,
+    workload: Engine,
     objective: str,
     knobs: Sequence[Knob] = (),
 ) -> PastMeasurements:
@@ -276,7 +278,7 @@ def _observations(
     number: int,
     members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
     loaded: LoadedPlugins,
-    workload: Workload,
+    workload: Engine,
 ) -> tuple[Observations, Observations]:
     """Return the observed step times and memory of the records `members`, which are runs of task `number`."""
     task = members[0][0]
@@ -287,7 +289,8 @@ def _observations(
     columns = {knob: np.concatenate([one_row[knob] for one_row in encoded]) for knob in encoded[0]}
     columns = canonical(columns, legal.merges)
     predictions = predict_columns(platform, columns)
-    known_features = features(legal.axes, columns, predictions, workload.sizes(task.for_engine(), columns))
+    sizes = optional(workload, Sizes).sizes(task.for_engine(), columns)
+    known_features = features(legal.axes, columns, predictions, sizes)
     figures = (("step_time_s", predictions.step_time_s, 1.0), ("device_used_gib", predictions.device_used_bytes, GIB))
     pairs = []
     for name, expected, unit in figures:

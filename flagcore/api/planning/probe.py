@@ -11,7 +11,8 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.candidate_parser import parse_candidate
 from flagcore.api.inputs import LoadedSpec, loaded_plugins, read_spec, warn_about_problem
-from flagcore.contracts import Problem, Workload
+from flagcore.contracts import Engine, Problem
+from flagcore.contracts.capabilities import probing
 from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Probe, RankProbe
 from flagcore.domain.space import Candidate, as_candidate
@@ -69,7 +70,7 @@ def probe(
     if spec.cluster.groups:
         raise UsageError(_("{file} has cluster.groups: a probe needs one kind of chip", file=os.fspath(spec_file)))
     workload = plugins.workload_of(spec.work)
-    workload.ready_to_probe(spec)
+    probing(workload).ready_to_probe(spec)
     if seconds is not None:
         spec = replace(spec, control=replace(spec.control, max_time_per_task=seconds))
     with loaded_plugins(without) as loaded, ExitStack() as stack:
@@ -90,9 +91,7 @@ def probe(
     return [_probed_record(problem, each) for each in probed]
 
 
-def _problem(
-    spec: Spec, loaded: LoadedPlugins, workload: Workload, candidate: str | None
-) -> tuple[Problem, str | None]:
+def _problem(spec: Spec, loaded: LoadedPlugins, workload: Engine, candidate: str | None) -> tuple[Problem, str | None]:
     """Return the problem of a spec, and the name of the candidate in it. Knobs with values become the baseline."""
     problem = build_problem(spec, loaded, workload)
     if candidate is not None and candidate != "baseline" and not candidate.isdecimal():

@@ -16,6 +16,7 @@ from flagcore.api.inputs import LoadedSpec, with_settings
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
+from flagcore.contracts.capabilities import Servers, optional
 from flagcore.contracts.exchange import ANY_HOST
 from flagcore.domain.files import writable
 from flagcore.domain.launch import Launch
@@ -169,15 +170,15 @@ def _job(
     platform = _elsewhere(platform, exporter, engine)
     comments = _comments(snapshot, candidate)
     make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
-    single_server, replicas = candidate, 1
+    single_server, replicas, servers_of = candidate, 1, optional(snapshot.problem.workload, Servers)
     if exporter is not None and exporter.per_server:
-        if servers := snapshot.problem.workload.groups(platform, candidate, name):
+        if servers := servers_of.groups(platform, candidate, name):
             groups = tuple(replace(each, launch=prepared_launch(platform, each.launch)) for each in servers.groups)
             return make(launch=groups[0].launch, devices=groups[0].devices, servers=replace(servers, groups=groups))
-        single_server, replicas = snapshot.problem.workload.replica(candidate)
+        single_server, replicas = servers_of.replica(candidate)
     launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, single_server, folder)
     per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
-    used = snapshot.problem.workload.device_counts(snapshot.task, columns_of(snapshot, single_server))
+    used = servers_of.device_counts(snapshot.task, columns_of(snapshot, single_server))
     return make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas)
 
 

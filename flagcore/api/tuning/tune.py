@@ -33,6 +33,7 @@ from flagcore.api.planning.jobs import past_of_problem
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.api.tuning.watch import Watchers
 from flagcore.contracts import Event, OnEvent, Problem, Telemetry
+from flagcore.contracts.capabilities import Advice, Installation, optional, probing
 from flagcore.domain.chip import Device
 from flagcore.domain.files import writable, write
 from flagcore.domain.plan import Plan
@@ -132,7 +133,7 @@ class _EngineRun:
         if fidelity == RUN:
             self.workload.ready(self.spec.on_nodes(self.spec.trial_nodes))
         if fidelity == PROBE or (fidelity == RUN and self.spec.control.probes):
-            self.workload.ready_to_probe(self.spec)
+            probing(self.workload).ready_to_probe(self.spec)
         with self.watchers, ExitStack() as agents, loaded_plugins(self.without) as loaded:
             if self.spec.on_each_host and runs:
                 loaded.use_devices(*self._use_hosts(agents))
@@ -208,8 +209,8 @@ class _EngineRun:
         warn(filter(None, [problem.platform.precision_reason]))
         if self.spec.control.fidelity == RUN:
             warn(filter(None, [crowded_baseline_text(problem)]))
-            warn(self.workload.command_changes(problem.platform, problem.baseline))
-        warn(self.workload.installation_notes(problem.platform))
+            warn(optional(self.workload, Advice).command_changes(problem.platform, problem.baseline))
+        warn(optional(self.workload, Installation).installation_notes(problem.platform))
         fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage, "network": self.network}
         self.name = directory.claim(fixed_task(self.data, problem), fixed_fields)
         choices, objective = problem.space.choices, self.spec.objective

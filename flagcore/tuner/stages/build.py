@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flagcore.contracts import Costs, Platform, Workload
+from flagcore.contracts import Costs, Engine, Platform
+from flagcore.contracts.capabilities import Bounds
 from flagcore.domain.engine import RefusedValues, ValueRule
 from flagcore.domain.knob import Factor, Knob, Requirement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Legality, Merge, Rule, Space, decode
@@ -50,7 +51,9 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
     """
     task, workload = platform.task, platform.workload
     effects = [effect for knob in task.knobs for effect in knob.effects.values()]
-    if not workload.bound_knobs or any((effect.time, effect.memory) != (Factor(), Factor()) for effect in effects):
+    if not isinstance(workload, Bounds) or any(
+        (effect.time, effect.memory) != (Factor(), Factor()) for effect in effects
+    ):
         return ()
 
     def values(bound: Callable[[Task, Columns, Costs], FloatArray], columns: Columns) -> FloatArray:
@@ -102,7 +105,7 @@ SimuMax's search, which keeps 6 GB of a device of 80 GB free (MooreThreads/SimuM
 `gmi_error`). Trials measure candidates above it, too."""
 
 
-def _release_rules(task: Task, workload: Workload, engine_axes: Sequence[Axis]) -> Iterator[Rule]:
+def _release_rules(task: Task, workload: Engine, engine_axes: Sequence[Axis]) -> Iterator[Rule]:
     """Yield a rule for each knob that the engine release does not support: it requires the knob's neutral value."""
     knobs = {knob.name: knob for knob in workload.knobs if not knob.is_available(task.spec.work.engine_version)}
     for axis in engine_axes:

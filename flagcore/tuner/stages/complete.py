@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import Requirement
 
-from flagcore.contracts import HostSetup, Platform, Workload
+from flagcore.contracts import Engine, HostSetup, Platform
+from flagcore.contracts.capabilities import Advice, Installation, MixedClusters, Production, optional
 from flagcore.domain.chip import TRAINED, slowness, usual_precision
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice, ValueRule
@@ -22,7 +23,7 @@ from flagcore.tuner.devices import require_devices
 from flagcore.tuner.stages.discover import costs, discover
 
 
-def complete(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False) -> Platform:
+def complete(spec: Spec, plugins: LoadedPlugins, workload: Engine, *, plan: bool = False) -> Platform:
     """Return the platform of `spec`: the completed task, and what plugins provide for it.
 
     Each step uses the values of the steps before it. No step replaces a value of the spec.
@@ -41,16 +42,16 @@ def complete(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bo
     Raises SpecError for values that the engine or its release does not support. Raises NoDevice if no device is found,
     if a chip is unknown, or if the engine cannot run on it.
     """
-    workload.check_values(spec)
+    optional(workload, Advice).check_values(spec)
     platform = complete_by_plugins(spec, plugins, workload, engine_version(spec, workload))
     if plan and not _runs_here(platform, plugins):
-        platform = workload.as_in_production(platform)  # step 5
-    platform = workload.as_installed(platform)  # step 6
+        platform = optional(workload, Production).as_in_production(platform)  # step 5
+    platform = optional(workload, Installation).as_installed(platform)  # step 6
     platform = with_plugin_knobs(platform)  # step 7
-    return workload.with_derived_values(platform, plan=plan)  # step 8
+    return optional(workload, MixedClusters).with_derived_values(platform, plan=plan)  # step 8
 
 
-def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, version: str | None = None) -> Platform:
+def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Engine, version: str | None = None) -> Platform:
     """Return the platform of `spec` after the steps 1 to 4 of `complete`, which ask only plugins.
 
     `version`: the engine release, None if unknown. If the cluster has several kinds of chips, the platform has only the
@@ -271,7 +272,7 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
             raise SpecError(key="train.command", problem=problem, fix="remove one of the two")
 
 
-def engine_version(spec: Spec, workload: Workload) -> str | None:
+def engine_version(spec: Spec, workload: Engine) -> str | None:
     """Return the engine release that trials of `spec` run: the one in the spec, or else the installed one.
 
     Returns None if the engine is not installed, or if trials run the user's command and the spec names no release.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flagcore.contracts import Platform, RunningLaunch
+from flagcore.contracts.capabilities import Steps, optional
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.launch import INCONCLUSIVE, LONGEST_REASON, Exit, FailurePattern, failure
 from flagcore.domain.spec import Control, TrainSpec, objective_value
@@ -80,9 +81,9 @@ class _Monitor:
 
     def outcome(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
         """Wait until the trial ends, or stop it, and return it with its outcome."""
-        readings, workload = Readings(self.platform), self.platform.workload
-        progress = workload.progress(self.platform.task, self.folder)
-        step_limit = workload.step_limit(self.platform.task)
+        readings, reports = Readings(self.platform), optional(self.platform.workload, Steps)
+        progress = reports.progress(self.platform.task, self.folder)
+        step_limit = reports.step_limit(self.platform.task)
         start, warmup, steps_to_run = time.monotonic(), self.control.warmup_iters, step_limit
         has_run_steps = is_slower = is_too_long = False
         step_count, last_step_at = 0, 0.0

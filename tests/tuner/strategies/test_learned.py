@@ -28,7 +28,7 @@ from flagcore.tuner.learning.trials import (
     observed_times,
 )
 from flagcore.tuner.strategies.learned import MAX_GAIN, STRATEGY, believed
-from tests import small as made_up
+from tests import tasks as made_up
 from tests.tuner.strategies.contexts import SPACE, TASK, WORKLOAD, distorted, predictions, search_context, trial_of
 
 KNOWN = predictions()

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from flagcore_megatron.adapter import WORKLOAD
-from flagcore_megatron.command.arguments import release_table
 from flagcore_megatron.command.launch import model_arguments, reference_launch
+from flagcore_megatron.program.arguments import release_table
 
 from engines.megatron.tests.command.scripts import LAUNCH, spec_of
 from flagcore.domain.spec import ClusterSpec, Spec
 from flagcore.errors import SpecError
-from tests import small
+from tests import tasks
 
 
 def spec(words: str, folder: Path, **changes: Any) -> Spec:
@@ -118,38 +118,38 @@ def test_command_that_agrees_with_the_spec_only_warns_of_its_knobs(tmp_path: Pat
 
 
 def test_program_that_cannot_be_read_is_only_a_warning(tmp_path: Path) -> None:
-    task = dataclasses.replace(small.task(), spec=spec("make train", tmp_path))
+    task = dataclasses.replace(tasks.task(), spec=spec("make train", tmp_path))
     assert WORKLOAD.spec_warnings(task.spec) == []
-    (line,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
+    (line,) = WORKLOAD.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     assert "train.command" in line
 
 
 def test_environment_that_a_script_would_load_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"mkdir -p a\nmodule load cuda\n{LAUNCH}")
-    task = dataclasses.replace(small.task(), spec=spec("bash run.sh", tmp_path))
-    (text,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
+    task = dataclasses.replace(tasks.task(), spec=spec("bash run.sh", tmp_path))
+    (text,) = WORKLOAD.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     assert "module load cuda" in text
     assert "this shell" in text.splitlines()[-1]
 
 
 def test_changes_are_printed_with_a_line_per_reason(tmp_path: Path) -> None:
     words = f"{LAUNCH} --save a --load b --bf16".replace("torchrun", "torchrun --master_port 29500")
-    task = dataclasses.replace(small.task(), spec=spec(words, tmp_path))
-    (text,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
+    task = dataclasses.replace(tasks.task(), spec=spec(words, tmp_path))
+    (text,) = WORKLOAD.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     (checkpoints,) = [line for line in text.splitlines() if "--save" in line]
     assert "--load b" in checkpoints
     assert "--micro-batch-size" not in text
     assert "--master_port 29500 -> {master_port}" in text
-    assert WORKLOAD.command_changes(small.platform(small.task()), small.candidate(data_parallel_size=4)) == []
+    assert WORKLOAD.command_changes(tasks.platform(tasks.task()), tasks.candidate(data_parallel_size=4)) == []
 
 
-LATENT = dataclasses.replace(small.EXPERTS, **small.LATENT, q_lora_rank=24, moe_first_dense_layers=1, mtp_num_layers=1)
+LATENT = dataclasses.replace(tasks.EXPERTS, **tasks.LATENT, q_lora_rank=24, moe_first_dense_layers=1, mtp_num_layers=1)
 
 
-@pytest.mark.parametrize("model", [small.DENSE, small.EXPERTS, LATENT])
+@pytest.mark.parametrize("model", [tasks.DENSE, tasks.EXPERTS, LATENT])
 def test_command_without_the_users_has_all_arguments_of_the_model(model: Any) -> None:
-    task = small.task(model, precision="bf16")
-    launch = reference_launch(task, small.candidate(data_parallel_size=4).as_dict(), "/folder")
+    task = tasks.task(model, precision="bf16")
+    launch = reference_launch(task, tasks.candidate(data_parallel_size=4).as_dict(), "/folder")
     assert launch.argv[:2] == ("torchrun", "--standalone")
     assert launch.missing
     words = launch.argv[launch.argv.index("pretrain_gpt.py") + 1 :]

@@ -13,11 +13,11 @@ from flagcore_megatron.reading import CommandProgress, program_progress
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control
 from flagcore.errors import FlagError
-from tests import small
+from tests import tasks
 
-TASK = small.task(control=Control(train_iters=5, warmup_iters=1))
-COMMAND = small.task(control=Control(train_iters=5, warmup_iters=1), command=("make", "train"))
-ONE = small.candidate(data_parallel_size=4)
+TASK = tasks.task(control=Control(train_iters=5, warmup_iters=1))
+COMMAND = tasks.task(control=Control(train_iters=5, warmup_iters=1), command=("make", "train"))
+ONE = tasks.candidate(data_parallel_size=4)
 STEPS = [{"step_time_s": seconds, "loss": 7.0, "grad_norm": 1.0} for seconds in (9.0, 2.0, 1.0, 4.0, 3.0)]
 METRICS: dict[str, Any] = {
     "steps": STEPS,
@@ -142,7 +142,7 @@ def test_a_users_command_is_measured_by_its_log(tmp_path: Path) -> None:
 
 
 def test_the_steady_steps_of_a_warm_up_are_not_measured(tmp_path: Path) -> None:
-    task = small.task(control=Control(train_iters=12, warmup_iters=10), command=("make", "train"))
+    task = tasks.task(control=Control(train_iters=12, warmup_iters=10), command=("make", "train"))
     log(tmp_path, {}, (900, 100, 101, 100, 200, 300))
     measured = WORKLOAD.read(task, ONE, str(tmp_path))
     assert (measured.step_times_s, measured.warmup_steps) == ((0.2, 0.3), 4)

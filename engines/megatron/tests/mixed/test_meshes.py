@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_megatron.adapter import WORKLOAD
-from flagcore_megatron.mixed.meshes import MESHES, SIZES
 from flagcore_megatron.mixed.options import mesh_options
 from flagcore_megatron.mixed.planner import _useful
-from flagcore_megatron.mixed.trials import as_asked, hosts_of, plain_values, require_runnable
+from flagcore_megatron.mixed.trials import as_asked, hosts_of, require_runnable
+from flagcore_megatron.space.knobs import plain_values
+from flagcore_megatron.space.meshes import MESHES, SIZES
 
 from engines.megatron.tests.layers.test_mixed_split import TIMES, chip, costs, mixed
 from engines.training.tests.simulation import step_seconds
@@ -24,7 +25,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
-from tests import small
+from tests import tasks
 
 MODEL = Model(
     name="llama-1b-like",
@@ -45,7 +46,7 @@ def task(*texts: str, model: Model = MODEL, devices: int = 8, **space: Any) -> T
         NodeGroup(chip=replace(chip(times), name=name), nodes=1, devices_per_node=devices)
         for name, times in (("fast", 1.0), ("slow", TIMES))
     )
-    base = small.task(model, seq_length=4096, global_batch_size=32, space={MESHES: texts, **space})
+    base = tasks.task(model, seq_length=4096, global_batch_size=32, space={MESHES: texts, **space})
     return replace(base, cluster=Cluster(groups=groups))
 
 
@@ -186,7 +187,7 @@ def test_thousands_of_devices_have_few_candidates(model: Model) -> None:
     made = replace(mixed(first, others[0]), further={1024: others[0], 2048: others[1]})
     job = replace(replace_space(task(model=model), {}), cluster=Cluster(groups=tuple(groups)))
     job = job.with_batch(4096)
-    platform = WORKLOAD.with_derived_values(small.platform(job, costs=made))
+    platform = WORKLOAD.with_derived_values(tasks.platform(job, costs=made))
     space = build(WORKLOAD.axes(platform.task), WORKLOAD.rules(platform.task), WORKLOAD.merges(platform.task))
     number = np.count_nonzero(space.columns()[MESHES])
     assert 1_000 < number < len(space) < 60_000
@@ -198,7 +199,7 @@ def test_sizes_of_planned_meshes_have_the_best_of_each_group_alone(
 ) -> None:
     monkeypatch.setattr("flagcore_megatron.mixed.planner.LARGE", 0)
     made, whole = pair(devices=4), replace_space(task(model=model, devices=4), {})
-    platform = WORKLOAD.with_derived_values(small.platform(whole, costs=made))
+    platform = WORKLOAD.with_derived_values(tasks.platform(whole, costs=made))
     for number, group in enumerate(whole.cluster.groups):
         alone = replace(whole, cluster=Cluster(groups=(group,)))
         few = replace_space(alone, WORKLOAD.values_alone(platform.task, number))
@@ -293,7 +294,7 @@ def test_trials_refuse_meshes_of_other_sizes() -> None:
 
 def test_the_meshes_of_trials_have_equal_sizes_and_another_order() -> None:
     job = on_hosts(replace_space(task(), {"context_parallel_size": (1,)}))
-    made = WORKLOAD.with_derived_values(small.platform(job, costs=pair()), plan=False).task
+    made = WORKLOAD.with_derived_values(tasks.platform(job, costs=pair()), plan=False).task
     texts = [str(text) for text in made.spec.space[MESHES] if text]
     assert {text.split()[0] for text in texts} == {"fast", "slow"}
     assert not [text for text in texts if text.startswith("fast") and "+" in text]

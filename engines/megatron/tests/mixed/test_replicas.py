@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flagcore_megatron.adapter import WORKLOAD
 from flagcore_megatron.mixed.hetero import mixed
-from flagcore_megatron.mixed.meshes import MESHES, SIZES
 from flagcore_megatron.mixed.options import share_sizes
 from flagcore_megatron.mixed.planner import planned_replicas, with_meshes
-from flagcore_megatron.mixed.trials import plain_values, require_runnable, shares
-from flagcore_megatron.space.knobs import divisors
+from flagcore_megatron.mixed.trials import require_runnable, shares
+from flagcore_megatron.space.knobs import divisors, plain_values
+from flagcore_megatron.space.meshes import MESHES, SIZES
 
 from engines.megatron.tests.mixed.test_meshes import (
     EXPERTS,
@@ -31,7 +31,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.errors import LaunchError, SpecError
-from tests import small
+from tests import tasks
 
 
 def every(job: Task) -> list[str]:
@@ -140,14 +140,14 @@ def test_only_the_trial_program_runs_data_splits(tmp_path: Path) -> None:
     command = replace(job.spec.train, command=("torchrun", "train_gpt.py", "--enable-hetero"))
     assert isinstance(command, TrainSpec)
     with pytest.raises(SpecError) as caught:
-        with_meshes(small.platform(replace(job, spec=replace(job.spec, work=command)), costs=pair()), plan=False)
+        with_meshes(tasks.platform(replace(job, spec=replace(job.spec, work=command)), costs=pair()), plan=False)
     assert caught.value.key == f"auto_tuner.space.{MESHES}"
     assert "replicas_release" in str(caught.value)
     values = {**dict.fromkeys(SIZES.values(), 1), "micro_batch_size": 1, MESHES: UNEVEN}
     with pytest.raises(LaunchError, match="replicas_release"):
-        WORKLOAD.launch(small.platform(job, costs=pair()), Candidate.of(values), str(tmp_path), for_real=True)
+        WORKLOAD.launch(tasks.platform(job, costs=pair()), Candidate.of(values), str(tmp_path), for_real=True)
     with pytest.raises(LaunchError, match="replicas_release"):
-        mixed(small.platform(job, costs=pair()), values)
+        mixed(tasks.platform(job, costs=pair()), values)
 
 
 def test_ways_to_split_a_job_have_names() -> None:

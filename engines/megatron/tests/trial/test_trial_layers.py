@@ -15,7 +15,7 @@ from flagcore_megatron.trial.job import JobError, parse_job
 from engines.megatron.tests.trial import trial_jobs
 from flagcore.contracts import Platform
 from flagcore.errors import SpecError
-from tests import small
+from tests import tasks
 
 Install = Callable[..., None]
 
@@ -32,7 +32,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def platform(device_type: str, **train: Any) -> Platform:
-    found = small.platform(small.task(**train))
+    found = tasks.platform(tasks.task(**train))
     return dataclasses.replace(found, support=dataclasses.replace(found.support, device_type=device_type))
 
 
@@ -76,7 +76,7 @@ def test_a_cpu_a_given_implementation_and_a_command_stay(install: Install, devic
     ],
 )
 def test_settings_that_need_transformer_engine_run_if_it_is_installed(install: Install, train: Any) -> None:
-    spec = small.task(**train).spec
+    spec = tasks.task(**train).spec
     with pytest.raises(SpecError):
         WORKLOAD.ready(spec)
     install()
@@ -87,7 +87,7 @@ def test_the_job_names_the_layers_and_their_settings(install: Install, tmp_path:
     install()
     settings = {"tp_comm_overlap": True, "cp_comm_type": "a2a"}
     found = WORKLOAD.as_installed(platform("cuda", settings=settings, precision="fp8"))
-    WORKLOAD.launch(found, small.candidate(), str(tmp_path))
+    WORKLOAD.launch(found, tasks.candidate(), str(tmp_path))
     job = parse_job(json.loads((tmp_path / "job.json").read_text()))
     assert job.transformer_engine
     assert (job.train.precision, job.candidate.tp_comm_overlap, job.candidate.cp_comm_type) == ("fp8", True, "a2a")

@@ -26,8 +26,8 @@ from flagcore.domain.serving import Load
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, SpecError
-from tests import served
-from tests.small import DENSE, EXPERTS
+from tests import serving_inputs
+from tests.tasks import DENSE, EXPERTS
 
 TP, PP, DP, EP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "data", "expert_model"))
 FEW, MANY = (Load(input_len=16, output_len=1024, concurrency=clients) for clients in (4, 256))
@@ -661,4 +661,4 @@ def test_plans_avoid_pipelines_without_need_and_long_queues(
 ) -> None:
     task, workload = planned(engine, loads=(load,)), engine_of(engine)
     columns = row(workload, task, **values)
-    assert workload.unusual(task, columns, workload.predict(task, columns, served.costs())) == [count]
+    assert workload.unusual(task, columns, workload.predict(task, columns, serving_inputs.costs())) == [count]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore_lmdeploy.profile import WORKLOAD as LMDEPLOY
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.load.images import Image
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.simulation import Price, Simulation
@@ -23,14 +23,14 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Images, Load
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from tests import served
-from tests.served import costs, settings, times
-from tests.small import DENSE, VISION
+from tests import serving_inputs
+from tests.serving_inputs import costs, settings, times
+from tests.tasks import DENSE, VISION
 
 ENGINES: dict[str, Any] = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMACPP, "lmdeploy": LMDEPLOY}
 SEEN = replace(DENSE, vision=VISION)
 TOWER = "mm_encoder_tp_mode"
-LARGE = replace(served.DENSE, vision=VISION)
+LARGE = replace(serving_inputs.DENSE, vision=VISION)
 
 
 def images(*sizes: tuple[int, int], count: int = 1) -> Images:
@@ -50,8 +50,8 @@ def task(found: Images | None, engine: str = "vllm", **arguments: Any) -> Task:
 
 def predicted(found: Images | None, engine: str = "vllm", *, values: dict[str, Any] | None = None, **more: Any) -> Any:
     job = task(found, engine, **more)
-    job = replace(job, cluster=replace(job.cluster, groups=(replace(job.cluster.groups[0], chip=served.CHIP),)))
-    return ENGINES[engine].predict(job, row(ENGINES[engine], job, **values or {}), served.costs())
+    job = replace(job, cluster=replace(job.cluster, groups=(replace(job.cluster.groups[0], chip=serving_inputs.CHIP),)))
+    return ENGINES[engine].predict(job, row(ENGINES[engine], job, **values or {}), serving_inputs.costs())
 
 
 def ttft(predictions: Predictions) -> float:
@@ -75,7 +75,7 @@ def test_with_separate_prefill_images_delay_only_the_first_token() -> None:
 
 
 def test_the_tower_takes_memory_even_without_images() -> None:
-    text, seen = predicted(None, model=served.DENSE), predicted(None)
+    text, seen = predicted(None, model=serving_inputs.DENSE), predicted(None)
     less = float(text.figures["kv_cache_gib"][0] - seen.figures["kv_cache_gib"][0]) * 2**30
     assert less > 2 * VISION.weights
     assert VISION.weights == pytest.approx(0.676e9, rel=0.01)  # published: 0.67 billion
@@ -112,7 +112,7 @@ def test_the_context_holds_the_largest_images() -> None:
     ],
 )
 def test_servers_that_cannot_take_images_are_refused(engine: str, arguments: dict[str, Any], word: str) -> None:
-    workload: Engine = ENGINES[engine]
+    workload: ServingEngine = ENGINES[engine]
     with pytest.raises(SpecError) as raised:
         workload.rules(task(images(), engine, **arguments))
     assert raised.value.key == "serve.profile.images"
