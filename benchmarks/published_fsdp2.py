@@ -37,7 +37,7 @@ def predicted(run: dict[str, Any]) -> Any:
     spec = {"model": run["model"], "train": train}
     spec["cluster"] = {"chip": run["chip"], "nodes": nodes, "devices_per_node": run["devices"] // nodes}
     platform = build_problem_of_spec(spec, None, (), plan=True).platform
-    engine, task = platform.workload, platform.task
+    engine, task = platform.engine, platform.task
     values = {knob.name: run["candidate"].get(knob.name, knob.neutral) for knob in engine.knobs}
     columns = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in engine.knobs}
     broken = [rule.name for rule in engine.rules(task) if rule.broken(columns).any()]

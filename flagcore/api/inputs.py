@@ -28,12 +28,12 @@ from flagcore.plugins import (
     LAUNCHERS,
     STRATEGIES,
     LoadedPlugins,
+    engine_of,
     engines,
     launcher,
     load_plugins,
     names,
     strategy,
-    workload_of,
 )
 from flagcore.report.formats import as_yaml
 from flagcore.spec.clusters import without_spares
@@ -256,7 +256,7 @@ def _min_nodes_error(spec: Spec) -> str:
     """Return why trials cannot continue on fewer nodes, or an empty string if they can or `min_nodes` is not set."""
     if spec.cluster.min_nodes is None:
         return ""
-    if not optional(workload_of(spec.work), Shortening).replicas:
+    if not optional(engine_of(spec.work), Shortening).replicas:
         return _("needs an engine with data-parallel replicas")
     if not spec.on_each_host:
         return _("needs auto_tuner.launcher and hosts")
@@ -355,14 +355,14 @@ def warn_about_problem(problem: Problem) -> None:
     The warnings are about engines that are untested on the chip, devices that no candidate or not the fastest one uses,
     a slow precision, environment variables that differ from the plugins', and settings without effect.
     """
-    support, task, workload = problem.platform.support, problem.task, problem.workload
-    engine, lines = task.spec.work.engine, list[object]()
+    support, task, engine = problem.platform.support, problem.task, problem.engine
+    name, lines = task.spec.work.engine, list[object]()
     unknown = support.reason if support.support is Support.UNKNOWN else ""
-    if reasons := [reason for reason in (unknown, workload.untested) if reason]:
-        names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
+    if reasons := [reason for reason in (unknown, engine.untested) if reason]:
+        names = {"engine": name, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
     warn([*lines, *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
-    advice = optional(workload, Advice)
+    advice = optional(engine, Advice)
     warn([*advice.spec_warnings(task.spec), *advice.task_warnings(task)])
 
 
@@ -421,7 +421,7 @@ def _idle_devices(problem: Problem) -> list[str]:
     columns = problem.space.columns(rows) if rows.size else problem.space.columns()
     if not isinstance(work, ServeSpec) or not len(problem.space):
         return []
-    used = optional(problem.workload, Servers).device_counts(task.for_engine(), columns)
+    used = optional(problem.engine, Servers).device_counts(task.for_engine(), columns)
     usable_count = work.cards or task.cluster.devices
     if (max_used := int(used.max())) < usable_count:
         text = _("candidates use at most {most} of {usable} devices; ", most=max_used, usable=usable_count)

@@ -80,7 +80,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
     spec = _with_its_hardware(read_spec(home / SPEC, None, without), identity)
     with loaded_plugins(without) as loaded:
-        problem = build_problem(spec, loaded, plugins.workload_of(spec.work))
+        problem = build_problem(spec, loaded, plugins.engine_of(spec.work))
         run = _with_known_values(run, problem.space.axes)
         past = past_of_problem(problem, loaded, identity["run"])
         snapshot = _snapshot(place, problem, run, past)

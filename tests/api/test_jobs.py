@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from flagcore_megatron import WORKLOAD
+from flagcore_megatron import ENGINE
 
 from flagcore.api import estimate_jobs
 from flagcore.api.planning.jobs import past
@@ -172,5 +172,5 @@ def measured_record(measured: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("figure", [0.01, [1.0], {"a": 1}, 1e308, -1.0, None])
 def test_a_measured_record_is_learned_once_but_not_with_an_invalid_figure(figure: object) -> None:
     records = [measured_record({"step_time_s": figure})]
-    found = past(records, tasks.CHIP, LoadedPlugins.of({}), WORKLOAD, "tokens_per_second_per_device")
+    found = past(records, tasks.CHIP, LoadedPlugins.of({}), ENGINE, "tokens_per_second_per_device")
     assert len(found.time) == (figure == 0.01)

@@ -140,7 +140,7 @@ def test_bounds_hold_and_keep_the_first_layouts(
     predictions = problem.predictions
     if not compared:
         known, arguments = (predictions.share_in_use, predictions.step_time_s), (problem.space.columns(), problem.costs)
-        for bound, predicted in zip((problem.workload.least_share, problem.workload.least_seconds), known, strict=True):
+        for bound, predicted in zip((problem.engine.least_share, problem.engine.least_seconds), known, strict=True):
             ratio = bound(problem.task, *arguments) / predicted
             assert ratio.max() < 1.1
             assert np.median(ratio) > 0.6

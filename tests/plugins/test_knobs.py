@@ -19,7 +19,7 @@ from flagcore.domain.space import Axis, IntArray
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
-from flagcore.plugins import workload_of
+from flagcore.plugins import engine_of
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.problem import build_problem, candidate_columns
@@ -164,7 +164,7 @@ def test_a_setting_overridden_by_a_choice_is_validated_with_its_new_value() -> N
 def test_memory_by_component_and_rank_follows_the_schedule_knob() -> None:
     knob = replace(SCHEDULE, effects={"zb-2p": Effect(settings={"pipeline_schedule": "zb-2p"})})
     task = replace(tasks.task(space={"acme_schedule": (None, "zb-2p")}), knobs=(knob,))
-    engine, costs, first = workload_of(task.spec.work), tasks.costs(task), np.array([0])
+    engine, costs, first = engine_of(task.spec.work), tasks.costs(task), np.array([0])
     own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
     off, on = (columns_of(task, {**own, "acme_schedule": value}) for value in (None, "zb-2p"))
     both = {name: np.concatenate([on[name], off[name]]) for name in on}
@@ -175,7 +175,7 @@ def test_memory_by_component_and_rank_follows_the_schedule_knob() -> None:
     assert held.tolist() == ffn_bytes
     assert held[0] == 1.5 * held[1]
     with_setting = tasks.task(settings={"pipeline_schedule": "zb-2p"})
-    bare = workload_of(with_setting.spec.work)
+    bare = engine_of(with_setting.spec.work)
     expected = bare.rank(
         with_setting, candidate_columns(tasks.platform(with_setting), own), 0, tasks.costs(with_setting)
     )
@@ -260,7 +260,7 @@ def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
         tasks.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)}),
         knobs=(replace(KNOB, requires=()),),
     )
-    engine = workload_of(task.spec.work)
+    engine = engine_of(task.spec.work)
     legal = legality(tasks.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
     predictions = predict(tasks.platform(task), space)
@@ -373,4 +373,4 @@ def with_predictions(install: Install, space: dict[str, Any]) -> Problem:
     data["auto_tuner"]["space"] |= space
     extra = loaded.knobs_on_any_chip("megatron")
     spec = parse_spec(data, file="spec.yaml", base=Path(), engines=ENGINES, plugin_knobs=extra)
-    return build_problem(spec, loaded, workload_of(spec.work))
+    return build_problem(spec, loaded, engine_of(spec.work))

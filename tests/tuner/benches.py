@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
 from flagcore.contracts import Engine, Event, Launcher, Strategy
 from flagcore.domain.chip import Chip, Device, Support
@@ -96,7 +96,7 @@ class Bench:
         self.events: list[Event] = []
         self.strategy: Any = PREDICTED
         self.prober: Strategy | None = None
-        self.workload: Engine = WORKLOAD
+        self.engine: Engine = ENGINE
         self.plugin = plugin()
         self.cluster = ClusterSpec()
 
@@ -121,7 +121,7 @@ class Bench:
         spec = replace(spec, cluster=cluster or self.cluster, baseline=baseline, envs=envs or {}, launcher=launcher)
         parts = Dependencies(
             plugins=LoadedPlugins.of({"here": plugin or self.plugin}),
-            workload=self.workload,
+            engine=self.engine,
             launcher=self.launcher,
             strategy=self.strategy,
             probe_strategy=self.prober or self.strategy,

@@ -181,7 +181,7 @@ def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench:
 
 
 def test_candidates_without_a_predicted_time_are_not_probed(bench: Bench) -> None:
-    bench.workload = OnlyPipelines()
+    bench.engine = OnlyPipelines()
     plan = probe(bench, 100)
     assert plan.trials
     assert all("step_time_s" in trial.predicted for trial in plan.trials)

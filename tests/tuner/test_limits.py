@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import Fact
@@ -98,10 +98,10 @@ def test_the_rest_of_the_run_is_the_limit_if_that_is_less() -> None:
 @pytest.mark.parametrize("max_time", [None, 100.0])
 def test_a_search_takes_at_most_its_limits(max_time: float | None) -> None:
     task = tasks.task(control=Control(train_iters=5, max_trials=2, max_time=max_time, max_step_time=3.0))
-    predictions = WORKLOAD.predict(task, WORKLOAD.columns(task, {}), tasks.costs(task))
+    predictions = ENGINE.predict(task, ENGINE.columns(task, {}), tasks.costs(task))
     several = replace(predictions.take(np.zeros(3, dtype=np.int64)), step_time_s=np.array([1.0, 4.0, 9.0]))
     several = replace(several, high_s=several.step_time_s * 2)
-    space = replace(build(WORKLOAD.axes(task), (), ()), rows=np.arange(3))
+    space = replace(build(ENGINE.axes(task), (), ()), rows=np.arange(3))
     found = search_time(tasks.problem(tasks.platform(task), space, several))
     repeats = (1 + EXTRA_ROUNDS) * 2
     assert (found.trials, found.repeats) == (2, repeats)

@@ -65,12 +65,12 @@ LIMIT = TimeLimit(seconds=60.0, because="a test")
 def play(
     folder: Path, part: Callable[[int], str], devices: int, on_rank: Callable[[int], object] = lambda rank: None
 ) -> tuple[Probe, Rehearsal]:
-    workload = Rehearsal(part)
+    engine = Rehearsal(part)
     found = probe(
-        tasks.platform(TASK, workload=workload), LAUNCHER, CANDIDATE, str(folder), LIMIT, RANKS, on_rank,
+        tasks.platform(TASK, engine=engine), LAUNCHER, CANDIDATE, str(folder), LIMIT, RANKS, on_rank,
         finish=False, devices=devices,
     )  # fmt: skip
-    return found, workload
+    return found, engine
 
 
 def have_ended(folder: Path, ranks: tuple[int, ...]) -> bool:
@@ -83,9 +83,9 @@ def have_ended(folder: Path, ranks: tuple[int, ...]) -> bool:
 
 
 def test_with_fewer_devices_than_ranks_a_rank_uses_the_first_free_device(tmp_path: Path) -> None:
-    found, workload = play(tmp_path, lambda rank: "4" if rank == 0 else "1", devices=2)
+    found, engine = play(tmp_path, lambda rank: "4" if rank == 0 else "1", devices=2)
     assert [rank.state for rank in found.ranks] == [TrialState.MEASURED] * 4
-    assert workload.devices == {0: 0, 1: 1, 2: 1, 3: 1}
+    assert engine.devices == {0: 0, 1: 1, 2: 1, 3: 1}
     first, *others = (rank.duration_s for rank in found.ranks)
     assert found.duration_s == pytest.approx(max(first, sum(others)))
 
@@ -130,13 +130,13 @@ def test_ranks_run_on_separate_hosts_and_a_lost_host_proves_nothing(tmp_path: Pa
         launcher = HostsLauncher(name="shell", channel=channel)
         program = f"open({str(tmp_path / 'metrics')!r}); open('metrics.json', 'w').write({json.dumps(METRICS)!r})"
         (tmp_path / "metrics").touch()
-        workload = Rehearsal(lambda rank: program)
-        workload.probe_launch = lambda platform, candidate, rank, folder, device=0: Launch(  # type: ignore[method-assign]
+        engine = Rehearsal(lambda rank: program)
+        engine.probe_launch = lambda platform, candidate, rank, folder, device=0: Launch(  # type: ignore[method-assign]
             argv=(sys.executable, "-c", program), folder=folder
         )
         folder = str(tmp_path / hosts[-1])
         return probe(
-            tasks.platform(task, workload=workload),
+            tasks.platform(task, engine=engine),
             launcher,
             CANDIDATE,
             folder,

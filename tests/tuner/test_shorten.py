@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD, Megatron
+from flagcore_megatron.adapter import ENGINE, Megatron
 
 from flagcore.contracts import Costs
 from flagcore.domain.launch import Exit, Launch
@@ -39,8 +39,8 @@ class Linear(Megatron):
 
 def shortened(task: Task, step_s: float | None, engine: Linear, **values: KnobValue) -> Shortened | None:
     candidate = tasks.candidate(**values)
-    columns = WORKLOAD.columns(task, candidate.as_dict())
-    return shorten(tasks.platform(task, workload=engine), candidate, columns, step_s)
+    columns = ENGINE.columns(task, candidate.as_dict())
+    return shorten(tasks.platform(task, engine=engine), candidate, columns, step_s)
 
 
 def test_a_long_step_runs_fewer_micro_batches_and_is_scaled_by_the_model() -> None:
@@ -88,12 +88,12 @@ def test_the_pipeline_is_filled_and_the_batch_is_legal(
     data: int, pipeline: int, micro: int, share: float, batch: int | None
 ) -> None:
     candidate = tasks.candidate(data_parallel_size=data, pipeline_model_parallel_size=pipeline, micro_batch_size=micro)
-    assert WORKLOAD.shorter_batch(LONG, candidate, share) == batch
+    assert ENGINE.shorter_batch(LONG, candidate, share) == batch
 
 
 def test_the_model_scales_only_parts_that_grow_with_the_batch() -> None:
     task = tasks.task(global_batch_size=512, devices=4)
-    columns = WORKLOAD.columns(task, {"data_parallel_size": 2, "pipeline_model_parallel_size": 2})
+    columns = ENGINE.columns(task, {"data_parallel_size": 2, "pipeline_model_parallel_size": 2})
 
     def predicted(some: Task) -> float:
         return float(predict_columns(tasks.platform(some), columns).step_time_s[0])

@@ -1,4 +1,4 @@
-"""Megatron as a workload of the core.
+"""Megatron as an engine of the core.
 
 For any model, a larger micro-batch and an unsharded gradient buffer or optimizer need more memory. Sequence parallelism
 adds a buffer, which may be larger than the memory that it saves when layers are recomputed in full.
@@ -82,6 +82,7 @@ class Megatron(
     kind = "train"
     knobs: tuple[Knob, ...] = knob_rows.KNOBS
     modules: Mapping[str, str] = start.MODULES
+    keeps_scripts = True
 
     columns = staticmethod(knob_rows.columns)
     published = staticmethod(production.published)
@@ -235,4 +236,4 @@ def _recompute_level(columns: Columns) -> IntArray:
     return level
 
 
-WORKLOAD = Megatron()
+ENGINE = Megatron()

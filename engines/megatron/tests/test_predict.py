@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.predict import components, predict
 from flagcore_megatron.space.knobs import candidate_columns
 
@@ -141,11 +141,11 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
     model = dataclasses.replace(tasks.EXPERTS, num_layers=8)
     job = tasks.task(model, devices=4, settings=settings, global_batch_size=16)
     knobs = {"pipeline_model_parallel_size": 4, "micro_batch_size": 1}
-    row = WORKLOAD.columns(job, {**knobs, "num_layers_per_virtual_pipeline_stage": 1 if virtual > 1 else None})
-    (passes,) = WORKLOAD.pipelines(job, row, tasks.costs(job))
+    row = ENGINE.columns(job, {**knobs, "num_layers_per_virtual_pipeline_stage": 1 if virtual > 1 else None})
+    (passes,) = ENGINE.pipelines(job, row, tasks.costs(job))
     assert (passes.schedule, passes.microbatches, passes.virtual) == (schedule, 16, virtual)
     assert bool(passes.paired_s) is schedule.startswith("dualpipe")
-    step = WORKLOAD.predict(job, row, tasks.costs(job)).time_s
+    step = ENGINE.predict(job, row, tasks.costs(job)).time_s
     pipeline_s = sum(float(step[name][0]) for name in PIPELINE)
     assert passes.predicted_s == pytest.approx(pipeline_s, rel=1e-6)
     if schedule in ("gpipe", "interleaved", "zb-h1", "zb-h2"):

@@ -420,7 +420,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD = ServingEngine(
+ENGINE = ServingEngine(
     name="sglang",
     where="flagcore_sglang:REPORTS",
     program=PROGRAM,

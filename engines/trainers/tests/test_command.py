@@ -45,7 +45,7 @@ def task_of(command: tuple[str, ...] = (), folder: Path = Path(), **train: Any) 
 def launch(engine: Trainer, task: Task, folder: Path, *, for_real: bool = False, **values: Any) -> Launch:
     folder.mkdir(exist_ok=True)
     neutral = {knob.name: knob.neutral for knob in engine.knobs}
-    platform = Platform(task=task, workload=engine, costs=costs(task))
+    platform = Platform(task=task, engine=engine, costs=costs(task))
     return engine.launch(platform, Candidate.of({**neutral, **values}), str(folder), for_real=for_real)
 
 

@@ -277,7 +277,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD = ServingEngine(
+ENGINE = ServingEngine(
     name="vllm",
     where="flagcore_vllm:REPORTS",
     program=PROGRAM,

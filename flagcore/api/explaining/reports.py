@@ -255,9 +255,9 @@ def explain_like(
     """
     if "--" in name:
         parsed_spec = read_spec(spec, chip, without)
-        workload = plugins.workload_of(parsed_spec.work)
-        name, settings, unused = optional(workload, Layouts).read_flags(name, parsed_spec)
-        changes = {f"{workload.kind}.settings.{key}": value for key, value in settings.items()}
+        engine = plugins.engine_of(parsed_spec.work)
+        name, settings, unused = optional(engine, Layouts).read_flags(name, parsed_spec)
+        changes = {f"{engine.kind}.settings.{key}": value for key, value in settings.items()}
         report = candidate_report(load_snapshot(changed_spec(spec, changes), chip, without), name)
         lines = [_("with {settings}", settings=", ".join(f"{k}={v}" for k, v in settings.items()))] if settings else []
         lines += [_("not used, as they are part of the job: {flags}", flags=", ".join(unused))] if unused else []
@@ -268,8 +268,8 @@ def explain_like(
     problem, order = snapshot.problem, rows_by_time(snapshot.problem)
     with loaded_plugins(without, again=True) as loaded:
         title, job = published_job(problem, loaded, name)
-    layout = optional(problem.workload, Layouts).in_space(job.candidate, job.model)
-    knobs = [axis.knob for axis in problem.space.axes if axis.knob != optional(problem.workload, Shortening).replicas]
+    layout = optional(problem.engine, Layouts).in_space(job.candidate, job.model)
+    knobs = [axis.knob for axis in problem.space.axes if axis.knob != optional(problem.engine, Shortening).replicas]
     values = {knob: layout[knob] for knob in knobs if layout.get(knob) is not None}
     report = candidate_report(snapshot, ", ".join(f"{knob}={value}" for knob, value in values.items()))
     prediction = predicted_like(problem, job)
@@ -320,7 +320,7 @@ def _fits_without(subject: Subject) -> Iterator[str]:
     platform, memory = subject.snapshot.problem.platform, (subject.predicted or {}).get("memory", {})
     if memory.get("fits") is not False:
         return
-    for name, value in optional(platform.workload, Production).assumed(platform.task, subject.candidate).items():
+    for name, value in optional(platform.engine, Production).assumed(platform.task, subject.candidate).items():
         train = platform.task.spec.train
         train = replace(train, assumed={key: each for key, each in train.assumed.items() if key != name})
         task = replace(platform.task, spec=replace(platform.task.spec, work=train))

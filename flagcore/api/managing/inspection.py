@@ -122,7 +122,7 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
     with loaded_plugins(()) as loaded:
         chip_by_name = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
         chips_by_name = {name: loaded.measured_chip(chip) if measure else chip for name, chip in chip_by_name.items()}
-        for name in plugins.names(plugins.WORKLOADS):
+        for name in plugins.names(plugins.ENGINES):
             records += _engine(name, loaded, tuple(chips_by_name.values()))
         records += _support(loaded, tuple(chips_by_name.values()))
     for plugin in plugin_table():
@@ -138,7 +138,7 @@ def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> 
     """Yield one record per module that an engine needs. The fix names the vendor's build for `chips`, or the extra of
     flagcore if no vendor has one."""
     try:
-        engine = plugins.workload(name)
+        engine = plugins.find_engine(name)
     except FlagError as error:
         yield _record(name, _("engine"), None, str(error))
         return
@@ -155,10 +155,10 @@ def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[d
         if rates := _rates_text(chip):
             yield _record(chip.name, _("rates of matrix products"), rates, "")
         preload: dict[tuple[str, ...], str] = {}
-        for engine in plugins.names(plugins.WORKLOADS):
+        for engine in plugins.names(plugins.ENGINES):
             answer, reason = loaded.engine_support(chip, engine), ""
             with suppress(FlagError):
-                reason = plugins.workload(engine).untested
+                reason = plugins.find_engine(engine).untested
             if answer.support is Support.UNKNOWN:
                 reason = answer.reason
             purpose, fix = _("engine {name} on this chip", name=engine), f"{answer.support.value}: {answer.reason}"

@@ -80,9 +80,9 @@ def read_command(
     place of `words`. Raises SpecError, UsageError, or NoDevice if the reader of commands is not installed.
     """
     readers = [engine] if engine else plugins.command_readers()
-    workloads = {name: commands_of(plugins.workload(name)) for name in readers}
+    engines = {name: commands_of(plugins.find_engine(name)) for name in readers}
     path = absolute_model(model, Path()) if model is not None else None
-    spec = plugins.command_reader().read_command(workloads, words, text, path, plugins.command_readers)
+    spec = plugins.command_reader().read_command(engines, words, text, path, plugins.command_readers)
     if chip is not None:
         spec.data["cluster"]["chip"] = chip
     spec = replace(spec, data=redact_data(spec.data))
@@ -98,7 +98,7 @@ SERVING: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency
 
 def defaults_of(engine: str) -> Mapping[str, Any]:
     """Return the keys that a new spec of an engine needs, each with its default. Raises SpecError."""
-    return TRAINING if plugins.workload(engine).kind == "train" else SERVING
+    return TRAINING if plugins.find_engine(engine).kind == "train" else SERVING
 
 
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
@@ -107,7 +107,7 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
     path = absolute_model(model, Path())
     data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
     sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection}
-    if plugins.workload(engine).kind == "train":
+    if plugins.find_engine(engine).kind == "train":
         data["train"] = {"engine": engine, **values}
         sections["train"] = TrainSection
     else:
@@ -143,7 +143,7 @@ def spec_of_model(
 def _default_engine() -> str:
     for name in plugins.engines():
         with suppress(FlagError):  # raised for engines that cannot be loaded
-            if plugins.workload(name).plans_by_default:
+            if plugins.find_engine(name).plans_by_default:
                 return name
     return ""
 

@@ -112,7 +112,7 @@ class _EngineRun:
         spec = parsed(data, file=str(file), base=file.parent, without=without)
         self.spec, self.data, self.base = spec, data, file.parent
         self.new, self.without, self.storage = new, without, storage
-        self.workload = plugins.workload_of(spec.work)
+        self.engine = plugins.engine_of(spec.work)
         self.launcher, self.strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
         self.directory, self.experience, self.name = RunDirectory(run_dir), Experience.of_user(), ""
         self.watchers = Watchers(watch)
@@ -131,15 +131,15 @@ class _EngineRun:
             self.launcher.require_hosts(self.spec.cluster.hosts)
         fidelity = self.spec.control.fidelity
         if fidelity == RUN:
-            self.workload.ready(self.spec.on_nodes(self.spec.trial_nodes))
+            self.engine.ready(self.spec.on_nodes(self.spec.trial_nodes))
         if fidelity == PROBE or (fidelity == RUN and self.spec.control.probes):
-            probing(self.workload).ready_to_probe(self.spec)
+            probing(self.engine).ready_to_probe(self.spec)
         with self.watchers, ExitStack() as agents, loaded_plugins(self.without) as loaded:
             if self.spec.on_each_host and runs:
                 loaded.use_devices(*self._use_hosts(agents))
             dependencies = Dependencies(
                 plugins=loaded,
-                workload=self.workload,
+                engine=self.engine,
                 launcher=self.launcher,
                 strategy=self.strategy,
                 open_store=self._open_store,
@@ -209,8 +209,8 @@ class _EngineRun:
         warn(filter(None, [problem.platform.precision_reason]))
         if self.spec.control.fidelity == RUN:
             warn(filter(None, [crowded_baseline_text(problem)]))
-            warn(optional(self.workload, Advice).command_changes(problem.platform, problem.baseline))
-        warn(optional(self.workload, Installation).installation_notes(problem.platform))
+            warn(optional(self.engine, Advice).command_changes(problem.platform, problem.baseline))
+        warn(optional(self.engine, Installation).installation_notes(problem.platform))
         fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage, "network": self.network}
         self.name = directory.claim(fixed_task(self.data, problem), fixed_fields)
         choices, objective = problem.space.choices, self.spec.objective

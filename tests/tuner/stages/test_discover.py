@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Chip, Device, Fact, Support
@@ -242,9 +242,7 @@ def test_two_groups_of_one_chip_are_predicted_as_one_cluster() -> None:
         for data, tensor, pipeline, each in layouts
     ]
     for row in rows:
-        figures = [
-            WORKLOAD.predict(each.task, WORKLOAD.columns(each.task, row), each.costs).row(0) for each in (one, two)
-        ]
+        figures = [ENGINE.predict(each.task, ENGINE.columns(each.task, row), each.costs).row(0) for each in (one, two)]
         assert figures[0] == figures[1]
         assert figures[0].step_time_s is not None
 

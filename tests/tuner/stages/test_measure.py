@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import WORKLOAD, Megatron
+from flagcore_megatron.adapter import ENGINE, Megatron
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device, Support
@@ -66,7 +66,7 @@ class Engine(Megatron):
         return self.result
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return WORKLOAD.failure_patterns()
+        return ENGINE.failure_patterns()
 
 
 def ended(code: int = 0, by: str | None = None) -> Exit:
@@ -81,7 +81,7 @@ def measured(
     best: Trial | None = None,
     trial: Trial = TRIAL,
 ) -> Trial:
-    platform = replace(platform or tasks.platform(TASK), workload=engine or Engine())
+    platform = replace(platform or tasks.platform(TASK), engine=engine or Engine())
     return measure(run, platform, trial, str(folder), best)
 
 
@@ -380,7 +380,7 @@ def test_a_trial_is_stopped_if_its_whole_steps_are_slower_than_the_noise_of_the_
 def test_loss_of_a_peer_counts_only_if_nothing_else_explains_the_failure() -> None:
     peer = FailurePattern(pattern=r"closed by peer", state=TrialState.FAILED, weak=True)
     log = "[rank0]: RuntimeError: gloo: Connection closed by peer\n[rank1]: ValueError: heads"
-    patterns = (peer, *WORKLOAD.failure_patterns())
+    patterns = (peer, *ENGINE.failure_patterns())
     assert classify(ended(1), log, patterns) == (TrialState.INVALID, "ValueError: heads")
     assert classify(ended(1), log.partition("\n")[0], patterns)[0] is TrialState.FAILED
 
@@ -422,7 +422,7 @@ class Steps(Engine):
 
 def ran(engine: Any, run: Ran, monkeypatch: pytest.MonkeyPatch, platform: Platform = ON_CPU) -> Trial:
     monkeypatch.setattr("flagcore.tuner.stages.measure.time.monotonic", lambda: run.now)
-    return measure(run, replace(platform, workload=engine), LIMITED, "", None)
+    return measure(run, replace(platform, engine=engine), LIMITED, "", None)
 
 
 def test_a_trial_without_time_for_a_second_step_ends_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -40,8 +40,8 @@ def test_predictions_do_not_depend_on_the_block_size_and_on_forks(
     chunk: int, fork_rows: int, sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = tasks.task(space={"micro_batch_size": (1, 2)})
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
-    at_once = WORKLOAD.predict(task, space.columns(), tasks.costs(task))
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
+    at_once = ENGINE.predict(task, space.columns(), tasks.costs(task))
     monkeypatch.setattr(predict_module, "CHUNK", chunk)
     monkeypatch.setattr(predict_module, "FORK_ROWS", fork_rows)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
@@ -56,8 +56,8 @@ def test_predictions_do_not_depend_on_the_block_size_and_on_forks(
 
 def test_arrays_of_different_lengths_are_an_error() -> None:
     task = tasks.task()
-    columns = WORKLOAD.columns(task, {})
-    found = WORKLOAD.predict(task, columns, tasks.costs(task))
+    columns = ENGINE.columns(task, {})
+    found = ENGINE.predict(task, columns, tasks.costs(task))
     with pytest.raises(ValueError, match="reserved_bytes"):
         dataclasses.replace(found, reserved_bytes=np.array(1.0))
     with pytest.raises(ValueError, match="compute_s"):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
 from flagcore.contracts import PruningRule
 from flagcore.domain.prediction import Predictions
@@ -29,7 +29,7 @@ from flagcore.tuner.stages.rank import untried
 from tests import tasks
 
 TASK = tasks.task(space={"recompute_granularity": ("full",)})
-SPACE = build(WORKLOAD.axes(TASK), WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
+SPACE = build(ENGINE.axes(TASK), ENGINE.rules(TASK), ENGINE.merges(TASK))
 FULL = {
     "use_recompute": True,
     "recompute_granularity": "full",
@@ -114,7 +114,7 @@ def test_more_work_than_a_measured_candidate_is_pruned_unless_less_time_is_predi
 @pytest.mark.parametrize("state", [TrialState.OUT_OF_MEMORY, TrialState.MEASURED])
 def test_one_value_of_a_knob_without_an_order_proves_nothing_about_the_others(state: TrialState) -> None:
     axis = Axis(knob="fabric", values=(1, 2), neutral=1, is_unordered=True)
-    space = build([*WORKLOAD.axes(TASK), axis], WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
+    space = build([*ENGINE.axes(TASK), axis], ENGINE.rules(TASK), ENGINE.merges(TASK))
     one = Candidate.of({**tasks.candidate(data_parallel_size=4, micro_batch_size=1).as_dict(), "fabric": 2})
     found = pruned([trial(one, state)], of=predict(tasks.platform(TASK), space), space=space)
     assert set(space.columns(np.flatnonzero(found.rule))["fabric"]) == {2}

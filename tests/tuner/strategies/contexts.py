@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from flagcore_megatron import WORKLOAD
+from flagcore_megatron import ENGINE
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.prediction import PastMeasurements, Predictions
@@ -24,7 +24,7 @@ TASK = tasks.task(
     global_batch_size=64,
     space={"use_recompute": (False,), "context_parallel_size": (1,), "layer_split": (None,)},
 )
-SPACE = build(WORKLOAD.axes(TASK), WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
+SPACE = build(ENGINE.axes(TASK), ENGINE.rules(TASK), ENGINE.merges(TASK))
 
 
 def predictions(capacity: float | None = 80e9) -> Predictions:

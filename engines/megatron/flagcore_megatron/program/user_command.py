@@ -80,13 +80,8 @@ def _installed_release(directory: str, python: str | None, path: str | None) -> 
         return None
 
 
-MASTER_VARIABLES = {
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-    "SLURM_JOB_NODELIST": "localhost",
-    "SLURM_JOB_ID": "1",
-}
-MASTER_VARIABLES |= dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), "0")
+MASTER_VARIABLES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "SLURM_JOB_NODELIST": "localhost"}
+MASTER_VARIABLES |= {"SLURM_JOB_ID": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 """Default environment variables of a traced script, whose values differ between hosts or jobs."""
 
 

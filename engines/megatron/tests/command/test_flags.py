@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.space.flags import flags
 from flagcore_training.commands import environment, expand_command
 
@@ -59,29 +59,29 @@ def test_the_environment_has_every_knob_as_text() -> None:
 
 def test_a_users_command_runs_in_the_folder_of_its_spec(tmp_path: Path) -> None:
     platform = tasks.platform(tasks.task(command=("make", "train"), directory="/there"))
-    planned = WORKLOAD.launch(platform, PLAIN, str(tmp_path))
+    planned = ENGINE.launch(platform, PLAIN, str(tmp_path))
     assert planned.argv[:2] == ("make", "train")
     assert "--train-iters" in planned.argv
     assert planned.directory == "/there"
-    assert "--train-iters" not in WORKLOAD.launch(platform, PLAIN, str(tmp_path), for_real=True).argv
+    assert "--train-iters" not in ENGINE.launch(platform, PLAIN, str(tmp_path), for_real=True).argv
 
 
 def test_the_trial_program_gets_its_job_as_a_file(tmp_path: Path) -> None:
-    planned = WORKLOAD.launch(tasks.platform(tasks.task()), PLAIN, str(tmp_path))
+    planned = ENGINE.launch(tasks.platform(tasks.task()), PLAIN, str(tmp_path))
     assert planned.argv[-1] == str(tmp_path / "job.json")
     assert (tmp_path / "job.json").exists()
     with pytest.raises(LaunchError, match="cannot be written"):
-        WORKLOAD.launch(tasks.platform(tasks.task()), PLAIN, str(tmp_path / "missing"))
+        ENGINE.launch(tasks.platform(tasks.task()), PLAIN, str(tmp_path / "missing"))
 
 
 def test_trials_over_two_kinds_of_chips_are_refused_without_a_command() -> None:
     cluster = ClusterSpec(groups=(ClusterSpec(chip="a"), ClusterSpec(chip="b")))
     spec = dataclasses.replace(tasks.task().spec, cluster=cluster)
     with pytest.raises(SpecError) as refused:
-        WORKLOAD.ready(spec)
+        ENGINE.ready(spec)
     assert (refused.value.key, refused.value.value) == ("cluster.groups", ["a", "b"])
     assert "flag estimate" in refused.value.fix
-    WORKLOAD.ready(dataclasses.replace(spec, work=dataclasses.replace(spec.train, command=("run",))))
+    ENGINE.ready(dataclasses.replace(spec, work=dataclasses.replace(spec.train, command=("run",))))
 
 
 def test_settings_are_flags_once() -> None:
@@ -136,16 +136,16 @@ def test_job_that_no_trial_can_run_is_refused_before_any(job: dict[str, Any], tr
     for arguments, runs in ((None, trial), (("make", "train"), command)):
         spec = tasks.task(command=arguments, **job).spec
         if runs:
-            WORKLOAD.ready(spec)
+            ENGINE.ready(spec)
             continue
         with pytest.raises(SpecError) as refused:
-            WORKLOAD.ready(spec)
+            ENGINE.ready(spec)
         assert refused.value.key == f"train.{key}"
 
 
 def test_trial_program_gets_the_settings_that_it_supports(tmp_path: Path) -> None:
     settings = {"recompute_modules": "layernorm,mlp", "expert_tensor_parallel_size": 1, "overlap_grad_reduce": True}
-    WORKLOAD.launch(tasks.platform(tasks.task(settings=settings)), PLAIN, str(tmp_path))
+    ENGINE.launch(tasks.platform(tasks.task(settings=settings)), PLAIN, str(tmp_path))
     job = json.loads((tmp_path / "job.json").read_text())["candidate"]
     assert (job["recompute_modules"], job["expert_tensor_parallel_size"]) == (["layernorm", "mlp"], 1)
     assert (job["overlap_grad_reduce"], job["moe_token_dispatcher_type"]) == (True, "alltoall")
@@ -154,5 +154,5 @@ def test_trial_program_gets_the_settings_that_it_supports(tmp_path: Path) -> Non
 def test_the_trial_program_does_not_emulate_several_nodes_on_one() -> None:
     spec = tasks.task().spec
     with pytest.raises(SpecError) as refused:
-        WORKLOAD.ready(dataclasses.replace(spec, cluster=ClusterSpec(nodes=2)))
+        ENGINE.ready(dataclasses.replace(spec, cluster=ClusterSpec(nodes=2)))
     assert "cluster.nodes" in refused.value.key

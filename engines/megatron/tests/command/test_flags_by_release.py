@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.program.arguments import known_releases, release_table
 from flagcore_megatron.space.flags import flags
 from flagcore_megatron.space.knobs import BY_NAME, KNOBS
@@ -57,7 +57,7 @@ def test_a_value_has_the_spelling_of_its_release(
 
 def problems(release: str | None, settings: dict[str, SettingValue], **sections: Any) -> list[tuple[str, object]]:
     try:
-        WORKLOAD.check_values(replace(tasks.task(engine_version=release, settings=settings).spec, **sections))
+        ENGINE.check_values(replace(tasks.task(engine_version=release, settings=settings).spec, **sections))
     except SpecErrors as errors:
         return [(each.key, each.value) for each in errors.problems]
     return []
@@ -81,7 +81,7 @@ def test_the_fix_names_available_releases_or_values() -> None:
     for name, value, fix in (("cuda_graph_scope", "attn,mlp", "full"), ("delay_wgrad_compute", True, "0.13.0")):
         spec = tasks.task(engine_version="0.12.0", settings={name: value}).spec
         with pytest.raises(SpecErrors) as caught:
-            WORKLOAD.check_values(spec)
+            ENGINE.check_values(spec)
         assert fix in caught.value.fix
 
 

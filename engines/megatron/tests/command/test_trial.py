@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.command.trial import limit_to_trial, set_launch_options
 from flagcore_megatron.program.arguments import known_releases, release_table
 from flagcore_training.commands import UserCommand, parse
@@ -28,7 +28,7 @@ def launch(words: str, folder: Path, *, for_real: bool = False, candidate: Any =
     trial.mkdir(parents=True, exist_ok=True)
     task = tasks.task()
     task = replace(task, spec=spec_of(words.split(), folder, **spec))
-    return WORKLOAD.launch(tasks.platform(task), candidate, str(trial), for_real=for_real)
+    return ENGINE.launch(tasks.platform(task), candidate, str(trial), for_real=for_real)
 
 
 def effective(arguments: Sequence[str], release: str = "0.16.0") -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.layers.fastest import fit_splits, layouts, split_layers
 from flagcore_megatron.predict import base_inputs, inputs
 from flagcore_megatron.space.options import options
@@ -258,7 +258,7 @@ def test_virtual_stages_without_dense_layers_and_loss_differ_by_at_most_one_laye
 
 def test_layers_that_divide_over_no_pipeline_are_candidates_without_a_setting() -> None:
     task = tasks.task(dataclasses.replace(tasks.DENSE, num_layers=7), devices=4)
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
     columns = space.columns()
     assert set(columns[PP].tolist()) == {1, 2, 4}
     assert (columns[SPLIT][columns[PP] == 1] == 0).all()
@@ -280,7 +280,7 @@ def test_a_split_that_is_given_or_that_the_release_cannot_have_is_not_derived(
 ) -> None:
     model = dataclasses.replace(tasks.DENSE, num_layers=7)
     task = tasks.task(model, devices=2, settings=settings, engine_version=version)
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
     assert set(space.columns()[SPLIT].tolist()) == {0}
 
 
@@ -288,29 +288,29 @@ def test_a_split_that_is_given_or_that_the_release_cannot_have_is_not_derived(
 def test_a_candidate_has_the_same_split_alone_and_among_others() -> None:
     model = dataclasses.replace(EXPERTS, num_layers=13, moe_first_dense_layers=1)
     task = tasks.task(model, devices=8, space={"micro_batch_size": (1,)})
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
     costs = tasks.costs(task, 3e9)
     columns = space.columns()
-    many, texts = WORKLOAD.predict(task, columns, costs), layouts(*inputs(task, columns, costs))
+    many, texts = ENGINE.predict(task, columns, costs), layouts(*inputs(task, columns, costs))
     assert any(texts)
     for row in range(0, len(space), 14):
         one = space.columns(np.array([row]))
-        assert WORKLOAD.predict(task, one, costs).step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-12)
+        assert ENGINE.predict(task, one, costs).step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-12)
         assert layouts(*inputs(task, one, costs)) == [texts[row]]
         if texts[row]:  # the layout as a setting is the same job
             fixed = tasks.task(model, devices=8, settings={LAYOUT: texts[row]})
             as_given = {**one, SPLIT: np.array([0]), EACH: np.array([0])}
-            again = WORKLOAD.predict(fixed, as_given, costs)
+            again = ENGINE.predict(fixed, as_given, costs)
             assert again.step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-9)
             assert again.device_used_bytes[0] == pytest.approx(many.device_used_bytes[row], rel=1e-9)
 
 
 def test_stages_of_a_derived_split_are_reported() -> None:
     task = tasks.task(dataclasses.replace(tasks.DENSE, num_layers=7), devices=4)
-    columns = WORKLOAD.columns(task, {PP: 4, SPLIT: "balanced"})
-    (layers,) = WORKLOAD.stage_layers(task, columns, tasks.costs(task))
+    columns = ENGINE.columns(task, {PP: 4, SPLIT: "balanced"})
+    (layers,) = ENGINE.stage_layers(task, columns, tasks.costs(task))
     assert sum(layers) == 7
     assert len(layers) == 4
-    assert list(WORKLOAD.stage_layers(task, WORKLOAD.columns(task, {PP: 4}), tasks.costs(task))) == []
-    assert inputs(task, WORKLOAD.columns(task, {PP: 4}), tasks.costs(task))[1].split.tolist() == [0.0]
+    assert list(ENGINE.stage_layers(task, ENGINE.columns(task, {PP: 4}), tasks.costs(task))) == []
+    assert inputs(task, ENGINE.columns(task, {PP: 4}), tasks.costs(task))[1].split.tolist() == [0.0]
     assert base_inputs(task, columns)[1].split.tolist() == [0.0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.mixed.planner import planned
 from flagcore_megatron.predict import stage_layers
 from flagcore_megatron.space.knobs import columns as row_of
@@ -65,9 +65,9 @@ def every(count: int, devices: int, model: Any, recompute: bool) -> list[str]:
 def fastest(count: int, texts: list[str], most: int, **given: Any) -> list[tuple[float, dict[str, Any]]]:
     """Return the times and values of the fastest candidates with these meshes."""
     task, made = job(count, *texts, **given)
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
     columns = space.columns()
-    found = WORKLOAD.predict(task, columns, made)
+    found = ENGINE.predict(task, columns, made)
     rows = np.flatnonzero((columns[MESHES] > 0) & found.fits)
     rows = rows[np.argsort(found.step_time_s[rows], kind="stable")][:most]
     return [(float(found.step_time_s[row]), space.candidate(int(row)).as_dict()) for row in rows]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
 
 from flagcore.domain.model import LinearAttention
@@ -146,8 +146,8 @@ def test_a_candidate_is_predicted_as_a_job_with_its_settings() -> None:
         candidate = space.candidate(row).as_dict()
         settings = {name: candidate[name] for name in SWITCHES if name in NAMES and candidate[name] is not None}
         single = task_of({}, settings, model=tasks.EXPERTS)
-        columns = WORKLOAD.columns(single, {n: v for n, v in candidate.items() if n not in NAMES})
-        expected = WORKLOAD.predict(single, columns, tasks.costs(single))
+        columns = ENGINE.columns(single, {n: v for n, v in candidate.items() if n not in NAMES})
+        expected = ENGINE.predict(single, columns, tasks.costs(single))
         np.testing.assert_equal(found.step_time_s[row], expected.step_time_s[0])
         assert found.peak_allocated_bytes[row] == expected.peak_allocated_bytes[0]
 
@@ -186,7 +186,7 @@ def test_settings_are_read_back_from_the_printed_arguments(tmp_path: Path) -> No
         "moe_token_dispatcher_type": "flex",
         "expert_tensor_parallel_size": None,
     }
-    found = WORKLOAD.read(task_of({}), Candidate.of(expected), str(tmp_path)).effective
+    found = ENGINE.read(task_of({}), Candidate.of(expected), str(tmp_path)).effective
     assert {name: value for name, value in expected.items() if found.get(name, value) != value} == {
         "overlap_grad_reduce": False,
         "moe_token_dispatcher_type": "flex",
@@ -229,7 +229,7 @@ def test_the_trial_program_refuses_values_that_it_cannot_run() -> None:
     task = task_of({"tp_comm_overlap": (False, True)})
     task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, command=None)))
     with pytest.raises(SpecError) as caught:
-        WORKLOAD.ready(task.for_engine(effects_of(task, {"tp_comm_overlap": True})).spec)
+        ENGINE.ready(task.for_engine(effects_of(task, {"tp_comm_overlap": True})).spec)
     assert caught.value.key == "train.settings.tp_comm_overlap"
 
 

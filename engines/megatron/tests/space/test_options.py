@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.predict import layout_of, training
 from flagcore_megatron.space.options import options
 from flagcore_training.layout import Options
@@ -24,7 +24,7 @@ def options_of(settings: dict[str, Any] | None = None, **train: Any) -> Options:
 
 
 def published(values: dict[str, Any], notes: str = "", *, model: Any = tasks.EXPERTS, **train: Any) -> Options:
-    return options(WORKLOAD.published(tasks.task(model, **train), values, notes)[0])
+    return options(ENGINE.published(tasks.task(model, **train), values, notes)[0])
 
 
 def overlaps(found: Options) -> tuple[bool, bool]:
@@ -186,10 +186,10 @@ def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
 
 
 def test_notes_on_schedules_mention_unfused_attention_and_waits_for_messages() -> None:
-    task, _, _ = WORKLOAD.published(tasks.task(), {}, "schedule=ZB-H1")
+    task, _, _ = ENGINE.published(tasks.task(), {}, "schedule=ZB-H1")
     assert not training(task).flash
     assert not options(task).overlap_p2p_comm
-    task, _, _ = WORKLOAD.published(tasks.task(), {"pipeline_schedule": "zb-h1"}, "")
+    task, _, _ = ENGINE.published(tasks.task(), {"pipeline_schedule": "zb-h1"}, "")
     assert training(task).flash
 
 
@@ -202,8 +202,8 @@ def test_a_record_overrides_its_notes_and_these_override_defaults() -> None:
 
 def test_layout_of_a_published_run_gives_its_virtual_stages() -> None:
     task = tasks.task(devices=2, settings={"pipeline_model_parallel_layout": "Et|t|t|tL"})
-    found, values, _ = WORKLOAD.published(task, {"pipeline_model_parallel_size": 2}, "")
-    layout = layout_of(found, WORKLOAD.columns(found, values))
+    found, values, _ = ENGINE.published(task, {"pipeline_model_parallel_size": 2}, "")
+    layout = layout_of(found, ENGINE.columns(found, values))
     assert layout.virtual.tolist() == [2.0]
 
 
@@ -212,7 +212,7 @@ def test_counting_embedding_and_loss_as_layers_allows_an_even_split() -> None:
     settings = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     for arguments, legal in (({}, False), (settings, True)):
         task = tasks.task(model, settings=arguments)
-        _, broken = check(WORKLOAD.columns(task, {"pipeline_model_parallel_size": 4}), WORKLOAD.rules(task), ())
+        _, broken = check(ENGINE.columns(task, {"pipeline_model_parallel_size": 4}), ENGINE.rules(task), ())
         assert broken is not legal
 
 
@@ -220,7 +220,7 @@ def test_settings_of_all_candidates_replace_missing_knobs() -> None:
     settings = {"num_layers_in_first_pipeline_stage": 1, "expert_tensor_parallel_size": 1}
     task = tasks.task(tasks.EXPERTS, settings=settings)
     values = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    layout = layout_of(task, WORKLOAD.columns(task, values))
+    layout = layout_of(task, ENGINE.columns(task, values))
     np.testing.assert_array_equal([layout.first_layers, layout.last_layers, layout.expert_tensor], [[1], [0], [1]])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.space.meshes import MESHES
 from flagcore_megatron.space.rules import CP, TP
 
@@ -42,7 +42,7 @@ def platform(model: Model = tasks.DENSE, *refused: RefusedValues, own: Any = (),
 
 
 def plan(model: Model = tasks.DENSE, *refused: RefusedValues, **job: Any) -> Task:
-    return WORKLOAD.as_in_production(platform(model, *refused, **job)).task
+    return ENGINE.as_in_production(platform(model, *refused, **job)).task
 
 
 def assumed(model: Model = tasks.DENSE, *refused: RefusedValues, **job: Any) -> dict[str, SettingValue]:
@@ -63,15 +63,15 @@ def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(mo
     bare = legality(tasks.platform(typed(task, {"expert_tensor_parallel_size": 1} if model.num_moe_experts else {})))
     assert len(space) == len(build(bare.axes, bare.rules, bare.merges))
     costs, everything = platform(model).costs, np.arange(len(space))
-    found = WORKLOAD.predict(task, space.columns(everything), costs)
+    found = ENGINE.predict(task, space.columns(everything), costs)
     kinds: dict[tuple[tuple[str, SettingValue], ...], list[int]] = defaultdict(list)
     for row in everything:
-        kinds[tuple(WORKLOAD.assumed(task, space.candidate(int(row))).items())].append(int(row))
+        kinds[tuple(ENGINE.assumed(task, space.candidate(int(row))).items())].append(int(row))
     assert len(kinds) > 2
     for settings, some in kinds.items():
         strict, columns = typed(task, dict(settings)), space.columns(np.array(some))
         assert not any(rule.broken(columns).any() for rule in legality(tasks.platform(strict)).rules)
-        single = WORKLOAD.predict(strict, columns, costs)
+        single = ENGINE.predict(strict, columns, costs)
         np.testing.assert_allclose(found.step_time_s[some], single.step_time_s)
         np.testing.assert_allclose(found.static_bytes[some], single.static_bytes)
         np.testing.assert_allclose(found.activation_bytes[some], single.activation_bytes)
@@ -99,18 +99,18 @@ def test_settings_that_the_chip_or_the_release_lacks_are_left_out() -> None:
 @pytest.mark.parametrize("job", [{"command": ("pretrain_gpt.py",)}, {"implementation": "local"}])
 def test_a_spec_that_names_its_settings_is_unchanged(job: dict[str, Any]) -> None:
     arguments = platform(**job)
-    assert WORKLOAD.as_in_production(arguments) is arguments
+    assert ENGINE.as_in_production(arguments) is arguments
 
 
 def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Path) -> None:
-    arguments = WORKLOAD.as_in_production(platform(tasks.EXPERTS, precision="fp8"))
+    arguments = ENGINE.as_in_production(platform(tasks.EXPERTS, precision="fp8"))
     neutral = {axis.knob: axis.neutral for axis in legality(tasks.platform(arguments.task)).axes}
     knobs = {**neutral, "expert_model_parallel_size": 4}
     shards = {"data_parallel_size": 4, "use_distributed_optimizer": True}
     plain = {**knobs, "data_parallel_size": 4, "use_recompute": True, "recompute_granularity": "full"}
 
     def flags(values: dict[str, Any]) -> set[str]:
-        launch = WORKLOAD.launch(arguments, Candidate.of(values), str(tmp_path), for_real=True)
+        launch = ENGINE.launch(arguments, Candidate.of(values), str(tmp_path), for_real=True)
         return set(shlex.split(shlex.join(launch.argv)))
 
     gated = {"--overlap-param-gather", "--fp8-param-gather", "--overlap-moe-expert-parallel-comm"}
@@ -125,13 +125,13 @@ def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Pa
 )
 def test_tp_over_nodes_and_short_context_parallel_ranks_are_unusual(knobs: dict[str, int], count: float) -> None:
     task = tasks.task(devices=8, seq_length=8192)
-    columns = WORKLOAD.columns(task, knobs)
-    assert WORKLOAD.unusual(task, columns, WORKLOAD.predict(task, columns, tasks.costs(task))) == pytest.approx([count])
+    columns = ENGINE.columns(task, knobs)
+    assert ENGINE.unusual(task, columns, ENGINE.predict(task, columns, tasks.costs(task))) == pytest.approx([count])
 
 
 def test_short_context_parallel_ranks_of_a_mesh_are_unusual() -> None:
     texts = ("fast cp2 dp2 + slow dp4", "fast cp4 | slow dp4", "fast dp4 | slow dp4")
     task, costs = job(2, *texts, devices=4, model=tasks.DENSE)  # 4,096 tokens
-    columns = [WORKLOAD.columns(task, {MESHES: text}) for text in (*texts, None)]
-    weights = [WORKLOAD.unusual(task, each, WORKLOAD.predict(task, each, costs)) for each in columns]
+    columns = [ENGINE.columns(task, {MESHES: text}) for text in (*texts, None)]
+    weights = [ENGINE.unusual(task, each, ENGINE.predict(task, each, costs)) for each in columns]
     assert np.concatenate(weights) == pytest.approx([5.1, 5.1, 0, 0])

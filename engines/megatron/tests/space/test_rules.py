@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_megatron.space.meshes import MESHES
 
@@ -33,7 +33,7 @@ WIDE_TASK = {"model": WIDE, "devices": 12, "global_batch_size": 24, "seq_length"
 def broken(values: dict[str, KnobValue], **of_task: Any) -> set[str]:
     """The names of the rules that a candidate breaks; its data parallelism is what the devices leave."""
     task = tasks.task(**of_task)
-    return {rule.name for rule in check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]}
+    return {rule.name for rule in check(ENGINE.columns(task, values), ENGINE.rules(task), ())[1]}
 
 
 SHARDED = {OPTIMIZER: True, DP: 4}
@@ -130,7 +130,7 @@ def test_each_rule_refuses_its_bad_candidate_and_accepts_the_good_one(name: str)
 
 
 def test_every_rule_has_a_case() -> None:
-    rules = {rule.name for rule in WORKLOAD.rules(tasks.task())}
+    rules = {rule.name for rule in ENGINE.rules(tasks.task())}
     assert rules <= {rule for rule, *_ in CASES.values()}
 
 
@@ -214,7 +214,7 @@ DISTINCT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 def canonical(values: dict[str, KnobValue], of_task: dict[str, Any]) -> dict[str, int]:
     task: Task = tasks.task(**of_task)
-    columns, _ = check(WORKLOAD.columns(task, values), (), WORKLOAD.merges(task))
+    columns, _ = check(ENGINE.columns(task, values), (), ENGINE.merges(task))
     return {knob: int(np.asarray(column)[0]) for knob, column in columns.items()}
 
 
@@ -227,7 +227,7 @@ def test_only_equivalent_candidates_are_merged(name: str) -> None:
 def test_layers_per_virtual_stage_exclude_a_separate_first_stage() -> None:
     values = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
     columns = candidate_columns({**values, "num_layers_in_first_pipeline_stage": 2})
-    rule = next(rule for rule in WORKLOAD.rules(tasks.task()) if rule.name == "virtual_stages")
+    rule = next(rule for rule in ENGINE.rules(tasks.task()) if rule.name == "virtual_stages")
     assert rule.broken(columns).tolist() == [True]
     assert rule.broken(candidate_columns(values)).tolist() == [False]
 
@@ -236,7 +236,7 @@ def test_a_stage_uses_one_kind_of_chip() -> None:
     def refused(*devices: int) -> list[int]:
         groups = tuple(NodeGroup(chip=tasks.CHIP, nodes=1, devices_per_node=count) for count in devices)
         task = dataclasses.replace(tasks.task(), cluster=Cluster(groups=groups))
-        rule = next(rule for rule in WORKLOAD.rules(task) if rule.name == "stages_in_one_group")
+        rule = next(rule for rule in ENGINE.rules(task) if rule.name == "stages_in_one_group")
         none = np.zeros(1, dtype=np.int64)
         return [size for size in range(1, 17) if rule.broken({PP: np.array([size]), MESHES: none})[0]]
 
@@ -244,13 +244,13 @@ def test_a_stage_uses_one_kind_of_chip() -> None:
     assert refused(8, 4) == [size for size in range(1, 17) if size % 3]
     assert refused(8, 4, 4) == [size for size in range(1, 17) if size % 4]
     assert refused(2, 6) == [size for size in range(1, 17) if size % 4]
-    assert "stages_in_one_group" not in {rule.name for rule in WORKLOAD.rules(tasks.task())}
+    assert "stages_in_one_group" not in {rule.name for rule in ENGINE.rules(tasks.task())}
 
 
 @pytest.mark.parametrize(("settings", "kept"), [({}, 0), (GATHER, 1)])
 def test_distributed_optimizer_of_one_rank_stays_where_a_setting_needs_it(settings: Any, kept: int) -> None:
     task = tasks.task(settings=settings, command=("train",))
     values = candidate_columns({TP: 4, OPTIMIZER: True})
-    columns, broken = check(values, WORKLOAD.rules(task), WORKLOAD.merges(task))
+    columns, broken = check(values, ENGINE.rules(task), ENGINE.merges(task))
     assert broken == []
     assert int(columns[OPTIMIZER][0]) == kept

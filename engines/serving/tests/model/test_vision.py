@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
-from flagcore_lmdeploy.profile import WORKLOAD as LMDEPLOY
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_lmdeploy.profile import ENGINE as LMDEPLOY
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.load.images import Image
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
@@ -14,8 +14,8 @@ from flagcore_serving.model.simulation import Price, Simulation
 from flagcore_serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
 from flagcore_serving.model.work import PIXEL, Serving
 from flagcore_serving.space.hardware import CHAT_TOKENS, longest_request
-from flagcore_sglang.profile import WORKLOAD as SGLANG
-from flagcore_vllm.profile import WORKLOAD as VLLM
+from flagcore_sglang.profile import ENGINE as SGLANG
+from flagcore_vllm.profile import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import broken, merged, row, serving
 from engines.serving.tests.model.test_simulation import LANE, OVER
@@ -101,7 +101,7 @@ def test_the_context_holds_the_largest_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "arguments", "word"),
+    ("name", "arguments", "word"),
     [
         ("llamacpp", {}, "mmproj"),
         ("llamacpp", {"engine_args": {"mmproj": "x.gguf"}, "model": DENSE}, "qwen2_5_vl"),
@@ -111,14 +111,14 @@ def test_the_context_holds_the_largest_images() -> None:
         ("vllm", {"engine_args": {"--language-model-only": True}}, "language-model-only"),
     ],
 )
-def test_servers_that_cannot_take_images_are_refused(engine: str, arguments: dict[str, Any], word: str) -> None:
-    workload: ServingEngine = ENGINES[engine]
+def test_servers_that_cannot_take_images_are_refused(name: str, arguments: dict[str, Any], word: str) -> None:
+    engine: ServingEngine = ENGINES[name]
     with pytest.raises(SpecError) as raised:
-        workload.rules(task(images(), engine, **arguments))
+        engine.rules(task(images(), name, **arguments))
     assert raised.value.key == "serve.profile.images"
     assert word in raised.value.problem
     assert raised.value.fix
-    workload.rules(task(None, engine, **arguments))
+    engine.rules(task(None, name, **arguments))
     LLAMACPP.rules(task(images(), "llamacpp", engine_args={"mmproj": "x.gguf"}))
 
 
@@ -154,14 +154,14 @@ def test_limits_of_images_must_hold_a_request() -> None:
 
 def test_a_tower_is_shared_by_several_ranks_only() -> None:
     split = {"tensor_model_parallel_size": 2, TOWER: "data"}
-    for engine in ("vllm", "sglang"):
-        seen, text = task(images(), engine), task(None, engine, model=DENSE)
-        workload = ENGINES[engine]
-        assert merged(workload, seen, **split)[TOWER] > 0
-        assert merged(workload, seen, **{**split, "tensor_model_parallel_size": 1})[TOWER] == 0
-        assert merged(workload, seen, **{**split, TOWER: "weights"})[TOWER] == 0
-        assert merged(workload, text, **split)[TOWER] == 0
-        auto = next(axis for axis in workload.axes(task(images(), engine, space={TOWER: "auto"})) if axis.knob == TOWER)
+    for name in ("vllm", "sglang"):
+        seen, text = task(images(), name), task(None, name, model=DENSE)
+        engine = ENGINES[name]
+        assert merged(engine, seen, **split)[TOWER] > 0
+        assert merged(engine, seen, **{**split, "tensor_model_parallel_size": 1})[TOWER] == 0
+        assert merged(engine, seen, **{**split, TOWER: "weights"})[TOWER] == 0
+        assert merged(engine, text, **split)[TOWER] == 0
+        auto = next(axis for axis in engine.axes(task(images(), name, space={TOWER: "auto"})) if axis.knob == TOWER)
         assert set(auto.values) == {"weights", "data"}
 
 

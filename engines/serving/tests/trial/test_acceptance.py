@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from flagcore_serving.trial.reading import acceptance, with_measured_acceptance
-from flagcore_vllm.profile import WORKLOAD
+from flagcore_vllm.profile import ENGINE
 
 from engines.serving.tests.engines.tasks import serving, space_of
 from flagcore.contracts import Problem
@@ -55,7 +55,7 @@ def test_the_median_of_trials_replaces_the_value_of_the_spec() -> None:
 def test_predictions_of_other_candidates_with_speculation_change() -> None:
     space = {"speculation": [None, "ngram"], "speculative_tokens": [2, 3], "max_num_seqs": [64]}
     task = serving("vllm", devices=1, space=space)
-    platform, found = tasks.platform(task), space_of(WORKLOAD, task)
+    platform, found = tasks.platform(task), space_of(ENGINE, task)
     legal = legality(platform)
     predictions = predict(platform, found)
     pruned, first = prune(found, predictions, ()), found.candidate(0)
