@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
-from flagcore.api.explaining.subject import columns_of, named_columns
 from flagcore.api.inputs import LoadedSpec, with_settings
+from flagcore.api.outcome import require_startable
 from flagcore.api.snapshot import Snapshot, load_snapshot
-from flagcore.api.tuning.export import require_startable
+from flagcore.api.subject import columns_of, named_columns
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
 from flagcore.contracts.capabilities import Servers, optional
 from flagcore.contracts.exchange import ANY_HOST

@@ -12,26 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flagcore import plugins
+from flagcore.api.commands.host_report import host_check
+from flagcore.api.commands.report import save_report, save_report_of_engines
 from flagcore.api.inputs import (
     RUNS,
+    LoadedSpec,
     SpecLike,
     changed_spec,
+    check_spec,
     fixed_task,
     loaded_plugins,
-    parsed,
+    read_spec,
     spec_data,
-    validate_engines,
     warn,
     warn_about_problem,
     with_absolute_paths,
     with_fidelity,
     write_spec,
 )
-from flagcore.api.managing.host_report import host_check
-from flagcore.api.managing.report import save_report, save_report_of_engines
-from flagcore.api.planning.jobs import past_of_problem
-from flagcore.api.tuning.export import Outcome, save
-from flagcore.api.tuning.watch import Watchers
+from flagcore.api.jobs import past_of_problem
+from flagcore.api.outcome import Outcome, save
+from flagcore.api.watch import Watchers
 from flagcore.contracts import Event, OnEvent, Problem, Telemetry
 from flagcore.contracts.capabilities import Advice, Installation, optional, probing
 from flagcore.domain.chip import Device
@@ -91,7 +92,7 @@ def tune(
 
     if len(engines) < 2:
         return tune_one(data, directory)
-    validate_engines(data, file=file, base=file.parent, without=without)
+    check_spec(LoadedSpec(file, data), without)
     outcome = each_engine(with_absolute_paths(data, file.parent), engines, directory, tune_one)
     return replace(outcome, reported=save_report_of_engines(directory))
 
@@ -109,7 +110,7 @@ class _EngineRun:
         storage: str | None,
         watch: Collection[str],
     ) -> None:
-        spec = parsed(data, file=str(file), base=file.parent, without=without)
+        spec = read_spec(LoadedSpec(file, data), without=without)
         self.spec, self.data, self.base = spec, data, file.parent
         self.new, self.without, self.storage = new, without, storage
         self.engine = plugins.engine_of(spec.work)

@@ -25,8 +25,6 @@ from flagcore.domain.chip import (
 )
 from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import N_, _
-from flagcore.spec.huggingface import context_of, model_of_config
-from flagcore.spec.public import public_models
 from flagcore.vendorkit.engines import read_maturity
 from flagcore.vendorkit.machine import import_problem
 
@@ -79,28 +77,6 @@ def _maturity(plugin: plugins.Plugin) -> dict[str, Any] | None:
         if plugin.package and (known := read_maturity(plugin.package)):
             return {"word": known.word, **asdict(known)}
     return None
-
-
-def public_model_table(words: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return one record per public model whose name contains all words, in any case: its shape, context and weights.
-
-    `context` is None if it is not known.
-    """
-    records = list[dict[str, Any]]()
-    for name, config in public_models().items():
-        if all(word.lower() in name.lower() for word in words):
-            model = model_of_config(config, name=name, file="")
-            records.append(
-                {
-                    "model": name,
-                    "layers": model.num_layers,
-                    "hidden": model.hidden_size,
-                    "experts": model.num_moe_experts,
-                    "context": context_of(config),
-                    "weights": config.get("weights", "bf16"),
-                }
-            )
-    return records
 
 
 def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.planning.jobs import predict_records
+from flagcore.api.jobs import predict_records
 from flagcore.contracts import Engine, Problem
 from flagcore.contracts.capabilities import Shortening, optional, records_of
 from flagcore.domain.prediction import Prediction

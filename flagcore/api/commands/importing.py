@@ -3,11 +3,9 @@ trials of another tuner to a run.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,35 +13,26 @@ from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
 from flagcore.api.inputs import (
     RUNS,
-    UNNAMED,
     LoadedSpec,
     SpecLike,
     check_chips,
+    check_spec,
     fixed_task,
+    open_spec,
     spec_data,
-    validate_engines,
     write_spec,
 )
-from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.contracts import HistoryReader, ImportedSpec, Problem
 from flagcore.contracts.capabilities import commands_of
-from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.secrets import redact_data
-from flagcore.domain.serving import CLIENTS_PER_DEVICE
 from flagcore.domain.space import Candidate, KnobValue
-from flagcore.domain.spec import ImportNote
 from flagcore.domain.trial import Role, Trial
-from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageError
+from flagcore.errors import RunError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import N_, _
-from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.convert import engines_of
-from flagcore.spec.models import model_from
 from flagcore.spec.public import absolute_model
-from flagcore.spec.schema import CommonSection, TrainSection
-from flagcore.spec.serving import ProfileSection, ServeSection
-from flagcore.spec.validate import Section
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.predict import record
@@ -63,7 +52,7 @@ def read_tree(
 def check_imported(found: ImportedSpec) -> None:
     """Raise SpecError, which names keys of the file, if an imported spec is invalid. The model may be missing."""
     try:
-        validate_engines(found.data, file=Path(found.file), base=Path())
+        check_spec(LoadedSpec(found.file, found.data), base=Path())
     except SpecError as error:
         problems = [each for each in error.problems if each.key != "model" or not isinstance(each.value, str)]
         if problems:
@@ -89,76 +78,6 @@ def read_command(
     check_imported(spec)
     check_chips(spec.data.get("cluster"))
     return spec
-
-
-TRAINING: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
-SERVING: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": CLIENTS_PER_DEVICE}
-"""The values that a new spec needs, by the kind of its engine, with their defaults."""
-
-
-def defaults_of(engine: str) -> Mapping[str, Any]:
-    """Return the keys that a new spec of an engine needs, each with its default. Raises SpecError."""
-    return TRAINING if plugins.find_engine(engine).kind == "train" else SERVING
-
-
-def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
-    """Return a spec for a model (a path or a public name). `values` has the keys of `defaults_of`. Raises SpecError."""
-    model_from(model, base=Path())
-    path = absolute_model(model, Path())
-    data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
-    sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection}
-    if plugins.find_engine(engine).kind == "train":
-        data["train"] = {"engine": engine, **values}
-        sections["train"] = TrainSection
-    else:
-        data["serve"] = {"engine": engine, "profile": dict(values)}
-        sections |= {"serve": ServeSection, "serve.profile": ProfileSection}
-    data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
-    validate_engines(data, file=Path(), base=Path())
-    check_chips(cluster)
-    return ImportedSpec(data=data, notes=tuple(_comments(data, sections)))
-
-
-def spec_of_model(
-    model: str,
-    *,
-    engine: str | None = None,
-    chip: str | None = None,
-    nodes: int | None = None,
-    devices: int | None = None,
-) -> LoadedSpec:
-    """Return a spec for a model without a file, with the defaults of a new spec. Raises SpecError.
-
-    `engine`: None means the engine that is the default for plans. `chip`: None means that of this machine. `devices`:
-    the number per node; None means all. The clients of servers are those of a new spec for each device.
-    """
-    engine = engine or _default_engine()
-    cluster: dict[str, Any] = {"nodes": nodes or 1}
-    cluster |= {key: value for key, value in (("chip", chip), ("devices_per_node", devices)) if value is not None}
-    count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))
-    values = {key: count * value if key == "concurrency" else value for key, value in defaults_of(engine).items()}
-    return LoadedSpec(UNNAMED, new_spec(engine, model, cluster, values).data)
-
-
-def _default_engine() -> str:
-    for name in plugins.engines():
-        with suppress(FlagError):  # raised for engines that cannot be loaded
-            if plugins.find_engine(name).plans_by_default:
-                return name
-    return ""
-
-
-def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:
-    """Return a note for each key of a spec: the description of the key in the schema."""
-    notes = []
-    for section, schema in sections.items():
-        content: Any = data
-        for part in filter(None, section.split(".")):
-            content = content[part]
-        for key in content:
-            if (field := schema.model_fields.get(key)) is not None and field.description:
-                notes.append(ImportNote(key, field.description, f"{section}.{key}".lstrip(".")))
-    return notes
 
 
 MAX_FACTOR = 20.0
@@ -200,7 +119,7 @@ def import_history(
     tool = plugins.importer(importer)
     if not isinstance(tool, HistoryReader):
         raise UsageError(_("{tool} does not support the import of a history", tool=tool.title))
-    problem = build_problem_of_spec(spec, None, without)
+    problem = open_spec(spec, None, without).problem
     found, notes = tool.read_history(path, problem.task, problem.space.axes, partial(_history_candidate, problem))
     if not found:
         reasons = "; ".join(notes[:5]) or _("it has none")

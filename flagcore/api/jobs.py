@@ -13,14 +13,13 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.api.planning.records import prediction_records
 from flagcore.contracts import Costs, Engine, Platform, Problem
 from flagcore.contracts.capabilities import Sizes, optional, probing, records_of
 from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
-from flagcore.domain.prediction import Observations, PastMeasurements, features
+from flagcore.domain.prediction import Observations, PastMeasurements, components_of_row, features
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
@@ -28,11 +27,12 @@ from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.calibration import Experience
+from flagcore.tuner.feasibility import no_time
 from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical, legality
 from flagcore.tuner.stages.discover import costs
-from flagcore.tuner.stages.predict import predict_columns, rank_record
+from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, rank_record, record
 
 AT_ONCE = 1024
 
@@ -301,3 +301,25 @@ def _observations(
         noise, numbers = np.full(rows.size, MIN_NOISE if unit == 1.0 else MEMORY_NOISE), np.full(rows.size, number)
         pairs.append(Observations(known_features.take(rows), ratio[rows], noise, numbers))
     return pairs[0], pairs[1]
+
+
+def prediction_records(platform: Platform, columns: Columns, *, details: bool = True) -> list[dict[str, Any]]:
+    """Return the prediction of each row, with `details` with the layers of each stage, and with the memory of the model
+    components on the stage that needs the most, which take as long again.
+
+    If a row has no predicted time, its record contains the reason.
+    """
+    predictions = predict_columns(platform, columns)
+    components = predict_components(platform, columns, predictions.worst_stage) if details else {}
+    layers = predict_stage_layers(platform, columns) if details else {}
+    records = []
+    for row in range(len(predictions.step_time_s)):
+        figures = replace(predictions.row(row), components=components_of_row(components, row))
+        prediction_record = record(platform.task, figures, layers.get(row, ()))
+        has_time = figures.step_time_s is not None
+        records.append(
+            prediction_record
+            if has_time
+            else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **prediction_record}
+        )
+    return records

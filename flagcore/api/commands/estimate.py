@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins, read_spec, warn_about_problem
-from flagcore.api.planning.evidence import NEAREST, expected_seconds, published_runs
-from flagcore.api.planning.records import prediction_records
+from flagcore.api.evidence import NEAREST, expected_seconds, published_runs
+from flagcore.api.inputs import SpecLike, changed_spec, open_spec
+from flagcore.api.jobs import prediction_records
 from flagcore.contracts import Platform, Problem
 from flagcore.contracts.capabilities import Details, MixedClusters, Production, RuleOfThumb, optional
 from flagcore.domain.engine import ForcedSetting
@@ -21,7 +21,7 @@ from flagcore.domain.space import IntArray, KnobValue, Space
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
-from flagcore.plugins import LoadedPlugins, engine_of
+from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.formats import lookup
 from flagcore.report.text import candidate_line, serving_load_text
@@ -34,14 +34,7 @@ from flagcore.tuner.feasibility import (
     search_time,
     unmet_text,
 )
-from flagcore.tuner.problem import (
-    OnUsual,
-    build_problem,
-    candidate_columns,
-    lacks_margin,
-    no_launch_reason,
-    rows_by_time,
-)
+from flagcore.tuner.problem import build_problem, candidate_columns, lacks_margin, no_launch_reason, rows_by_time
 from flagcore.tuner.search_state import SearchState, count
 from flagcore.tuner.stages.predict import limit, model_table, record
 
@@ -67,18 +60,18 @@ def estimate(
     if objective is not None:
         spec = changed_spec(spec, {"auto_tuner.objective": objective})
     on_usual = None if on_first is None else partial(_first_line, on_first)
-    problem = build_problem_of_spec(spec, chip, without, plan=True, on_usual=on_usual)
+    opened = open_spec(spec, chip, without, plan=True, on_usual=on_usual)
+    problem, loaded = opened.problem, opened.plugins
     task, order, mixing = problem.task, rows_by_time(problem), None
     groups = task.cluster.groups
     if not order.size:
         is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups
-        change = None if is_detected else partial(cheapest_change, problem, without)
+        change = None if is_detected else partial(cheapest_change, problem, loaded)
         raise NothingFits(nothing_fits_text(problem, change))
-    with loaded_plugins(without, again=True) as loaded:
-        published = published_runs(problem, loaded, None if evidence else NEAREST)
-        expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[0]]), loaded)
-        if len(groups) > 1:
-            mixing = mixing_of(read_spec(spec, chip, without), problem, loaded)
+    published = published_runs(problem, loaded, None if evidence else NEAREST)
+    expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[0]]), loaded)
+    if len(groups) > 1:
+        mixing = mixing_of(opened.spec, problem, loaded)
     listed, more = _listed(problem, order, top, distinct=distinct)
     others = [np.array([problem.row_of(problem.baseline)]), _crowded(problem, order)]
     found = iter(_records(problem, np.concatenate((*others, order[listed]))))  # at once, because each call takes long
@@ -112,20 +105,6 @@ def estimate(
         knobs=problem.knobs,
         labels=optional(problem.engine, Details).labels,
     )
-
-
-def build_problem_of_spec(
-    spec: SpecLike, chip: str | None, without: Collection[str], *, plan: bool = False, on_usual: OnUsual | None = None
-) -> Problem:
-    """Return the problem of a spec, optionally for another chip or as a `plan`.
-
-    Raises SpecError and other FlagErrors.
-    """
-    parsed_spec = read_spec(spec, chip, without)
-    with loaded_plugins(without) as loaded:
-        problem = build_problem(parsed_spec, loaded, engine_of(parsed_spec.work), plan=plan, on_usual=on_usual)
-    warn_about_problem(problem)
-    return problem
 
 
 def _first_line(report: Callable[[str], object], platform: Platform, space: Space, predictions: Predictions) -> None:
@@ -326,19 +305,18 @@ DOUBLINGS = 4
 """How many times the number of nodes is doubled."""
 
 
-def cheapest_change(problem: Problem, without: Collection[str]) -> str:
+def cheapest_change(problem: Problem, plugins: LoadedPlugins) -> str:
     """Return the first change of the spec with which a candidate fits: other knobs, then more devices or nodes.
 
     If no change helps, returns advice to use another chip, or an empty string if rules and not memory are the reason.
     """
     task = problem.task
-    with loaded_plugins(without) as loaded:
-        for change, spec in _changes_to_fit(problem, task.cluster.groups[0].chip.devices_per_node):
-            with suppress(FlagError):
-                changed = build_problem(spec, loaded, problem.engine, plan=True)
-                if changed.pruned.open_rows.size:
-                    candidate = changed.set_knobs(changed.space.candidate(int(rows_by_time(changed)[0])))
-                    return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)
+    for change, spec in _changes_to_fit(problem, task.cluster.groups[0].chip.devices_per_node):
+        with suppress(FlagError):
+            changed = build_problem(spec, plugins, problem.engine, plan=True)
+            if changed.pruned.open_rows.size:
+                candidate = changed.set_knobs(changed.space.candidate(int(rows_by_time(changed)[0])))
+                return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)
     if problem.predictions.fits.any():  # rules, and not memory, remove the candidates
         return ""
     nodes = task.cluster.groups[0].nodes << DOUBLINGS
