@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flagcore_training.reading import FAILURES
 
 from flagcore import contracts
 from flagcore.contracts.capabilities import (
@@ -198,7 +199,7 @@ class Megatron(
         return spec_of_command(start, directory, model)
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return reading.FAILURES
+        return FAILURES
 
 
 MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}
