@@ -7,11 +7,9 @@ package is fast. `flagcore.errors` has the other exceptions.
 __version__ = "0.1.0"
 
 SDK = (
-    *("flagcore.contracts", "flagcore.domain", "flagcore.errors", "flagcore.hooks", "flagcore.i18n"),
-    *("flagcore.launchers", "flagcore.physics", "flagcore.plugins", "flagcore.vendorkit"),
-    *("flagcore.spec.clusters", "flagcore.spec.huggingface", "flagcore.spec.importing", "flagcore.spec.jobs"),
-    *("flagcore.spec.knobs", "flagcore.spec.models", "flagcore.spec.plain_data", "flagcore.spec.public"),
-    "flagcore.spec.validate",
+    *("contracts", "domain", "errors", "hooks", "i18n", "launchers", "physics", "plugins", "vendorkit"),
+    *("spec.clusters", "spec.huggingface", "spec.importing", "spec.jobs", "spec.knobs", "spec.models"),
+    *("spec.plain_data", "spec.public", "spec.validate"),
 )
 """The modules and packages that other distributions may import. Every distribution declares its own."""
 

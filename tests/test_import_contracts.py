@@ -49,9 +49,9 @@ def imports_of_others(package: str) -> Iterator[tuple[str, str]]:
                 names = [each.name for each in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names = [f"{node.module}.{each.name}" for each in node.names]
-            for name in names:
-                if (root := name.partition(".")[0]) in PACKAGES and root != package:
-                    yield f"{file.relative_to(ROOT)}:{node.lineno}", name if is_module(name) else name.rpartition(".")[0]
+            for name in (each for each in names if each.partition(".")[0] in PACKAGES.keys() - {package}):
+                module = name if is_module(name) else name.rpartition(".")[0]
+                yield f"{file.relative_to(ROOT)}:{node.lineno}", module
 
 
 def public_modules(package: str) -> set[str]:
@@ -59,7 +59,10 @@ def public_modules(package: str) -> set[str]:
     tree = ast.parse((PACKAGES[package] / "__init__.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SDK":
-            return {package, *(each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant))}
+            return {
+                package,
+                *(f"{package}.{each.value}" for each in ast.walk(node.value) if isinstance(each, ast.Constant)),
+            }
     return {package}
 
 

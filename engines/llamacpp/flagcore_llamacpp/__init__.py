@@ -1,3 +1,3 @@
 """The llama.cpp server."""
 
-SDK = ("flagcore_llamacpp.profile",)
+SDK = ("profile",)

@@ -9,10 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINE"]
 
-SDK = (
-    *("flagcore_megatron.importing.arguments", "flagcore_megatron.mixed.hetero", "flagcore_megatron.space.knobs"),
-    *("flagcore_megatron.space.meshes", "flagcore_megatron.space.stages"),
-)
+SDK = ("importing.arguments", "mixed.hetero", "space.knobs", "space.meshes", "space.stages")
 """The modules that readers of other tools' files for Megatron may import."""
 
 

@@ -1,10 +1,8 @@
 """Memory, step time, parallel layouts and pipeline schedules of transformer training, for any training engine."""
 
 SDK = (
-    *("flagcore_training.layout", "flagcore_training.stages", "flagcore_training.schedules"),
-    *("flagcore_training.critical_path", "flagcore_training.memory.activations", "flagcore_training.memory.training"),
-    *("flagcore_training.time.optimizer", "flagcore_training.time.passes", "flagcore_training.time.pipeline"),
-    *("flagcore_training.time.step", "flagcore_training.commands", "flagcore_training.knobs"),
-    *("flagcore_training.reading", "flagcore_training.start", "flagcore_training.trial"),
+    *("layout", "stages", "schedules", "critical_path", "memory.activations", "memory.training"),
+    *("time.optimizer", "time.passes", "time.pipeline", "time.step", "commands", "knobs", "reading", "start"),
+    "trial",
 )
 """The modules that training engines may import. `trial` is a package."""

@@ -5,7 +5,7 @@ from flagcore_serving.launch.server import Fetch
 
 from flagcore.domain.space import KnobValue
 
-SDK = ("flagcore_vllm.profile",)
+SDK = ("profile",)
 
 
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:

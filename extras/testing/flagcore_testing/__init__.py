@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PluginConformance"]
 
-SDK = ("flagcore_testing.examples", "flagcore_testing.fakes")
+SDK = ("examples", "fakes")
 
 
 def __getattr__(name: str) -> object:
