@@ -50,11 +50,11 @@ def main() -> None:
 def _scan(options: argparse.Namespace, found: dict[str, Any]) -> None:
     data = spec_as_data(options.spec)
     spec = parse_spec(data, file=str(options.spec), base=options.spec.parent, engines=plugins.engines())
-    workload = plugins.workload(spec.train.engine)
-    workload = workload.with_program(spec.train.program)
+    engine = plugins.find_engine(spec.train.engine)
+    engine = engine.with_program(spec.train.program)
     began = time.monotonic()
     with loaded_plugins(()) as loaded:
-        problem = build_problem(spec, loaded, workload)
+        problem = build_problem(spec, loaded, engine)
     launcher = plugins.launcher("local")
     rows = list(range(len(problem.space)))
     random.Random(options.seed).shuffle(rows)

@@ -214,7 +214,7 @@ def _arguments(family: Family, parameters: Mapping[str, float], chip: str) -> di
 
 
 def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
-    workload = plugins.workload("megatron")
+    engine = plugins.find_engine("megatron")
     measured, sources = [], []
     groups: dict[str, list[tuple[Training, Layout, Task, int]]] = defaultdict(list)
     with loaded_plugins(()) as loaded:
@@ -223,7 +223,7 @@ def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
         for record in records:
             seconds = record["measured"].get("step_time_s")
             if seconds and record["cluster"]["chip"].casefold() in names:
-                task, columns = _task_of(record, workload, loaded.find_chip)
+                task, columns = _task_of(record, engine, loaded.find_chip)
                 train, layout = base_inputs(task, columns)
                 train = replace(train, global_batch=0)
                 groups[repr((train, task.cluster))].append((train, layout, task, len(measured)))
@@ -247,13 +247,13 @@ def _together(layouts: Sequence[Layout]) -> Layout:
     return Layout(**{name: np.concatenate([getattr(each, name) for each in layouts]) for name in names})
 
 
-def _task_of(record: Mapping[str, Any], workload: Engine, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
+def _task_of(record: Mapping[str, Any], engine: Engine, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
     job = read_job(record, plugins.engines())
     devices = min(job.devices_per_node, job.devices)
     group = NodeGroup(chip=find_chip(job.chip), nodes=job.devices // devices, devices_per_node=devices)
     spec = Spec(model=job.model, cluster=ClusterSpec(chip=group.chip.name), work=job.work)
-    task, values, _ = workload.published(Task(spec=spec, cluster=Cluster(groups=(group,))), job.candidate, job.notes)
-    return task, workload.columns(task, values)
+    task, values, _ = engine.published(Task(spec=spec, cluster=Cluster(groups=(group,))), job.candidate, job.notes)
+    return task, engine.columns(task, values)
 
 
 def _write(family: Family, parameters: Mapping[str, float], report: Mapping[str, Any]) -> None:

@@ -67,9 +67,9 @@ def main() -> None:
     options = parser.parse_args()
     data = spec_as_data(options.spec)
     spec = parse_spec(data, file=str(options.spec), base=options.spec.parent, engines=plugins.engines())
-    workload = plugins.workload(spec.train.engine)
+    engine = plugins.find_engine(spec.train.engine)
     with loaded_plugins(()) as loaded:
-        problem = build_problem(spec, loaded, workload)
+        problem = build_problem(spec, loaded, engine)
     for round_ in range(options.rounds):
         known = _records(options.out)
         rows = [row for row in range(len(problem.space)) if not options.again or _name(problem, row) in known]

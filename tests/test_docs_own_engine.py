@@ -47,4 +47,4 @@ def test_the_engines_define_what_has_no_default() -> None:
     for name in ("acme_train.py", "acme_serving.py"):
         module = {"__name__": name.removesuffix(".py")}
         exec(compile(FILES[name], name, "exec"), module)
-        assert check_protocol(Engine, module["WORKLOAD"]) is module["WORKLOAD"]
+        assert check_protocol(Engine, module["ENGINE"]) is module["ENGINE"]

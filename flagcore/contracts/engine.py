@@ -60,7 +60,7 @@ class Platform:
     """
 
     task: Task
-    workload: Engine
+    engine: Engine
     costs: Costs
     support: EngineSupport = field(default_factory=lambda: EngineSupport(support=Support.YES))
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -46,9 +46,9 @@ class Problem:
         return self.platform.task
 
     @property
-    def workload(self) -> Engine:
+    def engine(self) -> Engine:
         """The engine of the job."""
-        return self.platform.workload
+        return self.platform.engine
 
     @property
     def costs(self) -> Costs:
@@ -114,8 +114,8 @@ class SearchContext:
 
     def features(self, rows: IntArray) -> Features:
         """Return the features of the candidates in `rows`. The errors of predictions are learned from them."""
-        columns, workload = self.space.columns(rows), self.problem.workload
-        sizes = optional(workload, Sizes).sizes(self.task.for_engine(), columns)
+        columns, engine = self.space.columns(rows), self.problem.engine
+        sizes = optional(engine, Sizes).sizes(self.task.for_engine(), columns)
         return features(self.space.axes, columns, self.predictions.take(rows), sizes)
 
 

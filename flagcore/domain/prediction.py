@@ -155,7 +155,7 @@ class Predictions:
 
     def take(self, rows: IntArray) -> Predictions:
         """Return the predictions of the candidates in `rows`."""
-        return self._changed(lambda array: array[rows])
+        return self._changed(lambda array: array.take(rows, 0))
 
     def _changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Predictions:
         """Return the predictions after applying the function `change` to each array."""

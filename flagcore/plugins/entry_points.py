@@ -166,14 +166,14 @@ def capture_warnings() -> Iterator[list[str]]:
         logging.setLogRecordFactory(create_record)
 
 
-WORKLOADS = "flagcore.engines"
+ENGINES = "flagcore.engines"
 LAUNCHERS = "flagcore.launchers"
 STRATEGIES = "flagcore.strategies"
 IMPORTERS = "flagcore.importers"
 WATCHERS = "flagcore.watchers"
 BENCHMARKS = "flagcore.benchmarks"
 """Programs that measure devices: `kernels` for `flag calibrate`, `links` for the network between hosts."""
-KINDS = {WORKLOADS: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
+KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 """The noun that messages use for the objects of each entry point group."""
 
 
@@ -193,26 +193,25 @@ def missing_extra(group: str, name: str) -> str:
     needs = [Requirement(each) for each in requires("flagcore") or () if each.startswith("flagcore-")]
     if any(str(each.marker).endswith(f'extra == "{name}"') for each in needs):
         return f'pip install "flagcore[{name}]"'
-    present = {canonicalize_name(each.metadata["Name"]) for each in distributions()}
-    missing = [each.name for each in needs if not each.marker and canonicalize_name(each.name) not in present]
+    missing = [each.name for each in needs if not (each.marker or any(distributions(name=each.name)))]
     own = [each for each in missing if each == f"flagcore-{name}"]
     return f"pip install {' '.join(own or missing)}" if missing else ""
 
 
-def workload(name: str, key: str = "engine") -> Engine:
+def find_engine(name: str, key: str = "engine") -> Engine:
     """Return the engine `name`.
 
     `key`: the key of the spec that names the engine, for errors.
     Raises SpecError if the engine is not installed, or NoDevice if it cannot be loaded.
     """
-    return _named(WORKLOADS, Engine, name, key)
+    return _named(ENGINES, Engine, name, key)
 
 
-def workload_of(work: TrainSpec | ServeSpec) -> Engine:
-    """Return the engine of a job. Raises SpecError or NoDevice like `workload`."""
+def engine_of(work: TrainSpec | ServeSpec) -> Engine:
+    """Return the engine of a job. Raises SpecError, NoDevice."""
     if isinstance(work, ServeSpec):
-        return workload(work.engine, "serve.engine")
-    return _with_program(workload(work.engine, "train.engine"), work.program)
+        return find_engine(work.engine, "serve.engine")
+    return _with_program(find_engine(work.engine, "train.engine"), work.program)
 
 
 def _with_program(engine: Engine, program: object) -> Engine:
@@ -231,17 +230,17 @@ class _Engines(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
-            self.data[name] = _with_program(workload(name), self.program)
+            self.data[name] = _with_program(find_engine(name), self.program)
         return self.data[name]
 
 
 def command_readers() -> list[str]:
     """Return the names of the engines whose commands can be imported, and of those that cannot be loaded."""
     unable = set[str]()
-    for name in names(WORKLOADS):
+    for name in names(ENGINES):
         with suppress(FlagError):
-            unable |= set() if isinstance(workload(name), Commands) else {name}
-    return [name for name in names(WORKLOADS) if name not in unable]
+            unable |= set() if isinstance(find_engine(name), Commands) else {name}
+    return [name for name in names(ENGINES) if name not in unable]
 
 
 def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Engine]:
@@ -251,7 +250,7 @@ def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Engine]:
 
     Call it once per command, because reading entry points takes milliseconds.
     """
-    points = installed(WORKLOADS)
+    points = installed(ENGINES)
     needs = {re.split("[^a-z-]", each)[0] for each in requires("flagcore") or () if "extra ==" not in each}
     own = {name for name, each in points.items() if any(origin(point).metadata["Name"] in needs for point in each)}
     found = _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in own, name))))
@@ -279,23 +278,23 @@ def kind_of(engine: str) -> str:
     Cached, because hooks need it often and entry points are slow to read.
     """
     try:
-        return workload(engine).kind
+        return find_engine(engine).kind
     except FlagError:
         return ""
 
 
 def launcher(name: str) -> Launcher:
-    """Return the launcher `name`. Raises SpecError or NoDevice like `workload`."""
+    """Return the launcher `name`. Raises SpecError, NoDevice."""
     return _named(LAUNCHERS, Launcher, name, "auto_tuner.launcher")
 
 
 def strategy(name: str) -> Strategy:
-    """Return the strategy `name`. Raises SpecError or NoDevice like `workload`."""
+    """Return the strategy `name`. Raises SpecError, NoDevice."""
     return _named(STRATEGIES, Strategy, name, "auto_tuner.strategy")
 
 
 def importer(name: str | None = None) -> Importer:
-    """Return the importer `name`. Raises SpecError or NoDevice like `workload`.
+    """Return the importer `name`. Raises SpecError or NoDevice.
 
     If `name` is None, return the only importer with `has_trees` that can be loaded. Raises UsageError if there is not
     exactly one.
@@ -318,13 +317,13 @@ def importer(name: str | None = None) -> Importer:
 def watcher(name: str) -> Callable[[RunEvent], object]:
     """Return the function `on_event` of the watcher `name`. Exceptions of the watcher are not caught.
 
-    Raises SpecError or NoDevice like `workload`.
+    Raises SpecError or NoDevice.
     """
     return _named(WATCHERS, Watcher, name, "--watch").on_event
 
 
 def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
-    """Return the object `name` in `group` if it implements `protocol`. Raises SpecError or NoDevice like `workload`."""
+    """Return the object `name` in `group` if it implements `protocol`. Raises SpecError, NoDevice."""
     points, kind = installed(group), KINDS[group]
     if name not in points:
         similar = get_close_matches(name, points, n=3)

@@ -182,7 +182,7 @@ def require_predicted_time(problem: Problem) -> None:
 def search_time(problem: Problem) -> SearchTime:
     """Return the estimated time of a search that tries the candidates with the fastest predictions."""
     task, control, predictions = problem.task, problem.task.spec.control, problem.predictions
-    start_seconds, rows = problem.workload.start_seconds, problem.pruned.open_rows
+    start_seconds, rows = problem.engine.start_seconds, problem.pruned.open_rows
     rows = np.union1d(rows, [problem.row_of(problem.baseline)])
     if rows.size > control.max_trials:
         step = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
@@ -200,7 +200,7 @@ def search_time(problem: Problem) -> SearchTime:
         return trial_seconds + repeats * float(np.max(seconds, initial=0.0))
 
     is_training, steps = isinstance(task.spec.work, TrainSpec), control.train_iters
-    servers = optional(problem.workload, Servers)
+    servers = optional(problem.engine, Servers)
     expected = steps * predictions.step_time_s if is_training else servers.load_seconds(task, predictions)
     predicted, high = (seconds_of_all(column[rows]) for column in (expected, steps * predictions.high_s))
     is_unknown = is_training and not math.isfinite(high)

@@ -49,7 +49,7 @@ def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], ranks
     task, control = platform.task, platform.task.spec.control
     if (limit_s := control.max_time_per_task) is not None:
         return TimeLimit(seconds=limit_s, because=f"auto_tuner.control.max_time_per_task = {limit_s:g} s")
-    start, launches = platform.workload.start_seconds, 1
+    start, launches = platform.engine.start_seconds, 1
     if trial.fidelity == PROBE:
         earlier, launches = (), ranks or len(ranks_to_probe(platform, trial.candidate))
     longest = START_SLACK * max(overheads(control, earlier), default=0.0)
@@ -245,7 +245,7 @@ def _shorter_steps(context: SearchContext, row: int, step: float, fits: float) -
     if fits <= 0.0:
         return None
     task, candidate = context.task.for_engine(), engine_candidate(context.task, context.space.candidate(row))
-    if optional(context.problem.workload, Shortening).shorter_batch(task, candidate, fits / step) is None:
+    if optional(context.problem.engine, Shortening).shorter_batch(task, candidate, fits / step) is None:
         return None
     text = N_("auto_tuner.control.max_step_time: {seconds:.2g} (steps of fewer micro-batches)")
     return Message(text, seconds=fits)

@@ -37,7 +37,7 @@ class Dependencies:
     """The objects that the loop calls. `probe_strategy` chooses the candidates to probe before the first run."""
 
     plugins: LoadedPlugins
-    workload: Engine
+    engine: Engine
     launcher: Launcher
     strategy: Strategy
     probe_strategy: Strategy
@@ -62,7 +62,7 @@ def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
     """
     started = time.monotonic()  # on a busy machine, building the problem takes a part of the time
     fidelity = spec.control.fidelity
-    problem = build_problem(spec, dependencies.plugins, dependencies.workload)  # discovers, builds, predicts, prunes
+    problem = build_problem(spec, dependencies.plugins, dependencies.engine)  # discovers, builds, predicts, prunes
     require_feasible(problem)
     if fidelity == ESTIMATE:
         dependencies.open_store(problem)

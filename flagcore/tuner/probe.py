@@ -56,8 +56,8 @@ def probe(
     - `finish`: if it is false, the probe ends when a rank fails, and ranks that still run are dropped.
     """
     chosen_ranks = tuple(ranks) or ranks_to_probe(platform, candidate)
-    prober, task = probing(platform.workload), _engine_task(platform.task, candidate)
-    columns = platform.workload.columns(task, engine_candidate(platform.task, candidate).as_dict())
+    prober, task = probing(platform.engine), _engine_task(platform.task, candidate)
+    columns = platform.engine.columns(task, engine_candidate(platform.task, candidate).as_dict())
     predicted = {rank: prober.rank(task, columns, rank, platform.costs) for rank in chosen_ranks}
     results, waiting, running = dict[int, RankProbe](), [*chosen_ranks], list[_RunningRank]()
     deadline, places = time.monotonic() + limit.seconds, _places(platform, devices)
@@ -90,7 +90,7 @@ def ranks_to_probe(platform: Platform, candidate: Candidate) -> tuple[int, ...]:
     """Return the ranks that a probe of `candidate` runs by default."""
     task = platform.task
     engine = _engine_task(task, candidate)
-    return probing(platform.workload).probe_ranks(engine, engine_candidate(task, candidate), platform.costs)
+    return probing(platform.engine).probe_ranks(engine, engine_candidate(task, candidate), platform.costs)
 
 
 def _engine_task(task: Task, candidate: Candidate) -> Task:
@@ -118,7 +118,7 @@ def _planned(
     if not hosts and platform.devices and platform.support.visible_devices:  # the rank sees only its own device
         platform, device = with_selected_devices(platform, platform.devices[device : device + 1]), 0
     effects = effects_of(platform.task, candidate.as_dict())
-    planned = probing(platform.workload).probe_launch(
+    planned = probing(platform.engine).probe_launch(
         replace(platform, task=task_to_start(platform.task, effects)),
         engine_candidate(platform.task, candidate),
         rank,
@@ -142,11 +142,11 @@ def _outcome(each: _RunningRank, ended: Exit, platform: Platform, limit: TimeLim
     result, folder = replace(each.probe, duration_s=ended.duration_s), each.folder
     if ended.code == 0 and ended.ended_by is None:
         try:
-            measured = probing(platform.workload).read_probe(platform.task, folder)
+            measured = probing(platform.engine).read_probe(platform.task, folder)
         except FlagError as error:
             return replace(result, reason=str(error))
         return replace(result, state=TrialState.MEASURED, measured=measured)
-    patterns = (*platform.failure_patterns, *platform.workload.failure_patterns())
+    patterns = (*platform.failure_patterns, *platform.engine.failure_patterns())
     state, reason = failure(ended, folder, patterns, limit)
     return replace(result, state=state, reason=reason, inconclusive=ended.ended_by in INCONCLUSIVE)
 
@@ -163,7 +163,7 @@ def combine(prediction: Prediction, probe: Probe, platform: Platform) -> Predict
     The bubble is scaled with the `work_parts` of the engine. The memory is the maximum over the ranks, and so are the
     times. Without a measurement, these figures are unchanged. If a rank ran out of memory, the candidate does not fit.
     """
-    return _memory(_time(prediction, probe, probing(platform.workload).work_parts), probe, platform.costs.memory)
+    return _memory(_time(prediction, probe, probing(platform.engine).work_parts), probe, platform.costs.memory)
 
 
 def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:

@@ -72,7 +72,7 @@ def shorten(platform: Platform, candidate: Candidate, columns: Columns, step_s: 
     task, max_step = platform.task, platform.task.spec.control.max_step_time
     if max_step is None or step_s is None or step_s <= max_step:
         return None
-    engine = optional(platform.workload, Shortening)
+    engine = optional(platform.engine, Shortening)
     batch = engine.shorter_batch(task.for_engine(), engine_candidate(task, candidate), max_step / step_s)
     if batch is None:
         return None
@@ -168,9 +168,9 @@ class SmallerTask:
 
     @property
     def _replicas(self) -> str:
-        replicas = optional(self.whole.workload, Shortening).replicas
+        replicas = optional(self.whole.engine, Shortening).replicas
         if not replicas:
-            problem = f"is not supported by {self.whole.workload.name}"
+            problem = f"is not supported by {self.whole.engine.name}"
             raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix="leave it out")
         return replicas
 
@@ -180,8 +180,8 @@ class SmallerTask:
 
     @property
     def _rules_and_merges(self) -> tuple[tuple[Rule, ...], tuple[Merge, ...]]:
-        workload = self.whole.workload
-        return engine_legality(self.platform.task, workload.rules, workload.merges)
+        engine = self.whole.engine
+        return engine_legality(self.platform.task, engine.rules, engine.merges)
 
     def _fewer(self, columns: Columns) -> Columns:
         share, replicas = self._share, columns[self._replicas]

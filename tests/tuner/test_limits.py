@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import Fact
@@ -27,26 +27,26 @@ from flagcore.tuner.limits import (
 from flagcore.tuner.search_state import EXTRA_ROUNDS
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.learn import learn
-from tests import small
+from tests import tasks
 from tests.tuner.strategies.contexts import predictions, search_context, trial_of
 
-TASK = small.task(control=Control(train_iters=5))
+TASK = tasks.task(control=Control(train_iters=5))
 START = 300.0
 
 
 def planned(value: float = 10.0, high: float = 12.0, **extra: Any) -> Trial:
     predicted = {"step_time_s": {"value": value, "low": value / 2, "high": high}}
-    return small.trial(9, small.candidate(), None, state=TrialState.RUNNING, predicted=predicted, **extra)
+    return tasks.trial(9, tasks.candidate(), None, state=TrialState.RUNNING, predicted=predicted, **extra)
 
 
 def measured_trial(step: float, seconds: float, scaled_from: float | None = None) -> Trial:
-    done = small.trial(9, small.candidate(), step, predicted=planned().predicted, duration_s=seconds)
+    done = tasks.trial(9, tasks.candidate(), step, predicted=planned().predicted, duration_s=seconds)
     return replace(done, measurement=replace(done.measurement, scaled_from=scaled_from))
 
 
 def seconds(trial: Trial, *earlier: Trial, task: Task = TASK, launches: int = 1) -> float:
     trial = replace(trial, fidelity=RUN if launches == 1 else PROBE)
-    return time_limit(small.platform(task), trial, earlier, launches).seconds
+    return time_limit(tasks.platform(task), trial, earlier, launches).seconds
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def seconds(trial: Trial, *earlier: Trial, task: Task = TASK, launches: int = 1)
 def test_a_limit_is_the_setting_or_the_start_and_the_steps_and_names_its_origin(
     control: dict[str, float], step: dict[str, float] | None, seconds: float, words: list[str]
 ) -> None:
-    task = small.task(control=Control(train_iters=5, **control))
+    task = tasks.task(control=Control(train_iters=5, **control))
     trial = planned(**step) if step else replace(planned(), predicted={})
-    limit = time_limit(small.platform(task), trial, ())
+    limit = time_limit(tasks.platform(task), trial, ())
     assert limit.seconds == seconds
     assert all(each in limit.because for each in words)
 
@@ -97,12 +97,12 @@ def test_the_rest_of_the_run_is_the_limit_if_that_is_less() -> None:
 
 @pytest.mark.parametrize("max_time", [None, 100.0])
 def test_a_search_takes_at_most_its_limits(max_time: float | None) -> None:
-    task = small.task(control=Control(train_iters=5, max_trials=2, max_time=max_time, max_step_time=3.0))
-    predictions = WORKLOAD.predict(task, WORKLOAD.columns(task, {}), small.costs(task))
+    task = tasks.task(control=Control(train_iters=5, max_trials=2, max_time=max_time, max_step_time=3.0))
+    predictions = ENGINE.predict(task, ENGINE.columns(task, {}), tasks.costs(task))
     several = replace(predictions.take(np.zeros(3, dtype=np.int64)), step_time_s=np.array([1.0, 4.0, 9.0]))
     several = replace(several, high_s=several.step_time_s * 2)
-    space = replace(build(WORKLOAD.axes(task), (), ()), rows=np.arange(3))
-    found = search_time(small.problem(small.platform(task), space, several))
+    space = replace(build(ENGINE.axes(task), (), ()), rows=np.arange(3))
+    found = search_time(tasks.problem(tasks.platform(task), space, several))
     repeats = (1 + EXTRA_ROUNDS) * 2
     assert (found.trials, found.repeats) == (2, repeats)
     assert found.measuring_s == 5 * (1.0 + 3.0 + repeats * 4.0)
@@ -131,11 +131,11 @@ def after(*trials: Trial, rates: dict[str, float] | None = None, **control: Any)
     """A context whose trials have a limit of 100 fast steps each, on a chip with some rates."""
     context = search_context(KNOWN, trials)
     spec = replace(context.task.spec, control=Control(**{"max_time_per_task": 100 * FASTEST, **control}))
-    facts = {name: Fact(value=rate, source=small.SOURCE) for name, rate in (rates or {"bf16": 1e9}).items()}
+    facts = {name: Fact(value=rate, source=tasks.SOURCE) for name, rate in (rates or {"bf16": 1e9}).items()}
     group = context.task.cluster.groups[0]
     group = replace(group, chip=replace(group.chip, dense_flops_per_second=facts))
     task = replace(context.task, spec=spec, cluster=replace(context.task.cluster, groups=(group,)))
-    return replace(small.with_task(context, task), seconds_left=control.get("max_time"))
+    return replace(tasks.with_task(context, task), seconds_left=control.get("max_time"))
 
 
 def cut_short(row: int, times: float, **changes: Any) -> Trial:
@@ -168,7 +168,7 @@ def test_a_search_of_servers_ends_if_two_loads_had_too_little_time() -> None:
     def why(*trials: Trial) -> str | None:
         context = after(*trials)
         spec = replace(context.task.spec, work=ServeSpec(engine="vllm", loads=(Load(),)))
-        return why_no_trial(small.with_task(context, replace(context.task, spec=spec)))
+        return why_no_trial(tasks.with_task(context, replace(context.task, spec=spec)))
 
     longest, other = (cut_short(row, 20.0, reason=f"row {row}", duration_s=9.0 - row) for row in (0, 1))
     assert why(longest) is None

@@ -26,10 +26,10 @@ from flagcore.launchers.local import LAUNCHER
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.tuner.devices import parallel_probe_ranks
 from flagcore.tuner.probe import combine, probe
-from tests import small
+from tests import tasks
 
-TASK = small.task(devices=4)
-CANDIDATE = small.candidate(pipeline_model_parallel_size=4, data_parallel_size=1)
+TASK = tasks.task(devices=4)
+CANDIDATE = tasks.candidate(pipeline_model_parallel_size=4, data_parallel_size=1)
 RANKS = (0, 1, 2, 3)
 PROGRAM = """
 import json, os, sys, time
@@ -65,12 +65,12 @@ LIMIT = TimeLimit(seconds=60.0, because="a test")
 def play(
     folder: Path, part: Callable[[int], str], devices: int, on_rank: Callable[[int], object] = lambda rank: None
 ) -> tuple[Probe, Rehearsal]:
-    workload = Rehearsal(part)
+    engine = Rehearsal(part)
     found = probe(
-        small.platform(TASK, workload=workload), LAUNCHER, CANDIDATE, str(folder), LIMIT, RANKS, on_rank,
+        tasks.platform(TASK, engine=engine), LAUNCHER, CANDIDATE, str(folder), LIMIT, RANKS, on_rank,
         finish=False, devices=devices,
     )  # fmt: skip
-    return found, workload
+    return found, engine
 
 
 def have_ended(folder: Path, ranks: tuple[int, ...]) -> bool:
@@ -83,9 +83,9 @@ def have_ended(folder: Path, ranks: tuple[int, ...]) -> bool:
 
 
 def test_with_fewer_devices_than_ranks_a_rank_uses_the_first_free_device(tmp_path: Path) -> None:
-    found, workload = play(tmp_path, lambda rank: "4" if rank == 0 else "1", devices=2)
+    found, engine = play(tmp_path, lambda rank: "4" if rank == 0 else "1", devices=2)
     assert [rank.state for rank in found.ranks] == [TrialState.MEASURED] * 4
-    assert workload.devices == {0: 0, 1: 1, 2: 1, 3: 1}
+    assert engine.devices == {0: 0, 1: 1, 2: 1, 3: 1}
     first, *others = (rank.duration_s for rank in found.ranks)
     assert found.duration_s == pytest.approx(max(first, sum(others)))
 
@@ -112,7 +112,7 @@ def test_an_interrupt_ends_all_probes(tmp_path: Path) -> None:
 def test_probes_run_in_parallel_unless_devices_are_shared() -> None:
     first = tuple(Device(index=at, chip="test-chip", memory_bytes=1) for at in range(3))
     other = Device(index=3, chip="another", memory_bytes=1)
-    plain = small.platform(TASK, devices=(*first, other))
+    plain = tasks.platform(TASK, devices=(*first, other))
     assert parallel_probe_ranks(plain) == 3
     shared = EngineSupport(support=plain.support.support, shared_devices=True)
     assert parallel_probe_ranks(replace(plain, support=shared)) == 1
@@ -130,13 +130,13 @@ def test_ranks_run_on_separate_hosts_and_a_lost_host_proves_nothing(tmp_path: Pa
         launcher = HostsLauncher(name="shell", channel=channel)
         program = f"open({str(tmp_path / 'metrics')!r}); open('metrics.json', 'w').write({json.dumps(METRICS)!r})"
         (tmp_path / "metrics").touch()
-        workload = Rehearsal(lambda rank: program)
-        workload.probe_launch = lambda platform, candidate, rank, folder, device=0: Launch(  # type: ignore[method-assign]
+        engine = Rehearsal(lambda rank: program)
+        engine.probe_launch = lambda platform, candidate, rank, folder, device=0: Launch(  # type: ignore[method-assign]
             argv=(sys.executable, "-c", program), folder=folder
         )
         folder = str(tmp_path / hosts[-1])
         return probe(
-            small.platform(task, workload=workload),
+            tasks.platform(task, engine=engine),
             launcher,
             CANDIDATE,
             folder,
@@ -154,10 +154,10 @@ def test_ranks_run_on_separate_hosts_and_a_lost_host_proves_nothing(tmp_path: Pa
 
 
 MEMORY = PlainMemory(capacity=80e9, context_bytes=1e9, fragmentation=0.1)
-PLATFORM = small.platform(TASK, costs=replace(small.costs(TASK), memory=MEMORY))
+PLATFORM = tasks.platform(TASK, costs=replace(tasks.costs(TASK), memory=MEMORY))
 PARTS = {"compute_s": 2.0, "tp_comm_s": 0.5, "pp_bubble_s": 1.0, "pp_comm_s": 0.1, "dp_comm_exposed_s": 0.2}
 PREDICTED = replace(
-    small.prediction(45e9, 80e9, **PARTS, optimizer_s=0.2),
+    tasks.prediction(45e9, 80e9, **PARTS, optimizer_s=0.2),
     low_s=3.0,
     high_s=6.0,
     peak_allocated_bytes=40e9,

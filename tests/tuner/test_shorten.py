@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD, Megatron
+from flagcore_megatron.adapter import ENGINE, Megatron
 
 from flagcore.contracts import Costs
 from flagcore.domain.launch import Exit, Launch
@@ -19,11 +19,11 @@ from flagcore.domain.trial import Measurement, Shortened, Trial, TrialState
 from flagcore.report.result import result
 from flagcore.tuner.shorten import FIXED_FACTOR, UNMODELLED_SHARE, scale_nodes, scale_steps, shorten
 from flagcore.tuner.stages.predict import predict_columns
-from tests import small
+from tests import tasks
 from tests.tuner.benches import Ended, sizes_of, write_steps
 from tests.tuner.test_loop_limits import BusyBench, OnTwoHosts, Player, batch_of, seconds
 
-LONG = small.task(global_batch_size=512, control=Control(max_step_time=60.0))
+LONG = tasks.task(global_batch_size=512, control=Control(max_step_time=60.0))
 
 
 class Linear(Megatron):
@@ -38,9 +38,9 @@ class Linear(Megatron):
 
 
 def shortened(task: Task, step_s: float | None, engine: Linear, **values: KnobValue) -> Shortened | None:
-    candidate = small.candidate(**values)
-    columns = WORKLOAD.columns(task, candidate.as_dict())
-    return shorten(small.platform(task, workload=engine), candidate, columns, step_s)
+    candidate = tasks.candidate(**values)
+    columns = ENGINE.columns(task, candidate.as_dict())
+    return shorten(tasks.platform(task, engine=engine), candidate, columns, step_s)
 
 
 def test_a_long_step_runs_fewer_micro_batches_and_is_scaled_by_the_model() -> None:
@@ -64,7 +64,7 @@ def test_the_interval_covers_half_and_twice_the_fixed_part() -> None:
     ("most", "step"), [(None, 1e4), (60.0, 59.0), (60.0, None)], ids=["off", "short enough", "unknown"]
 )
 def test_other_steps_run_whole(most: float | None, step: float | None) -> None:
-    task = small.task(global_batch_size=512, control=Control(max_step_time=most))
+    task = tasks.task(global_batch_size=512, control=Control(max_step_time=most))
     assert shortened(task, step, Linear()) is None
 
 
@@ -87,16 +87,16 @@ def test_steps_run_whole_if_the_model_predicts_no_time_or_no_gain() -> None:
 def test_the_pipeline_is_filled_and_the_batch_is_legal(
     data: int, pipeline: int, micro: int, share: float, batch: int | None
 ) -> None:
-    candidate = small.candidate(data_parallel_size=data, pipeline_model_parallel_size=pipeline, micro_batch_size=micro)
-    assert WORKLOAD.shorter_batch(LONG, candidate, share) == batch
+    candidate = tasks.candidate(data_parallel_size=data, pipeline_model_parallel_size=pipeline, micro_batch_size=micro)
+    assert ENGINE.shorter_batch(LONG, candidate, share) == batch
 
 
 def test_the_model_scales_only_parts_that_grow_with_the_batch() -> None:
-    task = small.task(global_batch_size=512, devices=4)
-    columns = WORKLOAD.columns(task, {"data_parallel_size": 2, "pipeline_model_parallel_size": 2})
+    task = tasks.task(global_batch_size=512, devices=4)
+    columns = ENGINE.columns(task, {"data_parallel_size": 2, "pipeline_model_parallel_size": 2})
 
     def predicted(some: Task) -> float:
-        return float(predict_columns(small.platform(some), columns).step_time_s[0])
+        return float(predict_columns(tasks.platform(some), columns).step_time_s[0])
 
     short = scale_steps(16, 512, predicted(task.with_batch(16)), predicted(task))
     assert 8.0 < short.low <= short.scale <= short.high < 32.0

@@ -17,7 +17,7 @@ from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.tuner.store.directory import RunDirectory
 from flagcore.tuner.store.trials import OptunaStore, stored_trials
-from tests import small
+from tests import tasks
 
 CHOICES: dict[str, tuple[KnobValue, ...]] = {
     "micro_batch_size": (1, 2, 4, 8),
@@ -274,7 +274,7 @@ def _write_to_full_disk(path: Path) -> None:
     trial_store = store(path)
     (path / "journal.log").unlink()
     (path / "journal.log").symlink_to("/dev/full")
-    trial_store.begin(planned(small.candidate()))
+    trial_store.begin(planned(tasks.candidate()))
 
 
 def test_an_identity_with_a_secret_is_readable_only_by_its_owner(locked_folder: RunDirectory) -> None:

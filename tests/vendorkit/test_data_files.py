@@ -13,7 +13,7 @@ from flagcore.domain.knob import in_versions
 from flagcore.errors import SpecError
 from flagcore.vendorkit.chip_file import load_chips, read_chip
 from flagcore.vendorkit.engines import Variable, all_knobs, read_engines, read_maturity, read_quirks, read_variables
-from tests import small
+from tests import tasks
 
 READERS: dict[str, Any] = {
     "engines": read_engines,
@@ -167,7 +167,7 @@ VARIABLE = Variable(name="X", value="1", meaning="?", source=Source(kind="publis
 
 
 def test_multi_node_variables_are_not_set_on_one_node() -> None:
-    one = small.task()
+    one = tasks.task()
     two = replace(one, cluster=replace(one.cluster, groups=(replace(one.cluster.groups[0], nodes=2),)))
     several = replace(VARIABLE, several_nodes=True)
     assert [several.applies_to(task) for task in (None, one, two)] == [False, False, True]
@@ -175,8 +175,8 @@ def test_multi_node_variables_are_not_set_on_one_node() -> None:
 
 def test_a_variable_is_left_out_with_a_conflicting_setting() -> None:
     limited = replace(VARIABLE, unless="use_megatron_fsdp")
-    assert limited.applies_to(small.task())
-    assert not limited.applies_to(small.task(settings={"use_megatron_fsdp": True}))
+    assert limited.applies_to(tasks.task())
+    assert not limited.applies_to(tasks.task(settings={"use_megatron_fsdp": True}))
 
 
 @pytest.mark.parametrize(

@@ -322,7 +322,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD = ServingEngine(
+ENGINE = ServingEngine(
     name="llamacpp",
     where="flagcore_llamacpp.reports:REPORTS",
     program=PROGRAM,

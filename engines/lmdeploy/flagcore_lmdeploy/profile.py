@@ -120,7 +120,7 @@ def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
     return uneven
 
 
-WORKLOAD = ServingEngine(
+ENGINE = ServingEngine(
     name="lmdeploy",
     where="flagcore_lmdeploy:REPORTS",
     program=PROGRAM,

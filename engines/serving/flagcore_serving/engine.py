@@ -1,4 +1,4 @@
-"""Serving engines as workloads of the core.
+"""Serving engines as the core knows them.
 
 Job records of published runs omit some settings. They are filled in as follows:
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_megatron.command.user_command import parse
+from flagcore_training.commands import parse
 
 from flagcore.contracts import Costs, Engine
 from flagcore.contracts.capabilities import Commands

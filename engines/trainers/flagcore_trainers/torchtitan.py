@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_megatron.command.user_command import parse
+from flagcore_training.commands import parse
 
 from flagcore.contracts import Costs, Engine, Platform
 from flagcore.contracts.capabilities import Commands
@@ -40,14 +40,7 @@ from flagcore_trainers.fully_shard import (
 )
 from flagcore_trainers.fully_shard import predict as fully_shard
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
-from flagcore_trainers.importing import (
-    CONFIG_FILE,
-    Imported,
-    option,
-    read_toml,
-    spec_of_torchtitan,
-    starts_torchtitan,
-)
+from flagcore_trainers.importing import CONFIG_FILE, Imported, option, read_toml, spec_of_torchtitan, starts_torchtitan
 from flagcore_trainers.trainer import Trainer
 
 CHECKPOINTING = "activation-checkpoint:"

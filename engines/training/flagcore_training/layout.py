@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -29,11 +29,6 @@ class ArrayRecord:
 
     def __getitem__(self: R, rows: slice | IntArray) -> R:
         return type(self)(**{name: _rows(getattr(self, name), rows) for name in self.__dataclass_fields__})
-
-    def or_else(self: R, other: R, rows: BoolArray) -> R:
-        """Return a copy of this record in which the elements selected by `rows` are those of `other`."""
-        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
-        return type(self)(**{name: np.where(rows.reshape(-1, *[1] * (a.ndim - 1)), b, a) for name, a, b in pairs})
 
 
 def _rows(values: Any, rows: slice | IntArray) -> Any:
@@ -205,6 +200,9 @@ class Layout(ArrayRecord):
 
     If each node group has whole replicas, `data` is the number of replicas in all groups, and `here` contains the
     number of replicas in this layout's group.
+
+    `sharded_optimizer` may be a column of all its values, of the shape (values, 1). What depends on it then has the
+    shape (values, candidates).
     """
 
     data: FloatArray
@@ -226,6 +224,17 @@ class Layout(ArrayRecord):
     split: FloatArray
     further: tuple[Mesh, ...] = ()
     here: tuple[FloatArray, ...] = ()
+
+    def __getitem__(self, rows: slice | IntArray) -> Layout:
+        if self.sharded_optimizer.ndim == 1:
+            return ArrayRecord.__getitem__(self, rows)
+        part = ArrayRecord.__getitem__(replace(self, sharded_optimizer=self.data), rows)
+        return replace(part, sharded_optimizer=self.sharded_optimizer)
+
+    def sharing(self) -> tuple[IntArray, IntArray]:
+        """Find the candidates that differ in more than `sharded_optimizer`, as `distinct` does, on one node group."""
+        others = set(self.__dataclass_fields__) - {"sharded_optimizer", "further", "here"}
+        return distinct([*(getattr(self, name) for name in sorted(others)), *self.here])
 
     def tokens(self, sequence: int) -> FloatArray:
         """Return the number of tokens of one micro-batch that a tensor-parallel group processes."""
@@ -293,19 +302,21 @@ class Mesh(ArrayRecord):
     layout: Layout
 
 
-def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
-    """Find the distinct rows of integer columns.
+def distinct(columns: Sequence[FloatArray | IntArray | BoolArray]) -> tuple[IntArray, IntArray]:
+    """Find the distinct rows of columns of integers, none of which is negative.
 
     Returns two arrays: the index of the first occurrence of each distinct row, and, for each row, the index of its
     distinct row in the first array.
     """
-    key = np.zeros(columns[0].shape, dtype=np.int64)
+    key, size = np.zeros(columns[0].shape, dtype=np.int64), 1
     for column in columns:
-        values = column.astype(np.int64)
-        value_count = int(values.max(initial=0)) + 1
-        if int(key.max(initial=0)) * value_count >= 1 << 62:
+        value_count = int(column.max(initial=0)) + 1
+        if value_count == 1:
+            continue
+        if size * value_count >= 1 << 62:
             key = np.unique(key, return_inverse=True)[1]
-        key = key * value_count + values
+            size = int(key.max(initial=0)) + 1
+        key, size = key * value_count + column.astype(np.int64), size * value_count
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     return first, inverse
 
@@ -315,7 +326,7 @@ def pick(indices: IntArray, values: Sequence[T]) -> T:
 
     It is faster than `numpy.choose` and does not limit the number of arrays.
     """
-    return _picked(indices * indices.size + np.arange(indices.size), values)
+    return _picked(indices * indices.size + np.arange(indices.size).reshape(indices.shape), values)
 
 
 def _picked(places: IntArray, values: Sequence[T]) -> T:

@@ -81,7 +81,7 @@ class _Monitor:
 
     def outcome(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
         """Wait until the trial ends, or stop it, and return it with its outcome."""
-        readings, reports = Readings(self.platform), optional(self.platform.workload, Steps)
+        readings, reports = Readings(self.platform), optional(self.platform.engine, Steps)
         progress = reports.progress(self.platform.task, self.folder)
         step_limit = reports.step_limit(self.platform.task)
         start, warmup, steps_to_run = time.monotonic(), self.control.warmup_iters, step_limit
@@ -161,7 +161,7 @@ class _Monitor:
     def _measurement(self, *, partial: bool) -> Measurement:
         """Read the measurement, and scale it to whole steps if the steps were shortened. Raises FlagError."""
         task, trial = self.platform.task.for_engine(), self.trial
-        measured = self.platform.workload.read(task, trial.candidate, self.folder, partial=partial)
+        measured = self.platform.engine.read(task, trial.candidate, self.folder, partial=partial)
         partial = partial or measured.partial
         return replace(trial.shortened.scaled(measured) if trial.shortened else measured, partial=partial)
 
@@ -199,7 +199,7 @@ class _Monitor:
 
     @property
     def _failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return (*self.platform.failure_patterns, *self.platform.workload.failure_patterns())
+        return (*self.platform.failure_patterns, *self.platform.engine.failure_patterns())
 
     def _checked(self, measured: Measurement) -> Trial:
         """Return the trial as measured, or as failed if its measurement is invalid."""

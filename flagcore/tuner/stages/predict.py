@@ -88,13 +88,13 @@ def _received(connection: Connection | None) -> Predictions | None:
 
 def predict_columns(platform: Platform, columns: Columns) -> Predictions:
     """Return the predictions for all rows of `columns`: the engine's, with the effects of the task's knobs."""
-    task, workload, costs = platform.task, platform.workload, platform.costs
+    task, engine, costs = platform.task, platform.engine, platform.costs
     parts, order = [], []
     for effects, group_columns, rows in rows_by_effects(task, columns):
-        parts.append(scaled(workload.predict(task.for_engine(effects), group_columns, costs), effects))
+        parts.append(scaled(engine.predict(task.for_engine(effects), group_columns, costs), effects))
         order.append(rows)
     if len(parts) <= 1:
-        return parts[0] if parts else workload.predict(task.for_engine(), columns, costs)
+        return parts[0] if parts else engine.predict(task.for_engine(), columns, costs)
     original_order: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
     return Predictions.join(parts).take(original_order)
 
@@ -104,7 +104,7 @@ def predict_components(platform: Platform, columns: Columns, stages: IntArray) -
 
     `stages`: for each row, the pipeline stage whose metrics are returned. Factors of knobs' effects are not applied.
     """
-    details = optional(platform.workload, Details)
+    details = optional(platform.engine, Details)
     figures_by_component: dict[str, dict[str, FloatArray]] = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
         task = platform.task.for_engine(effects)
@@ -117,7 +117,7 @@ def predict_components(platform: Platform, columns: Columns, stages: IntArray) -
 
 def predict_stage_layers(platform: Platform, columns: Columns) -> dict[int, Sequence[int]]:
     """Return the number of layers of each pipeline stage, by row, for rows whose layer split the engine chooses."""
-    details, layers_by_row = optional(platform.workload, Details), {}
+    details, layers_by_row = optional(platform.engine, Details), {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
         layers = details.stage_layers(platform.task.for_engine(effects), group_columns, platform.costs)
         layers_by_row.update({int(row): each for row, each in zip(rows, layers, strict=False) if each})

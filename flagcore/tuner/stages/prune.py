@@ -87,7 +87,7 @@ def _by_trial(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool) -
     removed, too.
     """
     order, predictions, rows, space = (
-        optional(problem.workload, Pruning),
+        optional(problem.engine, Pruning),
         problem.predictions,
         pruned.open_rows,
         problem.space,

@@ -28,8 +28,8 @@ from flagcore.tuner.learning.trials import (
     observed_times,
 )
 from flagcore.tuner.strategies.learned import MAX_GAIN, STRATEGY, believed
-from tests import small as made_up
-from tests.tuner.strategies.contexts import SPACE, TASK, WORKLOAD, distorted, predictions, search_context, trial_of
+from tests import tasks as made_up
+from tests.tuner.strategies.contexts import ENGINE, SPACE, TASK, distorted, predictions, search_context, trial_of
 
 KNOWN = predictions()
 
@@ -324,8 +324,8 @@ def known() -> Predictions:
 
 def under_limits(trials: Sequence[Trial] = ()) -> SearchContext:
     seen = search_context(known(), trials)
-    engine = SimpleNamespace(sizes=lambda task, columns: WORKLOAD.sizes(TASK, columns))
-    return made_up.with_task(seen, replace(TASK, spec=replace(TASK.spec, work=WORK)), workload=engine)
+    engine = SimpleNamespace(sizes=lambda task, columns: ENGINE.sizes(TASK, columns))
+    return made_up.with_task(seen, replace(TASK, spec=replace(TASK.spec, work=WORK)), engine=engine)
 
 
 def measured(row: int, number: int, times: float) -> Trial:

@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from flagcore_training.commands import TORCHRUN_SWITCHES, UserCommand
+
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote, SettingValue, Spec
 from flagcore.errors import SpecError, join_errors
@@ -17,14 +19,6 @@ from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import load_json
 from flagcore.spec.public import public_models, public_name
 from flagcore.spec.script import UNSET
-from flagcore_megatron.command.arguments import Argument, ArgumentSpec, release_table
-from flagcore_megatron.command.user_command import (
-    TORCHRUN_SWITCHES,
-    UserCommand,
-    detected_release,
-    parse_settings,
-    read_command,
-)
 from flagcore_megatron.importing.arguments import (
     SIZES,
     TABLES,
@@ -34,9 +28,12 @@ from flagcore_megatron.importing.arguments import (
     options,
     shape,
 )
-from flagcore_megatron.layers.split import EXPERT_TENSOR, TP
-from flagcore_megatron.layers.stages import VIRTUAL_STAGES
+from flagcore_megatron.program.arguments import Argument, ArgumentSpec, release_table
+from flagcore_megatron.program.user_command import detected_release, read_command
+from flagcore_megatron.space.flags import parse_settings
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS, in_space
+from flagcore_megatron.space.split import EXPERT_TENSOR, TP
+from flagcore_megatron.space.stages import VIRTUAL_STAGES
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:

@@ -22,10 +22,10 @@ from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import KnobValue, Space
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.domain.trial import TrialState
-from flagcore.plugins import workload
+from flagcore.plugins import find_engine
 from flagcore.tuner.stages.build import build, canonical
-from tests import served
-from tests.small import CHIP, DENSE, SOURCE
+from tests import serving_inputs
+from tests.tasks import CHIP, DENSE, SOURCE
 
 SHARED = Link(name="loopback", topology="shared-memory", bytes_per_second=Fact(value=2e9, source=SOURCE))
 CORE = replace(CHIP, name="core", link=SHARED, memory_bytes=Fact(value=8e9, source=SOURCE))
@@ -73,7 +73,7 @@ def planned(engine: str, **arguments: Any) -> Task:
 
 def engine_of(name: str) -> ServingEngine:
     """The engine with a name."""
-    found = workload(name)
+    found = find_engine(name)
     assert isinstance(found, ServingEngine)
     return found
 
@@ -98,7 +98,7 @@ def failure(engine: ServingEngine, log: str) -> tuple[TrialState, str]:
 
 def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds | None = None) -> Predictions:
     """What the task's engine is predicted to do with settings."""
-    engine: Any = workload(task.spec.serve.engine)
+    engine: Any = find_engine(task.spec.serve.engine)
     overheads = engine.overheads_for(task, on_host=costs.synchronous)
     return predict_engine(task, settings, costs, overheads, untested=bool(engine.untested), kinds=kinds)
 
@@ -106,13 +106,13 @@ def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds |
 def figures(task: Task, **values: KnobValue) -> dict[str, float]:
     """The predicted metrics of a candidate: the engine's defaults but for `values`."""
     engine = engine_of(task.spec.serve.engine)
-    found = engine.predict(task, row(engine, task, **values), served.costs()).figures
+    found = engine.predict(task, row(engine, task, **values), serving_inputs.costs()).figures
     return {name: column.item() for name, column in found.items()}
 
 
 def published(task: Task, values: Mapping[str, str]) -> tuple[Task, dict[str, KnobValue]]:
     """A job record of the task's engine, completed."""
-    return workload(task.spec.serve.engine).published(task, values, "")[:2]
+    return find_engine(task.spec.serve.engine).published(task, values, "")[:2]
 
 
 def space_of(engine: ServingEngine, task: Task) -> Space:

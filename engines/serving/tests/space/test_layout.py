@@ -3,18 +3,18 @@
 from dataclasses import replace
 
 import pytest
-from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.space.knobs import DEFAULT_SPACE
-from flagcore_sglang.profile import WORKLOAD as SGLANG
-from flagcore_vllm.profile import WORKLOAD as VLLM
+from flagcore_sglang.profile import ENGINE as SGLANG
+from flagcore_vllm.profile import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving, space_of
 from flagcore.domain.model import Model
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.tuner.stages.build import build
-from tests.small import DENSE, costs
+from tests.tasks import DENSE, costs
 
 ALL = pytest.mark.parametrize("engine", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)
 GIB = 2**30

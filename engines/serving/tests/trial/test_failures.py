@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP_ENGINE
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP_ENGINE
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.trial import failures
 from flagcore_serving.trial.failures import PATTERNS, TrialFailure, first_error, log_text, server_failure
-from flagcore_sglang.profile import WORKLOAD as SGLANG_ENGINE
-from flagcore_vllm.profile import WORKLOAD as VLLM_ENGINE
+from flagcore_sglang.profile import ENGINE as SGLANG_ENGINE
+from flagcore_vllm.profile import ENGINE as VLLM_ENGINE
 
 from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, classify
 from flagcore.domain.trial import TrialState

@@ -12,7 +12,7 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import FloatArray
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import KINDS, CollectiveTable, Curve
-from flagcore.plugins import workload
+from flagcore.plugins import find_engine
 from flagcore.tuner.stages.discover import costs as costs_of
 from flagcore.vendorkit.chip_file import shared_costs
 from flagcore_testing import fakes
@@ -115,7 +115,7 @@ def memory_budget_is_respected(plugin: Subject) -> Problems:
 
 @check("find the part of the memory model that shrinks as its argument grows")
 def larger_micro_batches_need_more_memory(plugin: Subject) -> Problems:
-    engine = workload("megatron")
+    engine = find_engine("megatron")
     for task in map(task_on, plugin.own_chips()):
         costs = costs_of(task.cluster, plugin.loaded, "megatron")
         rows = [engine.columns(task, {"micro_batch_size": 2**power}) for power in range(4)]

@@ -190,7 +190,7 @@ def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> b
         write(run_dir / INSIGHT, json.dumps(insight_data, ensure_ascii=False) + "\n")
         context: dict[str, Any] = {
             "knobs": ending.plan.knobs,
-            "labels": optional(ending.problem.workload, Details).labels,
+            "labels": optional(ending.problem.engine, Details).labels,
         }
         return as_html(page(_redacted(data, insight_data, run_dir, run_dir, **context)))
 
@@ -298,14 +298,14 @@ def insight(problem: Problem, best: Candidate | None) -> dict[str, Any]:
 
 def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
     """Return the memory of the first device of each pipeline stage, split into components if the engine has them."""
-    columns, costs, workload = problem.space.columns(np.array([row])), problem.platform.costs, problem.workload
+    columns, costs, engine = problem.space.columns(np.array([row])), problem.platform.costs, problem.engine
     task = problem.task.for_engine(effects_of_row(problem.task, columns))
     stages = list[dict[str, Any]]()
-    if not isinstance(workload, Probes):
+    if not isinstance(engine, Probes):
         return stages
-    for stage, first in enumerate(workload.stage_ranks(task, columns)):
-        parts = optional(workload, Details).components(task, columns, np.array([stage]), costs)
-        rank = workload.rank(task, columns, first, costs)
+    for stage, first in enumerate(engine.stage_ranks(task, columns)):
+        parts = optional(engine, Details).components(task, columns, np.array([stage]), costs)
+        rank = engine.rank(task, columns, first, costs)
         levels = in_gib({name: getattr(rank, name) for name in MEMORY if name != "activation_bytes"})
         components = {name: in_gib(part) for name, part in components_of_row(parts, 0).items()}
         stages.append({"stage": stage, "rank": rank.rank, **levels, "components": components})
@@ -315,7 +315,7 @@ def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
 def _pipelines(problem: Problem, row: int) -> list[dict[str, Any]]:
     task, columns = problem.task, problem.space.columns(np.array([row]))
     task_as_set = task.for_engine(effects_of_row(task, columns))
-    pipelines = optional(problem.workload, Details).pipelines(task_as_set, columns, problem.platform.costs)
+    pipelines = optional(problem.engine, Details).pipelines(task_as_set, columns, problem.platform.costs)
     is_one_stage = len(task.cluster.groups) < 2 and all(len(each.forward_s) < 2 for each in pipelines)
     return [] if is_one_stage else [asdict(each) for each in pipelines]
 

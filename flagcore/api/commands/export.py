@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
-from flagcore.api.explaining.subject import columns_of, named_columns
 from flagcore.api.inputs import LoadedSpec, with_settings
+from flagcore.api.outcome import require_startable
 from flagcore.api.snapshot import Snapshot, load_snapshot
-from flagcore.api.tuning.export import require_startable
+from flagcore.api.subject import columns_of, named_columns
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
 from flagcore.contracts.capabilities import Servers, optional
 from flagcore.contracts.exchange import ANY_HOST
@@ -131,10 +131,10 @@ def export_targets(engine: str | None = None) -> tuple[str, ...]:
 
 def _exporters(engine: str | None) -> dict[str, Exporter | None]:
     """Return the exporters that can be loaded by target. None is that of an engine: its target is a start script."""
-    names = (engine,) if engine else plugins.names(plugins.WORKLOADS)
+    names = (engine,) if engine else plugins.names(plugins.ENGINES)
     loads: list[Callable[[], object]] = [partial(plugins.launcher, name) for name in plugins.names(plugins.LAUNCHERS)]
     loads += [partial(plugins.importer, name) for name in plugins.names(plugins.IMPORTERS)]
-    loads += [partial(plugins.workload, name) for name in names]
+    loads += [partial(plugins.find_engine, name) for name in names]
     result: dict[str, Exporter | None] = dict.fromkeys(names)
     for load in loads:
         with suppress(FlagError):
@@ -164,13 +164,13 @@ def _job(
     options: Mapping[str, str],
 ) -> ExportJob:
     """Return the job of a candidate, or of one instance of its server if the exporter starts all instances."""
-    engine: object = snapshot.problem.workload
+    engine: object = snapshot.problem.engine
     platform = snapshot.problem.platform
     platform = platform if exporter is None or exporter is engine else without_local_devices(platform)
     platform = _elsewhere(platform, exporter, engine)
     comments = _comments(snapshot, candidate)
     make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
-    single_server, replicas, servers_of = candidate, 1, optional(snapshot.problem.workload, Servers)
+    single_server, replicas, servers_of = candidate, 1, optional(snapshot.problem.engine, Servers)
     if exporter is not None and exporter.per_server:
         if servers := servers_of.groups(platform, candidate, name):
             groups = tuple(replace(each, launch=prepared_launch(platform, each.launch)) for each in servers.groups)

@@ -12,26 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flagcore import plugins
+from flagcore.api.commands.host_report import host_check
+from flagcore.api.commands.report import save_report, save_report_of_engines
 from flagcore.api.inputs import (
     RUNS,
+    LoadedSpec,
     SpecLike,
     changed_spec,
+    check_spec,
     fixed_task,
     loaded_plugins,
-    parsed,
+    read_spec,
     spec_data,
-    validate_engines,
     warn,
     warn_about_problem,
     with_absolute_paths,
     with_fidelity,
     write_spec,
 )
-from flagcore.api.managing.host_report import host_check
-from flagcore.api.managing.report import save_report, save_report_of_engines
-from flagcore.api.planning.jobs import past_of_problem
-from flagcore.api.tuning.export import Outcome, save
-from flagcore.api.tuning.watch import Watchers
+from flagcore.api.jobs import past_of_problem
+from flagcore.api.outcome import Outcome, save
+from flagcore.api.watch import Watchers
 from flagcore.contracts import Event, OnEvent, Problem, Telemetry
 from flagcore.contracts.capabilities import Advice, Installation, optional, probing
 from flagcore.domain.chip import Device
@@ -91,7 +92,7 @@ def tune(
 
     if len(engines) < 2:
         return tune_one(data, directory)
-    validate_engines(data, file=file, base=file.parent, without=without)
+    check_spec(LoadedSpec(file, data), without)
     outcome = each_engine(with_absolute_paths(data, file.parent), engines, directory, tune_one)
     return replace(outcome, reported=save_report_of_engines(directory))
 
@@ -109,10 +110,10 @@ class _EngineRun:
         storage: str | None,
         watch: Collection[str],
     ) -> None:
-        spec = parsed(data, file=str(file), base=file.parent, without=without)
+        spec = read_spec(LoadedSpec(file, data), without=without)
         self.spec, self.data, self.base = spec, data, file.parent
         self.new, self.without, self.storage = new, without, storage
-        self.workload = plugins.workload_of(spec.work)
+        self.engine = plugins.engine_of(spec.work)
         self.launcher, self.strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
         self.directory, self.experience, self.name = RunDirectory(run_dir), Experience.of_user(), ""
         self.watchers = Watchers(watch)
@@ -131,15 +132,15 @@ class _EngineRun:
             self.launcher.require_hosts(self.spec.cluster.hosts)
         fidelity = self.spec.control.fidelity
         if fidelity == RUN:
-            self.workload.ready(self.spec.on_nodes(self.spec.trial_nodes))
+            self.engine.ready(self.spec.on_nodes(self.spec.trial_nodes))
         if fidelity == PROBE or (fidelity == RUN and self.spec.control.probes):
-            probing(self.workload).ready_to_probe(self.spec)
+            probing(self.engine).ready_to_probe(self.spec)
         with self.watchers, ExitStack() as agents, loaded_plugins(self.without) as loaded:
             if self.spec.on_each_host and runs:
                 loaded.use_devices(*self._use_hosts(agents))
             dependencies = Dependencies(
                 plugins=loaded,
-                workload=self.workload,
+                engine=self.engine,
                 launcher=self.launcher,
                 strategy=self.strategy,
                 open_store=self._open_store,
@@ -209,8 +210,8 @@ class _EngineRun:
         warn(filter(None, [problem.platform.precision_reason]))
         if self.spec.control.fidelity == RUN:
             warn(filter(None, [crowded_baseline_text(problem)]))
-            warn(optional(self.workload, Advice).command_changes(problem.platform, problem.baseline))
-        warn(optional(self.workload, Installation).installation_notes(problem.platform))
+            warn(optional(self.engine, Advice).command_changes(problem.platform, problem.baseline))
+        warn(optional(self.engine, Installation).installation_notes(problem.platform))
         fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage, "network": self.network}
         self.name = directory.claim(fixed_task(self.data, problem), fixed_fields)
         choices, objective = problem.space.choices, self.spec.objective

@@ -25,8 +25,6 @@ from flagcore.domain.chip import (
 )
 from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import N_, _
-from flagcore.spec.huggingface import context_of, model_of_config
-from flagcore.spec.public import public_models
 from flagcore.vendorkit.engines import read_maturity
 from flagcore.vendorkit.machine import import_problem
 
@@ -81,28 +79,6 @@ def _maturity(plugin: plugins.Plugin) -> dict[str, Any] | None:
     return None
 
 
-def public_model_table(words: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return one record per public model whose name contains all words, in any case: its shape, context and weights.
-
-    `context` is None if it is not known.
-    """
-    records = list[dict[str, Any]]()
-    for name, config in public_models().items():
-        if all(word.lower() in name.lower() for word in words):
-            model = model_of_config(config, name=name, file="")
-            records.append(
-                {
-                    "model": name,
-                    "layers": model.num_layers,
-                    "hidden": model.hidden_size,
-                    "experts": model.num_moe_experts,
-                    "context": context_of(config),
-                    "weights": config.get("weights", "bf16"),
-                }
-            )
-    return records
-
-
 def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return one record per chip of the plugins, with its aliases and facts. Unknown facts are None."""
     with loaded_plugins(without) as loaded:
@@ -122,7 +98,7 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
     with loaded_plugins(()) as loaded:
         chip_by_name = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
         chips_by_name = {name: loaded.measured_chip(chip) if measure else chip for name, chip in chip_by_name.items()}
-        for name in plugins.names(plugins.WORKLOADS):
+        for name in plugins.names(plugins.ENGINES):
             records += _engine(name, loaded, tuple(chips_by_name.values()))
         records += _support(loaded, tuple(chips_by_name.values()))
     for plugin in plugin_table():
@@ -138,7 +114,7 @@ def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> 
     """Yield one record per module that an engine needs. The fix names the vendor's build for `chips`, or the extra of
     flagcore if no vendor has one."""
     try:
-        engine = plugins.workload(name)
+        engine = plugins.find_engine(name)
     except FlagError as error:
         yield _record(name, _("engine"), None, str(error))
         return
@@ -155,10 +131,10 @@ def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[d
         if rates := _rates_text(chip):
             yield _record(chip.name, _("rates of matrix products"), rates, "")
         preload: dict[tuple[str, ...], str] = {}
-        for engine in plugins.names(plugins.WORKLOADS):
+        for engine in plugins.names(plugins.ENGINES):
             answer, reason = loaded.engine_support(chip, engine), ""
             with suppress(FlagError):
-                reason = plugins.workload(engine).untested
+                reason = plugins.find_engine(engine).untested
             if answer.support is Support.UNKNOWN:
                 reason = answer.reason
             purpose, fix = _("engine {name} on this chip", name=engine), f"{answer.support.value}: {answer.reason}"

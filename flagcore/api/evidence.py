@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.planning.jobs import predict_records
+from flagcore.api.jobs import predict_records
 from flagcore.contracts import Engine, Problem
 from flagcore.contracts.capabilities import Shortening, optional, records_of
 from flagcore.domain.prediction import Prediction
@@ -71,13 +71,13 @@ def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[s
 
 def predicted_like(problem: Problem, job: Job) -> Prediction | None:
     """Return the prediction with the layout and all settings of a published job, or None if they are illegal."""
-    train, workload = problem.task.spec.train, problem.workload
+    train, engine = problem.task.spec.train, problem.engine
     lengths = {key: getattr(train, key) for key in ("seq_length", "global_batch_size", "precision")}
-    values = {key: value for key, value in job.candidate.items() if key != optional(workload, Shortening).replicas}
+    values = {key: value for key, value in job.candidate.items() if key != optional(engine, Shortening).replicas}
     with suppress(FlagError):
         task = replace(problem.task, spec=replace(problem.task.spec, work=replace(job.work, **lengths)), knobs=())
-        task, values, _noted = records_of(workload).published(task, values, job.notes)
-        platform, columns = replace(problem.platform, task=task), workload.columns(task, values)
+        task, values, _noted = records_of(engine).published(task, values, job.notes)
+        platform, columns = replace(problem.platform, task=task), engine.columns(task, values)
         if not any(rule.broken(columns).any() for rule in legality(platform).rules):
             return predict_columns(platform, columns).row(0)
     return None

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from flagcore import plugins
 from flagcore.api.inputs import warn
+from flagcore.api.outcome import SECRETS
 from flagcore.api.runs import no_best_error, read_run
-from flagcore.api.tuning.export import SECRETS
 from flagcore.domain.files import write
 from flagcore.domain.launch import Launch
 from flagcore.errors import HostLost, LaunchError, RunError, UsageError

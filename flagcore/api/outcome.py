@@ -198,7 +198,7 @@ def require_startable(problem: Problem, best: Candidate, *, elsewhere: bool = Fa
 
     With `elsewhere`, another program starts it, so this host and the launcher of the spec do not matter.
     """
-    platform, values, workload = problem.platform, best.as_dict(), problem.workload
+    platform, values, engine = problem.platform, best.as_dict(), problem.engine
     for knob in platform.task.knobs:
         if why := no_launch_reason(platform.task, knob, values.get(knob.name, knob.neutral)):
             raise UsageError(f"{knob.name} = {values[knob.name]}: {why}")
@@ -207,9 +207,9 @@ def require_startable(problem: Problem, best: Candidate, *, elsewhere: bool = Fa
         return  # this is the engine's own program, which the user completes
     with suppress(NoDevice):  # raised if the engine is not installed on this machine
         if not elsewhere:
-            workload.ready(platform.task.spec)
+            engine.ready(platform.task.spec)
     if work.command is None and platform.support.device_type is None:
-        names = {"engine": workload.name, "chip": platform.task.cluster.chips}
+        names = {"engine": engine.name, "chip": platform.task.cluster.chips}
         raise UsageError(_("no installed plugin supports {engine} on {chip}", **names))
 
 

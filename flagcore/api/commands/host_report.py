@@ -1,4 +1,4 @@
-"""Prints the devices, packages and files of a host as JSON: `python -m flagcore.api.managing.host_report FILE...`.
+"""Prints the devices, packages and files of a host as JSON: `python -m flagcore.api.commands.host_report FILE...`.
 
 With the argument `watch` instead of files, it prints the telemetry of each device every second until it is ended.
 """
@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from flagcore import plugins
+from flagcore.api.commands.calibrate import target
+from flagcore.api.commands.doctor import doctor
 from flagcore.api.inputs import loaded_plugins
-from flagcore.api.managing.calibration import target
-from flagcore.api.managing.inspection import doctor
 from flagcore.contracts import HostCheck, Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.domain.cluster import NodeGroup
@@ -32,7 +32,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.spec.clusters import read_hosts
 from flagcore.tuner.devices import busy_reason
 
-REPORT = (sys.executable, "-m", "flagcore.api.managing.host_report")
+REPORT = (sys.executable, "-m", "flagcore.api.commands.host_report")
 """The command that prints the report of the host on which it runs."""
 PERIOD_SECONDS = 1.0
 HASHED_BYTES = 1 << 20

@@ -128,7 +128,7 @@ def costs(task: Task, capacity: float | None = 80e9) -> Costs:
 
 def platform(task: Task, **changes: Any) -> Platform:
     """A platform without plugins' answers."""
-    return Platform(task=task, **{"workload": ENGINES[task.spec.work.engine], "costs": costs(task), **changes})
+    return Platform(task=task, **{"engine": ENGINES[task.spec.work.engine], "costs": costs(task), **changes})
 
 
 def problem(

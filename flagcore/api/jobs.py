@@ -13,14 +13,13 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.api.planning.records import prediction_records
 from flagcore.contracts import Costs, Engine, Platform, Problem
 from flagcore.contracts.capabilities import Sizes, optional, probing, records_of
 from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
-from flagcore.domain.prediction import Observations, PastMeasurements, features
+from flagcore.domain.prediction import Observations, PastMeasurements, components_of_row, features
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
@@ -28,11 +27,12 @@ from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.calibration import Experience
+from flagcore.tuner.feasibility import no_time
 from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical, legality
 from flagcore.tuner.stages.discover import costs
-from flagcore.tuner.stages.predict import predict_columns, rank_record
+from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, rank_record, record
 
 AT_ONCE = 1024
 
@@ -131,20 +131,20 @@ class _Jobs:
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
         host = job.nic_bytes_per_second, job.cpus_per_node, job.work.engine, job.work.engine_version
         cluster = (chip.name, job.devices // devices, devices, *host)
-        (group, group_costs), workload = self._hardware(*cluster), self._engines[job.work.engine]
+        (group, group_costs), engine = self._hardware(*cluster), self._engines[job.work.engine]
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
         if isinstance(job.work, ServeSpec):
             spec = replace(spec, objective="output_tokens_per_s")
         plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))
         if cluster not in self._value_rules:
             self._value_rules[cluster] = self._loaded.check_task(plan_task).rules
-        records = records_of(workload)
+        records = records_of(engine)
         task, values, noted = records.published(plan_task, job.candidate, job.notes)
         settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
         warnings = tuple(records.job_warnings(task, values, settings, noted))
-        row = _Row(place, task, values, workload.columns(task, values), warnings, noted, job.rank)
+        row = _Row(place, task, values, engine.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr((task.spec.work, task.spec.space))
-        platform = Platform(task=task, workload=workload, costs=group_costs, value_rules=self._value_rules[cluster])
+        platform = Platform(task=task, engine=engine, costs=group_costs, value_rules=self._value_rules[cluster])
         groups.setdefault(key, (platform, []))[1].append(row)
 
     def _load_hardware(
@@ -167,7 +167,7 @@ class _Jobs:
 
 def _predicted(platform: Platform, rows: Sequence[_Row], *, details: bool) -> dict[int, Answer]:
     """Predict jobs with the same task. The keys of the result are the numbers of their lines."""
-    task, workload = platform.task, platform.workload
+    task, engine = platform.task, platform.engine
     columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
     broken: list[list[Rule]] = [[] for _ in rows]
     for rule in legality(platform).rules:
@@ -182,12 +182,12 @@ def _predicted(platform: Platform, rows: Sequence[_Row], *, details: bool) -> di
     legal = [number for number, rules in enumerate(broken) if not rules]
     if not legal:
         return answers
-    columns = canonical(_take(columns, legal), workload.merges(task))
+    columns = canonical(_take(columns, legal), engine.merges(task))
     for number, known in enumerate(prediction_records(platform, columns, details=details)):
         row = rows[legal[number]]
         answers[row.place] = {"status": "ok", **({"warnings": list(row.warnings)} if row.warnings else {}), **known}
         if row.rank is not None:
-            rank = probing(workload).rank(task, _take(columns, [number]), row.rank, platform.costs)
+            rank = probing(engine).rank(task, _take(columns, [number]), row.rank, platform.costs)
             answers[row.place]["rank"] = rank_record(rank)
     return answers
 
@@ -224,14 +224,14 @@ def past_of_problem(problem: Problem, loaded: LoadedPlugins, run: str) -> PastMe
     if not spec.control.use_experience:
         return PastMeasurements.empty()
     records = Experience.of_user().records(chip, spec.work.engine, exclude_run=run)
-    return past(records, chip, loaded, problem.workload, spec.objective, problem.platform.knobs)
+    return past(records, chip, loaded, problem.engine, spec.objective, problem.platform.knobs)
 
 
 def past(
     records: Iterable[Mapping[str, Any]],
     chip: Chip,
     loaded: LoadedPlugins,
-    workload: Engine,
+    engine: Engine,
     objective: str,
     knobs: Sequence[Knob] = (),
 ) -> PastMeasurements:
@@ -267,7 +267,7 @@ def past(
     past_points = []
     for number, members in enumerate(tasks.values(), start=1):
         with suppress(FlagError, TypeError, ValueError, ArithmeticError):
-            past_points.append(_observations(number, members, loaded, workload))
+            past_points.append(_observations(number, members, loaded, engine))
     return PastMeasurements(
         time=Observations.join([time for time, _ in past_points]),
         memory=Observations.join([memory for _, memory in past_points]),
@@ -278,18 +278,18 @@ def _observations(
     number: int,
     members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
     loaded: LoadedPlugins,
-    workload: Engine,
+    engine: Engine,
 ) -> tuple[Observations, Observations]:
     """Return the observed step times and memory of the records `members`, which are runs of task `number`."""
     task = members[0][0]
     group_costs = costs(task.cluster, loaded, task.spec.work.engine)
-    platform = Platform(task=task, workload=workload, costs=group_costs)
+    platform = Platform(task=task, engine=engine, costs=group_costs)
     legal = legality(platform)
     encoded = [candidate_columns(platform, candidate) for _, candidate, _ in members]
     columns = {knob: np.concatenate([one_row[knob] for one_row in encoded]) for knob in encoded[0]}
     columns = canonical(columns, legal.merges)
     predictions = predict_columns(platform, columns)
-    sizes = optional(workload, Sizes).sizes(task.for_engine(), columns)
+    sizes = optional(engine, Sizes).sizes(task.for_engine(), columns)
     known_features = features(legal.axes, columns, predictions, sizes)
     figures = (("step_time_s", predictions.step_time_s, 1.0), ("device_used_gib", predictions.device_used_bytes, GIB))
     pairs = []
@@ -301,3 +301,25 @@ def _observations(
         noise, numbers = np.full(rows.size, MIN_NOISE if unit == 1.0 else MEMORY_NOISE), np.full(rows.size, number)
         pairs.append(Observations(known_features.take(rows), ratio[rows], noise, numbers))
     return pairs[0], pairs[1]
+
+
+def prediction_records(platform: Platform, columns: Columns, *, details: bool = True) -> list[dict[str, Any]]:
+    """Return the prediction of each row, with `details` with the layers of each stage, and with the memory of the model
+    components on the stage that needs the most, which take as long again.
+
+    If a row has no predicted time, its record contains the reason.
+    """
+    predictions = predict_columns(platform, columns)
+    components = predict_components(platform, columns, predictions.worst_stage) if details else {}
+    layers = predict_stage_layers(platform, columns) if details else {}
+    records = []
+    for row in range(len(predictions.step_time_s)):
+        figures = replace(predictions.row(row), components=components_of_row(components, row))
+        prediction_record = record(platform.task, figures, layers.get(row, ()))
+        has_time = figures.step_time_s is not None
+        records.append(
+            prediction_record
+            if has_time
+            else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **prediction_record}
+        )
+    return records

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
@@ -20,41 +19,33 @@ from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
 from flagcore.api.inputs import (
     RUNS,
-    UNNAMED,
     LoadedSpec,
     SpecLike,
     check_chips,
+    check_spec,
     fixed_task,
+    open_spec,
     spec_data,
-    validate_engines,
     write_spec,
 )
-from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.contracts import HistoryReader, ImportedSpec, Problem
 from flagcore.contracts.capabilities import Commands, commands_of
-from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.knob import Knobs
 from flagcore.domain.launch import Start
 from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.secrets import is_secret, redact_data, redact_text
-from flagcore.domain.serving import CLIENTS_PER_DEVICE
 from flagcore.domain.space import Candidate, KnobValue
-from flagcore.domain.spec import ImportNote
 from flagcore.domain.trial import Role, Trial
-from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageError, join_errors
+from flagcore.errors import RunError, SpecError, SpecErrors, UsageError, join_errors
 from flagcore.i18n import N_, _
-from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.containers import CONFIG_MAP, FORMS, IMAGE, left_out, split_words
 from flagcore.spec.convert import engines_of
 from flagcore.spec.importing import Notes
-from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import read_text
 from flagcore.spec.public import absolute_model
-from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.script import UNSET
-from flagcore.spec.serving import ProfileSection, ServeSection
 from flagcore.spec.starts import ENDS_WITH, starts_of
-from flagcore.spec.validate import LONGEST_TEXT, Section
+from flagcore.spec.validate import LONGEST_TEXT
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.predict import record
@@ -76,7 +67,7 @@ def read_tree(
 def check_imported(found: ImportedSpec) -> None:
     """Raise SpecError, which names keys of the file, if an imported spec is invalid. The model may be missing."""
     try:
-        validate_engines(found.data, file=Path(found.file), base=Path())
+        check_spec(LoadedSpec(found.file, found.data), base=Path())
     except SpecError as error:
         problems = [each for each in error.problems if each.key != "model" or not isinstance(each.value, str)]
         if problems:
@@ -93,13 +84,13 @@ def read_command(
     place of `words`. Raises SpecError, UsageError.
     """
     readers = [engine] if engine else plugins.command_readers()
-    workloads = {name: commands_of(plugins.workload(name)) for name in readers}
+    engines = {name: commands_of(plugins.find_engine(name)) for name in readers}
     words, content = _command(words, text)
-    images = {image: entry for each in workloads.values() for image, entry in each.images.items()}
+    images = {image: entry for each in engines.values() for image, entry in each.images.items()}
     programs = list(starts_of(words, content, images, os.getcwd(), _engine_table("declared")))
     failed = next((n for n, each in enumerate(programs) if each.words[0].startswith(ENDS_WITH)), len(programs))
-    first = _engines(workloads, programs[:failed])
-    found = first or _engines(workloads, programs)
+    first = _engines(engines, programs[:failed])
+    found = first or _engines(engines, programs)
     shown = " ".join(words[1:] if content else words) or None
     gave_up = None if first or failed == len(programs) else _not_one(shown, content or "", programs, {})
     if error := _untuned(shown, content or "", programs, found):
@@ -107,8 +98,8 @@ def read_command(
     if error := _not_one(shown, content or "", programs, found):
         raise gave_up or error
     ((name, *_words), start) = next(iter(found.items()))
-    workload, path = plugins.workload(name), absolute_model(model, Path()) if model is not None else None
-    has_script = workload.kind == "train" and bool(start.script)
+    found_engine, path = plugins.find_engine(name), absolute_model(model, Path()) if model is not None else None
+    has_script = found_engine.kind == "train" and bool(start.script)
     is_long = has_script and max(map(len, start.script)) > LONGEST_TEXT  # a template, given as text
     for with_script in [True, False] if has_script and not is_long else [False]:
         notes = Notes()
@@ -117,14 +108,14 @@ def read_command(
         if has_script and not with_script:
             why = "is long" if is_long else "cannot start it in trials"
             notes.note("train.command", f"is the program without the script, which {why}", "train.command")
-        for key, value in {**start.left_out, **({} if with_script else _others(workloads[name], programs))}.items():
+        for key, value in {**start.left_out, **({} if with_script else _others(engines[name], programs))}.items():
             text = "is a secret: not copied" if is_secret(key) else f"is left out: {redact_text(value)[:100]}"
             notes.note(key, text)
         envs = _envs({**start.envs, **(start.job if with_script else {})}, notes, start, content or shlex.join(words))
         read = replace(start, envs={**envs, UNSET: start.envs.get(UNSET, "")})
         read = replace(read, envs={**start.job, **read.envs}, words=start.script) if with_script else read
         try:
-            data, engine_notes = workloads[name].read_command(read, Path.cwd(), path)
+            data, engine_notes = engines[name].read_command(read, Path.cwd(), path)
             break
         except SpecError as error:
             if with_script and error.key == "train.command":
@@ -148,19 +139,19 @@ def read_command(
     return spec
 
 
-def _engines(workloads: Mapping[str, Commands], programs: Sequence[Start]) -> dict[tuple[str, str, str], Start]:
+def _engines(engines: Mapping[str, Commands], programs: Sequence[Start]) -> dict[tuple[str, str, str], Start]:
     """Return the programs that are engines, by engine, role and command. Those of one server are a single one."""
     found = dict[tuple[str, str, str], Start]()
-    for name, workload in workloads.items():
+    for name, engine in engines.items():
         for start in sorted(programs, key=lambda each: bool(FORMS["follower"].search(" ".join(each.words)))):
-            if workload.starts(start.words, os.getcwd()) and not FORMS["tools"].match(shlex.join(start.words)):
-                role = start.role or workload.role(start.words)
+            if engine.starts(start.words, os.getcwd()) and not FORMS["tools"].match(shlex.join(start.words)):
+                role = start.role or engine.role(start.words)
                 key = name, role, FORMS["of copy"].sub("", shlex.join(start.words))
                 before = found.get(key, replace(start, instances=0))
                 envs = {name: value for name, value in start.envs.items() if before.envs.get(name) == value}
                 copies = 0 if key in found and FORMS["follower"].search(" ".join(start.words)) else start.instances
                 found[key] = replace(before, instances=before.instances + copies, envs=envs)
-    bare = [[*entry] for each in workloads.values() for entry in each.images.values()]  # images beside the server's
+    bare = [[*entry] for each in engines.values() for entry in each.images.values()]  # images beside the server's
     found = {key: each for key, each in found.items() if [*each.words] not in bare} or found
     roles = {role: start for (_name, role, _words), start in found.items()}
     if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
@@ -168,9 +159,9 @@ def _engines(workloads: Mapping[str, Commands], programs: Sequence[Start]) -> di
     return found
 
 
-def _others(workload: Commands, programs: Sequence[Start]) -> dict[str, str]:
+def _others(engine: Commands, programs: Sequence[Start]) -> dict[str, str]:
     """Return the other programs of an input, with their arguments, that may change speed."""
-    others = [each.words for each in programs if not workload.starts(each.words, os.getcwd())]
+    others = [each.words for each in programs if not engine.starts(each.words, os.getcwd())]
     named = {os.path.basename(words[0].removeprefix(IMAGE)): " ".join(words[1:]) for words in reversed(others)}
     return left_out("programs", {name: text or name for name, text in named.items() if not name.startswith(ENDS_WITH)})
 
@@ -313,76 +304,6 @@ def _with_unset(fix: str, programs: Sequence[Start]) -> str:
     return _("{fix}; not set: {names}", fix=fix, names=", ".join([*names][:6])) if names else fix
 
 
-TRAINING: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
-SERVING: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": CLIENTS_PER_DEVICE}
-"""The values that a new spec needs, by the kind of its engine, with their defaults."""
-
-
-def defaults_of(engine: str) -> Mapping[str, Any]:
-    """Return the keys that a new spec of an engine needs, each with its default. Raises SpecError."""
-    return TRAINING if plugins.workload(engine).kind == "train" else SERVING
-
-
-def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
-    """Return a spec for a model (a path or a public name). `values` has the keys of `defaults_of`. Raises SpecError."""
-    model_from(model, base=Path())
-    path = absolute_model(model, Path())
-    data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
-    sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection}
-    if plugins.workload(engine).kind == "train":
-        data["train"] = {"engine": engine, **values}
-        sections["train"] = TrainSection
-    else:
-        data["serve"] = {"engine": engine, "profile": dict(values)}
-        sections |= {"serve": ServeSection, "serve.profile": ProfileSection}
-    data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
-    validate_engines(data, file=Path(), base=Path())
-    check_chips(cluster)
-    return ImportedSpec(data=data, notes=tuple(_comments(data, sections)))
-
-
-def spec_of_model(
-    model: str,
-    *,
-    engine: str | None = None,
-    chip: str | None = None,
-    nodes: int | None = None,
-    devices: int | None = None,
-) -> LoadedSpec:
-    """Return a spec for a model without a file, with the defaults of a new spec. Raises SpecError.
-
-    `engine`: None means the engine that is the default for plans. `chip`: None means that of this machine. `devices`:
-    the number per node; None means all. The clients of servers are those of a new spec for each device.
-    """
-    engine = engine or _default_engine()
-    cluster: dict[str, Any] = {"nodes": nodes or 1}
-    cluster |= {key: value for key, value in (("chip", chip), ("devices_per_node", devices)) if value is not None}
-    count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))
-    values = {key: count * value if key == "concurrency" else value for key, value in defaults_of(engine).items()}
-    return LoadedSpec(UNNAMED, new_spec(engine, model, cluster, values).data)
-
-
-def _default_engine() -> str:
-    for name in plugins.engines():
-        with suppress(FlagError):  # raised for engines that cannot be loaded
-            if plugins.workload(name).plans_by_default:
-                return name
-    return ""
-
-
-def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:
-    """Return a note for each key of a spec: the description of the key in the schema."""
-    notes = []
-    for section, schema in sections.items():
-        content: Any = data
-        for part in filter(None, section.split(".")):
-            content = content[part]
-        for key in content:
-            if (field := schema.model_fields.get(key)) is not None and field.description:
-                notes.append(ImportNote(key, field.description, f"{section}.{key}".lstrip(".")))
-    return notes
-
-
 MAX_FACTOR = 20.0
 """A warning about units is given if the median ratio between measured and predicted times exceeds this factor."""
 
@@ -422,7 +343,7 @@ def import_history(
     tool = plugins.importer(importer)
     if not isinstance(tool, HistoryReader):
         raise UsageError(_("{tool} does not support the import of a history", tool=tool.title))
-    problem = build_problem_of_spec(spec, None, without)
+    problem = open_spec(spec, None, without).problem
     found, notes = tool.read_history(path, problem.task, problem.space.axes, partial(_history_candidate, problem))
     if not found:
         reasons = "; ".join(notes[:5]) or _("it has none")

@@ -21,7 +21,7 @@ from flagcore.domain.trial import TrialState
 from flagcore.errors import RunError
 from flagcore.report.text import funnel
 from flagcore.spec.clusters import read_hosts
-from tests.pages import ROOT, TEXT, Block
+from tests.doc_pages import ROOT, TEXT, Block
 
 COLUMNS = re.compile(r"-+")
 LINE = re.compile(r"^ *([A-Z][a-z ]+): ", re.MULTILINE)

@@ -8,7 +8,9 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
-from flagcore_megatron.layers.stages import (
+from flagcore_megatron.space.meshes import MESHES
+from flagcore_megatron.space.options import schedule, settings_in_force, takes_layouts
+from flagcore_megatron.space.stages import (
     EMBEDDING,
     FIRST,
     LAST,
@@ -19,8 +21,6 @@ from flagcore_megatron.layers.stages import (
     may_start_empty,
     parse_layout,
 )
-from flagcore_megatron.mixed.meshes import MESHES
-from flagcore_megatron.space.options import schedule, settings_in_force, takes_layouts
 
 PP, LAYERS_PER_VIRTUAL = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 TP, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"

@@ -14,12 +14,12 @@ from flagcore.domain.model import Model
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
-from tests import small
+from tests import tasks
 
-SOURCE = small.SOURCE
+SOURCE = tasks.SOURCE
 PEAKS = {"bf16": 9e14, "fp8": 1.8e15}
 CHIP = replace(
-    small.CHIP, dense_flops_per_second={name: Fact(value=rate, source=SOURCE) for name, rate in PEAKS.items()}
+    tasks.CHIP, dense_flops_per_second={name: Fact(value=rate, source=SOURCE) for name, rate in PEAKS.items()}
 )
 DENSE = Model(
     name="dense-8b",

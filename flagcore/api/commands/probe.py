@@ -69,12 +69,12 @@ def probe(
     spec = read_spec(spec_file, chip, without)
     if spec.cluster.groups:
         raise UsageError(_("{file} has cluster.groups: a probe needs one kind of chip", file=os.fspath(spec_file)))
-    workload = plugins.workload_of(spec.work)
-    probing(workload).ready_to_probe(spec)
+    engine = plugins.engine_of(spec.work)
+    probing(engine).ready_to_probe(spec)
     if seconds is not None:
         spec = replace(spec, control=replace(spec.control, max_time_per_task=seconds))
     with loaded_plugins(without) as loaded, ExitStack() as stack:
-        problem, candidate = _problem(spec, loaded, workload, candidate)
+        problem, candidate = _problem(spec, loaded, engine, candidate)
         local_devices, world = loaded.devices(spec.envs), problem.task.cluster.devices
         require_devices(problem.platform, local_devices, needed=1)
         if wrong := [rank for rank in ranks if not 0 <= rank < world]:
@@ -91,13 +91,13 @@ def probe(
     return [_probed_record(problem, each) for each in probed]
 
 
-def _problem(spec: Spec, loaded: LoadedPlugins, workload: Engine, candidate: str | None) -> tuple[Problem, str | None]:
+def _problem(spec: Spec, loaded: LoadedPlugins, engine: Engine, candidate: str | None) -> tuple[Problem, str | None]:
     """Return the problem of a spec, and the name of the candidate in it. Knobs with values become the baseline."""
-    problem = build_problem(spec, loaded, workload)
+    problem = build_problem(spec, loaded, engine)
     if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
         columns, _named = parse_candidate(candidate, problem)
         given_values = as_candidate(problem.space.axes, columns).as_dict()
-        problem, candidate = build_problem(replace(spec, baseline=given_values), loaded, workload), "baseline"
+        problem, candidate = build_problem(replace(spec, baseline=given_values), loaded, engine), "baseline"
     require_launchable(problem)
     warn_about_problem(problem)
     return problem, candidate

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins, read_spec, warn_about_problem
-from flagcore.api.planning.evidence import NEAREST, expected_seconds, published_runs
-from flagcore.api.planning.records import prediction_records
+from flagcore.api.evidence import NEAREST, expected_seconds, published_runs
+from flagcore.api.inputs import SpecLike, changed_spec, open_spec
+from flagcore.api.jobs import prediction_records
 from flagcore.contracts import Platform, Problem
 from flagcore.contracts.capabilities import Details, MixedClusters, Production, RuleOfThumb, optional
 from flagcore.domain.engine import ForcedSetting
@@ -21,7 +21,7 @@ from flagcore.domain.space import IntArray, KnobValue, Space
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
-from flagcore.plugins import LoadedPlugins, workload_of
+from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.formats import lookup
 from flagcore.report.text import candidate_line, serving_load_text
@@ -34,14 +34,7 @@ from flagcore.tuner.feasibility import (
     search_time,
     unmet_text,
 )
-from flagcore.tuner.problem import (
-    OnUsual,
-    build_problem,
-    candidate_columns,
-    lacks_margin,
-    no_launch_reason,
-    rows_by_time,
-)
+from flagcore.tuner.problem import build_problem, candidate_columns, lacks_margin, no_launch_reason, rows_by_time
 from flagcore.tuner.search_state import SearchState, count
 from flagcore.tuner.stages.predict import limit, model_table, record
 
@@ -67,18 +60,18 @@ def estimate(
     if objective is not None:
         spec = changed_spec(spec, {"auto_tuner.objective": objective})
     on_usual = None if on_first is None else partial(_first_line, on_first)
-    problem = build_problem_of_spec(spec, chip, without, plan=True, on_usual=on_usual)
+    opened = open_spec(spec, chip, without, plan=True, on_usual=on_usual)
+    problem, loaded = opened.problem, opened.plugins
     task, order, mixing = problem.task, rows_by_time(problem), None
     groups = task.cluster.groups
     if not order.size:
         is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups
-        change = None if is_detected else partial(cheapest_change, problem, without)
+        change = None if is_detected else partial(cheapest_change, problem, loaded)
         raise NothingFits(nothing_fits_text(problem, change))
-    with loaded_plugins(without, again=True) as loaded:
-        published = published_runs(problem, loaded, None if evidence else NEAREST)
-        expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[0]]), loaded)
-        if len(groups) > 1:
-            mixing = mixing_of(read_spec(spec, chip, without), problem, loaded)
+    published = published_runs(problem, loaded, None if evidence else NEAREST)
+    expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[0]]), loaded)
+    if len(groups) > 1:
+        mixing = mixing_of(opened.spec, problem, loaded)
     listed, more = _listed(problem, order, top, distinct=distinct)
     others = [np.array([problem.row_of(problem.baseline)]), _crowded(problem, order)]
     found = iter(_records(problem, np.concatenate((*others, order[listed]))))  # at once, because each call takes long
@@ -98,7 +91,7 @@ def estimate(
         crowded=crowded,
         unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
         candidates=tuple(candidates),
-        model=tuple(model_table(optional(problem.workload, Details).parts(task))),
+        model=tuple(model_table(optional(problem.engine, Details).parts(task))),
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
         precision=task.spec.work.precision,
@@ -110,22 +103,8 @@ def estimate(
         search=search_time(problem),
         mixing=mixing,
         knobs=problem.knobs,
-        labels=optional(problem.workload, Details).labels,
+        labels=optional(problem.engine, Details).labels,
     )
-
-
-def build_problem_of_spec(
-    spec: SpecLike, chip: str | None, without: Collection[str], *, plan: bool = False, on_usual: OnUsual | None = None
-) -> Problem:
-    """Return the problem of a spec, optionally for another chip or as a `plan`.
-
-    Raises SpecError and other FlagErrors.
-    """
-    parsed_spec = read_spec(spec, chip, without)
-    with loaded_plugins(without) as loaded:
-        problem = build_problem(parsed_spec, loaded, workload_of(parsed_spec.work), plan=plan, on_usual=on_usual)
-    warn_about_problem(problem)
-    return problem
 
 
 def _first_line(report: Callable[[str], object], platform: Platform, space: Space, predictions: Predictions) -> None:
@@ -133,7 +112,7 @@ def _first_line(report: Callable[[str], object], platform: Platform, space: Spac
     has_margin = predictions.fits & ~lacks_margin(platform.task, predictions)
     seconds = np.where(has_margin & np.isfinite(predictions.step_time_s), predictions.step_time_s, np.inf)
     if seconds.size and np.isfinite(seconds.min()):
-        row, knobs = int(seconds.argmin()), {each.name: each for each in platform.workload.knobs}
+        row, knobs = int(seconds.argmin()), {each.name: each for each in platform.engine.knobs}
         found = {"candidate": space.candidate(row).as_dict(), **record(platform.task, predictions.row(row))}
         report(candidate_line(_("fastest of {count} usual layouts, so far", count=len(space)), found, knobs))
 
@@ -183,7 +162,7 @@ def _runs(problem: Problem) -> str:
     train = task.spec.train
     if train.command is not None:
         return _("as train.command runs it")
-    method = optional(problem.workload, Production).runs_as(task.spec) or _("as {engine} runs it", engine=train.engine)
+    method = optional(problem.engine, Production).runs_as(task.spec) or _("as {engine} runs it", engine=train.engine)
     return _("{how}; with train.settings", how=method) if train.settings else method
 
 
@@ -206,7 +185,7 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
         candidate = space.candidate(int(row))
         more: dict[str, Any] = {}
         if _assumed(task):
-            more["assumed"] = optional(problem.workload, Production).assumed(task, candidate)
+            more["assumed"] = optional(problem.engine, Production).assumed(task, candidate)
         if limits:
             figures = {name: lookup(known, name) or 0.0 for name in limits}
             more = {"slo": {name: figure for name, figure in figures.items() if figure > limits[name]}, **more}
@@ -216,7 +195,7 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
 
 def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
     """Return the candidate of the engine's own defaults with its prediction, or None if it is the baseline."""
-    engine, values = problem.workload, problem.baseline.as_dict()
+    engine, values = problem.engine, problem.baseline.as_dict()
     values |= engine.defaults(problem.task.for_engine()) if isinstance(engine, RuleOfThumb) else {}
     if values == problem.baseline.as_dict():
         return None
@@ -259,7 +238,7 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
 def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | None:
     """Compare a mixed cluster with each of its chips alone. Returns None if no mixed plan has a predicted time."""
     order, titles = rows_by_time(problem), problem.task.cluster.names
-    ways = optional(problem.workload, MixedClusters).splits(problem.task, problem.space.columns(order))
+    ways = optional(problem.engine, MixedClusters).splits(problem.task, problem.space.columns(order))
     rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
     plans = [(rows[:1], _plan(problem, rows, name)) for name, rows in rows_of_ways.items()]
     known_plans = [(plan, row) for row, plan in plans if plan]
@@ -269,7 +248,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     alone = {title: _alone(spec, problem, group, plugins) for group, title in enumerate(titles)}
     columns = problem.space.columns(row)
     task = problem.task.for_engine(effects_of_row(problem.task, columns))
-    pipelines = optional(problem.workload, Details).pipelines(task, columns, problem.costs)
+    pipelines = optional(problem.engine, Details).pipelines(task, columns, problem.costs)
     shares = {title: idle_of(pipelines, number) for number, title in enumerate(titles)}
     stages = [
         (seconds, titles[group])
@@ -289,13 +268,13 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
 
 def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> ChipPlan | None:
     """Return the fastest plan of one kind of chips, or None if it cannot run the job or has no predicted time."""
-    workload, fixed = mixed.workload, {name: values for name, values in spec.space.items() if values != AUTO}
-    mixes = optional(workload, MixedClusters)
+    engine, fixed = mixed.engine, {name: values for name, values in spec.space.items() if values != AUTO}
+    mixes = optional(engine, MixedClusters)
     space = {**mixes.values_alone(mixed.task, group), **fixed}
     space = {name: values for name, values in space.items() if name not in mixes.derived_knobs}
     spec_of_kind = replace(spec, cluster=spec.cluster.groups[group], space=space, baseline=None)
     try:
-        problem = build_problem(spec_of_kind, plugins, workload, plan=True)
+        problem = build_problem(spec_of_kind, plugins, engine, plan=True)
         return _plan(problem, rows_by_time(problem))
     except FlagError:
         return None
@@ -326,19 +305,18 @@ DOUBLINGS = 4
 """How many times the number of nodes is doubled."""
 
 
-def cheapest_change(problem: Problem, without: Collection[str]) -> str:
+def cheapest_change(problem: Problem, plugins: LoadedPlugins) -> str:
     """Return the first change of the spec with which a candidate fits: other knobs, then more devices or nodes.
 
     If no change helps, returns advice to use another chip, or an empty string if rules and not memory are the reason.
     """
     task = problem.task
-    with loaded_plugins(without) as loaded:
-        for change, spec in _changes_to_fit(problem, task.cluster.groups[0].chip.devices_per_node):
-            with suppress(FlagError):
-                changed = build_problem(spec, loaded, problem.workload, plan=True)
-                if changed.pruned.open_rows.size:
-                    candidate = changed.set_knobs(changed.space.candidate(int(rows_by_time(changed)[0])))
-                    return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)
+    for change, spec in _changes_to_fit(problem, task.cluster.groups[0].chip.devices_per_node):
+        with suppress(FlagError):
+            changed = build_problem(spec, plugins, problem.engine, plan=True)
+            if changed.pruned.open_rows.size:
+                candidate = changed.set_knobs(changed.space.candidate(int(rows_by_time(changed)[0])))
+                return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)
     if problem.predictions.fits.any():  # rules, and not memory, remove the candidates
         return ""
     nodes = task.cluster.groups[0].nodes << DOUBLINGS
