@@ -41,15 +41,15 @@ from flagcore.i18n import N_, _
 from flagcore.spec.containers import CONFIG_MAP, FORMS, IMAGE, left_out, split_words
 from flagcore.spec.convert import engines_of
 from flagcore.spec.importing import Notes
+from flagcore.spec.models import absolute_model
 from flagcore.spec.plain_data import read_text
-from flagcore.spec.public import absolute_model
 from flagcore.spec.script import UNSET
 from flagcore.spec.starts import ENDS_WITH, starts_of
 from flagcore.spec.validate import LONGEST_TEXT
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.problem import candidate_columns
+from flagcore.tuner.run_folder import RunDirectory
 from flagcore.tuner.stages.predict import record
-from flagcore.tuner.store.directory import RunDirectory
 
 _DEVICES = "VISIBLE_DEVICES"
 
@@ -385,7 +385,7 @@ def _save(
     experience: bool,
 ) -> tuple[Trial, ...]:
     """Write the trials to the folder of a run and, with `experience`, their measurements for use by other runs."""
-    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+    from flagcore.tuner.store import OptunaStore  # importing optuna is slow
 
     directory.open()
     try:
