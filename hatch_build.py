@@ -34,7 +34,7 @@ EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
 INSTALLED = {
     "plugins": ("cpu",),
     "engines": ("llamacpp", "megatron", "serving", "sglang", "training", "vllm"),
-    "extras": ("hosts",),
+    "extras": ("hosts", "importers"),
 }
 """What comes with the core, by folder. Each is a distribution of its own, as those of VENDORS and EXTRAS are."""
 ENGINES = {

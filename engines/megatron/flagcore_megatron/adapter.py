@@ -83,6 +83,7 @@ class Megatron(
     kind = "train"
     knobs: tuple[Knob, ...] = knob_rows.KNOBS
     modules: Mapping[str, str] = start.MODULES
+    keeps_scripts = True
 
     columns = staticmethod(knob_rows.columns)
     published = staticmethod(production.published)
