@@ -88,7 +88,7 @@ def _changed(folder: str) -> int:
 @lru_cache(maxsize=256)
 def name_of(distribution: Distribution) -> str:
     """Return the name in the metadata of a distribution, which are parsed once."""
-    return str(distribution.metadata["Name"])
+    return distribution.metadata["Name"]
 
 
 @lru_cache(maxsize=256)
@@ -234,7 +234,7 @@ def missing_extra(group: str, name: str) -> str:
     """
     if name in installed(group):
         return ""
-    needs = [Requirement(each) for each in _own_requirements() if each.startswith("flagcore-")]
+    needs = [Requirement(each) for each in requires("flagcore") or () if each.startswith("flagcore-")]
     if any(str(each.marker).endswith(f'extra == "{name}"') for each in needs):
         return f'pip install "flagcore[{name}]"'
     missing = [each.name for each in needs if not (each.marker or any(distributions(name=each.name)))]
