@@ -13,7 +13,7 @@ from flagcore.errors import NothingFits
 from flagcore.plugins import load_plugins
 from flagcore.report.text import bottleneck_text
 from flagcore.tuner.stages import build as build_module
-from tests.tasks import LLAMA_8B
+from tests.product.tasks import LLAMA_8B
 
 SPACE = {
     "pipeline_model_parallel_size": [1, 2],

@@ -12,8 +12,8 @@ from flagcore.api.snapshot import load_snapshot
 from flagcore.domain.trial import TrialState
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.learn import learn
-from tests import tasks
 from tests.cli.conftest import Answer, Flag, Project
+from tests.product import tasks
 
 
 @pytest.fixture

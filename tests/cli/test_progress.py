@@ -8,7 +8,7 @@ from flagcore_megatron.space.knobs import BY_NAME
 from flagcore.cli.progress import line, status_line
 from flagcore.contracts import Event
 from flagcore.domain.trial import Trial, TrialState
-from tests import tasks
+from tests.product import tasks
 
 CANDIDATE = tasks.candidate(use_recompute=True, recompute_granularity="full", use_distributed_optimizer=True)
 

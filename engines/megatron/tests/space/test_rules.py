@@ -13,7 +13,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.tuner.stages.build import check
-from tests import tasks
+from tests.product import tasks
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP, EP, MBS = "context_parallel_size", "expert_model_parallel_size", "micro_batch_size"

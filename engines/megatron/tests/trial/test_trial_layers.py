@@ -15,7 +15,7 @@ from flagcore_megatron.trial.job import JobError, parse_job
 from engines.megatron.tests.trial import trial_jobs
 from flagcore.contracts import Platform
 from flagcore.errors import SpecError
-from tests import tasks
+from tests.product import tasks
 
 Install = Callable[..., None]
 
