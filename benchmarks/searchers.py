@@ -14,7 +14,7 @@ import optuna
 from flagscale_rules import NESTING, FlagScale
 from sweeps import Sweep
 
-from flagcore.api.planning.jobs import MAX_PAST
+from flagcore.api.jobs import MAX_PAST
 from flagcore.contracts import Choice, Problem, Strategy
 from flagcore.domain.prediction import Observations, PastMeasurements
 from flagcore.domain.space import FloatArray

@@ -2,12 +2,12 @@
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, s
 from flagcore.spec.public import absolute_model, public_name
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
-from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.problem import OnUsual, build_problem, rows_by_time
 
 
 @dataclass(frozen=True)
@@ -198,21 +198,48 @@ LOG = logging.getLogger("flagcore")
 
 
 @contextmanager
-def loaded_plugins(without: Collection[str], *, again: bool = False) -> Iterator[LoadedPlugins]:
-    """Load the plugins and the user's calibrations. When the context ends, warn about each failure. With `again`, an
-    earlier context has warned."""
-    loaded, report = load_plugins(without), LOG.debug if again else LOG.warning
-    calibrated = CalibratedPlugins([*loaded.plugins, *loaded.failures], Calibrations.of_user(), report)
+def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
+    """Load the plugins and the user's calibrations. When the context ends, warn about each failure."""
+    loaded = load_plugins(without)
+    calibrated = CalibratedPlugins([*loaded.plugins, *loaded.failures], Calibrations.of_user(), LOG.warning)
     try:
         yield calibrated
     finally:
-        warn(() if again else calibrated.failures)
+        warn(calibrated.failures)
+
+
+class OpenedSpec(NamedTuple):
+    """A spec as it was read, its plugins, and its search problem."""
+
+    spec: Spec
+    plugins: LoadedPlugins
+    problem: Problem
+
+
+def open_spec(
+    source: SpecLike,
+    chip: str | None = None,
+    without: Collection[str] = (),
+    *,
+    plan: bool = False,
+    on_usual: OnUsual | None = None,
+    change: Callable[[Spec], Spec] = lambda spec: spec,
+) -> OpenedSpec:
+    """Take a spec from its file to its search problem, optionally for another chip or as a `plan`.
+
+    `change`: applied to the spec after it was read. Raises SpecError and other FlagErrors.
+    """
+    spec = change(read_spec(source, chip, without))
+    with loaded_plugins(without) as loaded:
+        problem = build_problem(spec, loaded, engine_of(spec.work), plan=plan, on_usual=on_usual)
+    warn_about_problem(problem)
+    return OpenedSpec(spec, loaded, problem)
 
 
 def read_spec(source: SpecLike, chip: str | None = None, without: Collection[str] = ()) -> Spec:
     """Read a spec, optionally for another chip. Raises SpecError, UsageError."""
     file, content = spec_data(source)
-    spec = parsed(content, file=str(file), base=file.parent, without=without)
+    spec = _parsed(content, file, without)
     if chip is None:
         return spec
     if spec.cluster.groups:
@@ -220,12 +247,14 @@ def read_spec(source: SpecLike, chip: str | None = None, without: Collection[str
     return replace(spec, cluster=replace(spec.cluster, chip=chip))
 
 
-def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
-    """Parse the plain data of a spec. Raises SpecError.
+def _parsed(data: Mapping[str, Any], path: Path, without: Collection[str], base: Path | None = None) -> Spec:
+    """Parse the plain data of the spec in the file `path`. Its paths are relative to `base`, by default its folder.
+
+    Raises SpecError.
 
     Plugins are asked for their knobs only if the space contains a knob that the engine does not have.
     """
-    tuner = data.get("auto_tuner")
+    file, base, tuner = str(path), base or path.parent, data.get("auto_tuner")
     sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
     space_names = {name for section in sections if isinstance(section, Mapping) for name in section}
     engine = _engine_name(data)
@@ -327,22 +356,24 @@ def check_chips(cluster: object) -> None:
         raise join_errors(errors)
 
 
-def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without: Collection[str] = ()) -> None:
+def check_spec(spec: SpecLike, without: Collection[str] = (), base: Path | None = None) -> None:
     """Raise SpecError if a spec with one or several engines is invalid.
 
-    If at least one of several engines is valid, there is no error, because the others are skipped.
+    If at least one of several engines is valid, there is no error, because the others are skipped. Paths are relative
+    to `base`, by default the folder of the file.
     """
+    file, data = spec_data(spec)
     several, failed = engines_of(data), list[SpecError]()
     if len(several) < 2:
-        parsed(data, file=str(file), base=base, without=without)
+        _parsed(data, file, without, base)
         return
     try:
-        check_engines(data, file=str(file), base=base, engines=engines())
+        check_engines(data, file=str(file), base=base or file.parent, engines=engines())
     except SpecError as error:
         raise join_errors([*error.problems, *_unknown_chips(data.get("cluster"), str(file), without)]) from None
     for name in several:
         try:
-            parsed(select_engine(data, name), file=str(file), base=base, without=without)
+            _parsed(select_engine(data, name), file, without, base)
         except SpecError as error:
             failed.append(error)
     if len(failed) == len(several):

@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
     pytest.mark.long,
     pytest.mark.slow,
+    pytest.mark.together("training"),
 ]
 
 MODEL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 4000}

@@ -20,7 +20,7 @@ from flagcore_serving.space.knobs import arguments
 from engines.megatron.tests.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from extras.kubernetes.tests.test_manifest import CRDS, problems, require_restricted
 from flagcore import api
-from flagcore.api.tuning import targets
+from flagcore.api.commands import export as targets
 from flagcore.errors import FlagError
 from tests.api.test_export import DYNAMO, SCHEMAS, server, started, written
 from tests.cli.conftest import Project

@@ -7,7 +7,7 @@ import pytest
 from flagcore_megatron import ENGINE
 
 from flagcore.api import estimate_jobs
-from flagcore.api.planning.jobs import past
+from flagcore.api.jobs import past
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.shapes import Shape
 from tests.product import tasks

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flagcore import api
-from flagcore.api.explaining.reports import REMOVED
+from flagcore.api.commands.explain import REMOVED
 from flagcore.api.snapshot import load_snapshot
 from flagcore.errors import NothingFits
 from flagcore.plugins import load_plugins

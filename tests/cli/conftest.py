@@ -22,7 +22,7 @@ from flagcore.cli import main
 from flagcore.launchers import guard
 from tests.product import tasks
 
-SERVER = Path(__file__).parents[1] / "engines" / "serving" / "trial" / "server.py"
+SERVER = Path(__file__).parents[2] / "engines" / "serving" / "tests" / "trial" / "server.py"
 FLAG = (sys.executable, "-c", "from flagcore.cli import main; main()")
 MODEL = {
     "name": "tiny",

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flagcore.api.explaining.reports import CORRECTED, PREDICTED, compare_subjects, overlap
-from flagcore.api.explaining.subject import Subject, columns_of
+from flagcore.api.commands.compare import compare_subjects, overlap
 from flagcore.api.snapshot import load_snapshot
+from flagcore.api.subject import Subject, columns_of
 from flagcore.domain.trial import TrialState
+from flagcore.report.candidate_report import CORRECTED, PREDICTED
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.learn import learn
 from tests.cli.conftest import Answer, Flag, Project

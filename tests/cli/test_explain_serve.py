@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.api.explaining.reports import candidate_report
-from flagcore.api.explaining.subject import allowed_rows
+from flagcore.api.commands.explain import candidate_report
 from flagcore.api.snapshot import load_snapshot
+from flagcore.api.subject import allowed_rows
 from flagcore.errors import NothingFits
 from flagcore.report.result import trial as as_data
 from flagcore.tuner.stages.learn import learn

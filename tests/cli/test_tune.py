@@ -18,7 +18,7 @@ from fixed_machine import PINS
 from tests.cli.conftest import BEST, SPACE, Flag, Project, Ran
 from tests.run_checks import books_balance, check_kept_once
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 LONG = pytest.mark.long
 
 

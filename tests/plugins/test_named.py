@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from flagcore import plugins
-from flagcore.api.managing import calibration
+from flagcore.api.commands import calibrate as calibration
 from flagcore.contracts import Engine
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec

@@ -25,7 +25,7 @@ from flagcore.spec.models import context_length, gguf_shape
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
 pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a model")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 
 @pytest.fixture(scope="module")

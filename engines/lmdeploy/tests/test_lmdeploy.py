@@ -12,8 +12,8 @@ from flagcore_serving.load.traffic import body
 from flagcore_serving.space.weights import weight_bytes
 
 from engines.serving.tests.engines.tasks import planned, settings
-from flagcore.api.managing import inspection
-from flagcore.api.managing.inspection import doctor
+from flagcore.api.commands import doctor as inspection
+from flagcore.api.commands.doctor import doctor
 from flagcore.domain.spec import Task
 
 

@@ -27,16 +27,7 @@ from flagcore_serving.space.hardware import (
     longest_request,
     max_in_flight,
 )
-from flagcore_serving.space.knobs import (
-    BACKEND,
-    DRAFTED,
-    EAGER,
-    EXCHANGE,
-    REDUNDANT,
-    SPECULATION,
-    TRANSFER,
-    or_default,
-)
+from flagcore_serving.space.knobs import BACKEND, DRAFTED, EAGER, EXCHANGE, REDUNDANT, SPECULATION, TRANSFER, or_default
 from flagcore_serving.space.program import Program, as_words
 from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token

@@ -40,14 +40,7 @@ from flagcore_trainers.fully_shard import (
 )
 from flagcore_trainers.fully_shard import predict as fully_shard
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
-from flagcore_trainers.importing import (
-    CONFIG_FILE,
-    Imported,
-    option,
-    read_toml,
-    spec_of_torchtitan,
-    starts_torchtitan,
-)
+from flagcore_trainers.importing import CONFIG_FILE, Imported, option, read_toml, spec_of_torchtitan, starts_torchtitan
 from flagcore_trainers.trainer import Trainer
 
 CHECKPOINTING = "activation-checkpoint:"
@@ -87,6 +80,7 @@ PROGRAM: Mapping[str, Any] = {
 class TorchTitan(Trainer, Commands):
     """Training with torchtitan, whose replicas share weights with FSDP2."""
 
+    keeps_scripts = True
     distribution = "torchtitan"
     releases = ">=0.1,<0.4"
 

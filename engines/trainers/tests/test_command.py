@@ -25,6 +25,8 @@ from flagcore.errors import SpecError
 from tests.product.tasks import CHIP, SHAPE, SOURCE, costs
 from tests.product.tasks import task as small_task
 
+pytestmark = pytest.mark.spread
+
 TP = {"flag": "--tp", "values": [1, 2, 4], "meaning": "tensor_model_parallel_size"}
 MICRO = {"flag": "--micro", "values": [1, 2, 4], "meaning": "micro_batch_size"}
 ZERO = {"flag": "shard={}", "values": {"none": 0, "optimizer": 1, "grads": 2, "full": 3}, "meaning": "zero_stage"}

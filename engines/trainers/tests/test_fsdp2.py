@@ -37,6 +37,8 @@ from flagcore.domain.space import Candidate
 from flagcore.errors import LaunchError, SpecError
 from tests.product.tasks import DENSE, EXPERTS, SHAPE, costs, task
 
+pytestmark = pytest.mark.spread
+
 NEUTRAL = {knob.name: knob.neutral for knob in FSDP2.knobs}
 UNTIED = replace(DENSE, untie_embeddings_and_output_weights=True)
 MIXED = replace(EXPERTS, moe_shared_expert_intermediate_size=32, moe_first_dense_layers=1)
@@ -138,7 +140,7 @@ def test_schedules_with_several_stages_keep_what_gloo_sends() -> None:
 )
 def test_memory_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str, Any]) -> None:
     pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
-    from extras.trainers.tests import counted, counted_stages
+    from engines.trainers.tests import counted, counted_stages
 
     job = counted.job({"num_layers": 2, **shape}, candidate)
     static, peak = counted_stages.counted(job, 1) if "pipeline" in candidate else counted.counted(job)

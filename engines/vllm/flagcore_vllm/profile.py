@@ -16,27 +16,8 @@ from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, Instance, Router, address
 from flagcore_serving.load import routing
 from flagcore_serving.space import knobs, placement, rules
-from flagcore_serving.space.hardware import (
-    DP,
-    EP,
-    INSTANCES,
-    PP,
-    PREFILL_DECODE,
-    TP,
-    Hardware,
-    count,
-    most_images,
-)
-from flagcore_serving.space.knobs import (
-    ASYNC,
-    BACKEND,
-    CONTEXT,
-    EAGER,
-    REDUNDANT,
-    SHARING,
-    SPECULATION,
-    TRANSFER,
-)
+from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count, most_images
+from flagcore_serving.space.knobs import ASYNC, BACKEND, CONTEXT, EAGER, REDUNDANT, SHARING, SPECULATION, TRANSFER
 from flagcore_serving.space.program import as_words
 from flagcore_serving.space.settings import PublishedRuns
 

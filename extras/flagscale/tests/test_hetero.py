@@ -23,6 +23,8 @@ from flagcore.tuner.launches import planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
 from tests.product import tasks
 
+pytestmark = pytest.mark.spread
+
 RECORDED = HERE / "recorded" / "hetero.json"
 """Answers of FlagScale 0.8.0: `FLAGSCALE=FOLDER RECORD=1 pytest extras/flagscale/tests/test_hetero.py`."""
 TWO = "n1 slots=8 type=A800\nn2 slots=16 type=BI-V150\n"

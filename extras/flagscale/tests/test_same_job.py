@@ -19,6 +19,8 @@ from flagcore.domain.spec import Task
 from flagcore.spec.convert import parse_spec
 from tests.product import tasks
 
+pytestmark = pytest.mark.spread
+
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded" / "runner.json"
 """Answers of FlagScale 0.8.0 for `OWN`: `RECORD=1 pytest extras/flagscale/tests/test_same_job.py -m long`."""

@@ -31,7 +31,7 @@ from tests.cli.conftest import flag as flag
 from tests.doc_pages import ROOT
 from tests.product.tasks import ENGINES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 read_tree = FlagScale().read_tree
 Flag = Callable[..., Ran]

@@ -25,7 +25,7 @@ from flagcore_hosts.launcher import SSH, HostsLauncher
 
 from extras.hosts.tests.cluster.bed import missing
 from flagcore import __version__, api
-from flagcore.api.managing.host_report import busy, host_check
+from flagcore.api.commands.host_report import busy, host_check
 from flagcore.contracts import Hosts, Network, Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.domain.spec import ClusterSpec
@@ -226,7 +226,7 @@ def test_hosts_must_be_able_to_connect_to_the_first_one() -> None:
     assert port_problems(launcher, hosts, {}).keys() == {hosts[0]}
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 
 def free_bytes(reader: Telemetry) -> int:

@@ -24,6 +24,8 @@ from flagcore.tuner.stages.complete import complete_by_plugins
 from tests.launchers.processes import ended
 from tests.product import tasks
 
+pytestmark = pytest.mark.spread
+
 HOSTS = "a slots=2 type=chip-x\nb slots=1 type=chip-y\nc slots=2 type=chip-x\n"
 PROGRAM = """
 import json, os, sys

@@ -15,7 +15,7 @@ from flagcore_hosts.launcher import SSH
 from flagcore import api
 from tests.product.tasks import SHAPE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 PROGRAM = """
 import os, sys

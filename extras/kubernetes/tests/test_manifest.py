@@ -18,6 +18,8 @@ from flagcore.errors import SpecError, UsageError
 from flagcore.plugins import launcher
 from tests.product.tasks import SHAPE
 
+pytestmark = pytest.mark.spread
+
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "crds.json.gz").read_bytes()))
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}
 SPEC: dict[str, Any] = {

@@ -8,6 +8,8 @@ from flagcore_megatron.space.stages import EMBEDDING, LAYOUT, LOSS, even_split, 
 from flagcore.errors import SpecError
 from tests.product import tasks
 
+pytestmark = pytest.mark.together("megatron-core, imported")
+
 TEXTS = {
     "Et*4|(t*4|)*14tmL": (61, 1, 16),
     "Et|(tt|)*30L": (61, 0, 32),

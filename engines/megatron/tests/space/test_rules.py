@@ -15,6 +15,8 @@ from flagcore.domain.spec import Task
 from flagcore.tuner.stages.build import check
 from tests.product import tasks
 
+pytestmark = pytest.mark.together("megatron-core, imported")
+
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP, EP, MBS = "context_parallel_size", "expert_model_parallel_size", "micro_batch_size"
 SP, OPTIMIZER, VIRTUAL = "sequence_parallel", "use_distributed_optimizer", "num_layers_per_virtual_pipeline_stage"

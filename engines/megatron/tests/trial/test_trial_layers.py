@@ -10,12 +10,15 @@ import pytest
 from flagcore_megatron import start
 from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.predict import training
-from flagcore_megatron.trial.job import JobError, parse_job
+from flagcore_megatron.trial.job import parse_job
+from flagcore_training.trial.job import JobError
 
 from engines.megatron.tests.trial import trial_jobs
 from flagcore.contracts import Platform
 from flagcore.errors import SpecError
 from tests.product import tasks
+
+pytestmark = pytest.mark.together("megatron-core, imported")
 
 Install = Callable[..., None]
 

@@ -14,16 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.trial import __main__ as failures
-from flagcore_megatron.trial.job import JobError, parse_job
-from flagcore_training import forked_ranks as ranks
+from flagcore_megatron.trial.job import parse_job
+from flagcore_training.trial import forked_ranks as ranks
+from flagcore_training.trial import program as failures
+from flagcore_training.trial.job import JobError
 
 from engines.megatron.tests.trial import trial_jobs
 from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS
 from flagcore.domain.launch import Exit, Launch
 from flagcore.launchers.local import LocalLauncher
 
-pytestmark = [pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
+    pytest.mark.slow,
+    pytest.mark.together("training"),
+]
 
 PROGRAM = ["-m", "flagcore_megatron.trial"]
 COPIES = {"data_parallel_size": 2}
@@ -225,7 +230,7 @@ def test_steps_are_written_while_the_trial_runs_and_sigterm_ends_its_ranks(tmp_p
 
 SLEEPING = """
 import sys, time
-from flagcore_training import forked_ranks
+from flagcore_training.trial import forked_ranks
 sys.exit(forked_ranks.run_ranks(2, lambda rank, listener: time.sleep(300) or 0))
 """
 
