@@ -26,8 +26,8 @@ from flagcore.report.candidate_report import (
     figure_pairs,
 )
 from flagcore.report.explanation import memory_parts
+from flagcore.tuner.run_folder import differences
 from flagcore.tuner.search_state import noise, significant
-from flagcore.tuner.store.directory import differences
 
 
 def compare(
