@@ -9,10 +9,10 @@ from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, LoadedSpec, SpecLike, loaded_plugins, read_spec, warn_about_problem
 from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.api.planning.jobs import past_of_problem
-from flagcore.api.planning.records import prediction_records
+from flagcore.api.planning.records import detailed_predictions
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.contracts import Problem, SearchContext
-from flagcore.domain.prediction import PastMeasurements
+from flagcore.domain.prediction import PastMeasurements, Prediction
 from flagcore.domain.space import Axis, Candidate, Columns, Pruned
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import RUN, Trial
@@ -62,9 +62,9 @@ class Snapshot:
             f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predictions).any()
         ]
 
-    def record(self, columns: Columns) -> dict[str, Any]:
-        """Return the prediction of a candidate, which may be outside the space, like `prediction_records`."""
-        return prediction_records(self.problem.platform, columns)[0]
+    def predicted(self, columns: Columns) -> Prediction:
+        """Return the prediction of a candidate, which may be outside the space, like `detailed_predictions`."""
+        return detailed_predictions(self.problem.platform, columns)[0]
 
 
 def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -> Snapshot:

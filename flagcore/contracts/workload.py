@@ -14,7 +14,7 @@ from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport, ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch, ServerGroups, Start
-from flagcore.domain.prediction import RankMeasurement
+from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import ImportNote, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement

@@ -338,7 +338,7 @@ class _Search:
             predicted_trial(self.problem, candidate, role, fidelity),
             began_s=self.elapsed,
             chosen_because=choice.because if choice else None,
-            believed=dict(choice.belief) if choice else None,
+            believed=choice.belief if choice else None,
             search_ended=search_ended,
             group=self.pool.free_device_group if self.pool.limit > 1 else None,
         )

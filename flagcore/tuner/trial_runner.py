@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flagcore.contracts import Launcher, Platform, Problem
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, TrainSpec
-from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState, step_value
+from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.errors import HostLost, LaunchError, UsageError
 from flagcore.i18n import N_, Message
 from flagcore.tuner.devices import SETTLE_SECONDS, wait_for_devices
 from flagcore.tuner.stages.launch import launch, with_hosts
 from flagcore.tuner.stages.limit import time_limit
 from flagcore.tuner.stages.measure import measure, stop_above_s
-from flagcore.tuner.stages.predict import GIB, predict_stage_layers, record
+from flagcore.tuner.stages.predict import predict_stage_layers, with_figures
 from flagcore.tuner.stages.probe import probe, ranks_to_probe, trial_of_probe
 from flagcore.tuner.stages.shorten import SmallerTask, shorten
 
@@ -45,7 +45,7 @@ def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity
         candidate=candidate,
         role=role,
         state=TrialState.RUNNING,
-        predicted=record(problem.task, problem.predictions.row(problem.row_of(candidate)), layers.get(0, ())),
+        predicted=with_figures(problem.task, problem.predictions.row(problem.row_of(candidate)), layers.get(0, ())),
         fidelity=fidelity,
     )
 
@@ -73,7 +73,7 @@ def plan_shortened_steps(problem: Problem, trial: Trial, most_nodes: int | None 
         return SmallerTask(problem.platform, nodes).shortened(columns, whole_prediction)
     if trial.role is Role.REPEAT:
         return None
-    return shorten(problem.platform, trial.candidate, columns, step_value(trial.believed) or trial.predicted_step_s)
+    return shorten(problem.platform, trial.candidate, columns, trial.expected_step_s)
 
 
 def memory_needed(task: Task, trial: Trial) -> float:
@@ -81,11 +81,11 @@ def memory_needed(task: Task, trial: Trial) -> float:
 
     For servers and probes, which may use fewer devices, it is the memory of one device.
     """
-    used: Any = (trial.predicted.get("memory") or {}).get("device_used_gib")  # type: ignore[attr-defined]
-    if not isinstance(used, float) or not math.isfinite(used):
+    used_bytes = trial.predicted.device_used_bytes if trial.predicted else 0.0
+    if not math.isfinite(used_bytes):
         return 0.0
     uses_whole_node = isinstance(task.spec.work, TrainSpec) and trial.fidelity != PROBE
-    return used * GIB * (task.cluster.groups[0].devices_per_node if uses_whole_node else 1)
+    return used_bytes * (task.cluster.groups[0].devices_per_node if uses_whole_node else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

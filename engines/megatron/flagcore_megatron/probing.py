@@ -10,7 +10,7 @@ from flagcore_training.stages import stage
 
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.launch import Launch
-from flagcore.domain.prediction import RankMeasurement
+from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Candidate, Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError

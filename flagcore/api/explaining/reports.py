@@ -2,12 +2,11 @@
 
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,9 @@ from flagcore.api.planning.evidence import predicted_like, published_job
 from flagcore.api.runs import no_best_error
 from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
 from flagcore.domain.plan import failed_repeats
-from flagcore.domain.serving import LATENCIES, ServeSpec
+from flagcore.domain.prediction import Prediction
+from flagcore.domain.records import GIB
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import DOES_NOT_FIT
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
 from flagcore.errors import NothingFits, SpecError, UsageError
@@ -40,6 +41,7 @@ from flagcore.report.candidate_report import (
     Side,
     differs_text,
     figure_pairs,
+    median_latencies,
     seconds_text,
 )
 from flagcore.report.explanation import Explanation, memory_parts, needs_text, used_text
@@ -51,7 +53,7 @@ from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import lacks_margin, rows_by_time
 from flagcore.tuner.search_state import count, noise, significant
 from flagcore.tuner.stages.build import PLANNED_SHARE
-from flagcore.tuner.stages.predict import predict_columns, record
+from flagcore.tuner.stages.predict import predict_columns, with_figures
 from flagcore.tuner.stages.prune import needed_share
 from flagcore.tuner.store.directory import differences
 
@@ -77,11 +79,11 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]
         messages = {each.name: each.message for each in bounds}
         rules = [PruningRule(rule=name, message=message, trial=None) for name, message in messages.items()]
         if rules and not list(_values_outside_space(subject)):
-            return REMOVED, [*map(str, rules), needs_text(predicted["memory"])], rules
+            return REMOVED, [*map(str, rules), needs_text(predicted)], rules
         not_listed = [_("not in the space: the values in auto_tuner.space cannot be combined to this candidate")]
-        lines = [*(list(_values_outside_space(subject)) or not_listed), _(LEGAL[predicted["memory"].get("fits")])]
+        lines = [*(list(_values_outside_space(subject)) or not_listed), _(LEGAL[predicted.fits])]
         pruned_by = snapshot.pruned_by(subject.columns)
-        lines += [needs_text(predicted["memory"]), *(_("it would be removed: {rule}", rule=each) for each in pruned_by)]
+        lines += [needs_text(predicted), *(_("it would be removed: {rule}", rule=each) for each in pruned_by)]
         return OUTSIDE, lines, []
     rules = _pruning_rules(snapshot, subject.row)
     own = (trial for trial in subject.trials if trial.role is not Role.IMPORTED)
@@ -172,7 +174,7 @@ def _removal(subject: Subject, rule: PruningRule) -> str:
     snapshot, state, predictions = subject.snapshot, subject.snapshot.search_state, subject.snapshot.problem.predictions
     if rule.rule == DOES_NOT_FIT:
         assert subject.predicted is not None
-        line = f"{DOES_NOT_FIT}: {needs_text(subject.predicted['memory'])}"
+        line = f"{DOES_NOT_FIT}: {needs_text(subject.predicted)}"
         least_share = needed_share(snapshot.problem.space, predictions, (*state.trials, *state.probes))
         needed_gib = float(predictions.device_used_bytes[subject.row]) * least_share / 2**30
         return line if least_share == 1.0 else line + "; " + _("after trials at least {gib:.2f} GiB", gib=needed_gib)
@@ -274,9 +276,9 @@ def explain_like(
     prediction = predicted_like(problem, job)
     if prediction is None or prediction.step_time_s is None or not order.size:
         return replace(report, name=title)
-    published: dict[str, Any] = record(problem.task, prediction)
+    published = with_figures(problem.task, prediction)
     best_s = float(problem.predictions.step_time_s[order[0]])
-    figures = {"seconds": prediction.step_time_s, "used": used_text(published["memory"], ".4g")}
+    figures = {"seconds": prediction.step_time_s, "used": used_text(published, ".4g")}
     text = N_(
         "with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the best, ~{used} GiB"
     )
@@ -316,8 +318,9 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
 
 def _fits_without(subject: Subject) -> Iterator[str]:
     """Yield each assumed setting without which a candidate that does not fit would fit."""
-    platform, memory = subject.snapshot.problem.platform, (subject.predicted or {}).get("memory", {})
-    settings = platform.workload.assumed(platform.task, subject.candidate) if memory.get("fits") is False else {}
+    platform, predicted = subject.snapshot.problem.platform, subject.predicted
+    is_too_large = predicted is not None and predicted.fits is False
+    settings = platform.workload.assumed(platform.task, subject.candidate) if is_too_large else {}
     for name, value in settings.items():
         train = platform.task.spec.train
         train = replace(train, assumed={key: each for key, each in train.assumed.items() if key != name})
@@ -333,7 +336,7 @@ def _change(subject: Subject, row: int) -> Alternative:
     return Alternative(
         candidate=other.candidate.as_dict(),
         differs=subject.differing(other.candidate),
-        predicted=record(snapshot.task, snapshot.problem.predictions.row(row)),
+        predicted=with_figures(snapshot.task, snapshot.problem.predictions.row(row)),
         expected_s=other.expected_s,
         trial=next(trials, None),
         measured=other.measured_s is not None,
@@ -378,8 +381,10 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
         raise UsageError(_("{a} and {b} cannot be compared: one is a training job, the other a server", **places))
     seconds, certainty = _times(a, b)
-    predictions = [a.predicted, b.predicted] if a.predicted and b.predicted else [{}, {}]
-    latencies = [{f"{name}.p50": each[name]["p50"] for name in LATENCIES if name in each} for each in predictions]
+
+    def pairs(figures: Callable[[Prediction], Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+        return figure_pairs(figures(a.predicted), figures(b.predicted)) if a.predicted and b.predicted else {}
+
     sides = _side(a), _side(b)
     return Comparison(
         a=sides[0],
@@ -387,9 +392,9 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         objective=specs[0].objective,
         differs=a.differing(b.candidate),
         tasks=_task_differences(a.snapshot, b.snapshot),
-        time=figure_pairs(*(each.get("time", {}) for each in predictions)),
-        memory=figure_pairs(*(memory_parts(each["memory"]) if each else {} for each in predictions)),
-        figures=figure_pairs(*latencies),
+        time=pairs(lambda found: found.parts_s),
+        memory=pairs(lambda found: {name: size / GIB for name, size in memory_parts(found).items()}),
+        figures=pairs(median_latencies),
         gap=None if seconds is None else _relative(a, b, *seconds),
         certainty=certainty,
         because=tuple(_reasons(a, b, sides, seconds, certainty)),

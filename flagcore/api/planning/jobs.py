@@ -13,13 +13,14 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.api.planning.records import prediction_records
+from flagcore.api.planning.records import detailed_predictions
 from flagcore.contracts import Costs, Platform, Problem, Workload
 from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Observations, PastMeasurements, features
+from flagcore.domain.records import prediction_record, rank_record
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
@@ -31,7 +32,7 @@ from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical, legality
 from flagcore.tuner.stages.discover import costs
-from flagcore.tuner.stages.predict import predict_columns, rank_record
+from flagcore.tuner.stages.predict import predict_columns
 
 AT_ONCE = 1024
 
@@ -181,9 +182,10 @@ def _predicted(platform: Platform, rows: Sequence[_Row], *, details: bool) -> di
     if not legal:
         return answers
     columns = canonical(_take(columns, legal), workload.merges(task))
-    for number, known in enumerate(prediction_records(platform, columns, details=details)):
+    for number, found in enumerate(detailed_predictions(platform, columns, details=details)):
         row = rows[legal[number]]
-        answers[row.place] = {"status": "ok", **({"warnings": list(row.warnings)} if row.warnings else {}), **known}
+        warnings = {"warnings": list(row.warnings)} if row.warnings else {}
+        answers[row.place] = {"status": "ok", **warnings, **prediction_record(found)}
         if row.rank is not None:
             rank = workload.rank(task, _take(columns, [number]), row.rank, platform.costs)
             answers[row.place]["rank"] = rank_record(rank)

@@ -1,32 +1,27 @@
-"""Predictions as plain data, in the format of job records."""
+"""Predictions of candidates with the memory of each model component."""
 
 from dataclasses import replace
-from typing import Any
 
 from flagcore.contracts import Platform
-from flagcore.domain.prediction import components_of_row
+from flagcore.domain.prediction import Prediction, components_of_row
 from flagcore.domain.space import Columns
 from flagcore.tuner.feasibility import no_time
-from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, record
+from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, with_figures
 
 
-def prediction_records(platform: Platform, columns: Columns, *, details: bool = True) -> list[dict[str, Any]]:
+def detailed_predictions(platform: Platform, columns: Columns, *, details: bool = True) -> list[Prediction]:
     """Return the prediction of each row, with `details` with the layers of each stage, and with the memory of the model
     components on the stage that needs the most, which take as long again.
 
-    If a row has no predicted time, its record contains the reason.
+    If a row has no predicted time, its prediction contains the reason.
     """
     predictions = predict_columns(platform, columns)
     components = predict_components(platform, columns, predictions.worst_stage) if details else {}
     layers = predict_stage_layers(platform, columns) if details else {}
-    records = []
+    found = []
     for row in range(len(predictions.step_time_s)):
         figures = replace(predictions.row(row), components=components_of_row(components, row))
-        prediction_record = record(platform.task, figures, layers.get(row, ()))
-        has_time = figures.step_time_s is not None
-        records.append(
-            prediction_record
-            if has_time
-            else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **prediction_record}
-        )
-    return records
+        if figures.step_time_s is None:
+            figures = replace(figures, reason=f"no time: {no_time(platform.task, platform.costs)}")
+        found.append(with_figures(platform.task, figures, layers.get(row, ())))
+    return found
