@@ -3,11 +3,14 @@ processes."""
 
 import gc
 import importlib
+import json
 import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,55 +25,13 @@ importlib.import_module("fixed_machine")
 os.environ["FLAGCORE_LANG"] = "en"  # whatever the locale is
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets programs in the background ignore it
 
-TOGETHER = {
-    "training": (
-        "tests/accelerator/",
-        "tests/cli/test_fidelity.py",
-        "tests/cli/test_probe.py",
-        "engines/megatron/tests/trial/test_probe.py",
-        "engines/megatron/tests/trial/test_trial_parity.py",
-        "engines/megatron/tests/trial/test_trial_program.py",
-        "engines/megatron/tests/trial/test_tune_for_real.py",
-        "engines/training/tests/test_memory_of_ranks.py",
-        "tests/vendors/test_simulated_nodes.py",
-    ),
-    "fixture runs": ("tests/report/page/",),
-    "fixture example_folder": ("tests/test_docs",),
-    "megatron-core, imported": (
-        "engines/megatron/tests/space/test_rules.py",
-        "engines/megatron/tests/layers/test_stages.py",
-        "engines/megatron/tests/trial/test_trial_layers.py",
-    ),
-}
-"""Prefixes of files whose tests stay in one process of pytest-xdist: they train, or share what takes long to start."""
-SPREAD = (
-    "tests/cli/test_tune",
-    "engines/serving/tests/trial/test_misbehaving_servers.py",
-    "tests/launchers/",
-    "extras/",
-    "engines/llamacpp/",
-    "engines/lmdeploy/",
-    "engines/sglang/",
-    "engines/trainers/",
-)
-"""Prefixes of files whose tests may run in any process, for most of their time is waiting."""
-
-
-FIRST = (
-    *TOGETHER["training"],
-    *SPREAD,
-    "plugins/nvidia/tests/test_conformance.py",
-    "extras/hosts/tests/cluster/",
-    "tests/benchmarks/test_replay.py",
-    "extras/flagscale/tests/test_trees.py",
-    "tests/cli/test_terminal.py",
-    "tests/cli/test_plugins",
-    "tests/cli/",
-    "tests/vendors/",
-)
-"""Prefixes of files that take long and so start first: a long file at the end keeps one process busy alone."""
+SHARED = ("runs", "example_folder")
+"""Fixtures of the session with a finished run. Their tests are slow, and stay in one process."""
 SLOW_CHECKS = tuple(f"test_conformance[{each}" for each in ("broken_tool", "failure_patterns_are", "hooks_", "import_"))
 """Names of the kit's checks that start processes."""
+SCOPES = Path(tempfile.gettempdir()) / f"flagcore-scopes-{os.getpid()}.json"
+"""Here the first process of pytest-xdist writes what stays in one process, by the name of the test, because marks stay
+in the processes that collect. The scheduler reads it once."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,16 +41,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests with a finished run and SLOW_CHECKS as slow, repeat failed slow tests once, and put FIRST first, or
-    shuffle."""
+    """Mark tests of SHARED and SLOW_CHECKS, repeat failed slow tests once, and put first what takes long, or shuffle.
+
+    A long file at the end keeps one process busy alone.
+    """
+    slow = Counter[Path]()
     for item in items:
-        if {"runs", "example_folder"} & {*getattr(item, "fixturenames", ())} or item.name.startswith(SLOW_CHECKS):
+        for fixture in {*SHARED} & {*getattr(item, "fixturenames", ())}:
+            item.add_marker("slow")
+            item.add_marker(pytest.mark.together(fixture))
+        if item.name.startswith(SLOW_CHECKS):
             item.add_marker("slow")
         if item.get_closest_marker("slow") or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.flaky(reruns=1))  # real processes and clocks; `-rR` lists what was repeated
+            slow[item.path] += 1
 
-    def order(item: pytest.Item) -> int:
-        return next((place for place, prefix in enumerate(FIRST) if item.nodeid.startswith(prefix)), len(FIRST))
+    def order(item: pytest.Item) -> tuple[bool, bool, int]:
+        alone = item.get_closest_marker("together") is None
+        return alone, item.get_closest_marker("spread") is None, -slow[item.path]
 
     if seed := config.getoption("shuffle"):
         random.Random(seed).shuffle(items)
@@ -100,19 +69,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Spread tests over processes file by file, but for TOGETHER and SPREAD.
+def pytest_configure_node(node: Any) -> None:
+    """Name the scheduler's file to a process of pytest-xdist."""
+    node.workerinput["scopes"] = str(SCOPES)
 
-    Marks `xdist_group` would say it, but pytest-xdist 3.8 does not see them under pytest 9.2.
-    """
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Write what the marks `together` and `spread` say."""
+    worker = getattr(session.config, "workerinput", {})
+    if worker.get("workerid") == "gw0":
+        scopes = {item.nodeid: item.nodeid for item in session.items if item.get_closest_marker("spread")}
+        for item in session.items:
+            if mark := item.get_closest_marker("together"):
+                scopes[item.nodeid] = mark.args[0]
+        Path(worker["scopes"]).write_text(json.dumps(scopes), encoding="utf-8")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Spread tests over processes file by file, but for those with the mark `together` or `spread`."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):  # type: ignore[misc]
+        scopes: Mapping[str, str] = {}
+
+        def schedule(self) -> None:
+            if SCOPES.exists():
+                self.scopes = json.loads(SCOPES.read_text(encoding="utf-8"))
+                SCOPES.unlink()
+            super().schedule()
+
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(SPREAD) and "/cluster/" not in nodeid:  # which has a fixture of the session
-                return nodeid
-            groups = (name for name, files in TOGETHER.items() if nodeid.startswith(files))
-            return next(groups, nodeid.partition("::")[0])
+            return self.scopes.get(nodeid) or nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False
     return Scheduler(config, log)

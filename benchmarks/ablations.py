@@ -9,7 +9,7 @@ from searchers import Search, Searcher, by_strategy
 from sweeps import Sweep, with_predictions
 
 from flagcore import plugins
-from flagcore.contracts import Workload
+from flagcore.contracts import Engine
 from flagcore.domain.space import BoolArray, Candidate, Columns
 
 PROBES = 3
@@ -25,8 +25,8 @@ def ablations(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
         return new(_without_prior(sweep))
 
     def without_dominance(sweep: Sweep) -> list[Search]:
-        problem, blunt = sweep.problem, _Blunt(sweep.workload)
-        platform = replace(problem.platform, workload=blunt)  # type: ignore[arg-type]
+        problem, blunt = sweep.problem, _Blunt(sweep.engine)
+        platform = replace(problem.platform, engine=blunt)  # type: ignore[arg-type]
         return experienced(replace(sweep, problem=replace(problem, platform=platform)))
 
     searches = {
@@ -52,8 +52,8 @@ def _without_prior(sweep: Sweep) -> Sweep:
 class _Blunt:
     """An engine without an order of memory between candidates."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
+    def __init__(self, engine: Engine) -> None:
+        self._workload = engine
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workload, name)

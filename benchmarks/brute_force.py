@@ -23,10 +23,11 @@ from flagcore.api.inputs import loaded_plugins
 from flagcore.domain.trial import RUN, Role
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.plain_data import spec_as_data
+from flagcore.tuner.limits import time_limit
+from flagcore.tuner.planner import predicted_trial
 from flagcore.tuner.problem import build_problem
 from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure
-from flagcore.tuner.trial_runner import plan_time_limit, predicted_trial
 
 
 def main() -> None:
@@ -49,18 +50,18 @@ def main() -> None:
 def _scan(options: argparse.Namespace, found: dict[str, Any]) -> None:
     data = spec_as_data(options.spec)
     spec = parse_spec(data, file=str(options.spec), base=options.spec.parent, engines=plugins.engines())
-    workload = plugins.workload(spec.train.engine)
-    workload = workload.with_program(spec.train.program)
+    engine = plugins.find_engine(spec.train.engine)
+    engine = engine.with_program(spec.train.program)
     began = time.monotonic()
     with loaded_plugins(()) as loaded:
-        problem = build_problem(spec, loaded, workload)
+        problem = build_problem(spec, loaded, engine)
     launcher = plugins.launcher("local")
     rows = list(range(len(problem.space)))
     random.Random(options.seed).shuffle(rows)
     for row in rows[: options.first]:
         candidate = problem.space.candidate(row)
         trial = replace(predicted_trial(problem, candidate, Role.SEARCH, RUN), number=row)
-        limit = plan_time_limit(problem, trial, ())
+        limit = time_limit(problem.platform, trial, ())
         with tempfile.TemporaryDirectory() as folder:
             running = launch(problem.platform, launcher, candidate, folder, limit)
             done = measure(running, problem.platform, trial, folder, None)

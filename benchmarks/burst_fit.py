@@ -88,7 +88,7 @@ def print_by_cpus(runs: Sequence[Run], counts: Sequence[int]) -> None:
 
 def _figures(run: Run, costs: Costs, overheads: Overheads, cpus: int | None = None) -> dict[str, float]:
     """Return the predicted figures of a run on a host with `cpus`, enough by default."""
-    points, engine = run.points, plugins.workload(run.points.engine)
+    points, engine = run.points, plugins.find_engine(run.points.engine)
     task = points.tasks[run.row]
     group = replace(task.cluster.groups[0], cpus_per_node=cpus)
     spec = replace(task.spec, objective="output_tokens_per_s")

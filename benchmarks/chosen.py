@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagcore import api
-from flagcore.api.inputs import loaded_plugins
-from flagcore.api.planning.estimate import build_problem_of_spec
-from flagcore.api.planning.evidence import CHOSEN
+from flagcore.api.evidence import CHOSEN
+from flagcore.api.inputs import loaded_plugins, open_spec
 from flagcore.tuner.problem import rows_by_time
 
 BOUNDS = ("not_likely", "far_too_slow", "far_too_large")
@@ -34,7 +33,7 @@ def main() -> None:
         network = {key: cluster[key] for key in ("chip", "nic_bytes_per_second") if key in cluster}
         nodes = {"nodes": cluster["devices"] // per_node, "devices_per_node": per_node}
         spec = {"model": record["model"], "cluster": network | nodes, "train": {"engine": "megatron", **train}}
-        problem = build_problem_of_spec(spec, None, (), plan=True)
+        problem = open_spec(spec, None, (), plan=True).problem
         times = problem.predictions.step_time_s[rows_by_time(problem)]
         (answer,) = api.estimate_jobs([record])
         step, layout_s = float(times[0]), answer["step_time_s"]["value"]

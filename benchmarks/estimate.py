@@ -134,12 +134,12 @@ def _stages(data: Figures) -> Figures:
     from flagcore.tuner.strategies.learned import STRATEGY
 
     spec = parse_spec(data, file="benchmark", base=Path(), engines=plugins.engines())
-    workload = plugins.workload(spec.train.engine)
+    engine = plugins.find_engine(spec.train.engine)
     with loaded_plugins(()) as loaded:
-        platform = complete_by_plugins(spec, loaded, workload)
+        platform = complete_by_plugins(spec, loaded, engine)
         task = platform.task
         legal = legality(platform)
-        pruning = workload.pruning_rules(task)
+        pruning = engine.pruning_rules(task)
         no_trials = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
         space, build_s = _timed(lambda: build(legal.axes, legal.rules, legal.merges), 1)
         predictions, predict_s = _timed(lambda: predict(platform, space), ROUNDS)

@@ -65,7 +65,7 @@ def spaces_of(points: serving_fit.Points, across_loads: bool) -> list[tuple[np.n
 
 
 def _space(points: serving_fit.Points, rows: Sequence[int]) -> tuple[np.ndarray, Features]:
-    task, engine = points.tasks[rows[0]], plugins.workload(points.engine)
+    task, engine = points.tasks[rows[0]], plugins.find_engine(points.engine)
     task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
     columns = {knob: column[rows] for knob, column in points.columns.items()}
     predictions = predict(task, engine.settings(task, columns), points.costs, points.known)

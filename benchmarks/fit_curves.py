@@ -24,13 +24,14 @@ from scipy.optimize import least_squares
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.contracts import Costs, Workload
+from flagcore.contracts import Costs, Engine
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec.jobs import read_job
 from flagcore.tuner.stages.discover import costs
+from flagcore.vendorkit.chip_file import shared_costs
 
 PLUGINS = Path(__file__).parent.parent / "plugins"
 BACKWARD = 0.8
@@ -213,7 +214,7 @@ def _arguments(family: Family, parameters: Mapping[str, float], chip: str) -> di
 
 
 def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
-    workload = plugins.workload("megatron")
+    engine = plugins.find_engine("megatron")
     measured, sources = [], []
     groups: dict[str, list[tuple[Training, Layout, Task, int]]] = defaultdict(list)
     with loaded_plugins(()) as loaded:
@@ -222,7 +223,7 @@ def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
         for record in records:
             seconds = record["measured"].get("step_time_s")
             if seconds and record["cluster"]["chip"].casefold() in names:
-                task, columns = _task_of(record, workload, loaded.find_chip)
+                task, columns = _task_of(record, engine, loaded.find_chip)
                 train, layout = base_inputs(task, columns)
                 train = replace(train, global_batch=0)
                 groups[repr((train, task.cluster))].append((train, layout, task, len(measured)))
@@ -246,19 +247,23 @@ def _together(layouts: Sequence[Layout]) -> Layout:
     return Layout(**{name: np.concatenate([getattr(each, name) for each in layouts]) for name in names})
 
 
-def _task_of(record: Mapping[str, Any], workload: Workload, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
+def _task_of(record: Mapping[str, Any], engine: Engine, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
     job = read_job(record, plugins.engines())
     devices = min(job.devices_per_node, job.devices)
     group = NodeGroup(chip=find_chip(job.chip), nodes=job.devices // devices, devices_per_node=devices)
     spec = Spec(model=job.model, cluster=ClusterSpec(chip=group.chip.name), work=job.work)
-    task, values, _ = workload.published(Task(spec=spec, cluster=Cluster(groups=(group,))), job.candidate, job.notes)
-    return task, workload.columns(task, values)
+    task, values, _ = engine.published(Task(spec=spec, cluster=Cluster(groups=(group,))), job.candidate, job.notes)
+    return task, engine.columns(task, values)
 
 
 def _write(family: Family, parameters: Mapping[str, float], report: Mapping[str, Any]) -> None:
-    """Write the curve of every chip of the family; it is fitted to the first chip and shared by design."""
+    """Write the curve of every chip of the family; it is fitted to the first chip and shared by design.
+
+    A chip to which the plugin's `costs/same_as.yaml` applies the curve of another one has no file.
+    """
     runs = sum(source["runs"] for source in report["sources"].values())
-    for chip in family.chips:
+    shared = shared_costs(Path(family.package).name)
+    for chip in (each for each in family.chips if (each.casefold(), "curve.yaml") not in shared):
         path = PLUGINS / family.package / "costs" / chip.casefold() / "curve.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         method = f"fitted by benchmarks/fit_curves.py to {runs} published runs on {', '.join(family.chips[:4])}"

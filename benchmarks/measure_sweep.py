@@ -35,11 +35,12 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.plain_data import spec_as_data
+from flagcore.tuner.limits import time_limit
+from flagcore.tuner.planner import predicted_trial
+from flagcore.tuner.probe import probe
 from flagcore.tuner.problem import build_problem
 from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure
-from flagcore.tuner.stages.probe import probe
-from flagcore.tuner.trial_runner import plan_time_limit, predicted_trial
 
 SOURCE = "flagcore's own trials"
 PUBLISHED = {
@@ -66,9 +67,9 @@ def main() -> None:
     options = parser.parse_args()
     data = spec_as_data(options.spec)
     spec = parse_spec(data, file=str(options.spec), base=options.spec.parent, engines=plugins.engines())
-    workload = plugins.workload(spec.train.engine)
+    engine = plugins.find_engine(spec.train.engine)
     with loaded_plugins(()) as loaded:
-        problem = build_problem(spec, loaded, workload)
+        problem = build_problem(spec, loaded, engine)
     for round_ in range(options.rounds):
         known = _records(options.out)
         rows = [row for row in range(len(problem.space)) if not options.again or _name(problem, row) in known]
@@ -103,7 +104,7 @@ def _run_trial(problem: Problem, row: int) -> tuple[Trial, float]:
     """Return a finished trial, and the share of the processors that other processes used."""
     launcher, candidate = plugins.launcher("local"), problem.space.candidate(row)
     trial = replace(predicted_trial(problem, candidate, Role.SEARCH, RUN), number=row)
-    limit = plan_time_limit(problem, trial, ())
+    limit = time_limit(problem.platform, trial, ())
     began, others = time.monotonic(), _other_cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
         running = launch(problem.platform, launcher, candidate, folder, limit)
@@ -114,7 +115,7 @@ def _run_trial(problem: Problem, row: int) -> tuple[Trial, float]:
 
 def _probe_ranks(problem: Problem, candidate: Candidate) -> list[dict[str, Any]]:
     """Return the results of the probes of a candidate's ranks as plain data."""
-    limit = plan_time_limit(problem, predicted_trial(problem, candidate, Role.SEARCH, PROBE), ())
+    limit = time_limit(problem.platform, predicted_trial(problem, candidate, Role.SEARCH, PROBE), ())
     with tempfile.TemporaryDirectory() as folder:
         launcher = plugins.launcher("local")
         results = probe(problem.platform, launcher, candidate, folder, limit, finish=False)

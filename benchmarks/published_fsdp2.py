@@ -18,7 +18,7 @@ import numpy as np
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN
 
-from flagcore.api.planning.estimate import build_problem_of_spec
+from flagcore.api.inputs import open_spec
 from flagcore.contracts import Costs
 from flagcore.domain.spec import Task
 from flagcore.vendorkit import chip_file
@@ -36,8 +36,8 @@ def predicted(run: dict[str, Any]) -> Any:
         train |= {"command": ["deepspeed", "--deepspeed", "ds.json"], "directory": tempfile.gettempdir()}
     spec = {"model": run["model"], "train": train}
     spec["cluster"] = {"chip": run["chip"], "nodes": nodes, "devices_per_node": run["devices"] // nodes}
-    platform = build_problem_of_spec(spec, None, (), plan=True).platform
-    engine, task = platform.workload, platform.task
+    platform = open_spec(spec, None, (), plan=True).problem.platform
+    engine, task = platform.engine, platform.task
     values = {knob.name: run["candidate"].get(knob.name, knob.neutral) for knob in engine.knobs}
     columns = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in engine.knobs}
     broken = [rule.name for rule in engine.rules(task) if rule.broken(columns).any()]

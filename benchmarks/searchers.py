@@ -14,7 +14,7 @@ import optuna
 from flagscale_rules import NESTING, FlagScale
 from sweeps import Sweep
 
-from flagcore.api.planning.jobs import MAX_PAST
+from flagcore.api.jobs import MAX_PAST
 from flagcore.contracts import Choice, Problem, Strategy
 from flagcore.domain.prediction import Observations, PastMeasurements
 from flagcore.domain.space import FloatArray
@@ -22,11 +22,11 @@ from flagcore.domain.spec import Control
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.tuner.budget import stop_reason
 from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
+from flagcore.tuner.probe import combine, trial_of_probe
 from flagcore.tuner.search_state import SearchState
 from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.stages.measure import EARLY_STOP_RATIO
 from flagcore.tuner.stages.predict import with_figures
-from flagcore.tuner.stages.probe import combine, trial_of_probe
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import rank, search_context
 

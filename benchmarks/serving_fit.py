@@ -108,10 +108,10 @@ def read(files: Sequence[str]) -> list[Points]:
                 group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
                 chips[key] = costs_of(Cluster(groups=(group,)), loaded, job.work.engine), group
             spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
-            workload = plugins.workload(job.work.engine)
+            engine = plugins.find_engine(job.work.engine)
             plain_task = Task(spec=spec, cluster=Cluster(groups=(chips[key][1],)))
-            task, values, _ = workload.published(plain_task, job.candidate, "")
-            columns = workload.columns(task, values)
+            task, values, _ = engine.published(plain_task, job.candidate, "")
+            columns = engine.columns(task, values)
             version = task.spec.serve.engine_version
             groups[(*key, job.model, job.work.precision, version)].append((index, line, task, columns))
     points = []
@@ -131,7 +131,7 @@ def read(files: Sequence[str]) -> list[Points]:
                 costs=chips[chip, devices, cpus, engine][0],
                 lines=tuple(lines_of),
                 tasks=tuple(tasks),
-                known=plugins.workload(engine).overheads_for(tasks[0], on_host=False),
+                known=plugins.find_engine(engine).overheads_for(tasks[0], on_host=False),
                 lens=np.array(lens, dtype=float),
                 tpot=np.array([each.get("tpot_mean_s") or each.get("tpot_p50_s") for each in measured]),
                 ttft=np.array([each.get("ttft_mean_s") or each.get("ttft_p50_s") for each in measured]),
@@ -190,7 +190,7 @@ def prediction_inputs(points: Points, values: Mapping[str, float]) -> tuple[Cost
 def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
     """Return the logarithms of predicted over measured TPOT and TTFT."""
     costs, overheads = prediction_inputs(points, values)
-    engine = plugins.workload(points.engine)
+    engine = plugins.find_engine(points.engine)
     settings = engine.settings(points.task, points.columns)
     serving = serving_of(points.task, costs.kernels, overheads)
     memory = serving_memory(serving, settings, costs)
@@ -271,7 +271,7 @@ def simulated(points: Points, values: Mapping[str, float]) -> list[dict]:
     for row, (line, task) in enumerate(zip(points.lines, points.tasks, strict=True)):
         task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
         columns = {knob: column[row : row + 1] for knob, column in points.columns.items()}
-        engine = plugins.workload(points.engine)
+        engine = plugins.find_engine(points.engine)
         found = predict(task, engine.settings(task, columns), costs, overheads)
         answers.append({"id": line["id"], "status": "ok", **prediction_record(with_figures(task, found.row(0)))})
     return answers

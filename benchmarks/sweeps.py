@@ -17,7 +17,7 @@ import numpy as np
 from fit_curves import FAMILIES, curve_of
 
 from flagcore import plugins
-from flagcore.contracts import Costs, Platform, Problem, Workload
+from flagcore.contracts import Costs, Engine, Platform, Problem
 from flagcore.domain.chip import Chip
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
@@ -52,7 +52,7 @@ class Sweep:
     name: str
     source: str
     problem: Problem
-    workload: Workload
+    engine: Engine
     seconds: FloatArray
     used_bytes: FloatArray
     start_seconds: FloatArray
@@ -106,9 +106,9 @@ def read_sweeps(records: Iterable[Mapping[str, Any]], loaded_plugins: LoadedPlug
 
 def with_predictions(sweep: Sweep, predictions: Predictions) -> Sweep:
     """Return the sweep with other predictions."""
-    problem, workload = sweep.problem, sweep.workload
+    problem, engine = sweep.problem, sweep.engine
     pruned = prune(problem.space, predictions, problem.rules)
-    baseline = _baseline(problem.platform.task, workload, problem.space, predictions)
+    baseline = _baseline(problem.platform.task, engine, problem.space, predictions)
     return replace(sweep, problem=replace(problem, predictions=predictions, pruned=pruned, baseline=baseline))
 
 
@@ -144,29 +144,29 @@ _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stag
 
 def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded_plugins: LoadedPlugins) -> Sweep | None:
     first, source = members[0][0], str(members[0][1]["source"])
-    workload, platform = (
-        plugins.workload(first.work.engine),
+    engine, platform = (
+        plugins.find_engine(first.work.engine),
         _platform(first, members[0][1]["capacity"], loaded_plugins),
     )
     costs = left_out(platform.costs, platform.task.cluster.groups[0].chip, source)
-    rows = [row for job, measured in members for row in _row(job, measured, workload, platform.task)]
+    rows = [row for job, measured in members for row in _row(job, measured, engine, platform.task)]
     if not rows:
         return None
-    space = _space(rows, workload)
+    space = _space(rows, engine)
     positions = np.array([space.find(_candidate(row, space.axes)) for row in rows])
     _, order = np.unique(positions, return_index=True)
     task = rows[0].task
     platform = replace(platform, task=task, costs=costs)
-    legal = build(space.axes, workload.rules(task), workload.merges(task))
-    predictions = _predicted(rows, workload, costs).take(order)
-    rules = workload.pruning_rules(task)
+    legal = build(space.axes, engine.rules(task), engine.merges(task))
+    predictions = _predicted(rows, engine, costs).take(order)
+    rules = engine.pruning_rules(task)
     problem = Problem(
         platform=platform,
         legality=legality(platform),
         space=space,
         predictions=predictions,
         pruned=prune(space, predictions, rules),
-        baseline=_baseline(task, workload, space, predictions),
+        baseline=_baseline(task, engine, space, predictions),
         rules=rules,
     )
     name = f"{first.model.name}, {first.devices} x {first.chip}, batch {first.work.global_batch_size}"
@@ -175,12 +175,12 @@ def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded_plugins: Loa
         name=f"{name}, sequence {first.work.seq_length}",
         source=source,
         problem=problem,
-        workload=workload,
+        engine=engine,
         seconds=_figure(rows, positions, "step_time_s", 1.0),
         used_bytes=np.where(np.isnan(used_bytes), predictions.device_used_bytes, used_bytes),
         start_seconds=np.nan_to_num(_figure(rows, positions, "start_s", 1.0)),
         probes={
-            int(place): _probe(row, space.candidate(int(place)), workload, costs)
+            int(place): _probe(row, space.candidate(int(place)), engine, costs)
             for place, row in zip(positions, rows, strict=True)
             if row.measured.get("probe")
         },
@@ -189,14 +189,14 @@ def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded_plugins: Loa
     )
 
 
-def _probe(row: _Row, candidate: Candidate, workload: Workload, costs: Costs) -> Probe:
+def _probe(row: _Row, candidate: Candidate, engine: Engine, costs: Costs) -> Probe:
     """Return the probe in a record of `benchmarks/measure_sweep.py`."""
 
     def rank(report: Mapping[str, Any]) -> RankProbe:
         return RankProbe(
             rank=report["rank"],
             state=TrialState(report["state"]),
-            predicted=workload.rank(row.task, row.columns, report["rank"], costs),
+            predicted=engine.rank(row.task, row.columns, report["rank"], costs),
             measured=RankMeasurement(**report["measured"]) if report["measured"] else None,
             reason=report["reason"],
             duration_s=report["duration_s"],
@@ -215,7 +215,7 @@ def _platform(job: Job, capacity: int | None, loaded_plugins: LoadedPlugins) -> 
         memory_bytes_per_device=capacity,
     )
     spec = Spec(model=job.model, cluster=cluster, work=job.work, control=Control())
-    return complete_by_plugins(spec, loaded_plugins, plugins.workload(job.work.engine))
+    return complete_by_plugins(spec, loaded_plugins, plugins.find_engine(job.work.engine))
 
 
 def left_out(costs: Costs, chip: Chip, source: str) -> Costs:
@@ -228,14 +228,14 @@ def left_out(costs: Costs, chip: Chip, source: str) -> Costs:
     return costs
 
 
-def _row(job: Job, measured: Mapping[str, Any], workload: Workload, bare: Task) -> list[_Row]:
+def _row(job: Job, measured: Mapping[str, Any], engine: Engine, bare: Task) -> list[_Row]:
     """Return a record in the form for predictions, None if it cannot be predicted."""
     try:
-        task, values, _ = workload.published(bare, job.candidate, job.notes)
-        columns = workload.columns(task, values)
+        task, values, _ = engine.published(bare, job.candidate, job.notes)
+        columns = engine.columns(task, values)
     except FlagError:
         return []
-    return [_Row(job, task, canonical(columns, workload.merges(task)), measured)]
+    return [_Row(job, task, canonical(columns, engine.merges(task)), measured)]
 
 
 def _candidate(row: _Row, axes: Sequence[Axis]) -> Candidate:
@@ -246,9 +246,9 @@ def _candidate(row: _Row, axes: Sequence[Axis]) -> Candidate:
     return Candidate(tuple((axis.knob, axis.decode(codes[axis.knob])) for axis in axes))
 
 
-def _space(rows: Sequence[_Row], workload: Workload) -> Space:
+def _space(rows: Sequence[_Row], engine: Engine) -> Space:
     """Return the space of the measured candidates."""
-    axes = workload.axes(rows[0].task)
+    axes = engine.axes(rows[0].task)
     values = [_candidate(row, axes).as_dict() for row in rows]
     axes = tuple(
         replace(axis, values=tuple(axis.decode(code) for code in sorted({axis.encode(v[axis.knob]) for v in values})))
@@ -261,7 +261,7 @@ def _space(rows: Sequence[_Row], workload: Workload) -> Space:
     return space
 
 
-def _predicted(rows: Sequence[_Row], workload: Workload, costs: Costs) -> Predictions:
+def _predicted(rows: Sequence[_Row], engine: Engine, costs: Costs) -> Predictions:
     """Return the predictions of `rows`, grouped by task."""
     tasks: dict[str, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
@@ -269,21 +269,21 @@ def _predicted(rows: Sequence[_Row], workload: Workload, costs: Costs) -> Predic
     parts = []
     for places in tasks.values():
         columns = {knob: np.concatenate([rows[at].columns[knob] for at in places]) for knob in rows[0].columns}
-        parts.append(workload.predict(rows[places[0]].task, columns, costs))
+        parts.append(engine.predict(rows[places[0]].task, columns, costs))
     return Predictions.join(parts).take(np.argsort(np.concatenate([*tasks.values()])))
 
 
-def _baseline(task: Task, workload: Workload, space: Space, predictions: Predictions) -> Candidate:
+def _baseline(task: Task, engine: Engine, space: Space, predictions: Predictions) -> Candidate:
     """Return the baseline of `flag tune`: the rule of thumb among the measured candidates of the usual space."""
     columns = space.columns()
     usual_rows = np.ones(len(space), dtype=np.bool_)
     for axis in space.axes:
-        allowed = workload.usual_space(task).get(axis.knob, AUTO)
+        allowed = engine.usual_space(task).get(axis.knob, AUTO)
         if not isinstance(allowed, str):
             codes = [axis.encode(value) for value in (*allowed, axis.neutral)]
             usual_rows &= np.isin(columns[axis.knob], codes)
     rows = np.flatnonzero(usual_rows) if usual_rows.any() else np.arange(len(space))
-    row = workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))
+    row = engine.rule_of_thumb(task, space.columns(rows), predictions.take(rows))
     return space.candidate(int(rows[row]))
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from flagcore.cli.main import flag
-from tests.pages import BLOCKS, ROOT, TEXT, Block
+from tests.doc_pages import BLOCKS, ROOT, TEXT, Block
 
 TREE = ROOT / "extras" / "flagscale" / "tests" / "trees" / "train_dense"
 RECIPE = ROOT / "extras" / "bridge" / "tests" / "configs" / "llama3_8b.yaml"

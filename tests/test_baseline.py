@@ -4,20 +4,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
 from flagcore.contracts import Problem
 from flagcore.tuner.feasibility import crowded_baseline_text
 from flagcore.tuner.problem import UNUSUAL_SHARE, build_problem, rows_by_time
 from flagcore.tuner.stages.build import PLANNED_SHARE
-from tests import small
+from tests import tasks
 from tests.tuner.stages.test_discover import loaded, plugin, spec
 
 
 def problem(memory_bytes: int | None = None) -> Problem:
     requested = spec()
     cluster = replace(requested.cluster, memory_bytes_per_device=memory_bytes)
-    return build_problem(replace(requested, cluster=cluster), loaded(x=plugin(small.CHIP, 8)), WORKLOAD)
+    return build_problem(replace(requested, cluster=cluster), loaded(x=plugin(tasks.CHIP, 8)), ENGINE)
 
 
 def test_the_rule_of_thumb_chooses_a_candidate_that_fits_if_one_does() -> None:
@@ -54,7 +54,7 @@ def test_a_usual_candidate_that_is_about_as_fast_comes_first(monkeypatch: pytest
     found = problem()
     first, second = rows_by_time(found)[:2]
     unusual = np.array([1 if row == first else 0 for row in found.pruned.open_rows])
-    monkeypatch.setattr(type(WORKLOAD), "unusual", lambda *_: unusual)
+    monkeypatch.setattr(type(ENGINE), "unusual", lambda *_: unusual)
     step_time_s = 10 + found.predictions.step_time_s
     step_time_s[first] = 1
     for faster, expected in ((0.5, second), (1.5, first)):
@@ -65,6 +65,6 @@ def test_a_usual_candidate_that_is_about_as_fast_comes_first(monkeypatch: pytest
 
 def test_a_baseline_that_the_spec_excludes_comes_last() -> None:
     requested = replace(spec(), space={"micro_batch_size": (4,)})
-    found = build_problem(requested, loaded(x=plugin(small.CHIP, 8)), WORKLOAD)
+    found = build_problem(requested, loaded(x=plugin(tasks.CHIP, 8)), ENGINE)
     assert found.baseline.as_dict()["micro_batch_size"] != 4
     assert rows_by_time(found)[-1] == found.row_of(found.baseline)

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from benchmarks.scores import kendall, ranking
-from tests.small import SHAPE
+from flagcore.domain.chip import Chip
+from flagcore.vendorkit.chip_file import cost_file
+from tests.tasks import SHAPE
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,8 +74,8 @@ def test_shipped_curves_have_the_fixed_values_of_a_refit(name: str) -> None:
     fit_curves = pytest.importorskip("benchmarks.fit_curves")  # needs scipy
     family = fit_curves.FAMILIES[name]
     for chip in family.chips:
-        path = fit_curves.PLUGINS / family.package / "costs" / chip.casefold() / "curve.yaml"
-        shipped = yaml.safe_load(path.read_text("utf-8"))["curve"]
+        text, _ = cost_file(family.package.rpartition("/")[2], Chip(name=chip, vendor="nvidia"), "curve.yaml")
+        shipped = yaml.safe_load(text)["curve"]
         for key, value in family.fixed.items():
             part, _, precision = key.partition(".")
             if key != "host_bytes_per_second":  # a chip's own is kept

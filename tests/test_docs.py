@@ -14,13 +14,13 @@ import click
 import pytest
 from click.testing import CliRunner
 from flagcore_megatron.reading import METRICS, STEPS
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 
 from docs.site import cli_page, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
-from flagcore.plugins import WORKLOADS, names, workload
-from tests.pages import FENCE, PAGES, ROOT, TEXT, prose
+from flagcore.plugins import ENGINES, find_engine, names
+from tests.doc_pages import FENCE, PAGES, ROOT, TEXT, prose
 
 FILES = generate.files()
 REFERENCE = TEXT["docs/cli.md"]
@@ -29,7 +29,9 @@ NAMED = re.compile(r"(?<![\w/])docs/[\w-]+\.md")
 PATH = re.compile(r"`((?:flagcore|plugins|tests|examples|benchmarks|docs)/[\w./-]*)`")
 TWINS = [page for page in PAGES if page.endswith(".zh.md")]
 SERVING_ENGINES = [
-    each for each in map(workload, names(WORKLOADS)) if isinstance(each, Engine) and each.where.startswith("flagcore")
+    each
+    for each in map(find_engine, names(ENGINES))
+    if isinstance(each, ServingEngine) and each.where.startswith("flagcore")
 ]
 engines = pytest.mark.parametrize("engine", SERVING_ENGINES, ids=lambda engine: engine.name)
 OTHER_PATHS = ("docs/plugin-data.md", "docs/write-a-plugin.md", "CHANGELOG.md")

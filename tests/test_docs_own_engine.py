@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.contracts import Workload
+from flagcore.contracts import Engine
 from flagcore.plugins.validation import check_protocol
 
 PAGE = (Path(__file__).parent.parent / "docs" / "write-an-engine.md").read_text("utf-8")
@@ -47,4 +47,4 @@ def test_the_engines_define_what_has_no_default() -> None:
     for name in ("acme_train.py", "acme_serving.py"):
         module = {"__name__": name.removesuffix(".py")}
         exec(compile(FILES[name], name, "exec"), module)
-        assert check_protocol(Workload, module["WORKLOAD"]) is module["WORKLOAD"]
+        assert check_protocol(Engine, module["ENGINE"]) is module["ENGINE"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.plugins import WORKLOADS, names
+from flagcore.plugins import ENGINES, names
 
 pytestmark = pytest.mark.long
 
@@ -65,7 +65,7 @@ class Follower:
 def followed_page(tmp_path_factory: pytest.TempPathFactory) -> Follower:
     """The page, followed from its first command to its last, and then the data files of the next page."""
     pytest.importorskip("hatchling", reason="building the plugin needs hatchling")
-    if "megatron" not in names(WORKLOADS):
+    if "megatron" not in names(ENGINES):
         pytest.skip("flagcore itself is not installed here, so it has no engine")
     folder = tmp_path_factory.mktemp("guide")
     (folder / "tools").mkdir()

@@ -25,8 +25,8 @@ from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
 from flagcore.plugins import engines
 from flagcore.spec.convert import engines_of, parse_spec, select_engine
-from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
-from tests.shown import SHOWN
+from tests.block_checks import SHOWN
+from tests.doc_pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,9 @@ def test_a_block_that_is_not_run_is_valid(block: Block, example_folder: Path, mo
     checks = [
         check for (page, start), check in SHOWN.items() if (page, start) == (block.page, block.first[: len(start)])
     ]
-    assert checks, f"{block}: nothing checks this block; make it console, yaml or python, or add it to tests/shown.py"
+    assert checks, (
+        f"{block}: nothing checks this block; make it console, yaml or python, or add it to tests/block_checks.py"
+    )
     for check in checks:
         check(block)
 

@@ -1,4 +1,4 @@
-"""Writes the table of Megatron-LM's arguments by release: `engines/megatron/flagcore_megatron/command/releases.json`.
+"""Writes the table of Megatron-LM's arguments by release: `engines/megatron/flagcore_megatron/program/releases.json`.
 
 `python tools/megatron_arguments.py --repository REPO --flagscale WHEEL core_v0.10.0 ... HEAD`, run by a Python with the
 imports of Megatron-LM (torch, numpy, einops, packaging). REPO is a clone of NVIDIA/Megatron-LM, the last words are its
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-TABLE = Path(__file__).resolve().parent.parent / "flagcore" / "engines" / "megatron" / "command" / "releases.json"
+TABLE = Path(__file__).resolve().parent.parent / "engines/megatron/flagcore_megatron/program/releases.json"
 FORK = "flagscale"
 PARTS = ("megatron",)
 TYPES = {int: "int", float: "float", bool: "bool"}

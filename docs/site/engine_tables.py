@@ -4,17 +4,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 
 from flagcore.domain.chip import Chip, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.spec import Task
-from flagcore.plugins import WORKLOADS, engines, names, workload
+from flagcore.plugins import ENGINES, engines, find_engine, names
 from flagcore.spec.convert import parse_spec
 from flagcore.vendorkit.chip_file import load_chips
 
-ENGINES = {each.name: each for each in map(workload, names(WORKLOADS)) if isinstance(each, Engine)}
+SERVING = {each.name: each for each in map(find_engine, names(ENGINES)) if isinstance(each, ServingEngine)}
 MODEL = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
 MODEL |= {"num_query_groups": 8, "vocab_size": 128256, "num_moe_experts": 64, "moe_router_topk": 8}
 TRAIN = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
@@ -32,7 +32,7 @@ VALUES = {"int": "whole number", "share": "above 0, at most 1", "flag": "true, f
 def render(mark: str) -> str:
     """Return the table of the knobs of an engine: `knobs ENGINE`."""
     name = mark.split()[1]
-    return "\n".join([HEAD, *map(_row, ENGINES[name].knobs)])
+    return "\n".join([HEAD, *map(_row, SERVING[name].knobs)])
 
 
 def _row(knob: Knob) -> str:
@@ -69,14 +69,14 @@ def _messages(*tasks: Task) -> dict[str, str]:
     """Return the message of each rule, for the first of the tasks that has it."""
     found: dict[str, str] = {}
     for task in tasks:
-        for rule in workload(task.spec.work.engine).rules(task):
+        for rule in find_engine(task.spec.work.engine).rules(task):
             found.setdefault(rule.name, rule.message)
     return found
 
 
 def _task(engine: str, *chips: Chip) -> Task:
     """Return a task of a mixture of experts, for one node with 8 devices of each chip."""
-    kind = workload(engine).kind
+    kind = find_engine(engine).kind
     work = {"train": TRAIN, "serve": {"engine_version": VERSIONS.get(engine), "engine_args": ARGUMENTS.get(engine, {})}}
     data = {"model": MODEL, "cluster": {}, kind: {**work[kind], "engine": engine}}
     if len(chips) > 1:

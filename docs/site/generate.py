@@ -12,15 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs.site import (  # noqa: E402
-    cli_page,
-    docstrings,
-    engine_tables,
-    flagscale_names,
-    report_picture,
-    spec_tables,
-    vendor_pages,
-)
+from docs.site import cli_page, docstrings, engine_tables, flagscale_names, report_picture, spec_tables, vendor_pages  # noqa: E402
 
 RENDERERS: Mapping[str, Callable[[str], str]] = {
     "flag": cli_page.render,

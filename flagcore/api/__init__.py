@@ -7,51 +7,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flagcore.api.explaining.reports import compare, explain, explain_candidate, explain_like
+    from flagcore.api.commands.calibrate import calibrate, calibrations, summary
+    from flagcore.api.commands.compare import compare
+    from flagcore.api.commands.doctor import chip_table, devices, doctor, plugin_table
+    from flagcore.api.commands.estimate import estimate
+    from flagcore.api.commands.explain import explain, explain_candidate, explain_like
+    from flagcore.api.commands.export import Exported, export, export_targets, manifest
+    from flagcore.api.commands.host_report import check_hosts
+    from flagcore.api.commands.importing import ImportedTrials, check_imported, import_history, read_command, read_tree
+    from flagcore.api.commands.init import defaults_of, new_spec, public_model_table, spec_of_model
+    from flagcore.api.commands.probe import Probed, probe
+    from flagcore.api.commands.report import REPORT, list_runs, report, show_run
+    from flagcore.api.commands.run import run_best
+    from flagcore.api.commands.tune import tune
     from flagcore.api.inputs import LoadedSpec, changed_spec, with_settings
-    from flagcore.api.managing.calibration import calibrate, calibrations, summary
-    from flagcore.api.managing.host_report import check_hosts
-    from flagcore.api.managing.inspection import chip_table, devices, doctor, plugin_table, public_model_table
-    from flagcore.api.managing.report import REPORT, list_runs, report, show_run
-    from flagcore.api.managing.specs import (
-        ImportedTrials,
-        check_imported,
-        defaults_of,
-        import_history,
-        new_spec,
-        read_command,
-        read_tree,
-        spec_of_model,
-    )
-    from flagcore.api.planning.estimate import estimate
-    from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
-    from flagcore.api.planning.probe import Probed, probe
+    from flagcore.api.jobs import AT_ONCE, estimate_jobs
+    from flagcore.api.outcome import Outcome
     from flagcore.api.runs import Run, load_run
-    from flagcore.api.tuning.export import Outcome
-    from flagcore.api.tuning.run_best import run_best
-    from flagcore.api.tuning.targets import Exported, export, export_targets, manifest
-    from flagcore.api.tuning.tune import tune
     from flagcore.report.candidate_report import CandidateReport, Comparison
     from flagcore.report.estimate import Estimate
     from flagcore.report.explanation import Explanation
 
 NAMES = {
-    "api.explaining.reports": "compare explain explain_candidate explain_like",
+    "api.commands.calibrate": "calibrate calibrations summary",
+    "api.commands.compare": "compare",
+    "api.commands.doctor": "chip_table devices doctor plugin_table",
+    "api.commands.estimate": "estimate",
+    "api.commands.explain": "explain explain_candidate explain_like",
+    "api.commands.export": "Exported export export_targets manifest",
+    "api.commands.host_report": "check_hosts",
+    "api.commands.importing": "ImportedTrials check_imported import_history read_command read_tree",
+    "api.commands.init": "defaults_of new_spec public_model_table spec_of_model",
     "api.inputs": "LoadedSpec changed_spec with_settings",
-    "api.managing.calibration": "calibrate calibrations summary",
-    "api.managing.host_report": "check_hosts",
-    "api.managing.inspection": "chip_table devices doctor plugin_table public_model_table",
-    "api.managing.report": "REPORT list_runs report show_run",
-    "api.managing.specs": "ImportedTrials check_imported defaults_of import_history new_spec read_command read_tree "
-    "spec_of_model",
-    "api.planning.estimate": "estimate",
-    "api.planning.jobs": "AT_ONCE estimate_jobs",
-    "api.planning.probe": "Probed probe",
+    "api.jobs": "AT_ONCE estimate_jobs",
+    "api.outcome": "Outcome",
+    "api.commands.probe": "Probed probe",
+    "api.commands.report": "REPORT list_runs report show_run",
+    "api.commands.run": "run_best",
     "api.runs": "Run load_run",
-    "api.tuning.export": "Outcome",
-    "api.tuning.run_best": "run_best",
-    "api.tuning.targets": "Exported export export_targets manifest",
-    "api.tuning.tune": "tune",
+    "api.commands.tune": "tune",
     "report.candidate_report": "CandidateReport Comparison",
     "report.estimate": "Estimate",
     "report.explanation": "Explanation",

@@ -2,17 +2,18 @@
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from flagcore.api.calibrated_plugins import CalibratedPlugins
 from flagcore.contracts import Problem
+from flagcore.contracts.capabilities import Advice, Details, Servers, Shortening, optional
 from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness, unknown_chip_hint
 from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
@@ -27,12 +28,12 @@ from flagcore.plugins import (
     LAUNCHERS,
     STRATEGIES,
     LoadedPlugins,
+    engine_of,
     engines,
     launcher,
     load_plugins,
     names,
     strategy,
-    workload_of,
 )
 from flagcore.report.formats import as_yaml
 from flagcore.spec.clusters import without_spares
@@ -42,7 +43,7 @@ from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, s
 from flagcore.spec.public import absolute_model, public_name
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
-from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.problem import OnUsual, build_problem, rows_by_time
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
 def labels_of_spec(data: Mapping[str, Any]) -> Labels:
     """Return the labels of the engine of a spec. They are empty if the engine is not installed."""
     with suppress(FlagError, KeyError):
-        return engines(data)[_engine_name(data) or ""].labels
+        return optional(engines(data)[_engine_name(data) or ""], Details).labels
     return Labels()
 
 
@@ -197,21 +198,48 @@ LOG = logging.getLogger("flagcore")
 
 
 @contextmanager
-def loaded_plugins(without: Collection[str], *, again: bool = False) -> Iterator[LoadedPlugins]:
-    """Load the plugins and the user's calibrations. When the context ends, warn about each failure. With `again`, an
-    earlier context has warned."""
-    loaded, report = load_plugins(without), LOG.debug if again else LOG.warning
-    calibrated = CalibratedPlugins([*loaded.plugins, *loaded.failures], Calibrations.of_user(), report)
+def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
+    """Load the plugins and the user's calibrations. When the context ends, warn about each failure."""
+    loaded = load_plugins(without)
+    calibrated = CalibratedPlugins([*loaded.plugins, *loaded.failures], Calibrations.of_user(), LOG.warning)
     try:
         yield calibrated
     finally:
-        warn(() if again else calibrated.failures)
+        warn(calibrated.failures)
+
+
+class OpenedSpec(NamedTuple):
+    """A spec as it was read, its plugins, and its search problem."""
+
+    spec: Spec
+    plugins: LoadedPlugins
+    problem: Problem
+
+
+def open_spec(
+    source: SpecLike,
+    chip: str | None = None,
+    without: Collection[str] = (),
+    *,
+    plan: bool = False,
+    on_usual: OnUsual | None = None,
+    change: Callable[[Spec], Spec] = lambda spec: spec,
+) -> OpenedSpec:
+    """Take a spec from its file to its search problem, optionally for another chip or as a `plan`.
+
+    `change`: applied to the spec after it was read. Raises SpecError and other FlagErrors.
+    """
+    spec = change(read_spec(source, chip, without))
+    with loaded_plugins(without) as loaded:
+        problem = build_problem(spec, loaded, engine_of(spec.work), plan=plan, on_usual=on_usual)
+    warn_about_problem(problem)
+    return OpenedSpec(spec, loaded, problem)
 
 
 def read_spec(source: SpecLike, chip: str | None = None, without: Collection[str] = ()) -> Spec:
     """Read a spec, optionally for another chip. Raises SpecError, UsageError."""
     file, content = spec_data(source)
-    spec = parsed(content, file=str(file), base=file.parent, without=without)
+    spec = _parsed(content, file, without)
     if chip is None:
         return spec
     if spec.cluster.groups:
@@ -219,12 +247,14 @@ def read_spec(source: SpecLike, chip: str | None = None, without: Collection[str
     return replace(spec, cluster=replace(spec.cluster, chip=chip))
 
 
-def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
-    """Parse the plain data of a spec. Raises SpecError.
+def _parsed(data: Mapping[str, Any], path: Path, without: Collection[str], base: Path | None = None) -> Spec:
+    """Parse the plain data of the spec in the file `path`. Its paths are relative to `base`, by default its folder.
+
+    Raises SpecError.
 
     Plugins are asked for their knobs only if the space contains a knob that the engine does not have.
     """
-    tuner = data.get("auto_tuner")
+    file, base, tuner = str(path), base or path.parent, data.get("auto_tuner")
     sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
     space_names = {name for section in sections if isinstance(section, Mapping) for name in section}
     engine = _engine_name(data)
@@ -255,7 +285,7 @@ def _min_nodes_error(spec: Spec) -> str:
     """Return why trials cannot continue on fewer nodes, or an empty string if they can or `min_nodes` is not set."""
     if spec.cluster.min_nodes is None:
         return ""
-    if not workload_of(spec.work).replicas:
+    if not optional(engine_of(spec.work), Shortening).replicas:
         return _("needs an engine with data-parallel replicas")
     if not spec.on_each_host:
         return _("needs auto_tuner.launcher and hosts")
@@ -326,22 +356,24 @@ def check_chips(cluster: object) -> None:
         raise join_errors(errors)
 
 
-def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without: Collection[str] = ()) -> None:
+def check_spec(spec: SpecLike, without: Collection[str] = (), base: Path | None = None) -> None:
     """Raise SpecError if a spec with one or several engines is invalid.
 
-    If at least one of several engines is valid, there is no error, because the others are skipped.
+    If at least one of several engines is valid, there is no error, because the others are skipped. Paths are relative
+    to `base`, by default the folder of the file.
     """
+    file, data = spec_data(spec)
     several, failed = engines_of(data), list[SpecError]()
     if len(several) < 2:
-        parsed(data, file=str(file), base=base, without=without)
+        _parsed(data, file, without, base)
         return
     try:
-        check_engines(data, file=str(file), base=base, engines=engines())
+        check_engines(data, file=str(file), base=base or file.parent, engines=engines())
     except SpecError as error:
         raise join_errors([*error.problems, *_unknown_chips(data.get("cluster"), str(file), without)]) from None
     for name in several:
         try:
-            parsed(select_engine(data, name), file=str(file), base=base, without=without)
+            _parsed(select_engine(data, name), file, without, base)
         except SpecError as error:
             failed.append(error)
     if len(failed) == len(several):
@@ -354,14 +386,15 @@ def warn_about_problem(problem: Problem) -> None:
     The warnings are about engines that are untested on the chip, devices that no candidate or not the fastest one uses,
     a slow precision, environment variables that differ from the plugins', and settings without effect.
     """
-    support, task, workload = problem.platform.support, problem.task, problem.workload
-    engine, lines = task.spec.work.engine, list[object]()
+    support, task, engine = problem.platform.support, problem.task, problem.engine
+    name, lines = task.spec.work.engine, list[object]()
     unknown = support.reason if support.support is Support.UNKNOWN else ""
-    if reasons := [reason for reason in (unknown, workload.untested) if reason]:
-        names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
+    if reasons := [reason for reason in (unknown, engine.untested) if reason]:
+        names = {"engine": name, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
     warn([*lines, *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
-    warn([*workload.spec_warnings(task.spec), *workload.task_warnings(task)])
+    advice = optional(engine, Advice)
+    warn([*advice.spec_warnings(task.spec), *advice.task_warnings(task)])
 
 
 def _task_notes(task: Task) -> Iterator[str]:
@@ -419,7 +452,7 @@ def _idle_devices(problem: Problem) -> list[str]:
     columns = problem.space.columns(rows) if rows.size else problem.space.columns()
     if not isinstance(work, ServeSpec) or not len(problem.space):
         return []
-    used = problem.workload.device_counts(task.for_engine(), columns)
+    used = optional(problem.engine, Servers).device_counts(task.for_engine(), columns)
     usable_count = work.cards or task.cluster.devices
     if (max_used := int(used.max())) < usable_count:
         text = _("candidates use at most {most} of {usable} devices; ", most=max_used, usable=usable_count)

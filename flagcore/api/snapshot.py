@@ -2,14 +2,12 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flagcore import plugins
-from flagcore.api.inputs import UNNAMED, LoadedSpec, SpecLike, loaded_plugins, read_spec, warn_about_problem
-from flagcore.api.planning.estimate import build_problem_of_spec
-from flagcore.api.planning.jobs import past_of_problem
-from flagcore.api.planning.records import detailed_predictions
+from flagcore.api.inputs import UNNAMED, LoadedSpec, OpenedSpec, SpecLike, open_spec
+from flagcore.api.jobs import detailed_predictions, past_of_problem
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.contracts import Problem, SearchContext
 from flagcore.domain.prediction import PastMeasurements, Prediction
@@ -18,7 +16,7 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import RUN, Trial
 from flagcore.errors import RunError, UsageError
 from flagcore.i18n import _
-from flagcore.tuner.problem import build_problem
+from flagcore.plugins.loaded import LoadedPlugins
 from flagcore.tuner.search_state import SearchState
 from flagcore.tuner.stages.predict import predict_columns
 from flagcore.tuner.stages.prune import prune_by_trials
@@ -34,6 +32,7 @@ class Snapshot:
     """
 
     where: Path
+    plugins: LoadedPlugins
     problem: Problem
     search_state: SearchState
     pruned: Pruned
@@ -71,21 +70,15 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, (Mapping, LoadedSpec)) or not place.is_dir():
-        problem = build_problem_of_spec(where, chip, without, plan=True)
-        return _snapshot(place, problem, None, PastMeasurements.empty())
+        return _snapshot(place, open_spec(where, chip, without, plan=True), None, PastMeasurements.empty())
     run = load_run(place)
     if chip is not None:
         raise UsageError(_("--chip {chip} works only with a spec, but {run} is a run directory", chip=chip, run=place))
     home = run_home(run)
     identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
-    spec = _with_its_hardware(read_spec(home / SPEC, None, without), identity)
-    with loaded_plugins(without) as loaded:
-        problem = build_problem(spec, loaded, plugins.workload_of(spec.work))
-        run = _with_known_values(run, problem.space.axes)
-        past = past_of_problem(problem, loaded, identity["run"])
-        snapshot = _snapshot(place, problem, run, past)
-    warn_about_problem(problem)
-    return snapshot
+    opened = open_spec(home / SPEC, None, without, change=partial(_with_its_hardware, stored=identity))
+    run = _with_known_values(run, opened.problem.space.axes)
+    return _snapshot(place, opened, run, past_of_problem(opened.problem, opened.plugins, identity["run"]))
 
 
 def run_home(run: Run) -> Path:
@@ -138,8 +131,17 @@ def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
     return run if complete == stored else replace(run, **trial_fields(complete, run.fidelity))
 
 
-def _snapshot(where: Path, problem: Problem, run: Run | None, past: PastMeasurements) -> Snapshot:
+def _snapshot(where: Path, opened: OpenedSpec, run: Run | None, past: PastMeasurements) -> Snapshot:
+    problem = opened.problem
     search_state = run.search_state if run else SearchState()
     pruned = prune_by_trials(problem, search_state.trials, search_state.probes)
     context = search_context(replace(problem, pruned=pruned), search_state, past)
-    return Snapshot(where=where, problem=problem, search_state=search_state, pruned=pruned, context=context, run=run)
+    return Snapshot(
+        where=where,
+        plugins=opened.plugins,
+        problem=problem,
+        search_state=search_state,
+        pruned=pruned,
+        context=context,
+        run=run,
+    )

@@ -41,10 +41,10 @@ def init_command(
     On a terminal, missing values are asked for. Otherwise --model and --engine are required, and the other values have
     their defaults.
     """
-    from flagcore.plugins import WORKLOADS, names
+    from flagcore.plugins import ENGINES, names
 
     model = model or _ask(_("Directory with a config.json, GGUF file, or name of a public model"), "--model")
-    engine = engine or _ask(_("Engine ({names})", names=", ".join(names(WORKLOADS))), "--engine")
+    engine = engine or _ask(_("Engine ({names})", names=", ".join(names(ENGINES))), "--engine")
     defaults = api.defaults_of(engine)
     if foreign := [name for name, value in given.items() if value is not None and name not in defaults]:
         option = "--" + foreign[0].replace("_", "-")

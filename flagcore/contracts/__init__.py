@@ -1,9 +1,10 @@
 """The interfaces that the core calls.
 
-Engines and launchers inherit from the base classes `Workload` and `Launcher`. The other interfaces are Protocols, so an
+Engines and launchers inherit from the base classes `Engine` and `Launcher`. The other interfaces are Protocols, so an
 implementation need not inherit from them.
 """
 
+from flagcore.contracts.engine import Engine, HostSetup, Platform
 from flagcore.contracts.exchange import (
     Exporter,
     ExportJob,
@@ -26,13 +27,13 @@ from flagcore.contracts.plugin import (
     device_use,
 )
 from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, Watcher
-from flagcore.contracts.workload import HostSetup, Platform, Workload
 
 __all__ = [
     "AttentionShape",
     "Choice",
     "CollectiveCosts",
     "Costs",
+    "Engine",
     "Event",
     "ExportJob",
     "Exporter",
@@ -57,7 +58,6 @@ __all__ = [
     "Strategy",
     "Telemetry",
     "Watcher",
-    "Workload",
     "communicator_bytes",
     "device_use",
 ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from flagcore.contracts.workload import Platform
+from flagcore.contracts.engine import Platform
 from flagcore.domain.chip import Chip
 from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.serving import ServeSpec

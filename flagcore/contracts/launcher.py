@@ -119,8 +119,9 @@ class Launcher(ABC):
     def use_hosts(self, cluster: ClusterSpec, check: HostCheck) -> AbstractContextManager[Hosts]:
         """Reserve and check the hosts of a cluster, and stay connected to them until the end of the context.
 
-        By default nothing is checked. Up to `cluster.spares` unusable hosts, or with `cluster.min_nodes` all others,
-        are skipped with a warning. Raises NoDevice with a line per unusable host if more are unusable.
+        By default nothing is checked. Devices and versions of hosts of one kind must be the same. Up to
+        `cluster.spares` unusable hosts, or with `cluster.min_nodes` all others, are skipped with a warning. Slow
+        devices cause warnings, too. Raises NoDevice with a line per unusable host if more are unusable.
         """
         return nullcontext(Hosts(names=cluster.hosts))
 

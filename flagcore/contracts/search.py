@@ -6,8 +6,9 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from flagcore.contracts.capabilities import Sizes, optional
+from flagcore.contracts.engine import Engine, Platform
 from flagcore.contracts.plugin import Costs, PruningRule
-from flagcore.contracts.workload import Platform, Workload
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import SearchTime
 from flagcore.domain.prediction import Belief, Features, PastMeasurements, Predictions, features
@@ -45,9 +46,9 @@ class Problem:
         return self.platform.task
 
     @property
-    def workload(self) -> Workload:
+    def engine(self) -> Engine:
         """The engine of the job."""
-        return self.platform.workload
+        return self.platform.engine
 
     @property
     def costs(self) -> Costs:
@@ -113,8 +114,8 @@ class SearchContext:
 
     def features(self, rows: IntArray) -> Features:
         """Return the features of the candidates in `rows`. The errors of predictions are learned from them."""
-        columns, workload = self.space.columns(rows), self.problem.workload
-        sizes = workload.sizes(self.task.for_engine(), columns)
+        columns, engine = self.space.columns(rows), self.problem.engine
+        sizes = optional(engine, Sizes).sizes(self.task.for_engine(), columns)
         return features(self.space.axes, columns, self.predictions.take(rows), sizes)
 
 

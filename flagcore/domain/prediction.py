@@ -205,7 +205,7 @@ class Predictions:
 
     def take(self, rows: IntArray) -> Predictions:
         """Return the predictions of the candidates in `rows`."""
-        return self._changed(lambda array: array[rows])
+        return self._changed(lambda array: array.take(rows, 0))
 
     def _changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Predictions:
         """Return the predictions after applying the function `change` to each array."""
@@ -443,7 +443,7 @@ def features(
 ) -> Features:
     """Return the features of the candidates in `columns`, given the `predictions` of the same candidates.
 
-    `sizes`: the result of `Workload.sizes`. Shares of an unknown step time are 0.
+    `sizes`: the result of `Engine.sizes`. Shares of an unknown step time are 0.
     """
     step = predictions.step_time_s
     with np.errstate(invalid="ignore", divide="ignore"):

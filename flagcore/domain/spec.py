@@ -94,7 +94,7 @@ class TrainSpec:
     `settings`: engine settings, the same for all candidates. Lists are comma-separated text.
     `assumed`: settings that a plan assumes for the candidates with which they are legal.
     `flags`: arguments that knobs with effects add to the command.
-    `program`: plain data that describes the user's program, for `Workload.with_program`.
+    `program`: plain data that describes the user's program, for `Engine.with_program`.
     """
 
     engine: str

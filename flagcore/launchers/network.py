@@ -29,12 +29,17 @@ def fill(environment: Mapping[str, str], values: Mapping[str, str]) -> dict[str,
     filled = {}
     for name, text in environment.items():
         # The value may have another type; the launcher reports this as an error.
-        used = [placeholder for placeholder in values if placeholder in str(text)]
-        if all(values[placeholder] for placeholder in used):
-            for placeholder in used:
-                text = text.replace(placeholder, values[placeholder])
-            filled[name] = text
+        used = {placeholder: value for placeholder, value in values.items() if placeholder in str(text)}
+        if all(used.values()):
+            filled[name] = replaced(text, used)
     return filled
+
+
+def replaced(text: str, values: Mapping[str, str]) -> str:
+    """Return a text in which each key of `values` is replaced by its value."""
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text
 
 
 def free_port(address: str = "") -> int:

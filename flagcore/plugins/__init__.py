@@ -1,18 +1,20 @@
 """Loads vendor plugins, engines, launchers, strategies, importers and watchers by their entry points.
 
 `load_plugins` returns the hooks of all vendor plugins as typed methods. A plugin that fails is skipped and reported as
-a `PluginFailure`. `workload`, `launcher`, `strategy`, `importer` and `watcher` return the object with a given name.
+a `PluginFailure`. `find_engine`, `launcher`, `strategy`, `importer` and `watcher` return the object with a given name.
 """
 
 from flagcore.plugins.entry_points import (
+    ENGINES,
     IMPORTERS,
     LAUNCHERS,
     STRATEGIES,
     WATCHERS,
-    WORKLOADS,
     benchmark,
     command_readers,
+    engine_of,
     engines,
+    find_engine,
     first_engine,
     importer,
     kind_of,
@@ -21,8 +23,6 @@ from flagcore.plugins.entry_points import (
     names,
     strategy,
     watcher,
-    workload,
-    workload_of,
 )
 from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, Plugin, load_plugins
 from flagcore.plugins.validation import PluginFailure

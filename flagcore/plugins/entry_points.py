@@ -20,7 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from stevedore.named import NamedExtensionManager
 
-from flagcore.contracts import Importer, Launcher, Strategy, Watcher, Workload
+from flagcore.contracts import Engine, Importer, Launcher, Strategy, Watcher
+from flagcore.contracts.capabilities import Commands, Programs
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
@@ -165,14 +166,14 @@ def capture_warnings() -> Iterator[list[str]]:
         logging.setLogRecordFactory(create_record)
 
 
-WORKLOADS = "flagcore.engines"
+ENGINES = "flagcore.engines"
 LAUNCHERS = "flagcore.launchers"
 STRATEGIES = "flagcore.strategies"
 IMPORTERS = "flagcore.importers"
 WATCHERS = "flagcore.watchers"
 BENCHMARKS = "flagcore.benchmarks"
 """Programs that measure devices: `kernels` for `flag calibrate`, `links` for the network between hosts."""
-KINDS = {WORKLOADS: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
+KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 """The noun that messages use for the objects of each entry point group."""
 
 
@@ -193,20 +194,29 @@ def missing_extra(group: str, name: str) -> str:
     return f'pip install "flagcore[{name}]"' if is_extra else ""
 
 
-def workload(name: str, key: str = "engine") -> Workload:
+def find_engine(name: str, key: str = "engine") -> Engine:
     """Return the engine `name`.
 
     `key`: the key of the spec that names the engine, for errors.
     Raises SpecError if the engine is not installed, or NoDevice if it cannot be loaded.
     """
-    return _named(WORKLOADS, Workload, name, key)
+    return _named(ENGINES, Engine, name, key)
 
 
-def workload_of(work: TrainSpec | ServeSpec) -> Workload:
-    """Return the engine of a job. Raises SpecError or NoDevice like `workload`."""
+def engine_of(work: TrainSpec | ServeSpec) -> Engine:
+    """Return the engine of a job. Raises SpecError, NoDevice."""
     if isinstance(work, ServeSpec):
-        return workload(work.engine, "serve.engine")
-    return workload(work.engine, "train.engine").with_program(work.program)
+        return find_engine(work.engine, "serve.engine")
+    return _with_program(find_engine(work.engine, "train.engine"), work.program)
+
+
+def _with_program(engine: Engine, program: object) -> Engine:
+    """Return the engine for `train.program` of a spec. Raises SpecError if it needs none."""
+    if isinstance(engine, Programs):
+        return engine.with_program(program)
+    if program is not None:
+        raise engine.unsupported("train.program", "remove the key")
+    return engine
 
 
 class _Engines(UserDict[str, Any]):
@@ -216,27 +226,27 @@ class _Engines(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
-            self.data[name] = workload(name).with_program(self.program)
+            self.data[name] = _with_program(find_engine(name), self.program)
         return self.data[name]
 
 
 def command_readers() -> list[str]:
     """Return the names of the engines whose commands can be imported, and of those that cannot be loaded."""
     unable = set[str]()
-    for name in names(WORKLOADS):
+    for name in names(ENGINES):
         with suppress(FlagError):
-            unable |= {name} if type(workload(name)).starts is Workload.starts else set()
-    return [name for name in names(WORKLOADS) if name not in unable]
+            unable |= set() if isinstance(find_engine(name), Commands) else {name}
+    return [name for name in names(ENGINES) if name not in unable]
 
 
-def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Workload]:
+def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Engine]:
     """Return the installed engines by name, those that are installed with flagcore first.
 
     `spec`: the data of the spec that the engines are for, which may be invalid.
 
     Call it once per command, because reading entry points takes milliseconds.
     """
-    points = installed(WORKLOADS)
+    points = installed(ENGINES)
     needs = {re.split("[^a-z-]", each)[0] for each in requires("flagcore") or () if "extra ==" not in each}
     own = {name for name, each in points.items() if any(origin(point).metadata["Name"] in needs for point in each)}
     found = _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in own, name))))
@@ -264,23 +274,23 @@ def kind_of(engine: str) -> str:
     Cached, because hooks need it often and entry points are slow to read.
     """
     try:
-        return workload(engine).kind
+        return find_engine(engine).kind
     except FlagError:
         return ""
 
 
 def launcher(name: str) -> Launcher:
-    """Return the launcher `name`. Raises SpecError or NoDevice like `workload`."""
+    """Return the launcher `name`. Raises SpecError, NoDevice."""
     return _named(LAUNCHERS, Launcher, name, "auto_tuner.launcher")
 
 
 def strategy(name: str) -> Strategy:
-    """Return the strategy `name`. Raises SpecError or NoDevice like `workload`."""
+    """Return the strategy `name`. Raises SpecError, NoDevice."""
     return _named(STRATEGIES, Strategy, name, "auto_tuner.strategy")
 
 
 def importer(name: str | None = None) -> Importer:
-    """Return the importer `name`. Raises SpecError or NoDevice like `workload`.
+    """Return the importer `name`. Raises SpecError or NoDevice.
 
     If `name` is None, return the only importer with `has_trees` that can be loaded. Raises UsageError if there is not
     exactly one.
@@ -303,13 +313,13 @@ def importer(name: str | None = None) -> Importer:
 def watcher(name: str) -> Callable[[RunEvent], object]:
     """Return the function `on_event` of the watcher `name`. Exceptions of the watcher are not caught.
 
-    Raises SpecError or NoDevice like `workload`.
+    Raises SpecError or NoDevice.
     """
     return _named(WATCHERS, Watcher, name, "--watch").on_event
 
 
 def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
-    """Return the object `name` in `group` if it implements `protocol`. Raises SpecError or NoDevice like `workload`."""
+    """Return the object `name` in `group` if it implements `protocol`. Raises SpecError, NoDevice."""
     points, kind = installed(group), KINDS[group]
     if name not in points:
         similar = get_close_matches(name, points, n=3)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationError, create_model
 
-from flagcore.contracts import Workload
+from flagcore.contracts import Engine
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import AUTO, SettingValue
@@ -19,7 +19,7 @@ from flagcore.i18n import _
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.validate import DID_YOU_MEAN, Section
 
-Engines: TypeAlias = Mapping[str, Workload]
+Engines: TypeAlias = Mapping[str, Engine]
 """The installed engines by name. An engine is loaded only when it is looked up."""
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from flagcore.contracts import Workload
+from flagcore.contracts.capabilities import Programs
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
 from flagcore.domain.spec import AUTO, COST, SERVING, ServePrecision
@@ -448,7 +448,7 @@ def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
 
 def json_schema(engines: Engines) -> dict[str, Any]:
     """Return the JSON Schema that specs for any of `engines` must satisfy, except those whose knobs a spec names."""
-    fixed = [(name, each) for name, each in engines.items() if type(each).with_program is Workload.with_program]
+    fixed = [(name, each) for name, each in engines.items() if not isinstance(each, Programs)]
     documents: list[Any] = [document_of(name, each.knobs) for name, each in fixed if each.kind == "train"]
     served = tuple((name, each.knobs) for name, each in fixed if each.kind == "serve")
     documents += [serve_document_of((each,)) for each in served]

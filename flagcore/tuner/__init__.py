@@ -4,11 +4,12 @@
    that `stages.discover` finds. `stages.build` enumerates the legal candidates, `stages.predict` predicts them, and
    `stages.prune` drops those that cannot win.
 2. `feasibility` answers from predictions alone: whether a candidate fits, why times are unknown, and a dry run.
-3. `loop` repeats: `stages.rank` asks one of `strategies` for the next candidate, `trial_runner` runs it, and its result
-   prunes others. `stages.limit` ends trials and the search.
-4. `trial_runner` runs a trial. `stages.shorten` makes it smaller, `devices` waits for its devices,
-   `stages.launch` starts it, and `stages.measure` watches it and its devices. A probe runs single ranks instead, with
-   `stages.probe`.
+3. `loop` repeats: `stages.rank` asks one of `strategies` for the next candidate, `planner` plans its trial,
+   `trial_runner` runs it, and `progress` stores it, learns from it (`stages.learn`), and prunes others.
+4. `trial_runner` waits for `devices`, `stages.launch` starts the trial, and `stages.measure` watches it.
+   `shorten` makes it smaller. A `probe` runs single ranks instead.
 
-`learning` corrects predictions by measurements. `store` keeps the trials of a run, `calibration` what later runs use.
+What a search may use has one module each: `budget` (trials, time) with the `limits` of each trial, `parallel` (groups
+of devices), and `hosts`. `search_state` says what trials have shown: noise, ties, and what runs again. `learning`
+corrects predictions by measurements. `store` keeps the trials of a run, `calibration` what later runs use.
 """

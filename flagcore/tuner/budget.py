@@ -1,60 +1,18 @@
-"""What a search may spend: when it stops, what it repeats, and how many seconds are left."""
+"""What a search may spend: its trials and its time, when it stops, and how many seconds are left."""
 
-from flagcore.domain.space import Candidate
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flagcore.contracts import Problem
 from flagcore.domain.spec import Control
-from flagcore.domain.trial import FAILED_STATES, Trial, TrialState, is_disturbed
+from flagcore.domain.trial import FAILED_STATES, PROBE, RUN, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
-from flagcore.tuner.search_state import MAX_RIVALS, SearchState, noise
-
-SURE_GAIN = 10.0
-"""The gain, relative to the noise, from which one repeat of the baseline is enough. Chosen by hand."""
-
-EXTRA_ROUNDS = 1
-"""The maximum number of rounds of repeats beyond `control.repeats`, of two candidates each. They run while it is
-undecided whether the best is better than a rival. Chosen with simulated races: two rounds of three candidates choose no
-better (benchmarks/README.md)."""
-
-
-def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
-    """Return the minimum number of repeats of each finalist.
-
-    It is `control.repeats` if there are several finalists, else 0. It is at least 1 for a finalist whose run was not
-    final. Unless `control.repeats` is 0, it is 1 for other disturbed trials, and for a baseline that is slower than the
-    best by more than SURE_GAIN times the noise; a baseline of which all runs were disturbed runs once more.
-    """
-    trials = search_state.finalists
-    rounds = control.repeats if len(trials) > 1 else 0
-    disturbed = {trial.candidate: min(control.repeats, 1) for trial in search_state.disturbed}
-    least = disturbed | {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in trials}
-    baseline, best = search_state.baseline, search_state.best
-    if baseline and best and baseline.candidate in least:
-        gain = search_state.speed_of(best.candidate) / search_state.speed_of(baseline.candidate) - 1.0
-        if gain > SURE_GAIN * max(noise(search_state.runs_of(each.candidate)) for each in (baseline, best)):
-            least[baseline.candidate] = min(least[baseline.candidate], 1)
-        if control.repeats and is_disturbed(search_state.runs_of(baseline.candidate)):
-            again = len(search_state.repeats_of(baseline.candidate)) + 1
-            least[baseline.candidate] = max(least[baseline.candidate], min(again, control.repeats + EXTRA_ROUNDS))
-    return least
-
-
-def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
-    """Return the trial to repeat next, or None if all repeats are done.
-
-    The finalists run again in rotation, `min_repeats` times each. Then the best and an undecided rival run up to
-    EXTRA_ROUNDS more times. The total number of repeats is also limited, because the best and its rivals may change.
-    """
-    trials, minimum = search_state.repeated, min_repeats(control, search_state)
-    done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
-    max_rounds = control.repeats + EXTRA_ROUNDS
-    most = max(control.repeats, 1) * (2 + MAX_RIVALS) + 2 * EXTRA_ROUNDS
-    if sum(trial.is_conclusive for trial in search_state.repeats) >= most:
-        return None
-    waiting = [trial for trial in trials if done[trial.candidate] < minimum[trial.candidate]]
-    if not waiting and control.repeats:
-        contenders = search_state.contenders(control)
-        waiting = [trial for trial in contenders if done[trial.candidate] < max_rounds]
-    return min(waiting, key=lambda trial: done[trial.candidate], default=None)
-
+from flagcore.tuner.limits import cap_limit, seconds_used, share_of_time, time_limit, with_target
+from flagcore.tuner.search_state import EXTRA_ROUNDS, SearchState, min_repeats
 
 MAX_FAILED_AT_START = 5
 """The search stops if at least this many trials ended and all are in FAILED_STATES. Chosen, because the task is then
@@ -147,3 +105,60 @@ def _repeat_seconds(control: Control, trial: Trial) -> float:
 
 def _completed_trials(search_state: SearchState) -> list[Trial]:
     return [trial for trial in search_state.trials if trial.is_conclusive and not trial.source]
+
+
+MAX_SHARE_OF_PROBES = 0.5
+"""The maximum share of `control.max_time` for probes before the first run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The trials and the time of one run.
+
+    `control`: the limits of the spec. Only runs are repeated.
+    `seconds_before`: the seconds that earlier calls of a resumed run have taken.
+    `started`: when this call started, as `time.monotonic` tells it.
+    """
+
+    control: Control
+    seconds_before: float
+    started: float
+
+    @classmethod
+    def of(cls, control: Control, stored: Sequence[Trial], started: float) -> Budget:
+        """Return the budget of a run whose earlier calls have `stored` trials."""
+        own = [trial for trial in stored if not trial.source]
+        counted = [trial for trial in own if trial.fidelity == control.fidelity or control.probes]
+        return cls(control if control.fidelity == RUN else replace(control, repeats=0), seconds_used(counted), started)
+
+    @property
+    def elapsed(self) -> float:
+        """The seconds that this run has taken, including earlier calls of a resumed run."""
+        return self.seconds_before + time.monotonic() - self.started
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The seconds until `control.max_time`. None without such a limit."""
+        return None if self.control.max_time is None else self.control.max_time - self.elapsed
+
+    @property
+    def seconds_for_probes(self) -> float:
+        """The seconds that are left for probes before the first run."""
+        limit = self.control.max_time
+        return math.inf if limit is None else limit * MAX_SHARE_OF_PROBES - self.elapsed
+
+    def time_limit(self, problem: Problem, trial: Trial, state: SearchState, candidates: int) -> TimeLimit:
+        """Return the time limit of a trial: at most the time that is left for the run, or for the probes before it.
+
+        `candidates`: the number of candidates that have a trial or may get one.
+        """
+        earlier, seconds_left = (*state.trials, *state.repeats), None
+        limit = time_limit(problem.platform, trial, earlier)
+        if max_time := self.control.max_time:
+            is_early_probe = trial.fidelity == PROBE and self.control.fidelity == RUN
+            seconds_left = self.seconds_for_probes if is_early_probe else max_time - self.elapsed
+            limit = cap_limit(limit, seconds_left, f"auto_tuner.control.max_time = {max_time:g} s")
+        if trial.fidelity == PROBE:
+            return limit
+        share = share_of_time(self.control, state, trial.role, candidates, seconds_left)
+        return with_target(limit, problem.task, trial, share, earlier)

@@ -10,20 +10,32 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs, Problem
+from flagcore.contracts.capabilities import Servers, optional
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.plan import Plan, SearchTime
 from flagcore.domain.prediction import MEMORY_ERROR
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import DOES_NOT_FIT, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, PRECISIONS, Task, TrainSpec
-from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
-from flagcore.tuner.budget import EXTRA_ROUNDS
+from flagcore.tuner.limits import SLACK, UNKNOWN_SECONDS
 from flagcore.tuner.problem import rows_by_time
-from flagcore.tuner.search_state import MAX_RIVALS, SearchState, summarize
-from flagcore.tuner.stages.limit import SLACK, UNKNOWN_SECONDS
+from flagcore.tuner.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, summarize
 from flagcore.tuner.stages.predict import with_figures
+
+
+def require_feasible(problem: Problem) -> None:
+    """Raise NothingFits or NoDevice if the search has no candidate to try.
+
+    A run tries a baseline that may fit, although it is predicted not to. Probes and estimates need predicted times.
+    """
+    is_run = problem.task.spec.control.fidelity == RUN
+    if not is_run or not may_fit(problem):
+        require_candidate(problem)
+    if not is_run:
+        require_predicted_time(problem)
 
 
 def require_candidate(problem: Problem) -> None:
@@ -170,7 +182,7 @@ def require_predicted_time(problem: Problem) -> None:
 def search_time(problem: Problem) -> SearchTime:
     """Return the estimated time of a search that tries the candidates with the fastest predictions."""
     task, control, predictions = problem.task, problem.task.spec.control, problem.predictions
-    start_seconds, rows = problem.workload.start_seconds, problem.pruned.open_rows
+    start_seconds, rows = problem.engine.start_seconds, problem.pruned.open_rows
     rows = np.union1d(rows, [problem.row_of(problem.baseline)])
     if rows.size > control.max_trials:
         step = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
@@ -188,7 +200,8 @@ def search_time(problem: Problem) -> SearchTime:
         return trial_seconds + repeats * float(np.max(seconds, initial=0.0))
 
     is_training, steps = isinstance(task.spec.work, TrainSpec), control.train_iters
-    expected = steps * predictions.step_time_s if is_training else problem.workload.load_seconds(task, predictions)
+    servers = optional(problem.engine, Servers)
+    expected = steps * predictions.step_time_s if is_training else servers.load_seconds(task, predictions)
     predicted, high = (seconds_of_all(column[rows]) for column in (expected, steps * predictions.high_s))
     is_unknown = is_training and not math.isfinite(high)
     steps_limit = SLACK * high if is_training and not is_unknown and control.max_time_per_task is None else 0.0

@@ -102,7 +102,7 @@ def planned_launch(platform: Platform, candidate: Candidate, folder: str, *, for
     task = platform.task
     effects = effects_of(task, candidate.as_dict())
     engine_platform = replace(platform, task=with_flags(task_to_start(task, effects), effects))
-    planned = platform.workload.launch(engine_platform, engine_candidate(task, candidate), folder, for_real=for_real)
+    planned = platform.engine.launch(engine_platform, engine_candidate(task, candidate), folder, for_real=for_real)
     hosts = task.spec.cluster.hosts[: task.spec.cluster.nodes]
     return replace(
         planned,

@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from flagcore.contracts import Platform, Problem, Workload
+from flagcore.contracts import Engine, Platform, Problem
+from flagcore.contracts.capabilities import Production, Pruning, RuleOfThumb, Servers, Shortening, optional
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
@@ -20,17 +21,17 @@ from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.effects import has_user_command, plugin_columns
 from flagcore.tuner.published import distance, nearest_runs
+from flagcore.tuner.shorten import smaller_task
 from flagcore.tuner.stages.build import NOT_LIKELY, PLANNED_SHARE, bounds, build, check, legality
 from flagcore.tuner.stages.complete import complete
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
-from flagcore.tuner.stages.shorten import smaller_task
 
 OnUsual: TypeAlias = Callable[[Platform, Space, Predictions], object]
 
 
 def build_problem(
-    spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False, on_usual: OnUsual | None = None
+    spec: Spec, plugins: LoadedPlugins, engine: Engine, *, plan: bool = False, on_usual: OnUsual | None = None
 ) -> Problem:
     """Complete `spec`, build the space, predict all candidates and prune them.
 
@@ -40,7 +41,7 @@ def build_problem(
     the combinations that each rule removed.
     """
     plan = plan or spec.control.fidelity == ESTIMATE
-    platform = complete(spec, plugins, workload, plan=plan)
+    platform = complete(spec, plugins, engine, plan=plan)
     legal = legality(platform)
     smaller = smaller_task(platform)
     legal = replace(legal, rules=(*legal.rules, smaller.rule())) if smaller else legal
@@ -59,7 +60,7 @@ def build_problem(
     adds_baseline = space.find(baseline) is None and not is_hopeless
     space = space.with_candidate(baseline)
     predictions = predict(platform, space)
-    rules = (*workload.pruning_rules(platform.task), *([smaller] if smaller else []))
+    rules = (*optional(engine, Pruning).pruning_rules(platform.task), *([smaller] if smaller else []))
     return Problem(
         platform=platform,
         legality=legal,
@@ -68,7 +69,7 @@ def build_problem(
         pruned=prune(space, predictions, rules),
         baseline=baseline,
         rules=rules,
-        knobs={knob.name: knob for knob in (*workload.knobs, *platform.task.knobs)},
+        knobs={knob.name: knob for knob in (*engine.knobs, *platform.task.knobs)},
         adds_baseline=adds_baseline,
         published=nearest_runs(platform.task, plugins),
     )
@@ -76,7 +77,7 @@ def build_problem(
 
 def with_learned(problem: Problem, trials: Sequence[Trial]) -> Problem:
     """Return `problem` with what the engine learns about the task from trials, and with new predictions."""
-    task = problem.workload.learned(problem.task, trials)
+    task = optional(problem.engine, Servers).learned(problem.task, trials)
     if task == problem.task:
         return problem
     platform = replace(problem.platform, task=task)
@@ -88,7 +89,7 @@ def candidate_columns(platform: Platform, values: Mapping[str, KnobValue]) -> di
     task = platform.task
     plugin = plugin_columns(task, values)
     engine_values = {name: value for name, value in values.items() if name not in plugin}
-    return {**platform.workload.columns(task.for_engine(), engine_values), **plugin}
+    return {**platform.engine.columns(task.for_engine(), engine_values), **plugin}
 
 
 def require_launchable(problem: Problem) -> None:
@@ -102,7 +103,7 @@ def require_launchable(problem: Problem) -> None:
         for value, effect in knob.effects.items():
             if effect.passed:
                 try:
-                    problem.workload.ready(task.for_engine([effect]).spec)
+                    problem.engine.ready(task.for_engine([effect]).spec)
                 except SpecError as error:
                     if error.key == f"train.settings.{knob.name}":
                         raise SpecError(key=key, value=value, problem=error.problem, fix=error.fix) from None
@@ -132,7 +133,8 @@ def rows_by_time(problem: Problem) -> IntArray:
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
     columns = problem.space.columns(rows)
-    unusual = problem.workload.unusual(problem.task, columns, predictions.take(rows)) - _is_published(problem, columns)
+    unusual = optional(problem.engine, Production).unusual(problem.task, columns, predictions.take(rows))
+    unusual = unusual - _is_published(problem, columns)
     time = np.nan_to_num(predictions.step_time_s[rows] * (1.0 + UNUSUAL_SHARE * unusual), nan=np.inf)
     breaks_limit = ~predictions.keeps_limits(problem.task.spec.limits)[rows]
     is_added = np.full(rows.size, problem.adds_baseline)
@@ -148,12 +150,12 @@ UNUSUAL_SHARE = 0.02
 def _is_published(problem: Problem, columns: Columns) -> BoolArray:
     """Return whether each candidate has the layout, apart from the number of replicas, of a published run near the
     task. On several kinds of chips, none has."""
-    task, workload = problem.task, problem.workload
-    names = {name for name, knob in problem.knobs.items() if knob.layout} - {workload.replicas}
+    task, engine = problem.task, problem.engine
+    names = {name for name, knob in problem.knobs.items() if knob.layout} - {optional(engine, Shortening).replicas}
     axes = [axis for axis in problem.legality.axes if axis.knob in names]
     found = np.zeros(problem.pruned.open_rows.size, dtype=np.bool_)
     for job, _record in problem.published if len(task.cluster.groups) == 1 else ():
-        if distance(task, job) <= NEAR and job.work.engine == workload.name:
+        if distance(task, job) <= NEAR and job.work.engine == engine.name:
             codes = ((axis.knob, axis.encode(job.candidate.get(axis.knob, axis.neutral))) for axis in axes)
             found |= np.logical_and.reduce([columns[knob] == code for knob, code in codes])
     return found
@@ -174,15 +176,23 @@ def lacks_margin(task: Task, predictions: Predictions) -> BoolArray:
     return predictions.share_in_use > (np.inf if has_budget else PLANNED_SHARE)
 
 
+def _usual_space(engine: Engine, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+    """Return the space from which an expert would choose. By default it has only the neutral value of each knob."""
+    if isinstance(engine, RuleOfThumb):
+        return engine.usual_space(task)
+    return {knob.name: (knob.neutral,) for knob in engine.knobs if knob.searchable}
+
+
 def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> Candidate:
     """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
 
     This candidate comes from the engine's usual space, or from the whole space if no candidate of the usual space is
     legal. Candidates that do not fit, and then those without a margin of memory, are avoided.
     """
-    task, workload, baseline = platform.task, platform.workload, platform.task.spec.baseline
+    task, engine, baseline = platform.task, platform.engine, platform.task.spec.baseline
     if baseline is None:
-        usual_task = replace(task, spec=replace(task.spec, space=workload.usual_space(task.for_engine())))
+        usual = _usual_space(engine, task.for_engine())
+        usual_task = replace(task, spec=replace(task.spec, space=usual))
         for searched in (legality(replace(platform, task=usual_task)), legal):
             space = build(searched.axes, searched.rules, searched.merges)
             if len(space):
@@ -194,7 +204,9 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
             on_usual(platform, space, predictions)
         choices = (predictions.fits & ~lacks_margin(task, predictions), predictions.fits)
         rows = next((np.flatnonzero(each) for each in choices if each.any()), np.arange(len(space)))
-        row = rows[workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]
+        row = rows[0]
+        if isinstance(engine, RuleOfThumb):
+            row = rows[engine.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]
         return space.candidate(int(row))
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
     if broken:
@@ -203,7 +215,7 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
         for each in platform.value_rules:
             if isinstance(each, RefusedValues) and each.knob == "precision" and each.name in names:
                 fix = "set it to the format of your weights, or use other weights or another chip"
-                shared = f"{workload.kind}.precision"
+                shared = f"{engine.kind}.precision"
                 problem = f"is not possible: {each.reason}"
                 raise SpecError(key=shared, value=task.spec.work.precision, problem=problem, fix=fix)
         names = {name for rule in broken for name in rule.knobs} & baseline.keys()

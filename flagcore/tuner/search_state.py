@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.plan import Counts, Plan
+from flagcore.domain.plan import Counts, Interference, Plan
 from flagcore.domain.space import DOES_NOT_FIT, Candidate, Pruned, Space
 from flagcore.domain.spec import Control, Task
-from flagcore.domain.trial import Trial, TrialState, is_disturbed
+from flagcore.domain.trial import RUN, Role, Trial, TrialState, is_disturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class SearchState:
     `best`: the trial of the candidate with the highest median speed among those that meet the limits.
     `fastest`: the trial of the candidate with the highest median speed, whether it meets the limits or not.
     `probes`: trials of a lower fidelity.
+    `interference`: the interference between parallel trials, as far as known.
     """
 
     by_candidate: dict[Candidate, Trial] = field(default_factory=dict)
@@ -29,6 +30,7 @@ class SearchState:
     best: Trial | None = None
     fastest: Trial | None = None
     probes: tuple[Trial, ...] = ()
+    interference: Interference | None = None
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -219,6 +221,73 @@ def _uncertainty(first_runs: Sequence[Trial], second_runs: Sequence[Trial]) -> f
     return max(noise(first_runs), noise(second_runs)) / math.sqrt(min(len(first_runs), len(second_runs)))
 
 
+def measured_alone(trials: Sequence[Trial]) -> Trial | None:
+    """Return the first trial of the run that was measured while no other trial ran, usually the baseline, or None."""
+    trials_alone = (trial for trial in trials if trial.fidelity == RUN and not trial.source and trial.group is None)
+    return next((trial for trial in trials_alone if trial.state is TrialState.MEASURED), None)
+
+
+def interference(trials: Sequence[Trial]) -> Interference | None:
+    """Return the last comparison of a trial that ran alone with one that ran in parallel, or None if there is none."""
+    alone_times = measured_alone(trials)
+    conclusive = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
+    if alone_times is None or not conclusive:
+        return None
+    last = conclusive[-1]
+    slowdown = alone_times.speed / last.speed - 1.0 if last.state is TrialState.MEASURED else None
+    return Interference(slowdown=slowdown, noise=noise([alone_times]), trials=(alone_times.number, last.number))
+
+
+SURE_GAIN = 10.0
+"""The gain, relative to the noise, from which one repeat of the baseline is enough. Chosen by hand."""
+
+EXTRA_ROUNDS = 1
+"""The maximum number of rounds of repeats beyond `control.repeats`, of two candidates each. They run while it is
+undecided whether the best is better than a rival. Chosen with simulated races: two rounds of three candidates choose no
+better (benchmarks/README.md)."""
+
+
+def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
+    """Return the minimum number of repeats of each finalist.
+
+    It is `control.repeats` if there are several finalists, else 0. It is at least 1 for a finalist whose run was not
+    final. Unless `control.repeats` is 0, it is 1 for other disturbed trials, and for a baseline that is slower than the
+    best by more than SURE_GAIN times the noise; a baseline of which all runs were disturbed runs once more.
+    """
+    trials = search_state.finalists
+    rounds = control.repeats if len(trials) > 1 else 0
+    disturbed = {trial.candidate: min(control.repeats, 1) for trial in search_state.disturbed}
+    least = disturbed | {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in trials}
+    baseline, best = search_state.baseline, search_state.best
+    if baseline and best and baseline.candidate in least:
+        gain = search_state.speed_of(best.candidate) / search_state.speed_of(baseline.candidate) - 1.0
+        if gain > SURE_GAIN * max(noise(search_state.runs_of(each.candidate)) for each in (baseline, best)):
+            least[baseline.candidate] = min(least[baseline.candidate], 1)
+        if control.repeats and is_disturbed(search_state.runs_of(baseline.candidate)):
+            again = len(search_state.repeats_of(baseline.candidate)) + 1
+            least[baseline.candidate] = max(least[baseline.candidate], min(again, control.repeats + EXTRA_ROUNDS))
+    return least
+
+
+def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
+    """Return the trial to repeat next, or None if all repeats are done.
+
+    The finalists run again in rotation, `min_repeats` times each. Then the best and an undecided rival run up to
+    EXTRA_ROUNDS more times. The total number of repeats is also limited, because the best and its rivals may change.
+    """
+    trials, minimum = search_state.repeated, min_repeats(control, search_state)
+    done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
+    max_rounds = control.repeats + EXTRA_ROUNDS
+    most = max(control.repeats, 1) * (2 + MAX_RIVALS) + 2 * EXTRA_ROUNDS
+    if sum(trial.is_conclusive for trial in search_state.repeats) >= most:
+        return None
+    waiting = [trial for trial in trials if done[trial.candidate] < minimum[trial.candidate]]
+    if not waiting and control.repeats:
+        contenders = search_state.contenders(control)
+        waiting = [trial for trial in contenders if done[trial.candidate] < max_rounds]
+    return min(waiting, key=lambda trial: done[trial.candidate], default=None)
+
+
 def summarize(
     task: Task, space: Space, pruned: Pruned, search_state: SearchState, stopped_because: str, knobs: Knobs
 ) -> Plan:
@@ -245,6 +314,7 @@ def summarize(
         fidelity=task.spec.control.fidelity,
         probes=search_state.probes,
         fastest=search_state.fastest,
+        interference=search_state.interference,
         limits=task.spec.limits,
         knobs=knobs,
     )

@@ -3,19 +3,22 @@
 `chips/*.yaml` has one file per chip, in which each figure has its source. A figure is `{value: NUMBER, source: {kind:
 KIND, ...}}` in bytes, bytes per second or flops per second. Each kind of source requires one key: `how` if it is
 measured, `document` for a datasheet, `where` if it is published, `method` if it is estimated. Other keys (page,
-software, date, repeats, confidence) are added to the text of the source.
+software, date, repeats, confidence) are added to the text of the source. A key whose value another chip of the plugin
+has, with the same source, is `KEY: {same_as: CHIP}`.
 
 The folder `costs/<chip>/`, where `<chip>` is the chip's name in lower case, contains:
 
 - `collectives.yaml`: `source` as in a chip file, and `curves`, a list of `kind`, `ranks`, `payload_bytes` and
-  `seconds`. They apply to the innermost level of the topology, or to the level that `level` names. A chip with the same
-  links as another chip has `same_as` (that chip) and `source`.
+  `seconds`. They apply to the innermost level of the topology, or to the level that `level` names.
 - `curve.yaml`: `curve`, parameters of `flagcore.physics.roofline.Curve`, and `source` as in a chip file. `of`
   is the data of the fit: `runs` (times of whole runs; the default), or `kernels` (kernels that were measured alone).
 - `kernels.jsonl`: measured kernels, one per line (`flagcore.physics.kernel_table`), with their time in `us`.
 - `provenance.yaml`: `how`, `software`, `date`, the overhead of the measurement (`Reading`), and the `source` if others
   published the times.
 - `serving.yaml`: like `curve.yaml`, for serving engines, if their kernels reach other shares.
+
+In `costs/same_as.yaml`, `collectives.yaml`, `curve.yaml` and `serving.yaml` are lists of entries: the file of the chip
+that `same_as` names also applies to the `chips`, for the reason that is the `source`.
 """
 
 import json
@@ -32,7 +35,7 @@ from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.collective_curves import Curve as CollectiveCurve
 from flagcore.physics.kernel_table import RUN_SLOWDOWN, SIZES, Kernel, KernelSheet, with_measured
 from flagcore.physics.roofline import Curve, Roofline
-from flagcore.vendorkit.fields import build, read_yaml
+from flagcore.vendorkit.fields import Content, build, read_file, read_yaml
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 KEYS = {"chip": "name", **{each.name: each.name for each in fields(Chip) if each.name != "name"}}
@@ -42,9 +45,14 @@ KEYS = {"chip": "name", **{each.name: each.name for each in fields(Chip) if each
 @cache
 def load_chips(package: str) -> tuple[Chip, ...]:
     """Return the chips in every `chips/*.yaml` of `package`, by file name. Raises SpecError for an invalid file."""
-    folder = files(package).joinpath("chips")
-    found = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".yaml")), key=lambda entry: entry.name)
-    return tuple(read_chip(entry.read_text("utf-8"), f"{package}/chips/{entry.name}") for entry in found)
+    entries = sorted(files(package).joinpath("chips").iterdir(), key=lambda entry: entry.name)
+    contents = {
+        file: read_yaml(entry.read_text("utf-8"), file)
+        for entry in entries
+        if (file := f"{package}/chips/{entry.name}").endswith(".yaml")
+    }
+    by_name = {content.get("chip"): content for content in contents.values()}
+    return tuple(_chip(_own(content, file, by_name), file) for file, content in contents.items())
 
 
 def published_runs(package: str) -> list[dict[str, Any]]:
@@ -55,7 +63,24 @@ def published_runs(package: str) -> list[dict[str, Any]]:
 
 def read_chip(text: str, file: str) -> Chip:
     """Return the chip that `text` describes. Raises SpecError with `file`, key, value, rule and fix."""
-    chip: Chip = build(Chip, read_yaml(text, file), file, names=KEYS)
+    return _chip(read_yaml(text, file), file)
+
+
+def _own(content: Content, file: str, others: Mapping[Any, Content]) -> Content:
+    """Return the content of a chip file with the values of other chips for `{same_as: CHIP}`. Raises SpecError."""
+    own = dict(content)
+    for key, value in content.items():
+        if isinstance(value, dict) and "same_as" in value:
+            name = value["same_as"]
+            own[key] = others.get(name, {}).get(key)
+            if value.keys() != {"same_as"} or not isinstance(own[key], dict) or "same_as" in own[key]:
+                problem = f"must be the only key, and name a chip of this plugin with a {key} of its own"
+                raise SpecError(file=file, key=f"{key}.same_as", value=name, problem=problem)
+    return own
+
+
+def _chip(content: Content, file: str) -> Chip:
+    chip: Chip = build(Chip, content, file, names=KEYS)
     for name in chip.dense_flops_per_second:
         if name not in PRECISIONS:
             fix = f"the names are {', '.join(PRECISIONS)}"
@@ -63,7 +88,44 @@ def read_chip(text: str, file: str) -> Chip:
     return chip
 
 
-FILE = "collectives.yaml"
+SHARED = "costs/same_as.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFile:
+    """An entry of `costs/same_as.yaml`: a file of a chip also applies to other chips. `source`: why."""
+
+    same_as: str
+    chips: tuple[str, ...]
+    source: Source
+
+
+@cache
+def shared_costs(package: str) -> Mapping[tuple[str, str], str]:
+    """Return the chip whose file applies, by chip and file, from `costs/same_as.yaml`. Names are in lower case.
+
+    Raises SpecError for an invalid file.
+    """
+    file, found = f"{package}/{SHARED}", dict[tuple[str, str], str]()
+    kind = Mapping[Literal["collectives.yaml", "curve.yaml", "serving.yaml"], tuple[SharedFile, ...]]
+    for name, listed in build(kind, read_file(package, SHARED) or {}, file).items():
+        for place, entry in enumerate(listed):
+            found.update({(chip.casefold(), name): entry.same_as.casefold() for chip in entry.chips})
+            if not files(package).joinpath(f"costs/{entry.same_as.casefold()}/{name}").is_file():
+                key = f"{name}[{place}].same_as"
+                raise SpecError(file=file, key=key, value=entry.same_as, problem=f"this chip has no {name} of its own")
+    return found
+
+
+def cost_file(package: str, chip: Chip, name: str) -> tuple[str, str] | None:
+    """Return the text of the file of costs that applies to a chip, and its path. None if there is no file.
+
+    Raises SpecError for an invalid `costs/same_as.yaml`.
+    """
+    folder = chip.name.casefold()
+    path = f"costs/{shared_costs(package).get((folder, name), folder)}/{name}"
+    file = files(package).joinpath(path)
+    return (file.read_text("utf-8"), f"{package}/{path}") if file.is_file() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,44 +133,24 @@ class CollectiveFile:
     """The content of a `collectives.yaml`."""
 
     source: Source
-    same_as: str | None = None
     level: str = ""
     curves: tuple[CollectiveCurve, ...] = ()
 
 
 def collective_table(package: str, chip: Chip) -> CollectiveTable | None:
     """Return the measured collectives that `package` has for `chip`, or None. Raises SpecError for an invalid file."""
-    name = chip.name.casefold()
-    found = _collectives(package, name)
-    if not isinstance(found, str):
-        return found
-    table = _collectives(package, found)
-    if not isinstance(table, CollectiveTable):
-        file = f"{package}/costs/{name}/{FILE}"
-        raise SpecError(file=file, key="same_as", value=found, problem="this chip has no curves of its own")
-    return table
+    found = cost_file(package, chip, "collectives.yaml")
+    return read_collectives(*found) if found else None
 
 
-def read_collectives(text: str, file: str) -> CollectiveTable | str:
-    """Return the table that `text` describes, or the name of the chip whose table applies (`same_as`).
-
-    Raises SpecError with `file`, key, value, rule and fix.
-    """
+def read_collectives(text: str, file: str) -> CollectiveTable:
+    """Return the table that `text` describes. Raises SpecError with `file`, key, value, rule and fix."""
     found: CollectiveFile = build(CollectiveFile, read_yaml(text, file), file)
-    if found.same_as is not None:
-        if found.curves:
-            raise SpecError(file=file, key="curves", problem="a file with same_as cannot have curves")
-        return found.same_as.casefold()
     source = f"{found.source.kind}: {found.source.detail}"
     try:
         return CollectiveTable(level=found.level, curves=found.curves, source=source)
     except ValueError as error:
         raise SpecError(file=file, key="curves", problem=str(error)) from None
-
-
-def _collectives(package: str, name: str) -> CollectiveTable | str | None:
-    path = files(package).joinpath(f"costs/{name}/{FILE}")
-    return read_collectives(path.read_text("utf-8"), f"{package}/costs/{name}/{FILE}") if path.is_file() else None
 
 
 BUSY_SIDE = 1024.0
@@ -185,7 +227,7 @@ def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
     Raises SpecError for an invalid file.
     """
     folder = f"costs/{chip.name.casefold()}"
-    curve = _curve(package, f"{folder}/curve.yaml")
+    curve = _curve(package, chip, "curve.yaml")
     kernels, location = files(package).joinpath(f"{folder}/kernels.jsonl"), f"{package}/{folder}"
     if not kernels.is_file():
         return Roofline(chip=chip, curve=curve) if curve else None
@@ -202,13 +244,13 @@ def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
 
     `package` ships the curve. Raises SpecError for an invalid file.
     """
-    curve = _curve(package, f"costs/{chip.name.casefold()}/serving.yaml")
+    curve = _curve(package, chip, "serving.yaml")
     return Roofline(chip=chip, curve=curve) if curve else kernel_costs(package, chip)
 
 
-def _curve(package: str, path: str) -> Curve | None:
-    file = files(package).joinpath(path)
-    return read_curve(file.read_text("utf-8"), f"{package}/{path}") if file.is_file() else None
+def _curve(package: str, chip: Chip, name: str) -> Curve | None:
+    found = cost_file(package, chip, name)
+    return read_curve(*found) if found else None
 
 
 def read_curve(text: str, file: str) -> Curve:

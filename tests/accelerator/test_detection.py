@@ -8,7 +8,7 @@ import pytest
 
 from tests.accelerator.machine import MEMORY_BYTES, Machine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.together("training")]
 
 
 def test_a_variable_selects_the_devices_and_their_order(simulated: Machine) -> None:

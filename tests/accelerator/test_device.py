@@ -6,7 +6,7 @@ import pytest
 
 from tests.accelerator.machine import Machine
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.together("training")]
 
 
 def test_operators_have_the_results_of_the_cpu_on_the_same_memory(built: Machine) -> None:

@@ -13,19 +13,20 @@ import yaml
 
 from engines.megatron.tests.trial import trial_jobs
 from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS, make_job
-from tests import small
+from tests import tasks
 from tests.accelerator.machine import MEMORY_BYTES, Machine
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
     pytest.mark.long,
     pytest.mark.slow,
+    pytest.mark.together("training"),
 ]
 
 MODEL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 4000}
 TRAIN = {"engine": "megatron", "seq_length": 128, "global_batch_size": 16, "precision": "fp32"}
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
-SPACE = {**small.PLAIN_SPACE, **dict.fromkeys(SIZES, 1)}
+SPACE = {**tasks.PLAIN_SPACE, **dict.fromkeys(SIZES, 1)}
 CONTROL = {"train_iters": 3, "warmup_iters": 1, "max_trials": 2, "repeats": 0}
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.inputs import parsed
+from flagcore.api.inputs import LoadedSpec, read_spec
 from flagcore.domain.spec import Spec
 from flagcore.errors import SpecError
-from tests.small import SHAPE
+from tests.tasks import SHAPE
 
 TRAIN = {"engine": "megatron", "seq_length": 32, "global_batch_size": 8, "precision": "fp32"}
 
@@ -26,12 +26,12 @@ def _allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def spec(cluster: Any, train: Any = TRAIN, **tuner: Any) -> Spec:
     data = {"model": SHAPE, "cluster": cluster, "train": train, "auto_tuner": tuner}
-    return parsed(data, file="spec", base=Path())
+    return read_spec(LoadedSpec("spec", data))
 
 
 def test_servers_start_on_the_nodes_of_the_allocation(tmp_path: Path) -> None:
     data = {"model": SHAPE, "cluster": {"nodes": 2}, "serve": {"engine": "vllm", "command": ["vllm", "serve"]}}
-    found = parsed({**data, "auto_tuner": {}}, file="spec", base=tmp_path)
+    found = read_spec(LoadedSpec(tmp_path / "spec", {**data, "auto_tuner": {}}))
     assert (found.launcher, found.cluster.hosts) == ("slurm", ("n1", "n2"))
 
 

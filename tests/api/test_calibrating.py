@@ -10,7 +10,7 @@ import pytest
 from flagcore_testing import fakes
 
 from flagcore.api.calibrated_plugins import busy
-from flagcore.api.managing import calibration
+from flagcore.api.commands import calibrate as calibration
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.plugins import LoadedPlugins

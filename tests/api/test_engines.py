@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.inputs import parsed
-from flagcore.api.tuning.tune import each_engine
+from flagcore.api.commands.tune import each_engine
+from flagcore.api.inputs import LoadedSpec, read_spec
 from flagcore.errors import Interrupted, NoDevice, SpecError
 
 DATA = {
@@ -80,7 +80,7 @@ def test_an_unknown_strategy_and_launcher_are_reported_with_all_other_errors() -
     tuner = {"strategy": "lerned", "launcher": "lokal", "space": {"nope": 1}}
     data = {"model": {}, "serve": {"engine": "vllm"}, "auto_tuner": tuner}
     with pytest.raises(SpecError) as refused:
-        parsed(data, file="x", base=Path())
+        read_spec(LoadedSpec("x", data))
     result = {(each.key, each.value) for each in refused.value.problems}
     assert result > {("auto_tuner.strategy", "lerned"), ("auto_tuner.launcher", "lokal"), ("auto_tuner.space.nope", 1)}
 
@@ -91,6 +91,6 @@ def test_an_unknown_chip_is_listed_with_the_other_problems_of_a_spec(cluster: di
     train = {"engine": "megatron", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"}
     chip = "cluster.groups[1].chip" if "groups" in cluster else "cluster.chip"
     with pytest.raises(SpecError) as error:
-        parsed({"model": model, "cluster": cluster, "train": train}, file="x", base=Path())
+        read_spec(LoadedSpec("x", {"model": model, "cluster": cluster, "train": train}))
     assert [(each.key, each.value) for each in error.value.problems] == [("model.hidden_size", 65), (chip, "nosuch")]
-    assert parsed({"model": {**model, "hidden_size": 64}, "cluster": cluster, "train": train}, file="x", base=Path())
+    assert read_spec(LoadedSpec("x", {"model": {**model, "hidden_size": 64}, "cluster": cluster, "train": train}))

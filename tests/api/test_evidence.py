@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from flagcore import api
-from flagcore.api.inputs import loaded_plugins
-from flagcore.api.planning.estimate import build_problem_of_spec
-from flagcore.api.planning.evidence import published_runs
-from flagcore.api.planning.jobs import predict_records
+from flagcore.api.evidence import published_runs
+from flagcore.api.inputs import loaded_plugins, open_spec
+from flagcore.api.jobs import predict_records
 from flagcore.errors import UsageError
 from flagcore.report.estimate import Estimate, estimate_texts
 from flagcore.tuner.problem import rows_by_time
@@ -63,7 +62,7 @@ def test_a_plan_comes_with_the_nearest_published_runs(estimate: Estimate) -> Non
 
 
 def test_of_equally_fast_candidates_layouts_of_near_published_runs_come_first_and_then_the_simplest() -> None:
-    problem = build_problem_of_spec({**SPEC, "auto_tuner": {}}, None, (), plan=True)
+    problem = open_spec({**SPEC, "auto_tuner": {}}, None, (), plan=True).problem
     equal = replace(problem.predictions, step_time_s=np.ones(len(problem.space)))
     orders = [rows_by_time(replace(problem, predictions=equal, published=runs)) for runs in (problem.published[:1], ())]
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -127,7 +126,7 @@ def test_an_mfu_above_the_published_ones_is_reported(estimate: Estimate) -> None
 def test_a_run_with_experts_does_not_bound_the_mfu_of_a_dense_plan() -> None:
     bounds = []
     for model in (SPEC["model"], "mistralai/Mixtral-8x7B-v0.1"):
-        problem = build_problem_of_spec({**SPEC, "model": model}, "BI-V150", (), plan=True)
+        problem = open_spec({**SPEC, "model": model}, "BI-V150", (), plan=True).problem
         with loaded_plugins(()) as loaded:
             bounds.append({run.run.split(",")[0]: run.is_bound for run in published_runs(problem, loaded)})
     assert [found["Mixtral 8x7B with 8 layers"] for found in bounds] == [False, True]

@@ -24,8 +24,8 @@ from extras.kubernetes.tests.test_manifest import checked, found
 from flagcore import api
 from flagcore.errors import UsageError
 from flagcore.launchers import network
-from tests.pages import ROOT
-from tests.small import SHAPE
+from tests.doc_pages import ROOT
+from tests.tasks import SHAPE
 
 EXPORTED = Path(__file__).parent / "exported"
 SCHEMAS = json.loads(gzip.decompress((EXPORTED / "schemas.json.gz").read_bytes()))

@@ -20,12 +20,12 @@ from flagcore_serving.space.knobs import arguments
 from engines.megatron.tests.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from extras.kubernetes.tests.test_manifest import CRDS, problems, require_restricted
 from flagcore import api
-from flagcore.api.tuning import targets
+from flagcore.api.commands import export as targets
 from flagcore.errors import FlagError
 from tests.api.test_export import DYNAMO, SCHEMAS, server, started, written
 from tests.cli.conftest import Project
-from tests.pages import ROOT
-from tests.small import LLAMA_8B
+from tests.doc_pages import ROOT
+from tests.tasks import LLAMA_8B
 
 TARGETS = ("megatron", "flagscale", "vllm", "sglang", "llamacpp", "slurm", "kubernetes", "compose", "dynamo")
 EXPERTS = {**LLAMA_8B, "num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 14336}

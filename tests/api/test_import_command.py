@@ -10,7 +10,7 @@ from flagcore_serving.launch.server import PORT
 
 from engines.serving.tests.engines.tasks import engine_of, planned, server
 from flagcore import api
-from flagcore.api.planning.estimate import build_problem_of_spec
+from flagcore.api.inputs import open_spec
 from flagcore.contracts import ImportedSpec
 from flagcore.errors import SpecError, UsageError
 from flagcore.spec.importing import commented_yaml
@@ -62,7 +62,7 @@ def test_a_training_command_is_its_own_baseline(words: list[str], tmp_path: Path
     assert data["cluster"] == {"chip": "H100-SXM", "nodes": 1, "devices_per_node": 4}
     assert data["train"]["command"][0] in ("bash", "torchrun")
     assert data["train"]["directory"] == str(tmp_path)
-    problem = build_problem_of_spec(data, None, (), plan=True)
+    problem = open_spec(data, None, (), plan=True).problem
     values = problem.baseline.as_dict()
     assert (values["tensor_model_parallel_size"], values["micro_batch_size"]) == (2, 2)
     assert values["sequence_parallel"]

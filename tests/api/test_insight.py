@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flagcore.api.managing import report as what_if_module
-from flagcore.api.managing.report import insight, what_if
-from flagcore.api.planning.estimate import build_problem_of_spec
+from flagcore.api.commands import report as what_if_module
+from flagcore.api.commands.report import insight, what_if
+from flagcore.api.inputs import open_spec
 from flagcore.contracts import Problem
 from flagcore.domain.space import Candidate
 from tests.cli.conftest import MODEL
@@ -22,7 +22,7 @@ SPEC: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return build_problem_of_spec(SPEC, None, ())
+    return open_spec(SPEC, None, ()).problem
 
 
 def test_each_value_has_its_fastest_candidate(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:

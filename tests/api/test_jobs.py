@@ -4,13 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from flagcore_megatron import WORKLOAD
+from flagcore_megatron import ENGINE
 
 from flagcore.api import estimate_jobs
-from flagcore.api.planning.jobs import past
+from flagcore.api.jobs import past
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.shapes import Shape
-from tests import small
+from tests import tasks
 
 MODEL = {
     "num_layers": 8,
@@ -161,7 +161,7 @@ def measured_record(measured: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": "run/1",
         "kind": "train",
-        "model": {name: getattr(small.DENSE, name) for name in Shape.model_fields},
+        "model": {name: getattr(tasks.DENSE, name) for name in Shape.model_fields},
         "cluster": {"chip": "test-chip", "devices": 4, "devices_per_node": 4},
         "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"},
         "candidate": {**CANDIDATE, "context_parallel_size": 1, "expert_model_parallel_size": 1, "micro_batch_size": 1},
@@ -172,5 +172,5 @@ def measured_record(measured: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("figure", [0.01, [1.0], {"a": 1}, 1e308, -1.0, None])
 def test_a_measured_record_is_learned_once_but_not_with_an_invalid_figure(figure: object) -> None:
     records = [measured_record({"step_time_s": figure})]
-    found = past(records, small.CHIP, LoadedPlugins.of({}), WORKLOAD, "tokens_per_second_per_device")
+    found = past(records, tasks.CHIP, LoadedPlugins.of({}), ENGINE, "tokens_per_second_per_device")
     assert len(found.time) == (figure == 0.01)

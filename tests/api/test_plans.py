@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from flagcore import api
-from flagcore.api.explaining.reports import REMOVED
+from flagcore.api.commands.explain import REMOVED
 from flagcore.api.snapshot import load_snapshot
 from flagcore.domain.records import read_prediction
 from flagcore.errors import NothingFits
 from flagcore.plugins import load_plugins
 from flagcore.report.text import bottleneck_text
 from flagcore.tuner.stages import build as build_module
-from tests.small import LLAMA_8B
+from tests.tasks import LLAMA_8B
 
 SPACE = {
     "pipeline_model_parallel_size": [1, 2],
@@ -141,7 +141,7 @@ def test_bounds_hold_and_keep_the_first_layouts(
     predictions = problem.predictions
     if not compared:
         known, arguments = (predictions.share_in_use, predictions.step_time_s), (problem.space.columns(), problem.costs)
-        for bound, predicted in zip((problem.workload.least_share, problem.workload.least_seconds), known, strict=True):
+        for bound, predicted in zip((problem.engine.least_share, problem.engine.least_seconds), known, strict=True):
             ratio = bound(problem.task, *arguments) / predicted
             assert ratio.max() < 1.1
             assert np.median(ratio) > 0.6

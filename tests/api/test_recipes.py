@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from flagcore.api.inputs import loaded_plugins
-from flagcore.api.planning.jobs import predict_records
+from flagcore.api.jobs import predict_records
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECIPES = {

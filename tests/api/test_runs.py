@@ -15,7 +15,7 @@ import flagcore
 from flagcore.contracts import Event
 from flagcore.errors import RunError, UsageError
 from flagcore.report.formats import lookup
-from flagcore.tuner.loop import STOPPED
+from flagcore.tuner.planner import STOPPED
 from flagcore.tuner.store.trials import OptunaStore
 from tests.cli.conftest import Project
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.small import SHAPE
+from tests.tasks import SHAPE
 
 pytestmark = pytest.mark.slow
 

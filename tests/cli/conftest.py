@@ -20,9 +20,9 @@ import yaml
 from flagcore import api
 from flagcore.cli import main
 from flagcore.launchers import guard
-from tests import small
+from tests import tasks
 
-SERVER = Path(__file__).parents[1] / "engines" / "serving" / "trial" / "server.py"
+SERVER = Path(__file__).parents[2] / "engines" / "serving" / "tests" / "trial" / "server.py"
 FLAG = (sys.executable, "-c", "from flagcore.cli import main; main()")
 MODEL = {
     "name": "tiny",
@@ -32,7 +32,7 @@ MODEL = {
     "num_attention_heads": 4,
     "vocab_size": 1000,
 }
-SPACE = {**small.PLAIN_SPACE, "micro_batch_size": [1, 2, 4]}
+SPACE = {**tasks.PLAIN_SPACE, "micro_batch_size": [1, 2, 4]}
 TRAIN = '''\
 """Plays a training run: prints what Megatron would print, as fast as the knobs make it."""
 import os, sys, time

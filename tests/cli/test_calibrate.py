@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.api.managing import calibration
+from flagcore.api.commands import calibrate as calibration
 from flagcore.tuner.calibration import Calibration, Calibrations
 from tests.cli.conftest import Answer, Flag, Project
 

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flagcore.api.explaining.reports import CORRECTED, PREDICTED, compare_subjects, overlap
-from flagcore.api.explaining.subject import Subject, columns_of
+from flagcore.api.commands.compare import compare_subjects, overlap
 from flagcore.api.snapshot import load_snapshot
+from flagcore.api.subject import Subject, columns_of
 from flagcore.domain.trial import TrialState
+from flagcore.report.candidate_report import CORRECTED, PREDICTED
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.learn import learn
-from tests import small
+from tests import tasks
 from tests.cli.conftest import Answer, Flag, Project
 
 
@@ -55,7 +56,7 @@ def test_a_candidate_without_runs_is_compared_by_its_corrected_prediction(compar
 def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared_as_planned(project: Project) -> None:
     plan = load_snapshot(project.spec(), None, ())
     best, slow = (plan.problem.space.candidate(int(row)) for row in rows_by_time(plan.problem)[[5, 0]])
-    trials = [small.trial(0, best, 1.0), small.trial(1, slow, 3.0, state=TrialState.STOPPED)]
+    trials = [tasks.trial(0, best, 1.0), tasks.trial(1, slow, 3.0, state=TrialState.STOPPED)]
     run = replace(plan, search_state=learn(trials))
     first, second, planned = (
         Subject(where, columns_of(where, each)) for where, each in ((run, best), (run, slow), (plan, slow))

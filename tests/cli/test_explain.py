@@ -9,16 +9,16 @@ import pytest
 import yaml
 from flagcore_megatron.space.knobs import BY_NAME
 
-from flagcore.api.explaining.reports import candidate_report, state_of
-from flagcore.api.explaining.subject import Subject, columns_of
+from flagcore.api.commands.explain import candidate_report, state_of
 from flagcore.api.runs import Run, trial_fields
 from flagcore.api.snapshot import Snapshot, load_snapshot
+from flagcore.api.subject import Subject, columns_of
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
 from flagcore.report.text import values_text
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.learn import learn
-from tests import small
+from tests import tasks
 from tests.cli.conftest import Answer, Flag, Project
 
 
@@ -252,7 +252,7 @@ def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project)
     snapshot = load_snapshot(project.spec(), None, ())
     first, other = _candidates(snapshot, 0, 1)
     slow_s = 1.01 * float(snapshot.problem.predictions.step_time_s[snapshot.problem.space.find(other)])
-    stopped_trial = small.trial(2, first, slow_s, state=TrialState.STOPPED)
+    stopped_trial = tasks.trial(2, first, slow_s, state=TrialState.STOPPED)
     learned = replace(snapshot, search_state=learn((stopped_trial,)))
     slowest = values_text(_candidates(snapshot, -1)[0].as_dict(), BY_NAME)
     assert candidate_report(snapshot, slowest).changes["fastest"].candidate == first.as_dict()
@@ -266,9 +266,9 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
     best, slow = _candidates(snapshot, 0, 5)
     ended = "clearly slower than the best: by far"
     trials = [
-        small.trial(1, best, 1.0),
-        small.trial(2, slow, 3.0, state=TrialState.STOPPED, reason=ended),
-        small.trial(3, best, 0.5, role=Role.REPEAT),
+        tasks.trial(1, best, 1.0),
+        tasks.trial(2, slow, 3.0, state=TrialState.STOPPED, reason=ended),
+        tasks.trial(3, best, 0.5, role=Role.REPEAT),
     ]
     lines = [_explained(snapshot, some, slow)[1][0] for some in (trials[1:2], trials[:2], trials)]
     assert all(line.startswith("trial 2 (search) stopped: 3 s/step") for line in lines)
@@ -283,8 +283,8 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
 def test_a_candidate_that_may_be_as_fast_is_reported(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
     candidates = _candidates(snapshot, 0, 3, 5)
-    trials = [small.trial(*each) for each in zip((1, 2, 3), candidates, (1.0, 1.03, 3.0), strict=True)]
-    repeated = [*trials, small.trial(4, candidates[0], 1.05, role=Role.REPEAT)]
+    trials = [tasks.trial(*each) for each in zip((1, 2, 3), candidates, (1.0, 1.03, 3.0), strict=True)]
+    repeated = [*trials, tasks.trial(4, candidates[0], 1.05, role=Role.REPEAT)]
     lines = [_explained(snapshot, repeated, each)[1] for each in candidates]
     assert [any("not significantly slower" in line for line in each) for each in lines] == [False, True, False]
     assert len(_explained(snapshot, trials, candidates[1])[1]) == 1
@@ -293,7 +293,7 @@ def test_a_candidate_that_may_be_as_fast_is_reported(project: Project) -> None:
 def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
     best, slow = _candidates(snapshot, 0, 1)
-    probes = [replace(small.trial(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
+    probes = [replace(tasks.trial(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
     state, (ended,) = _explained(snapshot, probes, best, PROBE)
     assert (state, ended) == ("ran", "probe 1 (search) measured: 1 s/step; it is the best")
     line = "probe 2 (search) measured: 2 s/step, +100.0% in time vs the best (trial 1: 1 s/step)"

@@ -11,15 +11,15 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.api.explaining.reports import candidate_report
-from flagcore.api.explaining.subject import allowed_rows
+from flagcore.api.commands.explain import candidate_report
 from flagcore.api.snapshot import load_snapshot
+from flagcore.api.subject import allowed_rows
 from flagcore.errors import NothingFits
 from flagcore.report.result import trial as as_data
 from flagcore.tuner.stages.learn import learn
 from tests.cli.conftest import Flag
 from tests.report.page.reading import run_data
-from tests.serving import trial
+from tests.serving_trials import trial
 
 SHAPE = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 1000}
 SPEC: dict[str, Any] = {

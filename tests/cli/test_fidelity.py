@@ -11,7 +11,7 @@ import yaml
 from tests.cli.conftest import Answer, Flag, Project
 from tests.cli.test_tune import books_balance
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.together("training")]
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train-1024-probe.yaml")
 CONTROL = {"train_iters": 2, "warmup_iters": 1, "max_time_per_task": 60}

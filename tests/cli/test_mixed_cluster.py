@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.api.inputs import fixed_task
-from flagcore.api.planning.estimate import build_problem_of_spec
+from flagcore.api.inputs import fixed_task, open_spec
 from flagcore.report.estimate import ChipPlan, Mixing, verdict
 from tests.cli.conftest import Flag, Project
 
@@ -49,7 +48,7 @@ def mixing(spec: Callable[..., str]) -> Callable[..., Mixing]:
 
 def test_a_run_belongs_to_the_layout_of_all_its_groups(spec: Callable[..., str]) -> None:
     def hardware(second: dict[str, Any]) -> object:
-        problem = build_problem_of_spec(spec(LARGE, second), None, (), plan=True)
+        problem = open_spec(spec(LARGE, second), None, (), plan=True).problem
         return fixed_task({}, problem)["hardware"]
 
     assert hardware(LARGE) == hardware(SMALL)  # memory may change

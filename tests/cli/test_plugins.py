@@ -6,7 +6,7 @@ import os
 import pytest
 
 from tests.cli.conftest import Answer, Flag, Project
-from tests.pages import BLOCKS
+from tests.doc_pages import BLOCKS
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
 
@@ -112,7 +112,7 @@ def test_chips_are_listed_with_their_aliases_and_dashes_for_unknown_facts(flag: 
 @pytest.fixture
 def acme(project: Project, install: Install, monkeypatch: pytest.MonkeyPatch) -> Project:
     """A project with the distribution on its import path, and a spec."""
-    install("acme-serving", {"acme": "acme_serving:WORKLOAD"}, {"acme_serving": ENGINE}, group="flagcore.engines")
+    install("acme-serving", {"acme": "acme_serving:ENGINE"}, {"acme_serving": ENGINE}, group="flagcore.engines")
     monkeypatch.setenv("PYTHONPATH", str(project.folder), prepend=os.pathsep)  # for trials
     spec(project)
     return project

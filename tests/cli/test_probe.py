@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.conftest import Flag, Project
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.together("training")]
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
 WORLD: dict[str, Any] = {

@@ -29,7 +29,7 @@ NEED_THE_BEST = (
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return a folder with a run of each of STATES: all trials failed, none has ended, and an estimate."""
     project = Project(tmp_path_factory.mktemp("unmeasured"))
     folder = project.folder / "runs"
@@ -53,9 +53,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     [("failed", each) for each in NEED_THE_BEST] + [(kind, NEED_THE_BEST[0]) for kind in ("interrupted", "killed")],
 )
 def test_a_command_that_needs_the_best_ends_with_the_cause_and_the_next_command(
-    flag: Flag, runs: Path, kind: str, command: tuple[str, ...]
+    flag: Flag, ended: Path, kind: str, command: tuple[str, ...]
 ) -> None:
-    run = str(runs / kind)
+    run = str(ended / kind)
     ended = flag(*(word.replace("RUN", run) for word in command))
     assert (ended.code, ended.out) == (CODES[kind], "")
     assert f"`flag tune SPEC --run-dir {run}{' --new' if kind == 'failed' else ''}`" in ended.err
@@ -63,25 +63,25 @@ def test_a_command_that_needs_the_best_ends_with_the_cause_and_the_next_command(
     assert "(missing)" not in ended.err
 
 
-def test_lists_name_the_state_and_the_cause(flag: Flag, runs: Path) -> None:
-    records = {Path(each["run"]).name: each for each in json.loads(flag("runs", "list", str(runs), "--json").out)}
+def test_lists_name_the_state_and_the_cause(flag: Flag, ended: Path) -> None:
+    records = {Path(each["run"]).name: each for each in json.loads(flag("runs", "list", str(ended), "--json").out)}
     assert {name: each["state"] for name, each in records.items()} == STATES
     assert REASON in records["failed"]["no_best"]
     assert records["estimate"]["no_best"] is None
-    listed = flag("runs", "list", str(runs))
+    listed = flag("runs", "list", str(ended))
     assert (listed.code, listed.err.count(REASON), listed.err.count("\n")) == (0, 1, 1)
 
 
-def test_runs_of_engines_without_a_best_are_listed(runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs / "failed", tmp_path / "several" / "one")
-    shutil.copytree(runs / "killed", tmp_path / "several" / "other")
+def test_runs_of_engines_without_a_best_are_listed(ended: Path, tmp_path: Path) -> None:
+    shutil.copytree(ended / "failed", tmp_path / "several" / "one")
+    shutil.copytree(ended / "killed", tmp_path / "several" / "other")
     (tmp_path / "several" / "notes.txt").touch()
     assert {Path(each["run"]).name for each in api.list_runs(tmp_path)} == {"one", "other"}
 
 
 @pytest.mark.parametrize("kind", CODES)
-def test_reports_work_and_name_the_cause(flag: Flag, runs: Path, kind: str) -> None:
-    run = str(runs / kind)
+def test_reports_work_and_name_the_cause(flag: Flag, ended: Path, kind: str) -> None:
+    run = str(ended / kind)
     explained = flag("explain", run, "--json")
     no_best = json.loads(explained.out)["no_best"]
     texts = [no_best, flag("explain", run).out, flag("runs", "show", run).out]
@@ -94,9 +94,9 @@ def test_reports_work_and_name_the_cause(flag: Flag, runs: Path, kind: str) -> N
     assert ", measured;" not in page
 
 
-def test_a_reason_of_several_lines_is_shown_in_lines(flag: Flag, runs: Path, tmp_path: Path) -> None:
+def test_a_reason_of_several_lines_is_shown_in_lines(flag: Flag, ended: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(runs / "failed", run)
+    shutil.copytree(ended / "failed", run)
     result = json.loads((run / "result.json").read_text())
     reason = {"stopped_because": "a step takes 58 s\nset train.precision: fp32", "stopped_message": None}
     (run / "result.json").write_text(json.dumps(result | reason))

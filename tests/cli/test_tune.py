@@ -15,10 +15,10 @@ import pytest
 import yaml
 from fixed_machine import PINS
 
-from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import BEST, SPACE, Flag, Project, Ran
+from tests.run_checks import books_balance, check_kept_once
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 LONG = pytest.mark.long
 
 

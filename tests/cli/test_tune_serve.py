@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import SERVER, Flag, Project, Ran
 from tests.cli.test_tune import books_balance
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 
 def tune(flag: Flag, project: Project, **arguments: Any) -> Ran:

@@ -6,7 +6,7 @@ import pytest
 
 from flagcore.domain.knob import Effect, Flag, Knob
 from flagcore.errors import SpecError
-from tests import small
+from tests import tasks
 
 SIZE = Knob(
     name="size", maximum=64, neutral=1, passes_neutral=True, auto=lambda task: (1, 2), flags=(Flag(name="size"),)
@@ -69,6 +69,6 @@ def test_a_neutral_value_needs_no_flag_unless_it_is_explicit() -> None:
 
 
 def test_the_values_of_a_space_are_listed_or_those_of_auto() -> None:
-    assert small.task(space={"size": (4, 4, 8)}).listed_values(SIZE, "auto") == (4, 8)
-    assert small.task().listed_values(SIZE, "auto") == (1, 2)
-    assert small.task().listed_values(SIZE, (1,)) == (1,)
+    assert tasks.task(space={"size": (4, 4, 8)}).listed_values(SIZE, "auto") == (4, 8)
+    assert tasks.task().listed_values(SIZE, "auto") == (1, 2)
+    assert tasks.task().listed_values(SIZE, (1,)) == (1,)

@@ -6,9 +6,9 @@ import pytest
 
 from flagcore.domain.plan import Counts, Plan
 from flagcore.domain.trial import PROBE, Role, Trial, TrialState
-from flagcore.tuner.search_state import gains
-from flagcore.tuner.stages.learn import interference, learn
-from tests import small
+from flagcore.tuner.search_state import gains, interference
+from flagcore.tuner.stages.learn import learn
+from tests import tasks
 from tests.tuner.test_search_state import trial
 
 FIRST = (trial(0, "baseline", 100.0, Role.BASELINE), trial(1, "best", 150.0, Role.SEARCH))
@@ -48,8 +48,8 @@ def reported(predicted: float | None, believed: float | None, measured: float = 
     assert trial_.measurement is not None
     return replace(
         trial_,
-        predicted=small.prediction(compute_s=predicted) if predicted else None,
-        believed=small.belief(believed) if believed else None,
+        predicted=tasks.prediction(compute_s=predicted) if predicted else None,
+        believed=tasks.belief(believed) if believed else None,
         measurement=replace(trial_.measurement, step_time_s=measured),
     )
 

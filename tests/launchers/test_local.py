@@ -24,7 +24,7 @@ from flagcore.launchers.network import free_port
 from tests.launchers.processes import MARK, ended, family, within
 from tests.launchers.processes import marked as marked_processes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 IGNORES_SIGTERM = """

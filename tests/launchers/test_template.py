@@ -19,7 +19,7 @@ from flagcore.launchers import guard
 from flagcore.launchers.local import LocalLauncher, LocalRunning
 from tests.launchers.processes import MARK, ended, family, marked, within
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 PROGRAM = """
 import os, sys

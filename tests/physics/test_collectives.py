@@ -9,7 +9,7 @@ from flagcore.domain.chip import Chip, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, Level, NodeGroup, Topology
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.collective_curves import KINDS, CollectiveTable, Curve
-from tests import small
+from tests import tasks
 
 DATASHEET = Source(kind="datasheet", detail="made up for this test")
 NODE = Level(name="node", devices=8, bytes_per_second=400e9, latency_seconds=1e-6, efficiency=1.0)
@@ -240,7 +240,7 @@ def test_columns_of_any_shape_are_answered_row_by_row() -> None:
 
 @pytest.mark.parametrize(("usual", "linked"), [(8, 4), (4, 8)])
 def test_a_link_inside_nodes_does_not_connect_smaller_nodes(usual: int, linked: int) -> None:
-    chip = replace(small.CHIP, link=replace(LINK, domain_size=8), devices_per_node=usual)
+    chip = replace(tasks.CHIP, link=replace(LINK, domain_size=8), devices_per_node=usual)
     group = NodeGroup(chip=chip, nodes=2, devices_per_node=4)
     assert Cluster(groups=(group,)).linked_devices == linked
     assert topology_of(group).levels[0].devices == linked

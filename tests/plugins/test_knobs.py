@@ -19,16 +19,16 @@ from flagcore.domain.space import Axis, IntArray
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
-from flagcore.plugins import workload_of
+from flagcore.plugins import engine_of
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.problem import build_problem, candidate_columns
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.predict import predict, predict_columns, predict_components
 from flagcore.tuner.stages.prune import prune, prune_by_trials
-from tests import small
+from tests import tasks
 from tests.plugins.conftest import Install
-from tests.small import ENGINES
+from tests.tasks import ENGINES
 
 FUSED = Effect(part="tp_comm_s", time=Factor(value=0.5, low=0.4, high=0.8))
 KNOB = Knob(
@@ -36,7 +36,7 @@ KNOB = Knob(
     neutral=False,
     effects={True: FUSED},
     help="fuses",
-    source=small.SOURCE,
+    source=tasks.SOURCE,
     requires=(Requirement(knob="tensor_model_parallel_size", at_least=2),),
 )
 SCHEDULE = Knob(
@@ -46,7 +46,7 @@ SCHEDULE = Knob(
         "wait": Effect(environment={"ACME_WAIT": "1"}, memory=Factor(value=0.9, low=0.8, high=1.0)),
     },
     help="orders",
-    source=small.SOURCE,
+    source=tasks.SOURCE,
 )
 PLUGIN = """
     from flagcore.domain.chip import Source
@@ -69,7 +69,7 @@ PLUGIN = """
         ]
 """
 SPEC: dict[str, Any] = {
-    "model": small.SHAPE,
+    "model": tasks.SHAPE,
     "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
     "train": {"engine": "megatron", "seq_length": 32, "global_batch_size": 8, "precision": "fp32"},
     "auto_tuner": {
@@ -96,16 +96,16 @@ def with_space(base: Path, **changes: Any) -> Path:
 
 
 def columns_of(task: Task, values: Mapping[str, Any]) -> dict[str, IntArray]:
-    return candidate_columns(small.platform(task), values)
+    return candidate_columns(tasks.platform(task), values)
 
 
 def predicted_rows(task: Task, columns: Mapping[str, IntArray]) -> Predictions:
-    return predict_columns(small.platform(task), columns)
+    return predict_columns(tasks.platform(task), columns)
 
 
 def predicted(*knobs: Knob, **values: Any) -> Any:
     """Predict one candidate of TP 2 and PP 2 with values of knobs."""
-    task = small.task(space={"acme_fused": "auto", "acme_schedule": (None, "zb-h1", "wait")})
+    task = tasks.task(space={"acme_fused": "auto", "acme_schedule": (None, "zb-h1", "wait")})
     task = replace(task, knobs=knobs)
     own = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
     return predicted_rows(task, columns_of(task, {**own, **values})).row(0)
@@ -122,7 +122,7 @@ def test_an_effect_on_a_part_of_the_step_shifts_that_part_and_widens_the_interva
 def test_settings_of_a_choice_predict_with_the_cores_own_formula() -> None:
     off, on = predicted(SCHEDULE), predicted(SCHEDULE, acme_schedule="zb-h1")
     assert on.time_s["pp_bubble_s"] < off.time_s["pp_bubble_s"]
-    task = small.task(settings={"pipeline_schedule": "zb-h1"})
+    task = tasks.task(settings={"pipeline_schedule": "zb-h1"})
     own = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
     assert on.step_time_s == predicted_rows(task, columns_of(task, own)).row(0).step_time_s
 
@@ -130,8 +130,8 @@ def test_settings_of_a_choice_predict_with_the_cores_own_formula() -> None:
 def test_settings_of_a_choice_restrict_only_candidates_with_that_choice() -> None:
     settings = {"pipeline_schedule": "dualpipev"}
     knob = replace(SCHEDULE, effects={"dualpipev": Effect(settings=settings)})
-    task = replace(small.task(space={"acme_schedule": (None, "dualpipev")}, global_batch_size=8), knobs=(knob,))
-    (rule,) = [each for each in legality(small.platform(task)).rules if each.name == "acme_schedule_pipeline_schedule"]
+    task = replace(tasks.task(space={"acme_schedule": (None, "dualpipev")}, global_batch_size=8), knobs=(knob,))
+    (rule,) = [each for each in legality(tasks.platform(task)).rules if each.name == "acme_schedule_pipeline_schedule"]
     own = {"data_parallel_size": 1, "pipeline_model_parallel_size": 4}
     cases = {(None, 8): False, ("dualpipev", 1): False, ("dualpipev", 2): True}
     for (value, size), broken in cases.items():
@@ -145,13 +145,13 @@ def test_a_setting_overridden_by_a_choice_is_validated_with_its_new_value() -> N
     extra = Effect(settings={"offload_stages": "0,3"})
     knob = replace(SCHEDULE, effects={"zb-h1": updated, "both": extra})
     task = replace(
-        small.task(settings={"pipeline_schedule": "dualpipe", "offload_stages": "0"}, global_batch_size=4),
+        tasks.task(settings={"pipeline_schedule": "dualpipe", "offload_stages": "0"}, global_batch_size=4),
         knobs=(knob,),
     )
 
     def broken(value: str | None, **sizes: int) -> set[str]:
         columns = columns_of(task, {"micro_batch_size": 1, **sizes, "acme_schedule": value})
-        return {rule.name for rule in legality(small.platform(task)).rules if rule.broken(columns).any()}
+        return {rule.name for rule in legality(tasks.platform(task)).rules if rule.broken(columns).any()}
 
     four = {"pipeline_model_parallel_size": 4}
     assert "pipeline_schedule" in broken(None, **four)
@@ -163,21 +163,21 @@ def test_a_setting_overridden_by_a_choice_is_validated_with_its_new_value() -> N
 
 def test_memory_by_component_and_rank_follows_the_schedule_knob() -> None:
     knob = replace(SCHEDULE, effects={"zb-2p": Effect(settings={"pipeline_schedule": "zb-2p"})})
-    task = replace(small.task(space={"acme_schedule": (None, "zb-2p")}), knobs=(knob,))
-    engine, costs, first = workload_of(task.spec.work), small.costs(task), np.array([0])
+    task = replace(tasks.task(space={"acme_schedule": (None, "zb-2p")}), knobs=(knob,))
+    engine, costs, first = engine_of(task.spec.work), tasks.costs(task), np.array([0])
     own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
     off, on = (columns_of(task, {**own, "acme_schedule": value}) for value in (None, "zb-2p"))
     both = {name: np.concatenate([on[name], off[name]]) for name in on}
-    held = predict_components(small.platform(task), both, np.array([0, 0]))["ffn"]["activation_bytes"]
+    held = predict_components(tasks.platform(task), both, np.array([0, 0]))["ffn"]["activation_bytes"]
     ffn_bytes = [
-        predict_components(small.platform(task), one, first)["ffn"]["activation_bytes"][0] for one in (on, off)
+        predict_components(tasks.platform(task), one, first)["ffn"]["activation_bytes"][0] for one in (on, off)
     ]
     assert held.tolist() == ffn_bytes
     assert held[0] == 1.5 * held[1]
-    with_setting = small.task(settings={"pipeline_schedule": "zb-2p"})
-    bare = workload_of(with_setting.spec.work)
+    with_setting = tasks.task(settings={"pipeline_schedule": "zb-2p"})
+    bare = engine_of(with_setting.spec.work)
     expected = bare.rank(
-        with_setting, candidate_columns(small.platform(with_setting), own), 0, small.costs(with_setting)
+        with_setting, candidate_columns(tasks.platform(with_setting), own), 0, tasks.costs(with_setting)
     )
     ranks = [engine.rank(task.for_engine(effects_of_row(task, one)), one, 0, costs) for one in (on, off)]
     assert ranks[0] == expected != ranks[1]
@@ -190,7 +190,7 @@ def test_an_effect_on_memory_changes_the_memory_in_use() -> None:
 
 
 def test_many_rows_are_predicted_in_their_own_order() -> None:
-    task = replace(small.task(space={"acme_schedule": (None, "zb-h1", "wait")}), knobs=(SCHEDULE,))
+    task = replace(tasks.task(space={"acme_schedule": (None, "zb-h1", "wait")}), knobs=(SCHEDULE,))
     own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
     each = [columns_of(task, {**own, "acme_schedule": value}) for value in ("wait", None, "zb-h1", None)]
     columns = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
@@ -201,15 +201,15 @@ def test_many_rows_are_predicted_in_their_own_order() -> None:
 def test_requirements_of_a_knob_are_a_rule(install: Install) -> None:
     problem = with_predictions(install, {"acme_fused": [False, True]})
     assert problem.space.illegal.get("acme_fused_needs_tensor_model_parallel_size", 0) == 0
-    rules = legality(small.platform(replace(problem.task, knobs=(KNOB,)))).rules
+    rules = legality(tasks.platform(replace(problem.task, knobs=(KNOB,)))).rules
     (rule,) = [each for each in rules if each.name == "acme_fused_needs_tensor_model_parallel_size"]
     columns = {"acme_fused": np.array([0, 1, 1]), "tensor_model_parallel_size": np.array([1, 1, 2])}
     assert rule.broken(columns).tolist() == [False, True, False]
 
 
 def test_a_knob_of_experts_is_illegal_for_dense_models() -> None:
-    task = replace(small.task(space={"acme_fused": (False, True)}), knobs=(replace(KNOB, experts_only=True),))
-    (rule,) = [each for each in legality(small.platform(task)).rules if each.name == "acme_fused_without_experts"]
+    task = replace(tasks.task(space={"acme_fused": (False, True)}), knobs=(replace(KNOB, experts_only=True),))
+    (rule,) = [each for each in legality(tasks.platform(task)).rules if each.name == "acme_fused_without_experts"]
     assert rule.broken({"acme_fused": np.array([0, 1])}).tolist() == [False, True]
 
 
@@ -257,17 +257,17 @@ def test_explain_reports_every_knob_of_the_chip(install: Install, tmp_path: Path
 
 def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
     task = replace(
-        small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)}),
+        tasks.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)}),
         knobs=(replace(KNOB, requires=()),),
     )
-    engine = workload_of(task.spec.work)
-    legal = legality(small.platform(task))
+    engine = engine_of(task.spec.work)
+    legal = legality(tasks.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
-    predictions = predict(small.platform(task), space)
+    predictions = predict(tasks.platform(task), space)
     without_trials = prune(space, predictions, ())
     on = next(row for row in range(len(space)) if space.candidate(row).as_dict()["acme_fused"])
     full = Trial(number=0, candidate=space.candidate(on), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
-    pruned = prune_by_trials(small.problem(small.platform(task), space, predictions), [full])
+    pruned = prune_by_trials(tasks.problem(tasks.platform(task), space, predictions), [full])
     removed = np.setdiff1d(without_trials.open_rows, pruned.open_rows)
     assert removed.size
     assert space.columns(removed)["acme_fused"].all()
@@ -284,8 +284,8 @@ def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
 @pytest.mark.parametrize(("settings", "allowed"), [({}, {False}), ({"overlap_grad_reduce": True}, {False, True})])
 def test_a_setting_of_the_spec_can_meet_a_requirement(settings: dict[str, bool], allowed: set[bool]) -> None:
     knob = replace(KNOB, requires=(Requirement(knob="overlap_grad_reduce", one_of=(True,)),))
-    task = small.task(space={"acme_fused": (False, True)}, settings=settings)
-    legal = legality(small.platform(replace(task, knobs=(knob,))))
+    task = tasks.task(space={"acme_fused": (False, True)}, settings=settings)
+    legal = legality(tasks.platform(replace(task, knobs=(knob,))))
     columns = build(legal.axes, legal.rules, legal.merges).columns()
     assert set(columns["acme_fused"].astype(bool)) == allowed
 
@@ -373,4 +373,4 @@ def with_predictions(install: Install, space: dict[str, Any]) -> Problem:
     data["auto_tuner"]["space"] |= space
     extra = loaded.knobs_on_any_chip("megatron")
     spec = parse_spec(data, file="spec.yaml", base=Path(), engines=ENGINES, plugin_knobs=extra)
-    return build_problem(spec, loaded, workload_of(spec.work))
+    return build_problem(spec, loaded, engine_of(spec.work))

@@ -8,14 +8,14 @@ from typing import cast
 import pytest
 
 from flagcore import plugins
-from flagcore.api.managing import calibration
-from flagcore.contracts import Workload
+from flagcore.api.commands import calibrate as calibration
+from flagcore.contracts import Engine
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
-from flagcore.plugins import STRATEGIES, WORKLOADS, load_plugins, names, strategy, workload
+from flagcore.plugins import ENGINES, STRATEGIES, find_engine, load_plugins, names, strategy
 from flagcore.tuner.stages.complete import engine_version
-from tests import small
+from tests import tasks
 
 Install = Callable[..., None]
 
@@ -61,27 +61,27 @@ def test_a_broken_object_is_reported_as_no_device_with_its_reason_and_origin(
 
 
 def test_an_engine_that_does_not_inherit_the_base_class_is_refused(install: Install) -> None:
-    install("flagcore-extra", {"half": "flagcore_extra:STRATEGY"}, {"flagcore_extra": STRATEGY}, group=WORKLOADS)
+    install("flagcore-extra", {"half": "flagcore_extra:STRATEGY"}, {"flagcore_extra": STRATEGY}, group=ENGINES)
     with pytest.raises(NoDevice) as caught:
-        workload("half")
-    assert "flagcore.contracts.Workload" in str(caught.value)
+        find_engine("half")
+    assert "flagcore.contracts.Engine" in str(caught.value)
 
 
 def test_an_engine_does_the_work_of_a_spec_or_is_refused_with_its_key() -> None:
     serve = ServeSpec(engine="vllm", loads=())
     train = TrainSpec(engine="unknown", seq_length=8, global_batch_size=1, precision="bf16")
-    assert plugins.workload_of(serve).name == "vllm"
+    assert plugins.engine_of(serve).name == "vllm"
     for key, work in (("serve.engine", replace(serve, engine="unknown")), ("train.engine", train)):
         with pytest.raises(SpecError) as caught:
-            plugins.workload_of(work)
+            plugins.engine_of(work)
         assert (caught.value.key, caught.value.value) == (key, "unknown")
 
 
 def test_devices_are_measured_for_an_engine_of_flagcore_first(install: Install) -> None:
     *_, before = calibration.target(load_plugins())
-    source = "import copy\nfrom flagcore_megatron import WORKLOAD\nWORKLOAD = copy.copy(WORKLOAD)\n"
-    install("flagcore-acme", {"acme": "flagcore_acme:WORKLOAD"}, {"flagcore_acme": source}, group=WORKLOADS)
-    assert names(WORKLOADS)[0] == "acme"
+    source = "import copy\nfrom flagcore_megatron import ENGINE\nENGINE = copy.copy(ENGINE)\n"
+    install("flagcore-acme", {"acme": "flagcore_acme:ENGINE"}, {"flagcore_acme": source}, group=ENGINES)
+    assert names(ENGINES)[0] == "acme"
     *_, engine = calibration.target(load_plugins())
     assert engine == before
 
@@ -95,4 +95,4 @@ def test_release_comes_from_the_named_distribution(
 ) -> None:
     install("tensorrt-llm", {})
     engine = SimpleNamespace(name=name, modules={"tensorrt_llm": "tensorrt-llm>=1"}, distribution=distribution)
-    assert engine_version(small.task().spec, cast("Workload", engine)) == version
+    assert engine_version(tasks.task().spec, cast("Engine", engine)) == version

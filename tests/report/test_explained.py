@@ -11,7 +11,7 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.records import GIB, read_prediction
 from flagcore.report.candidate_report import causes_text, differs_text, largest_differences
 from flagcore.report.explanation import memory_parts, needs_text, prediction_text
-from tests import small
+from tests import tasks
 
 RECORD: dict[str, Any] = {
     "step_time_s": {"value": 2.0, "low": 1.5, "high": 2.5},
@@ -124,7 +124,7 @@ def text(
 ) -> str:
     """Return the causes of a time, with TIME as the parts of the predictions."""
     times = [{part: pair[place] for part, pair in TIME.items()} for place in (0, 1)]
-    before, after = (replace(small.prediction(**t), step_time_s=s) for t, s in zip(times, predicted, strict=True))
+    before, after = (replace(tasks.prediction(**t), step_time_s=s) for t, s in zip(times, predicted, strict=True))
     return causes_text(objective, "the baseline", seconds, (before, after), "measured", **more)
 
 

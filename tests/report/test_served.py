@@ -17,8 +17,8 @@ from flagcore.report.result import read_trial, result
 from flagcore.report.text import candidate_line, highest_text
 from flagcore.tuner.search_state import gains
 from flagcore.tuner.stages.learn import learn
-from tests import small
-from tests.serving import LIMITS, OBJECTIVE, trial
+from tests import tasks
+from tests.serving_trials import LIMITS, OBJECTIVE, trial
 
 COUNTS = Counts(
     combinations=3,
@@ -149,7 +149,7 @@ def test_a_latency_objective_is_reported_in_seconds_and_less_is_better() -> None
 
 
 def test_a_rate_above_ten_thousand_is_a_plain_number() -> None:
-    found = dataclasses.replace(small.prediction(), figures={"output_tokens_per_s": 10_891.4})
+    found = dataclasses.replace(tasks.prediction(), figures={"output_tokens_per_s": 10_891.4})
     assert "10,891" in candidate_line("baseline", {}, found, {})
 
 

@@ -10,7 +10,7 @@ from flagcore.domain.knob import Effect, Knob
 from flagcore.report.candidate_report import differs_text
 from flagcore.report.formats import fitted, render, table
 from flagcore.report.text import candidate_columns, candidate_text, values_text
-from tests import small
+from tests import tasks
 
 LLAMACPP = {knob.name: knob for knob in KNOBS}
 
@@ -37,7 +37,7 @@ LLAMACPP = {knob.name: knob for knob in KNOBS}
     ],
 )
 def test_a_candidate_is_described_by_its_non_neutral_knobs(values: dict[str, object], text: str) -> None:
-    assert candidate_text(small.candidate(**values), BY_NAME) == text  # type: ignore[arg-type]
+    assert candidate_text(tasks.candidate(**values), BY_NAME) == text  # type: ignore[arg-type]
 
 
 def test_values_that_are_neutral_for_the_engine_are_left_out() -> None:

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from flagcore.contracts import Workload
 from flagcore.domain.knob import Knob
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.jobs import read_job
 from flagcore.spec.serving import json_schema
-from tests.small import SHAPE
+from tests.tasks import SHAPE
 
 KNOBS = (
     Knob(name="shards", help="Number of shards.", maximum=64, neutral=1),
@@ -23,15 +22,9 @@ KNOBS = (
 )
 
 
-class Engine(SimpleNamespace):
-    """An engine with knobs of its own, not of the spec."""
-
-    with_program = Workload.with_program
-
-
 ENGINES: Any = {
-    "acme": Engine(kind="train", knobs=KNOBS),
-    "acme-serve": Engine(kind="serve", knobs=(Knob(name="slots", help="Sequences at once."),)),
+    "acme": SimpleNamespace(kind="train", knobs=KNOBS),
+    "acme-serve": SimpleNamespace(kind="serve", knobs=(Knob(name="slots", help="Sequences at once."),)),
 }
 TRAIN = {"engine": "acme", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
-from flagcore.contracts import Event, Launcher, Strategy, Workload
+from flagcore.contracts import Engine, Event, Launcher, Strategy
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
@@ -19,10 +19,10 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.loop import Dependencies, TuneResult, tune
 from flagcore.tuner.store.trials import OptunaStore
 from flagcore.tuner.strategies import PREDICTED
-from tests import small
+from tests import tasks
 
-SPACE: dict[str, Any] = {"micro_batch_size": (1, 2, 4), **{name: (value,) for name, value in small.PLAIN_SPACE.items()}}
-UNTIMED = replace(small.CHIP, dense_flops_per_second={}, memory_bandwidth_bytes_per_second=None)
+SPACE: dict[str, Any] = {"micro_batch_size": (1, 2, 4), **{name: (value,) for name, value in tasks.PLAIN_SPACE.items()}}
+UNTIMED = replace(tasks.CHIP, dense_flops_per_second={}, memory_bandwidth_bytes_per_second=None)
 """A chip of which no rate is known, so that no candidate is ruled out by its predicted time."""
 
 
@@ -30,7 +30,7 @@ def plugin(chip: Chip = UNTIMED, count: int = 2, *, gib: float = 64, **support: 
     """A plugin for `count` devices of a chip."""
     answer = EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo", **support)
     found = [Device(index=n, chip="test-chip", memory_bytes=int(gib * 2**30)) for n in range(count)]
-    return small.plugin(chips=lambda: [chip], devices=lambda: found, engine_support=lambda: answer)
+    return tasks.plugin(chips=lambda: [chip], devices=lambda: found, engine_support=lambda: answer)
 
 
 class Ended:
@@ -96,7 +96,7 @@ class Bench:
         self.events: list[Event] = []
         self.strategy: Any = PREDICTED
         self.prober: Strategy | None = None
-        self.workload: Workload = WORKLOAD
+        self.engine: Engine = ENGINE
         self.plugin = plugin()
         self.cluster = ClusterSpec()
 
@@ -116,12 +116,12 @@ class Bench:
         **control: Any,
     ) -> TuneResult:
         limits = Control(train_iters=3, **control)
-        spec = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=batch).spec
+        spec = tasks.task(space=SPACE, control=limits, command=("train",), global_batch_size=batch).spec
         launcher = self.launcher.name
         spec = replace(spec, cluster=cluster or self.cluster, baseline=baseline, envs=envs or {}, launcher=launcher)
         parts = Dependencies(
             plugins=LoadedPlugins.of({"here": plugin or self.plugin}),
-            workload=self.workload,
+            engine=self.engine,
             launcher=self.launcher,
             strategy=self.strategy,
             probe_strategy=self.prober or self.strategy,

@@ -5,24 +5,17 @@ from dataclasses import replace
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.tuner.budget import (
-    EXTRA_ROUNDS,
-    REPEAT_SLACK,
-    has_time_to_repeat,
-    repeats_seconds,
-    seconds_left,
-    stop_reason,
-)
-from flagcore.tuner.search_state import SearchState
+from flagcore.tuner.budget import REPEAT_SLACK, has_time_to_repeat, repeats_seconds, seconds_left, stop_reason
+from flagcore.tuner.search_state import EXTRA_ROUNDS, SearchState
 from flagcore.tuner.stages.learn import learn
-from tests import small
+from tests import tasks
 
 CONTROL = Control(max_trials=4, max_time=100.0, max_time_per_task=30.0, repeats=1)
 
 
 def trial(number: int, speed: float | None = 1.0, *, role: Role = Role.SEARCH, seconds: float = 10.0) -> Trial:
     step, candidate = 1.0 / speed if speed else None, Candidate.of({"micro_batch_size": number})
-    return small.trial(number, candidate, step, rate=speed, role=role, duration_s=seconds)
+    return tasks.trial(number, candidate, step, rate=speed, role=role, duration_s=seconds)
 
 
 def search_state(*trials: Trial) -> SearchState:

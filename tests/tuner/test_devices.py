@@ -21,8 +21,8 @@ from flagcore.physics.cost_stack import PlainMemory
 from flagcore.tuner import devices
 from flagcore.tuner.devices import divide, require_devices, wait_for_devices
 from flagcore.tuner.launches import on_hosts, with_selected_devices
-from tests import small
-from tests.small import Readings
+from tests import tasks
+from tests.tasks import Readings
 
 EIGHT = tuple(Device(index=n, chip="test-chip") for n in range(8))
 PARALLEL = Control(parallel_trials="auto")
@@ -30,7 +30,7 @@ PARALLEL = Control(parallel_trials="auto")
 
 def platform(devices: int = 2, *, task: Any = None, **support: Any) -> Platform:
     answer = EngineSupport(support=Support.YES, **{"visible_devices": ("ACME_VISIBLE_DEVICES",), **support})
-    return small.platform(task or small.task(devices=devices, control=PARALLEL), support=answer, devices=EIGHT)
+    return tasks.platform(task or tasks.task(devices=devices, control=PARALLEL), support=answer, devices=EIGHT)
 
 
 def selected(groups: tuple[Platform, ...]) -> list[str]:
@@ -56,13 +56,13 @@ def test_groups_are_disjoint_and_a_trial_fits_on_each(devices: int, count: int) 
     ],
 )
 def test_a_link_may_ask_for_whole_domains(found: Sequence[int], count: int, usable: list[int]) -> None:
-    group = small.task(devices=count).cluster.groups[0]
+    group = tasks.task(devices=count).cluster.groups[0]
     assert group.chip.link
     link = replace(group.chip.link, domain_size=4, whole_domains=True)
     group = replace(group, chip=replace(group.chip, link=link))
     here = tuple(EIGHT[index] for index in found)
     assert [each.index for each in group.usable(here, count)] == usable
-    task = replace(small.task(devices=count), cluster=Cluster(groups=(group,)))
+    task = replace(tasks.task(devices=count), cluster=Cluster(groups=(group,)))
     there = platform(task=task, device_type="acme", distributed_backend="accl")
     with nullcontext() if usable else pytest.raises(NoDevice):
         require_devices(there, here)
@@ -84,7 +84,7 @@ def test_trials_on_cpu_have_separate_cores() -> None:
 
 
 def serving(cards: int | None) -> Task:
-    task = small.task(devices=8, control=PARALLEL)
+    task = tasks.task(devices=8, control=PARALLEL)
     return replace(task, spec=replace(task.spec, work=ServeSpec(engine="llamacpp", loads=(), cards=cards)))
 
 
@@ -95,7 +95,7 @@ def test_servers_that_use_two_cards_run_side_by_side_but_not_on_a_cpu() -> None:
 
 
 def test_groups_of_hosts() -> None:
-    task = small.task(devices=8, control=PARALLEL)
+    task = tasks.task(devices=8, control=PARALLEL)
     cluster = ClusterSpec(nodes=2, hosts=("a", "b", "c", "d", "e"))
     task = replace(task, spec=replace(task.spec, cluster=cluster, launcher="ssh"))
     groups, _ = divide(platform(task=task))
@@ -106,12 +106,12 @@ def test_groups_of_hosts() -> None:
 
 @pytest.mark.parametrize("control", [Control(), Control(parallel_trials=4, fidelity="probe")])
 def test_trials_run_one_at_a_time_by_default_and_probes_always(control: Control) -> None:
-    assert divide(platform(task=small.task(devices=2, control=control)))[1] == ""
-    assert len(divide(platform(task=small.task(devices=2, control=control)))[0]) == 1
+    assert divide(platform(task=tasks.task(devices=2, control=control)))[1] == ""
+    assert len(divide(platform(task=tasks.task(devices=2, control=control)))[0]) == 1
 
 
 GIB = 2**30
-TASK = small.task(devices=2)
+TASK = tasks.task(devices=2)
 PLACES = [(host, index) for host in "abc" for index in range(3)]
 
 
@@ -123,14 +123,14 @@ def in_use(gib: float, **use: Any) -> Readings:
 def node(readers: Sequence[Any], *, task: Any = TASK, **support: Any) -> Platform:
     devices = tuple(Device(index=place, chip="test-chip", memory_bytes=80 * GIB) for place in range(len(readers)))
     answer = EngineSupport(support=Support.YES, **support)
-    return small.platform(task, **small.read(devices, readers), support=answer)
+    return tasks.platform(task, **tasks.read(devices, readers), support=answer)
 
 
 def busy(readers: Sequence[Any], need: float = 0.0, **extra: Any) -> str:
     return wait_for_devices(node(readers, **extra), need, 0.0)
 
 
-SMALL_BUDGET = {"task": small.task(devices=2, memory_bytes=40 * GIB)}
+SMALL_BUDGET = {"task": tasks.task(devices=2, memory_bytes=40 * GIB)}
 CORES = [in_use(79.0, free_bytes=3 * GIB), in_use(79.0)]
 
 
@@ -184,7 +184,7 @@ def test_devices_without_telemetry_are_free(problem: Exception | None) -> None:
     silent = Readings(problem or {})
     assert busy([silent, silent]) == ""
     assert busy([in_use(0.0), Readings({}) if isinstance(problem, LookupError) else silent]) == ""
-    assert wait_for_devices(small.platform(TASK), 0.0, 0.0) == ""
+    assert wait_for_devices(tasks.platform(TASK), 0.0, 0.0) == ""
 
 
 def test_it_waits_until_the_devices_are_free_and_reports_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_a_busy_device_of_another_host_is_named_with_the_host() -> None:
     devices = tuple(Device(index=index, chip="test-chip", memory_bytes=80 * GIB, host=host) for host, index in PLACES)
     readers = tuple(in_use(20.0 if place in (("b", 1), ("b", 2), ("c", 0)) else 0.0) for place in PLACES)
     spec = replace(TASK.spec, cluster=replace(TASK.spec.cluster, hosts=("a", "b", "c"), nodes=2), launcher="ssh")
-    platform = small.platform(replace(TASK, spec=spec), **small.read(devices, readers))
+    platform = tasks.platform(replace(TASK, spec=spec), **tasks.read(devices, readers))
     found = wait_for_devices(on_hosts(platform, ("a", "b")), 0.0, 0.0)
     assert found.startswith("device 1 of b has 20.0")
     assert "device 2" not in found

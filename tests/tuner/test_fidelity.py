@@ -22,7 +22,7 @@ from flagcore.errors import Interrupted, NoDevice
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.strategies import RANDOM, learned
-from tests import small
+from tests import tasks
 from tests.tuner.benches import Bench, Ended, at, plugin, size_of, sizes_of, write_steps
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def metrics(rank: int, seconds: float) -> dict[str, Any]:
     }
 
 
-ONE_DEVICE, FOUR_DEVICES = (plugin(small.CHIP, count) for count in (1, 4))
+ONE_DEVICE, FOUR_DEVICES = (plugin(tasks.CHIP, count) for count in (1, 4))
 
 
 class OnlyPipelines(Megatron):
@@ -133,7 +133,7 @@ def layout(trial: Trial | None) -> tuple[Any, ...]:
 
 
 def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
-    bench.plugin = plugin(small.CHIP, 0)
+    bench.plugin = plugin(tasks.CHIP, 0)
     plan = bench.tune(16, fidelity="estimate", max_trials=5).plan
     assert bench.launcher.probed == bench.launcher.ran == []
     assert {trial.state for trial in plan.trials} == {TrialState.PREDICTED}
@@ -149,7 +149,7 @@ def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
 
 
 def test_estimates_and_probes_need_a_predicted_time(bench: Bench) -> None:
-    bench.plugin = plugin(replace(small.CHIP, dense_flops_per_second={}), 1)
+    bench.plugin = plugin(replace(tasks.CHIP, dense_flops_per_second={}), 1)
     for fidelity in ("estimate", "probe"):
         with pytest.raises(NoDevice, match="peak rate of test-chip"):
             bench.tune(16, fidelity=fidelity)
@@ -181,7 +181,7 @@ def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench:
 
 
 def test_candidates_without_a_predicted_time_are_not_probed(bench: Bench) -> None:
-    bench.workload = OnlyPipelines()
+    bench.engine = OnlyPipelines()
     plan = probe(bench, 100)
     assert plan.trials
     assert all(trial.predicted_step_s for trial in plan.trials)
@@ -211,7 +211,7 @@ def test_a_rank_that_runs_out_of_memory_excludes_its_candidate_and_those_that_ne
 
 
 def test_a_probed_rank_that_needs_more_than_a_device_has_is_out_of_memory(bench: Bench) -> None:
-    bench.plugin = plugin(small.CHIP, 1, gib=1.5)
+    bench.plugin = plugin(tasks.CHIP, 1, gib=1.5)
     plan = probe(bench, 1)
     (trial,) = plan.trials
     assert trial.state is TrialState.OUT_OF_MEMORY

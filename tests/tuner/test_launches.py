@@ -11,7 +11,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec
 from flagcore.tuner.launches import on_hosts, prepared_launch, with_selected_devices, without_local_devices
-from tests import small
+from tests import tasks
 
 SUPPORT = EngineSupport(support=Support.YES, visible_devices=("X_DEVICES", "Y_DEVICES"), outer_variable="Z_DEVICES")
 RESTRICTED = {"X_DEVICES": "4,5", "Y_DEVICES": "4,5"}
@@ -22,10 +22,10 @@ def device(index: int, host: str = "", name: str = "", within: str = "") -> Devi
 
 
 def on(*devices: Device, envs: Mapping[str, str] | None = None, hosts: tuple[str, ...] = ()) -> Platform:
-    task = small.task(devices=2)
+    task = tasks.task(devices=2)
     cluster = ClusterSpec(nodes=max(len(hosts), 1), hosts=hosts)
     spec = replace(task.spec, envs=envs or {}, cluster=cluster, launcher="ssh" if hosts else task.spec.launcher)
-    return small.platform(replace(task, spec=spec), support=SUPPORT, devices=devices)
+    return tasks.platform(replace(task, spec=spec), support=SUPPORT, devices=devices)
 
 
 def selectors(platform: Platform, host: str = "") -> list[str]:

@@ -17,13 +17,13 @@ from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.hooks import hookimpl
 from flagcore.report.result import result
 from flagcore.tuner import devices
-from flagcore.tuner.loop import MAX_CONSECUTIVE_BUSY
-from tests import small
+from flagcore.tuner.hosts import MAX_CONSECUTIVE_BUSY
+from tests import tasks
 from tests.tuner.benches import Bench, Ended, plugin, sizes_of, write_steps
 
 GIB = 2**30
-SLOW = Fact(value=2e10, source=small.SOURCE)
-CHIP = replace(small.CHIP, dense_flops_per_second={"bf16": SLOW}, memory_bandwidth_bytes_per_second=SLOW)
+SLOW = Fact(value=2e10, source=tasks.SOURCE)
+CHIP = replace(tasks.CHIP, dense_flops_per_second={"bf16": SLOW}, memory_bandwidth_bytes_per_second=SLOW)
 """A chip on which a step of the small model takes minutes."""
 SAMPLE_S = 0.5
 

@@ -8,17 +8,16 @@ from flagcore.domain.chip import CORES, OTHERS_CORES
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.tuner.budget import EXTRA_ROUNDS, next_repeat
-from flagcore.tuner.search_state import MIN_NOISE, SearchState, gains, noise, significant
+from flagcore.tuner.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, gains, next_repeat, noise, significant
 from flagcore.tuner.stages.learn import learn
-from tests import small
+from tests import tasks
 
 CONTROL = Control(repeats=1)
 
 
 def trial(number: int, name: str, speed: float, role: Role = Role.SEARCH, spread: float = 0.0) -> Trial:
     step, candidate = 1.0 / speed, Candidate.of({"who": name})
-    return small.trial(number, candidate, step, spread_s=spread * step, rate=speed, role=role)
+    return tasks.trial(number, candidate, step, spread_s=spread * step, rate=speed, role=role)
 
 
 def first(**speeds: float) -> list[Trial]:

@@ -18,7 +18,7 @@ from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.tuner.store.directory import RunDirectory
 from flagcore.tuner.store.trials import OptunaStore, stored_trials
-from tests import small
+from tests import tasks
 
 CHOICES: dict[str, tuple[KnobValue, ...]] = {
     "micro_batch_size": (1, 2, 4, 8),
@@ -38,7 +38,7 @@ MEASURED = Measurement(
 )
 
 
-PREDICTED = small.prediction(compute_s=1.0)
+PREDICTED = tasks.prediction(compute_s=1.0)
 
 
 def candidate(micro_batch_size: int = 1) -> Candidate:
@@ -91,7 +91,7 @@ def test_trials_are_read_without_the_lock_and_without_writing(tmp_path: Path) ->
 
 def test_notes_of_the_search_are_read_back(tmp_path: Path) -> None:
     notes: Any = {"began_s": 1.5, "chosen_because": "fast", "search_ended": "done"}
-    first, belief = store(tmp_path), small.belief(2.0, max_expected_gain=0.5)
+    first, belief = store(tmp_path), tasks.belief(2.0, max_expected_gain=0.5)
     first.finish(first.begin(planned(candidate(1), predicted=PREDICTED, believed=belief, **notes)))
     first.finish(first.begin(planned(candidate(2), chosen_because="fast")))
     believed, other = store(tmp_path).trials()
@@ -281,7 +281,7 @@ def _write_to_full_disk(path: Path) -> None:
     trial_store = store(path)
     (path / "journal.log").unlink()
     (path / "journal.log").symlink_to("/dev/full")
-    trial_store.begin(planned(small.candidate()))
+    trial_store.begin(planned(tasks.candidate()))
 
 
 def test_an_identity_with_a_secret_is_readable_only_by_its_owner(locked_folder: RunDirectory) -> None:

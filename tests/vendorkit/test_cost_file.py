@@ -9,7 +9,6 @@ import pytest
 
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.errors import SpecError
-from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.vendorkit.chip_file import (
     collective_table,
@@ -18,6 +17,7 @@ from flagcore.vendorkit.chip_file import (
     read_curve,
     read_kernels,
     read_provenance,
+    shared_costs,
 )
 
 PEAK = Fact(value=1e14, source=Source(kind="datasheet", detail="made up"))
@@ -142,7 +142,6 @@ curves:
 
 def test_curves_are_read_with_their_source() -> None:
     table = read_collectives(GOOD, "collectives.yaml")
-    assert isinstance(table, CollectiveTable)
     assert (table.level, table.source) == ("node", "measured: accl-tests, software accl 1.2")
     first, second = table.curves
     assert (first.kind, first.ranks, first.payload_bytes, first.seconds) == (
@@ -180,31 +179,43 @@ def test_an_error_is_reported_with_its_key(change: tuple[str, str], key: str) ->
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package that ships curves of the A1, and of chips that point at others."""
-    for name, text in {
-        "a1": GOOD,
-        "a1-lite": "same_as: A1\nsource: {kind: estimated, method: the same switch}\n",
-        "lost": "same_as: A9\nsource: {kind: estimated, method: a guess}\n",
-        "round": "same_as: round\nsource: {kind: estimated, method: a guess}\n",
-    }.items():
-        folder = tmp_path / "curves_of_acme" / "costs" / name
-        folder.mkdir(parents=True)
-        (folder / "collectives.yaml").write_text(text)
-    (tmp_path / "curves_of_acme" / "__init__.py").write_text("")
+    """A package that ships costs of the A1."""
+    folder = tmp_path / "costs_of_acme" / "costs" / "a1"
+    folder.mkdir(parents=True)
+    (folder / "collectives.yaml").write_text(GOOD)
+    (folder / "curve.yaml").write_text(CURVE)
+    (tmp_path / "costs_of_acme" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "curves_of_acme", raising=False)
-    return "curves_of_acme"
+    monkeypatch.delitem(sys.modules, "costs_of_acme", raising=False)
+    shared_costs.cache_clear()
+    return "costs_of_acme"
 
 
-def test_chips_with_equal_links_share_curves(package: str) -> None:
-    own, other = (collective_table(package, Chip(name=name, vendor="acme")) for name in ("A1", "A1-Lite"))
-    assert own is not None
-    assert other == own
+def share(tmp_path: Path, file: str, same_as: str) -> None:
+    text = f"{file}:\n  - {{same_as: {same_as}, chips: [A1-Lite], source: {{kind: estimated, method: a guess}}}}\n"
+    (tmp_path / "costs_of_acme" / "costs" / "same_as.yaml").write_text(text)
+
+
+def test_chips_share_the_files_that_same_as_names(package: str, tmp_path: Path) -> None:
+    share(tmp_path, "collectives.yaml", "A1")
+    own, other = (Chip(name=name, vendor="acme") for name in ("A1", "A1-Lite"))
+    table = collective_table(package, own)
+    assert table is not None
+    assert collective_table(package, other) == table
     assert collective_table(package, Chip(name="A2", vendor="acme")) is None
+    assert kernel_costs(package, other) is None
+    share(tmp_path, "curve.yaml", "A1")
+    shared_costs.cache_clear()
+    costs = kernel_costs(package, other)
+    assert isinstance(costs, Roofline)
+    assert costs.curve.gemm_share == 0.6
 
 
-@pytest.mark.parametrize("chip", ["Lost", "Round"])
-def test_a_reference_to_a_chip_without_curves_is_reported(package: str, chip: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "chip"), [("collectives.yaml", "A9"), ("serving.yaml", "A1"), ("curve.yaml", "A1-Lite")]
+)
+def test_a_reference_to_a_chip_without_the_file_is_reported(package: str, tmp_path: Path, file: str, chip: str) -> None:
+    share(tmp_path, file, chip)
     with pytest.raises(SpecError) as caught:
-        collective_table(package, Chip(name=chip, vendor="acme"))
-    assert caught.value.key == "same_as"
+        collective_table(package, Chip(name="A1", vendor="acme"))
+    assert caught.value.key == f"{file}[0].same_as"

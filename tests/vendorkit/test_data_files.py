@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.chip import Source
+from flagcore.domain.chip import Chip, Source
 from flagcore.domain.knob import in_versions
 from flagcore.errors import SpecError
-from flagcore.vendorkit.chip_file import read_chip
+from flagcore.vendorkit.chip_file import load_chips, read_chip
 from flagcore.vendorkit.engines import Variable, all_knobs, read_engines, read_maturity, read_quirks, read_variables
-from tests import small
+from tests import tasks
 
 READERS: dict[str, Any] = {
     "engines": read_engines,
@@ -107,6 +107,31 @@ def test_every_figure_keeps_its_source() -> None:
     assert chip.nic_bytes_per_second is None
 
 
+def chips_of(folder: Path, monkeypatch: pytest.MonkeyPatch, second: str) -> tuple[Chip, ...]:
+    """Return the chips of a package with X1 and another chip, of which `second` is the last line."""
+    (folder / "chips_of_acme" / "chips").mkdir(parents=True)
+    (folder / "chips_of_acme" / "__init__.py").touch()
+    (folder / "chips_of_acme" / "chips" / "x1.yaml").write_text(GOOD)
+    (folder / "chips_of_acme" / "chips" / "x2.yaml").write_text(f"chip: X2\nvendor: acme\n{second}\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "chips_of_acme", raising=False)
+    load_chips.cache_clear()
+    return load_chips("chips_of_acme")
+
+
+def test_a_chip_has_the_value_and_the_source_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = chips_of(tmp_path, monkeypatch, "memory_bytes: {same_as: X1}")
+    assert first.memory_bytes == second.memory_bytes is not None
+    assert second.memory_bandwidth_bytes_per_second is None
+
+
+@pytest.mark.parametrize("name", ["X9", "X2"])
+def test_a_value_of_no_chip_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        chips_of(tmp_path, monkeypatch, f"memory_bytes: {{same_as: {name}}}")
+    assert caught.value.key == "memory_bytes.same_as"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "key", "fix"),
     [
@@ -142,7 +167,7 @@ VARIABLE = Variable(name="X", value="1", meaning="?", source=Source(kind="publis
 
 
 def test_multi_node_variables_are_not_set_on_one_node() -> None:
-    one = small.task()
+    one = tasks.task()
     two = replace(one, cluster=replace(one.cluster, groups=(replace(one.cluster.groups[0], nodes=2),)))
     several = replace(VARIABLE, several_nodes=True)
     assert [several.applies_to(task) for task in (None, one, two)] == [False, False, True]
@@ -150,8 +175,8 @@ def test_multi_node_variables_are_not_set_on_one_node() -> None:
 
 def test_a_variable_is_left_out_with_a_conflicting_setting() -> None:
     limited = replace(VARIABLE, unless="use_megatron_fsdp")
-    assert limited.applies_to(small.task())
-    assert not limited.applies_to(small.task(settings={"use_megatron_fsdp": True}))
+    assert limited.applies_to(tasks.task())
+    assert not limited.applies_to(tasks.task(settings={"use_megatron_fsdp": True}))
 
 
 @pytest.mark.parametrize(

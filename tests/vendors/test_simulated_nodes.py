@@ -18,9 +18,13 @@ import yaml
 from flagcore_testing import fakes
 
 from tests.cli.conftest import Flag, flag  # noqa: F401 (fixture)
-from tests.small import PLAIN_SPACE, SHAPE
+from tests.tasks import PLAIN_SPACE, SHAPE
 
-pytestmark = [pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
+    pytest.mark.slow,
+    pytest.mark.together("training"),
+]
 
 ADD_ON = """
 from dataclasses import replace

@@ -12,7 +12,7 @@ from importlib import import_module
 import pytest
 from flagcore_serving.launch.start import instances_of
 from flagcore_testing import fakes
-from flagcore_vllm.profile import WORKLOAD as VLLM
+from flagcore_vllm.profile import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving
 from flagcore import plugins
@@ -27,7 +27,7 @@ from flagcore.tuner.launches import with_selected_devices
 from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.rows import Listing, Row
-from tests import small
+from tests import tasks
 from tests.vendors.test_simulated_nodes import METAX
 
 
@@ -104,7 +104,7 @@ def on(vendor: Vendor, devices: tuple[Device, ...], variables: Mapping[str, str]
     """Two servers of two devices, or a training job on as many, on detected devices."""
     task = serving("vllm", devices=4)
     task = replace(task, spec=replace(task.spec, envs=dict(variables)))
-    return replace(small.platform(task), support=vendor.support(), devices=devices)
+    return replace(tasks.platform(task), support=vendor.support(), devices=devices)
 
 
 def check(vendor: Vendor, variables: Mapping[str, str], present: Sequence[int] = range(8)) -> list[int]:
@@ -186,7 +186,7 @@ def test_variables_of_the_spec_go_before_those_of_the_shell() -> None:
     with fakes.machine({"mx-smi": fakes.prints(METAX)}, CUDA_VISIBLE_DEVICES="0,1"):
         loaded = plugins.load_plugins()
         assert [each.index for each in loaded.devices() if each.chip == "MetaX C500"] == [0, 1]
-        engine = small.ENGINES[spec.work.engine]
+        engine = tasks.ENGINES[spec.work.engine]
         here, there = (complete_by_plugins(each, loaded, engine) for each in (replace(spec, envs={}), spec))
     assert [each.index for each in here.devices] == [0, 1]
     assert [each.index for each in there.devices] == [each.index for each in there.telemetry] == [3, 1]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 
 import numpy as np
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import PORT, Instance, address
 from flagcore_serving.space import knobs
 from flagcore_serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
@@ -322,7 +322,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD = Engine(
+ENGINE = ServingEngine(
     name="llamacpp",
     where="flagcore_llamacpp.reports:REPORTS",
     program=PROGRAM,

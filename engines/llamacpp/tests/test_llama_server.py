@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_llamacpp.profile import WORKLOAD as ENGINE
+from flagcore_llamacpp.profile import ENGINE as ENGINE
 from flagcore_serving.load.traffic import traffic
 from flagcore_serving.model.simulated_load import cached_tokens, prompt_parts
 from flagcore_serving.trial.failures import TrialFailure, log_text
@@ -25,7 +25,7 @@ from flagcore.spec.models import context_length, gguf_shape
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
 pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a model")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from flagcore_llamacpp.profile import WORKLOAD as ENGINE
+from flagcore_llamacpp.profile import ENGINE as ENGINE
 from flagcore_serving.space.hardware import Hardware
 
 from engines.serving.tests.engines.tasks import LOAD, broken, figures, merged, server, serving, settings, space_of
 from flagcore.domain.serving import Load
 from flagcore.errors import SpecError
-from tests.small import DENSE
+from tests.tasks import DENSE
 
 
 def cores(**arguments: Any) -> Any:

@@ -8,7 +8,7 @@ Sources: lmdeploy 0.18.0 `cli/serve.py`, `cli/utils.py` (block sizes, powers of 
 from collections.abc import Mapping
 
 import numpy as np
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import PORT, Instance, address
 from flagcore_serving.space import knobs
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, count
@@ -120,7 +120,7 @@ def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
     return uneven
 
 
-WORKLOAD = Engine(
+ENGINE = ServingEngine(
     name="lmdeploy",
     where="flagcore_lmdeploy:REPORTS",
     program=PROGRAM,

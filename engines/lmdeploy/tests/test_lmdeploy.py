@@ -5,15 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_lmdeploy.profile import WORKLOAD
+from flagcore_lmdeploy.profile import ENGINE
 from flagcore_serving.load.result import GENERATE
 from flagcore_serving.load.stream import Stream
 from flagcore_serving.load.traffic import body
 from flagcore_serving.space.weights import weight_bytes
 
 from engines.serving.tests.engines.tasks import planned, settings
-from flagcore.api.managing import inspection
-from flagcore.api.managing.inspection import doctor
+from flagcore.api.commands import doctor as inspection
+from flagcore.api.commands.doctor import doctor
 from flagcore.domain.spec import Task
 
 
@@ -47,6 +47,6 @@ def test_a_request_has_token_ids_and_a_streamed_answer() -> None:
 def test_untested_support_is_reported_to_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "version", lambda name: "0.18.1")
     (part,) = [part for part in doctor() if part["name"] == "lmdeploy"]
-    assert (part["ok"], part["fix"]) == ("untested", WORKLOAD.untested)
+    assert (part["ok"], part["fix"]) == ("untested", ENGINE.untested)
     on_chip = [part["ok"] for part in doctor() if "lmdeploy on this chip" in part["for"]]
     assert True not in on_chip

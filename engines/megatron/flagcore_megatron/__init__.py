@@ -5,14 +5,14 @@ The adapter is imported only when it is used. A trial process, which only needs 
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from flagcore_megatron.adapter import WORKLOAD
+    from flagcore_megatron.adapter import ENGINE
 
-__all__ = ["WORKLOAD"]
+__all__ = ["ENGINE"]
 
 
 def __getattr__(name: str) -> object:
-    if name != "WORKLOAD":
+    if name != "ENGINE":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flagcore_megatron.adapter import WORKLOAD
+    from flagcore_megatron.adapter import ENGINE
 
-    return WORKLOAD
+    return ENGINE

@@ -1,4 +1,4 @@
-"""Megatron as a workload of the core.
+"""Megatron as an engine of the core.
 
 For any model, a larger micro-batch and an unsharded gradient buffer or optimizer need more memory. Sequence parallelism
 adds a buffer, which may be larger than the memory that it saves when layers are recomputed in full.
@@ -11,6 +11,23 @@ from typing import Any
 import numpy as np
 
 from flagcore import contracts
+from flagcore.contracts.capabilities import (
+    Advice,
+    Bounds,
+    Commands,
+    Details,
+    Installation,
+    JobRecords,
+    Layouts,
+    MixedClusters,
+    Probes,
+    Production,
+    Pruning,
+    RuleOfThumb,
+    Shortening,
+    Sizes,
+    Steps,
+)
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Start
 from flagcore.domain.prediction import Predictions
@@ -19,16 +36,15 @@ from flagcore.domain.spec import AUTO, ImportNote, SettingValue, Spec, Task
 from flagcore_megatron import predict as prediction
 from flagcore_megatron import probing, reading, start
 from flagcore_megatron.command import checks
-from flagcore_megatron.command.user_command import starts_megatron
-from flagcore_megatron.layers.split import SPLIT
-from flagcore_megatron.mixed import meshes
 from flagcore_megatron.mixed import planner as mesh_planner
 from flagcore_megatron.mixed.rules import merges_with_meshes, with_meshes
+from flagcore_megatron.program.user_command import starts_megatron
 from flagcore_megatron.space import knobs as knob_rows
-from flagcore_megatron.space import options, production
+from flagcore_megatron.space import meshes, options, production
 from flagcore_megatron.space import rules as legality
 from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns, in_space
 from flagcore_megatron.space.rules import CP, DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
+from flagcore_megatron.space.split import SPLIT
 
 
 class UselessSelectiveRecompute:
@@ -42,7 +58,24 @@ class UselessSelectiveRecompute:
         return selective
 
 
-class Megatron(contracts.Workload):
+class Megatron(
+    contracts.Engine,
+    Advice,
+    Bounds,
+    Commands,
+    Details,
+    Installation,
+    JobRecords,
+    Layouts,
+    MixedClusters,
+    Probes,
+    Production,
+    Pruning,
+    RuleOfThumb,
+    Shortening,
+    Sizes,
+    Steps,
+):
     """Training with megatron-core, or with a user's own Megatron-LM command."""
 
     name = "megatron"
@@ -202,4 +235,4 @@ def _recompute_level(columns: Columns) -> IntArray:
     return level
 
 
-WORKLOAD = Megatron()
+ENGINE = Megatron()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from flagcore_training.layout import Layout, Mesh, Placement, Training
@@ -17,6 +18,7 @@ from flagcore_training.stages import (
 )
 from flagcore_training.time import step
 from flagcore_training.time.step import Blocks, Pace, costs_in_run, rank_time, step_time
+from numpy.typing import NDArray
 
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.chip import ASSUMED_NETWORK_RANGE
@@ -25,17 +27,16 @@ from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
 from flagcore.spec.plain_data import package_yaml
-from flagcore_megatron.command.user_command import implementation_of_command
 from flagcore_megatron.layers.fastest import fit_splits, layouts, split_layers
 from flagcore_megatron.layers.partition import leading_layers
-from flagcore_megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
-from flagcore_megatron.layers.stages import LAYOUT, parse_layout
-from flagcore_megatron.mixed import meshes as mixed
-from flagcore_megatron.mixed.meshes import ALL_REPLICAS, MESHES, MICROBATCHES, PP, RECOMPUTE_KNOBS, Meshes
-from flagcore_megatron.mixed.trials import plain_values
-from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM, candidate_columns
+from flagcore_megatron.program.user_command import implementation_of_command
+from flagcore_megatron.space import meshes as mixed
+from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM, candidate_columns, plain_values
 from flagcore_megatron.space.knobs import columns as row_of
+from flagcore_megatron.space.meshes import ALL_REPLICAS, MESHES, MICROBATCHES, PP, RECOMPUTE_KNOBS, Meshes
 from flagcore_megatron.space.options import options, precision, settings_in_force
+from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
+from flagcore_megatron.space.stages import LAYOUT, parse_layout
 
 BATCH_ROWS = 1 << 14
 """Candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
@@ -180,14 +181,24 @@ def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
 
 
 def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
-    """Return the predictions of each candidate. Candidates with similar numbers of distinct stages share a batch."""
-    distinct_counts, split = np.zeros(layout.split.shape, dtype=np.int64), layout.split.astype(np.int64)
+    """Return the predictions of each candidate. Candidates with similar numbers of distinct stages share a batch.
+
+    Those that differ only in whether the optimizer is distributed are predicted together.
+    """
+    first, index = (np.arange(layout.data.size),) * 2 if costs.further else layout.sharing()
+    kinds, kind = np.unique(0.0 * layout.data if costs.further else layout.sharded_optimizer, return_inverse=True)
+    distinct_counts, split = np.zeros(first.shape, dtype=np.int64), layout.split[first].astype(np.int64)
     if train.options.splits is not None:
         distinct_counts = train.options.splits.distinct_counts[split] * (split > 0)
-    order = np.lexsort((np.minimum(layout.pipeline, 3.0), distinct_counts))
-    parts = np.split(order, range(BATCH_ROWS, order.size, BATCH_ROWS))
-    results = [_predict(train, layout[rows], costs, blocks[rows]) for rows in parts]
-    return (results[0] if len(results) == 1 else Predictions.join(results)).take(np.argsort(order))
+    order = np.lexsort((np.minimum(layout.pipeline[first], 3.0), distinct_counts))
+    place, results = np.empty((kinds.size, first.size), dtype=np.int64), []
+    for start in range(0, order.size, BATCH_ROWS):
+        batch = order[start : start + BATCH_ROWS]
+        rows, size = first[batch], kinds.size * batch.size
+        place[:, batch] = kinds.size * start + np.arange(size).reshape(kinds.size, -1)
+        shared = layout[rows] if costs.further else replace(layout[rows], sharded_optimizer=kinds[:, None])
+        results.append(_predict(train, shared, costs, blocks[rows]))
+    return Predictions.join(results).take(place[kind, index])
 
 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
@@ -307,6 +318,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
 
 
 def _predict(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
+    """Return the predictions of each candidate, or those of all candidates for each `layout.sharded_optimizer`."""
     memory = memory_in_use(train, layout, costs)
     time_s = step_time(train, layout, costs, blocks)
     total = sum(time_s.values(), np.zeros(()))
@@ -318,18 +330,22 @@ def _predict(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> P
     network = np.zeros(())
     if any(each.assumed_network for each in costs.groups):
         network = sum((time_s[part] for part in NETWORK_PARTS if part in time_s), network)
+
+    def flat(values: NDArray[Any]) -> NDArray[Any]:
+        return np.broadcast_to(values, total.shape).ravel()
+
     return Predictions(
-        step_time_s=total,
-        low_s=(total - network * (1.0 - 1.0 / ASSUMED_NETWORK_RANGE)) * low,
-        high_s=(total + network * (ASSUMED_NETWORK_RANGE - 1.0)) * high,
-        time_s=time_s,
-        static_bytes=memory.memory.static,
-        activation_bytes=memory.memory.activation,
-        peak_allocated_bytes=memory.memory.peak,
-        reserved_bytes=memory.reserved,
-        device_used_bytes=memory.used,
-        worst_stage=memory.memory.worst_stage,
-        capacity_bytes=memory.capacity if costs.further else costs.memory.capacity_bytes(),
+        step_time_s=flat(total),
+        low_s=flat((total - network * (1.0 - 1.0 / ASSUMED_NETWORK_RANGE)) * low),
+        high_s=flat((total + network * (ASSUMED_NETWORK_RANGE - 1.0)) * high),
+        time_s={part: flat(seconds) for part, seconds in time_s.items()},
+        static_bytes=flat(memory.memory.static),
+        activation_bytes=flat(memory.memory.activation),
+        peak_allocated_bytes=flat(memory.memory.peak),
+        reserved_bytes=flat(memory.reserved),
+        device_used_bytes=flat(memory.used),
+        worst_stage=flat(memory.memory.worst_stage),
+        capacity_bytes=flat(memory.capacity) if costs.further else costs.memory.capacity_bytes(),
         model_flops=model_flops(train),
     )
 

@@ -15,10 +15,10 @@ from flagcore.domain.space import Candidate, Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.vendorkit.results import METRICS, NoMetrics, interquartile_range, read_metrics
-from flagcore_megatron.mixed.meshes import stage_devices
 from flagcore_megatron.predict import inputs, rank_figures
 from flagcore_megatron.reading import INVALID_JSON
 from flagcore_megatron.space.knobs import columns
+from flagcore_megatron.space.meshes import stage_devices
 from flagcore_megatron.start import job, program_launch, ready
 
 

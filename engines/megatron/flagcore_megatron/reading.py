@@ -24,9 +24,9 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, TrialState, warmup_of_fewer, warmup_steps
 from flagcore.spec.plain_data import package_yaml
 from flagcore.vendorkit.results import METRICS, NoMetrics, interquartile_range, read_metrics
-from flagcore_megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT
 from flagcore_megatron.mixed.trials import as_asked, devices_of
 from flagcore_megatron.space.knobs import BY_NAME
+from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT
 
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([0-9.]+)\s*\|")
 LOSS = re.compile(r"lm loss:\s*([^\s|]+)", re.IGNORECASE)

@@ -24,20 +24,13 @@ from flagcore.errors import LaunchError, NoDevice, SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore_megatron.command.checks import check_command, release_problems
 from flagcore_megatron.command.launch import own_launch, reference_launch
-from flagcore_megatron.command.user_command import DISTRIBUTION
 from flagcore_megatron.mixed import hetero
-from flagcore_megatron.mixed.meshes import MESHES
-from flagcore_megatron.mixed.trials import (
-    data_problem,
-    hosts_of,
-    on_groups,
-    plain_values,
-    program_runs_meshes,
-    shares,
-)
+from flagcore_megatron.mixed.trials import data_problem, hosts_of, on_groups, shares
 from flagcore_megatron.predict import with_layout
+from flagcore_megatron.program.user_command import DISTRIBUTION
 from flagcore_megatron.space import production
-from flagcore_megatron.space.knobs import BY_NAME
+from flagcore_megatron.space.knobs import BY_NAME, plain_values, program_runs_meshes
+from flagcore_megatron.space.meshes import MESHES
 from flagcore_megatron.space.options import DEFAULTS, runs, schedule
 from flagcore_megatron.space.rules import DP, PP
 from flagcore_megatron.trial.job import Candidate as JobCandidate

@@ -5,12 +5,12 @@ import random
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.space.knobs import candidate_columns
 
 from flagcore.domain.space import KnobValue
 from flagcore.tuner.stages.build import build
-from tests import small
+from tests import tasks
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP, EP, MBS = "context_parallel_size", "expert_model_parallel_size", "micro_batch_size"
@@ -34,8 +34,8 @@ MORE_MEMORY: dict[str, tuple[dict[str, KnobValue], dict[str, KnobValue]]] = {
 @pytest.mark.parametrize("name", MORE_MEMORY)
 def test_candidates_that_need_at_least_as_much_memory_are_found(name: str) -> None:
     more, less = MORE_MEMORY[name]
-    assert WORKLOAD.needs_at_least(candidate_columns(more), small.candidate(**less)).tolist() == [True]
-    assert WORKLOAD.needs_at_least(candidate_columns(less), small.candidate(**more)).tolist() == [False]
+    assert ENGINE.needs_at_least(candidate_columns(more), tasks.candidate(**less)).tolist() == [True]
+    assert ENGINE.needs_at_least(candidate_columns(less), tasks.candidate(**more)).tolist() == [False]
 
 
 @pytest.mark.parametrize(
@@ -56,39 +56,39 @@ def test_candidates_that_need_at_least_as_much_memory_are_found(name: str) -> No
 )
 def test_other_differences_give_no_conclusion(one: dict[str, KnobValue], other: dict[str, KnobValue]) -> None:
     for row, than in ((one, other), (other, one)):
-        assert not WORKLOAD.needs_at_least(candidate_columns(row), small.candidate(**than)).any()
+        assert not ENGINE.needs_at_least(candidate_columns(row), tasks.candidate(**than)).any()
 
 
 def test_only_candidates_with_more_recompute_take_at_least_as_long() -> None:
-    plain = small.candidate()
-    assert WORKLOAD.takes_at_least(candidate_columns(UNIFORM), plain).all()
-    assert WORKLOAD.takes_at_least(candidate_columns(SELECTIVE), plain).all()
-    assert not WORKLOAD.takes_at_least(candidate_columns({}), small.candidate(**UNIFORM)).any()
-    assert not WORKLOAD.takes_at_least(candidate_columns({MBS: 2}), plain).any()
-    assert not WORKLOAD.takes_at_least(candidate_columns({SHARDED: True}), plain).any()
+    plain = tasks.candidate()
+    assert ENGINE.takes_at_least(candidate_columns(UNIFORM), plain).all()
+    assert ENGINE.takes_at_least(candidate_columns(SELECTIVE), plain).all()
+    assert not ENGINE.takes_at_least(candidate_columns({}), tasks.candidate(**UNIFORM)).any()
+    assert not ENGINE.takes_at_least(candidate_columns({MBS: 2}), plain).any()
+    assert not ENGINE.takes_at_least(candidate_columns({SHARDED: True}), plain).any()
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_model_never_contradicts_the_order(seed: int) -> None:
     draw = random.Random(seed)
     model = dataclasses.replace(
-        draw.choice([small.DENSE, small.EXPERTS]),
+        draw.choice([tasks.DENSE, tasks.EXPERTS]),
         num_layers=draw.choice([4, 6, 8]),
         hidden_size=256,
         vocab_size=draw.choice([1000, 32000]),
     )
     job = {"seq_length": draw.choice([128, 512]), "attention": draw.choice(["flash", "unfused"])}
-    task = small.task(model, devices=draw.choice([4, 8]), global_batch_size=draw.choice([8, 16]), **job)
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    task = tasks.task(model, devices=draw.choice([4, 8]), global_batch_size=draw.choice([8, 16]), **job)
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
     columns = space.columns()
-    predictions = WORKLOAD.predict(task, columns, small.costs(task))
+    predictions = ENGINE.predict(task, columns, tasks.costs(task))
     memory, seconds = predictions.device_used_bytes, predictions.step_time_s
     compared = 0
     for row in draw.sample(range(len(space)), 60):
         one = space.candidate(row)
-        above = WORKLOAD.needs_at_least(columns, one)
+        above = ENGINE.needs_at_least(columns, one)
         assert np.all(memory[above] >= memory[row] * (1 - 1e-9)), contradiction(space, memory, above, row)
-        longer = WORKLOAD.takes_at_least(columns, one)
+        longer = ENGINE.takes_at_least(columns, one)
         assert np.all(seconds[longer] >= seconds[row] * (1 - 1e-9)), contradiction(space, seconds, longer, row)
         compared += int(above.sum()) + int(longer.sum()) - 2
     assert compared > 100

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.predict import components, predict
 from flagcore_megatron.space.knobs import candidate_columns
 
@@ -18,7 +18,7 @@ from flagcore.domain.prediction import components_of_row
 from flagcore.domain.spec import Task
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.pipelines import SCHEDULES
-from tests import small
+from tests import tasks
 
 DENSE = dataclasses.replace(
     LLAMA, num_layers=16, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_query_groups=8
@@ -28,13 +28,13 @@ PIPELINE = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_bubble_s", "
 PARTS = (*PIPELINE, "dp_comm_exposed_s", "optimizer_s")
 
 
-def task(model: Model = DENSE, chip: Chip = small.CHIP) -> Task:
-    found = small.task(model, seq_length=4096, global_batch_size=64)
+def task(model: Model = DENSE, chip: Chip = tasks.CHIP) -> Task:
+    found = tasks.task(model, seq_length=4096, global_batch_size=64)
     return dataclasses.replace(found, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
 
 
-def costs(chip: Chip = small.CHIP, capacity: float | None = 80e9) -> Costs:
-    return small.costs(task(chip=chip), capacity)
+def costs(chip: Chip = tasks.CHIP, capacity: float | None = 80e9) -> Costs:
+    return tasks.costs(task(chip=chip), capacity)
 
 
 def columns(**knobs: list[int]) -> dict[str, np.ndarray]:
@@ -138,14 +138,14 @@ def test_components_come_from_the_worst_stage() -> None:
 )
 def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual: int) -> None:
     settings = {} if schedule == "interleaved" else {"pipeline_schedule": schedule}
-    model = dataclasses.replace(small.EXPERTS, num_layers=8)
-    job = small.task(model, devices=4, settings=settings, global_batch_size=16)
+    model = dataclasses.replace(tasks.EXPERTS, num_layers=8)
+    job = tasks.task(model, devices=4, settings=settings, global_batch_size=16)
     knobs = {"pipeline_model_parallel_size": 4, "micro_batch_size": 1}
-    row = WORKLOAD.columns(job, {**knobs, "num_layers_per_virtual_pipeline_stage": 1 if virtual > 1 else None})
-    (passes,) = WORKLOAD.pipelines(job, row, small.costs(job))
+    row = ENGINE.columns(job, {**knobs, "num_layers_per_virtual_pipeline_stage": 1 if virtual > 1 else None})
+    (passes,) = ENGINE.pipelines(job, row, tasks.costs(job))
     assert (passes.schedule, passes.microbatches, passes.virtual) == (schedule, 16, virtual)
     assert bool(passes.paired_s) is schedule.startswith("dualpipe")
-    step = WORKLOAD.predict(job, row, small.costs(job)).time_s
+    step = ENGINE.predict(job, row, tasks.costs(job)).time_s
     pipeline_s = sum(float(step[name][0]) for name in PIPELINE)
     assert passes.predicted_s == pytest.approx(pipeline_s, rel=1e-6)
     if schedule in ("gpipe", "interleaved", "zb-h1", "zb-h2"):

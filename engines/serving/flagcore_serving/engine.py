@@ -1,4 +1,4 @@
-"""Serving engines as workloads of the core.
+"""Serving engines as the core knows them.
 
 Job records of published runs omit some settings. They are filled in as follows:
 
@@ -17,7 +17,18 @@ from pathlib import Path
 
 import numpy as np
 
-from flagcore.contracts import Costs, Platform, PruningRule, Workload
+from flagcore.contracts import Costs, Engine, Platform, PruningRule
+from flagcore.contracts.capabilities import (
+    Advice,
+    Commands,
+    JobRecords,
+    Production,
+    Pruning,
+    RuleOfThumb,
+    Servers,
+    Sizes,
+    Steps,
+)
 from flagcore.domain.knob import unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
@@ -54,8 +65,10 @@ from flagcore_serving.trial.reading import with_measured_acceptance
 
 
 @dataclass(kw_only=True, eq=False)
-class Engine(EngineProfile, Workload):
-    """A serving engine as the core's `Workload`. All engines share this class and differ in their `EngineProfile`."""
+class ServingEngine(
+    EngineProfile, Engine, Advice, Commands, JobRecords, Production, Pruning, RuleOfThumb, Servers, Sizes, Steps
+):
+    """A serving engine as the core's `Engine`. All engines share this class and differ in their `EngineProfile`."""
 
     kind: str = "serve"
     targets: Collection[str] = ("compose",)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_serving.engine import SloImpossible
-from flagcore_vllm.profile import WORKLOAD
+from flagcore_vllm.profile import ENGINE
 
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate
@@ -34,11 +34,11 @@ def columns(**values: list[int]) -> dict[str, Any]:
     ],
 )
 def test_candidates_that_need_at_least_as_much_memory(values: Any, failed: Any, expected: list[bool]) -> None:
-    assert WORKLOAD.needs_at_least(columns(**values), Candidate.of(failed)).tolist() == expected
+    assert ENGINE.needs_at_least(columns(**values), Candidate.of(failed)).tolist() == expected
 
 
 def test_a_schedulers_knobs_have_no_order_in_time() -> None:
-    assert not WORKLOAD.takes_at_least(columns(max_num_seqs=[1, 64]), Candidate.of({"max_num_seqs": 1})).any()
+    assert not ENGINE.takes_at_least(columns(max_num_seqs=[1, 64]), Candidate.of({"max_num_seqs": 1})).any()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL, Instance, Router, address
 from flagcore_serving.load.routing import BOOTSTRAP
 from flagcore_serving.load.routing import PREFILL as PREFILLS
@@ -27,16 +27,7 @@ from flagcore_serving.space.hardware import (
     longest_request,
     max_in_flight,
 )
-from flagcore_serving.space.knobs import (
-    BACKEND,
-    DRAFTED,
-    EAGER,
-    EXCHANGE,
-    REDUNDANT,
-    SPECULATION,
-    TRANSFER,
-    or_default,
-)
+from flagcore_serving.space.knobs import BACKEND, DRAFTED, EAGER, EXCHANGE, REDUNDANT, SPECULATION, TRANSFER, or_default
 from flagcore_serving.space.program import Program, as_words
 from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token
@@ -420,7 +411,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD = Engine(
+ENGINE = ServingEngine(
     name="sglang",
     where="flagcore_sglang:REPORTS",
     program=PROGRAM,

@@ -3,11 +3,11 @@ import math
 from typing import Any
 
 import pytest
-from flagcore_sglang.profile import WORKLOAD as ENGINE
+from flagcore_sglang.profile import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import broken, planned, server, settings
 from flagcore.api import estimate_jobs
-from tests.small import DENSE
+from tests.tasks import DENSE
 
 
 def cards(**arguments: Any) -> Any:

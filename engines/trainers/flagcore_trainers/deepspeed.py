@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_megatron.command.user_command import parse
+from flagcore_training.commands import parse
 
-from flagcore.contracts import Costs, Workload
+from flagcore.contracts import Costs, Engine
+from flagcore.contracts.capabilities import Commands
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.model import Model
@@ -84,13 +85,13 @@ PROGRAM: Mapping[str, Any] = {
 """`train.program` of every DeepSpeed job. Trials print each step, and report to no other tool."""
 
 
-class DeepSpeed(Trainer):
+class DeepSpeed(Trainer, Commands):
     """Training with a script that calls `deepspeed.initialize`."""
 
     distribution = "deepspeed"
     releases = ">=0.10,<0.20"
 
-    def with_program(self, program: object) -> Workload:
+    def with_program(self, program: object) -> Engine:
         """Return the engine with further knobs, keys and arguments of `program`."""
         given = {} if program is None else program
         if not isinstance(given, Mapping):

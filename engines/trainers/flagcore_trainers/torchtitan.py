@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_megatron.command.user_command import parse
+from flagcore_training.commands import parse
 
-from flagcore.contracts import Costs, Platform, Workload
+from flagcore.contracts import Costs, Engine, Platform
+from flagcore.contracts.capabilities import Commands
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
@@ -39,14 +40,7 @@ from flagcore_trainers.fully_shard import (
 )
 from flagcore_trainers.fully_shard import predict as fully_shard
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
-from flagcore_trainers.importing import (
-    CONFIG_FILE,
-    Imported,
-    option,
-    read_toml,
-    spec_of_torchtitan,
-    starts_torchtitan,
-)
+from flagcore_trainers.importing import CONFIG_FILE, Imported, option, read_toml, spec_of_torchtitan, starts_torchtitan
 from flagcore_trainers.trainer import Trainer
 
 CHECKPOINTING = "activation-checkpoint:"
@@ -83,13 +77,13 @@ PROGRAM: Mapping[str, Any] = {
 """`train.program` of every torchtitan job. Trials print each step, and write no checkpoints, traces or metrics."""
 
 
-class TorchTitan(Trainer):
+class TorchTitan(Trainer, Commands):
     """Training with torchtitan, whose replicas share weights with FSDP2."""
 
     distribution = "torchtitan"
     releases = ">=0.1,<0.4"
 
-    def with_program(self, program: object) -> Workload:
+    def with_program(self, program: object) -> Engine:
         """Return the engine with further knobs and arguments of `program`."""
         return super().with_program(_merged(program))
 

@@ -8,10 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from flagcore_megatron.command.user_command import environment
 from flagcore_megatron.reading import FAILURES, measurement
+from flagcore_training.commands import environment
 
-from flagcore.contracts import Costs, Platform, Workload
+from flagcore.contracts import Costs, Engine, Platform
+from flagcore.contracts.capabilities import Advice, Programs, Pruning, RuleOfThumb, Steps
 from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
@@ -53,7 +54,7 @@ def _whole_number(value: object) -> int | None:
     return None
 
 
-class Trainer(Workload):
+class Trainer(Engine, Advice, Programs, Pruning, RuleOfThumb, Steps):
     """Training with a program that somebody else wrote.
 
     `program`: the description of the program. None if the engine was not yet asked for a spec's.
@@ -68,7 +69,7 @@ class Trainer(Workload):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def with_program(self, program: object) -> Workload:
+    def with_program(self, program: object) -> Engine:
         if program is None:
             return self
         engine = copy.copy(self)

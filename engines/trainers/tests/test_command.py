@@ -22,8 +22,10 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from tests.small import CHIP, SHAPE, SOURCE, costs
-from tests.small import task as small_task
+from tests.tasks import CHIP, SHAPE, SOURCE, costs
+from tests.tasks import task as small_task
+
+pytestmark = pytest.mark.spread
 
 TP = {"flag": "--tp", "values": [1, 2, 4], "meaning": "tensor_model_parallel_size"}
 MICRO = {"flag": "--micro", "values": [1, 2, 4], "meaning": "micro_batch_size"}
@@ -45,7 +47,7 @@ def task_of(command: tuple[str, ...] = (), folder: Path = Path(), **train: Any) 
 def launch(engine: Trainer, task: Task, folder: Path, *, for_real: bool = False, **values: Any) -> Launch:
     folder.mkdir(exist_ok=True)
     neutral = {knob.name: knob.neutral for knob in engine.knobs}
-    platform = Platform(task=task, workload=engine, costs=costs(task))
+    platform = Platform(task=task, engine=engine, costs=costs(task))
     return engine.launch(platform, Candidate.of({**neutral, **values}), str(folder), for_real=for_real)
 
 

@@ -25,7 +25,7 @@ from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
-from tests.small import DENSE, SHAPE, costs, task
+from tests.tasks import DENSE, SHAPE, costs, task
 
 CONFIG = """{"train_batch_size": 32, "gradient_accumulation_steps": 4,  // see "notes"
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}, "url": "http://a#b",
@@ -43,7 +43,7 @@ def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flag
     DEEPSPEED.ready(job.spec)
     values = {knob.name: knob.neutral for knob in DEEPSPEED.knobs}
     candidate = Candidate.of({**values, ZERO: 3, MICRO: 2, OFFLOAD: "cpu"})
-    platform = Platform(task=job, workload=DEEPSPEED, costs=costs(job))
+    platform = Platform(task=job, engine=DEEPSPEED, costs=costs(job))
     (tmp_path / "0").mkdir()
     for for_real in (False, True):
         launch = DEEPSPEED.launch(platform, candidate, str(tmp_path / "0"), for_real=for_real)
@@ -150,7 +150,7 @@ def test_rules_of_parallel_groups(values: dict[str, int], rule: str) -> None:
 def test_groups_of_a_layer_are_written_and_need_less_memory(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(CONFIG)
     job = task(engine="deepspeed", command=("x", "--deepspeed=ds.json"), directory=str(tmp_path))
-    platform, found = Platform(task=job, workload=DEEPSPEED, costs=costs(job)), {}
+    platform, found = Platform(task=job, engine=DEEPSPEED, costs=costs(job)), {}
     for name in (ZERO, AUTOTP, ULYSSES):
         values = {**{knob.name: knob.neutral for knob in DEEPSPEED.knobs}, name: 2}
         launch = DEEPSPEED.launch(platform, Candidate.of(values), str(tmp_path))

@@ -35,7 +35,9 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.errors import LaunchError, SpecError
-from tests.small import DENSE, EXPERTS, SHAPE, costs, task
+from tests.tasks import DENSE, EXPERTS, SHAPE, costs, task
+
+pytestmark = pytest.mark.spread
 
 NEUTRAL = {knob.name: knob.neutral for knob in FSDP2.knobs}
 UNTIED = replace(DENSE, untie_embeddings_and_output_weights=True)
@@ -150,7 +152,7 @@ def trial(folder: Path, model: Model = UNTIED, **values: Any) -> Any:
     job = task(model, devices=2, engine="fsdp2", seq_length=32, precision="fp32")
     folder.mkdir()
     candidate = Candidate.of({**NEUTRAL, **values})
-    launch = FSDP2.launch(Platform(task=job, workload=FSDP2, costs=costs(job), support=CPU), candidate, str(folder))
+    launch = FSDP2.launch(Platform(task=job, engine=FSDP2, costs=costs(job), support=CPU), candidate, str(folder))
     subprocess.run(launch.argv, check=True, cwd=folder)
     measured = FSDP2.read(job, candidate, str(folder))
     effective = dict(measured.effective)
@@ -188,7 +190,7 @@ def test_tensor_parallel_norms_of_queries_have_the_same_losses(tmp_path: Path, c
 
 def test_there_is_no_real_job(tmp_path: Path) -> None:
     job = task(engine="fsdp2")
-    platform = Platform(task=job, workload=FSDP2, costs=costs(job))
+    platform = Platform(task=job, engine=FSDP2, costs=costs(job))
     with pytest.raises(LaunchError):
         FSDP2.launch(platform, Candidate.of(NEUTRAL), str(tmp_path), for_real=True)
     FSDP2.launch(platform, Candidate.of(NEUTRAL), str(tmp_path))
@@ -199,7 +201,7 @@ def test_there_is_no_real_job(tmp_path: Path) -> None:
 def test_offloaded_gradients_have_collectives_of_the_host(offload: bool, backend: str, tmp_path: Path) -> None:
     job = task(engine="fsdp2")
     support = EngineSupport(support=Support.YES, device_type="cuda", distributed_backend="nccl")
-    platform = Platform(task=job, workload=FSDP2, costs=costs(job), support=support)
+    platform = Platform(task=job, engine=FSDP2, costs=costs(job), support=support)
     FSDP2.launch(platform, Candidate.of({**NEUTRAL, OFFLOAD: offload}), str(tmp_path))
     assert json.loads((tmp_path / "job.json").read_text())["device"]["backend"] == backend
 

@@ -15,7 +15,9 @@ from flagcore_trainers.torchtitan import TORCHTITAN, TorchTitan
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
-from tests.small import costs, task
+from tests.tasks import costs, task
+
+pytestmark = pytest.mark.spread
 
 COMMAND = ("torchrun", "-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_8b")
 NEUTRAL = {knob.name: knob.neutral for knob in TORCHTITAN.knobs}
@@ -23,7 +25,7 @@ NEUTRAL = {knob.name: knob.neutral for knob in TORCHTITAN.knobs}
 
 def argv(folder: Path, *own: str, for_real: bool = False, **values: Any) -> tuple[str, ...]:
     job = task(engine="torchtitan", command=(*COMMAND, *own))
-    platform = Platform(task=job, workload=TORCHTITAN, costs=costs(job))
+    platform = Platform(task=job, engine=TORCHTITAN, costs=costs(job))
     launch = TORCHTITAN.launch(platform, Candidate.of({**NEUTRAL, **values}), str(folder), for_real=for_real)
     return launch.argv
 
@@ -102,7 +104,7 @@ def test_the_trainer_runs_on_two_ranks(tmp_path: Path, monkeypatch: pytest.Monke
     own = ("--module", "llama3", "--config", "llama3_debugmodel", "--parallelism.spmd_backend", "partial_dtensor")
     command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", titan_on_cpu.__file__, *own)
     job = task(engine="torchtitan", command=command, directory=str(tmp_path), devices=2, seq_length=64)
-    platform = Platform(task=job, workload=TORCHTITAN, costs=costs(job))
+    platform = Platform(task=job, engine=TORCHTITAN, costs=costs(job))
     candidate = Candidate.of({**NEUTRAL, MBS: 2, AC: "full", RESHARD: "never"})
     launch = TORCHTITAN.launch(platform, candidate, str(tmp_path / "trial"))
     with (tmp_path / "trial" / "stdout.log").open("w") as log:

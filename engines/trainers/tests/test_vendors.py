@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.planning.estimate import build_problem_of_spec
+from flagcore.api.inputs import open_spec
 from flagcore.domain.chip import Support
 from flagcore.errors import NoDevice
-from tests.small import SHAPE
+from tests.tasks import SHAPE
 
 
 def support(chip: str, engine: str) -> Any:
@@ -15,7 +15,7 @@ def support(chip: str, engine: str) -> Any:
     if engine != "fsdp2":
         train["command"] = ["torchrun", "train.py"]
     spec = {"model": SHAPE, "cluster": {"chip": chip, "devices_per_node": 4}, "train": train}
-    return build_problem_of_spec(spec, None, (), plan=True).platform.support
+    return open_spec(spec, None, (), plan=True).problem.platform.support
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -205,6 +205,9 @@ class Layout(ArrayRecord):
 
     If each node group has whole replicas, `data` is the number of replicas in all groups, and `here` contains the
     number of replicas in this layout's group.
+
+    `sharded_optimizer` may be a column of all its values, of the shape (values, 1). What depends on it then has the
+    shape (values, candidates).
     """
 
     data: FloatArray
@@ -226,6 +229,17 @@ class Layout(ArrayRecord):
     split: FloatArray
     further: tuple[Mesh, ...] = ()
     here: tuple[FloatArray, ...] = ()
+
+    def __getitem__(self, rows: slice | IntArray) -> Layout:
+        if self.sharded_optimizer.ndim == 1:
+            return ArrayRecord.__getitem__(self, rows)
+        part = ArrayRecord.__getitem__(replace(self, sharded_optimizer=self.data), rows)
+        return replace(part, sharded_optimizer=self.sharded_optimizer)
+
+    def sharing(self) -> tuple[IntArray, IntArray]:
+        """Find the candidates that differ in more than `sharded_optimizer`, as `distinct` does, on one node group."""
+        others = set(self.__dataclass_fields__) - {"sharded_optimizer", "further", "here"}
+        return distinct([*(getattr(self, name) for name in sorted(others)), *self.here])
 
     def tokens(self, sequence: int) -> FloatArray:
         """Return the number of tokens of one micro-batch that a tensor-parallel group processes."""
@@ -315,7 +329,7 @@ def pick(indices: IntArray, values: Sequence[T]) -> T:
 
     It is faster than `numpy.choose` and does not limit the number of arrays.
     """
-    return _picked(indices * indices.size + np.arange(indices.size), values)
+    return _picked(indices * indices.size + np.arange(indices.size).reshape(indices.shape), values)
 
 
 def _picked(places: IntArray, values: Sequence[T]) -> T:

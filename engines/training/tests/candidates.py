@@ -16,7 +16,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.spec.models import model_from
-from tests import small
+from tests import tasks
 
 
 def public(name: str, **changes: Any) -> Model:
@@ -68,7 +68,7 @@ def train(model: Model = LLAMA, **values: Any) -> Training:
 def plain_costs(workspace_bytes: float = 0.0) -> Costs:
     """Return the costs of a device without a memory limit."""
     device = PlainMemory(capacity=None, workspace=workspace_bytes)
-    return dataclasses.replace(small.costs(small.task()), memory=device)
+    return dataclasses.replace(tasks.costs(tasks.task()), memory=device)
 
 
 def training_memory(work: Training, split: Layout, workspace_bytes: float = 0.0) -> Memory:

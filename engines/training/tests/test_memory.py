@@ -27,7 +27,7 @@ from engines.training.tests.candidates import (
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Model
 from flagcore.physics.cost_stack import PlainMemory
-from tests import small
+from tests import tasks
 
 
 def parameters(model: Model, split: Layout, stage: int, options: Options = DEFAULTS) -> float:
@@ -98,10 +98,10 @@ def test_plain_memory_distinguishes_allocated_reserved_and_used() -> None:
 
 
 def test_the_budget_of_a_cluster_comes_before_the_memory_of_its_chip() -> None:
-    group = NodeGroup(chip=small.CHIP, nodes=1, devices_per_node=4)
+    group = NodeGroup(chip=tasks.CHIP, nodes=1, devices_per_node=4)
     assert PlainMemory.of(group).capacity_bytes() == 80e9
     assert PlainMemory.of(dataclasses.replace(group, memory_bytes=4 << 30)).capacity_bytes() == 4 << 30
-    unknown = dataclasses.replace(group, chip=dataclasses.replace(small.CHIP, memory_bytes=None))
+    unknown = dataclasses.replace(group, chip=dataclasses.replace(tasks.CHIP, memory_bytes=None))
     assert PlainMemory.of(unknown).capacity_bytes() is None
 
 

@@ -17,9 +17,9 @@ from flagcore.domain.cluster import Topology
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Curve, Roofline
-from tests import small
+from tests import tasks
 
-CHIP = small.chip(bf16=9e14, fp8=1.8e15)
+CHIP = tasks.chip(bf16=9e14, fp8=1.8e15)
 DENSE = replace(LLAMA, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256)
 SPARSE = replace(DENSE, num_moe_experts=64, moe_router_topk=8, moe_ffn_hidden_size=1408, moe_first_dense_layers=1)
 TRAIN = train_of(DENSE, global_batch=512, fused_activation=True, transformer_engine=True)

@@ -12,31 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, Instance, Router, address
 from flagcore_serving.load import routing
 from flagcore_serving.space import knobs, placement, rules
-from flagcore_serving.space.hardware import (
-    DP,
-    EP,
-    INSTANCES,
-    PP,
-    PREFILL_DECODE,
-    TP,
-    Hardware,
-    count,
-    most_images,
-)
-from flagcore_serving.space.knobs import (
-    ASYNC,
-    BACKEND,
-    CONTEXT,
-    EAGER,
-    REDUNDANT,
-    SHARING,
-    SPECULATION,
-    TRANSFER,
-)
+from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count, most_images
+from flagcore_serving.space.knobs import ASYNC, BACKEND, CONTEXT, EAGER, REDUNDANT, SHARING, SPECULATION, TRANSFER
 from flagcore_serving.space.program import as_words
 from flagcore_serving.space.settings import PublishedRuns
 
@@ -277,7 +258,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD = Engine(
+ENGINE = ServingEngine(
     name="vllm",
     where="flagcore_vllm:REPORTS",
     program=PROGRAM,

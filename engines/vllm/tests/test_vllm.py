@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 from flagcore_serving.trial.loads import shares
-from flagcore_vllm.profile import WORKLOAD as ENGINE
+from flagcore_vllm.profile import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import GIB, LOAD, figures, merged, planned, server, settings
 from flagcore import api
 from flagcore.domain.serving import Load
 from flagcore.errors import SpecError
-from tests.small import DENSE
+from tests.tasks import DENSE
 
 
 def cards(**arguments: Any) -> Any:

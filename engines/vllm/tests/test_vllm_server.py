@@ -15,14 +15,14 @@ from flagcore_serving.trial.__main__ import running_servers
 from flagcore_serving.trial.failures import log_text
 from flagcore_serving.trial.loads import LoadRunner
 from flagcore_serving.trial.servers import listeners
-from flagcore_vllm.profile import WORKLOAD as ENGINE
+from flagcore_vllm.profile import ENGINE as ENGINE
 
 from engines.serving.tests.engines.starting import started
 from engines.serving.tests.engines.tasks import serving
 from engines.serving.tests.load.servers import send
 from flagcore.domain.serving import Load
 from flagcore.domain.space import Candidate
-from tests.small import platform as small_platform
+from tests.tasks import platform as small_platform
 
 pytestmark = pytest.mark.long
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 from flagcore_megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
-from flagcore_megatron.layers.stages import LAYOUT
 from flagcore_megatron.space.knobs import SETTINGS
+from flagcore_megatron.space.stages import LAYOUT
 
 from flagcore.contracts import ImportedSpec, Importer
 from flagcore.domain.chip import Chip, normalize_name

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flagcore_megatron.layers.stages import LAYOUT
 from flagcore_megatron.mixed.hetero import mixed
 from flagcore_megatron.space.knobs import SPACE_KNOBS
+from flagcore_megatron.space.stages import LAYOUT
 
 from flagcore.contracts import ExportJob
 from flagcore.contracts.exchange import DEVICES_OF_HOST

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from flagcore_flagscale import FlagScale
 from flagcore_flagscale.source import Imported
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.space.knobs import SPACE_KNOBS
 
 from extras.flagscale.tests.test_same_job import DATA, HERE, TABLE, arguments, meaning, run_flagscale
@@ -21,7 +21,9 @@ from flagcore.plugins import load_plugins
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.launches import planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
-from tests import small
+from tests import tasks
+
+pytestmark = pytest.mark.spread
 
 RECORDED = HERE / "recorded" / "hetero.json"
 """Answers of FlagScale 0.8.0: `FLAGSCALE=FOLDER RECORD=1 pytest extras/flagscale/tests/test_hetero.py`."""
@@ -109,9 +111,9 @@ def case(name: str, folder: Path, wheel: Path) -> dict[str, Any]:
 
 def read(asked: dict[str, Any]) -> tuple[Imported, Platform, Candidate]:
     found = api.read_tree(Path(asked["directory"]), asked["name"], asked["overrides"])
-    spec = parse_spec(found.data, file="x", base=Path(), engines=small.ENGINES)
+    spec = parse_spec(found.data, file="x", base=Path(), engines=tasks.ENGINES)
     values = {knob.name: knob.neutral for knob in SPACE_KNOBS} | dict(spec.baseline or {})
-    return found, complete_by_plugins(spec, load_plugins(()), WORKLOAD), Candidate.of(values)
+    return found, complete_by_plugins(spec, load_plugins(()), ENGINE), Candidate.of(values)
 
 
 def normal(words: list[str] | tuple[str, ...]) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def normal(words: list[str] | tuple[str, ...]) -> dict[str, Any]:
 
 def check(asked: dict[str, Any], answers: list[dict[str, Any]], folder: Path) -> None:
     _, platform, candidate = read(asked)
-    for_real = WORKLOAD.launch(platform, candidate, str(folder), for_real=True)
+    for_real = ENGINE.launch(platform, candidate, str(folder), for_real=True)
     trial = prepared_launch(platform, planned_launch(platform, candidate, str(folder)))
     assert answers
     for answer in answers:
@@ -264,7 +266,7 @@ def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
     again = {"directory": str(tmp_path / "out"), "name": "train", "overrides": [hosts]}
     _, platform_again, candidate_again = read(again)
     assert candidate_again == candidate
-    launch_again = WORKLOAD.launch(platform_again, candidate_again, str(tmp_path), for_real=True)
+    launch_again = ENGINE.launch(platform_again, candidate_again, str(tmp_path), for_real=True)
     assert normal(launch_again.argv) == normal(launch.argv)
     found, given = (
         [{**setup.environment, **setup.envs} for setup in each.setups] for each in (platform_again, platform)

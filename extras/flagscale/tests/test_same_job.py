@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 from flagcore_flagscale import FlagScale
-from flagcore_megatron.adapter import WORKLOAD
-from flagcore_megatron.command.arguments import ArgumentTable, release_table
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.command.trial import RULES
+from flagcore_megatron.program.arguments import ArgumentTable, release_table
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.spec.convert import parse_spec
-from tests import small
+from tests import tasks
+
+pytestmark = pytest.mark.spread
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded" / "runner.json"
@@ -85,14 +87,14 @@ def check(asked: dict[str, Any], answers: list[dict[str, Any]], folder: Path) ->
     """Compare all candidates of one tree."""
     overrides = (*asked["overrides"], f"++experiment.exp_dir={asked['exp_dir']}")
     found = FlagScale().read_tree(Path(asked["directory"]), asked["name"], overrides)
-    spec = parse_spec(found.data, file="x", base=Path(), engines=small.ENGINES)
-    group = NodeGroup(chip=small.CHIP, nodes=1, devices_per_node=8)
-    platform = small.platform(Task(spec=spec, cluster=Cluster(groups=(group,))))
+    spec = parse_spec(found.data, file="x", base=Path(), engines=tasks.ENGINES)
+    group = NodeGroup(chip=tasks.CHIP, nodes=1, devices_per_node=8)
+    platform = tasks.platform(Task(spec=spec, cluster=Cluster(groups=(group,))))
     assert answers
     for answer in answers:
-        candidate = Candidate.of({key: value for key, value in answer["values"].items() if key in WORKLOAD_KNOBS})
+        candidate = Candidate.of({key: value for key, value in answer["values"].items() if key in ENGINE_KNOBS})
         for expected, for_real in ((answer["trial"], False), (answer["real"], True)):
-            actual = WORKLOAD.launch(platform, candidate, str(folder), for_real=for_real)
+            actual = ENGINE.launch(platform, candidate, str(folder), for_real=for_real)
             left, right = (meaning(TABLE, arguments(words)) for words in (actual.argv, expected["words"]))
             if not for_real:
                 left, right = as_trial(left, asked), as_trial(right, asked)
@@ -102,7 +104,7 @@ def check(asked: dict[str, Any], answers: list[dict[str, Any]], folder: Path) ->
             assert {key: str(value) for key, value in spec.envs.items() if key != "PYTHONPATH"} == expected["envs"]
 
 
-WORKLOAD_KNOBS = {knob.name for knob in WORKLOAD.knobs}
+ENGINE_KNOBS = {knob.name for knob in ENGINE.knobs}
 
 
 def as_trial(values: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:

@@ -28,10 +28,10 @@ from flagcore.spec.convert import parse_spec
 from flagcore.spec.importing import commented_yaml
 from tests.cli.conftest import Ran
 from tests.cli.conftest import flag as flag
-from tests.pages import ROOT
-from tests.small import ENGINES
+from tests.doc_pages import ROOT
+from tests.tasks import ENGINES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 read_tree = FlagScale().read_tree
 Flag = Callable[..., Ran]

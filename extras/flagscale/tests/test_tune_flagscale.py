@@ -12,7 +12,7 @@ import pytest
 
 ENVIRONMENT = os.environ.get("REAL_MEGATRON", "")
 ROOT = Path(__file__).parents[3]
-SHIM = ROOT / "tests" / "engines" / "megatron" / "trial" / "cpu_as_cuda"
+SHIM = ROOT / "engines" / "megatron" / "tests" / "trial" / "cpu_as_cuda"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not ENVIRONMENT, reason="needs REAL_MEGATRON, a virtual environment with flag-scale 0.8.0"),

@@ -277,11 +277,7 @@ class Agent:
         placeholders = network.placeholders(order["peer"])
         replacements = {**placeholders, order["folder"]: self.folder}
 
-        def local(text: str) -> str:
-            for name, value in replacements.items():
-                text = text.replace(name, value)
-            return text
-
+        local = functools.partial(network.replaced, values=replacements)
         with self.reported():
             for name, text in order["files"].items():
                 path = os.path.join(self.folder, name)

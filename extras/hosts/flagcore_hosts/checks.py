@@ -1,29 +1,34 @@
 """Checks the hosts of a cluster before the first trial.
 
-The hosts must be reachable and identical, have the devices of the spec, and be able to connect to the first host.
+The hosts must be reachable and identical, have the devices of the spec, and be able to connect to the first host. The
+speed of hosts is compared with a matrix product on each device, and with an all-reduce between neighbors. Messages
+between neighbors measure the network.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from flagcore.contracts import HostCheck
-from flagcore.domain.chip import Device
+from flagcore.contracts import HostCheck, Network
+from flagcore.domain.chip import SLOW_CORE_RATIO, SLOW_RATIO, SPEED_TEST, Device, slow_devices
 from flagcore.domain.launch import HOSTS, Launch, log_tail
 from flagcore.errors import HostLost, LaunchError, NoDevice
 from flagcore.i18n import N_, _
 from flagcore_hosts import rendezvous
 from flagcore_hosts.trials import HostsApart, HostTrials
 
+LOG = logging.getLogger("flagcore")
 AT_ONCE = 512
 """Maximum number of hosts to check at the same time."""
 SECONDS = 120.0
@@ -65,6 +70,12 @@ class HostReport:
     def chips(self) -> Counter[str]:
         """The number of devices of each kind of chip, by name."""
         return Counter(device.chip for device in self.devices or ())
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Log each of `lines` as a warning."""
+    for line in lines:
+        LOG.warning("%s", line)
 
 
 def inspect_hosts(
@@ -141,12 +152,8 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
     first_of_all = next(each for each in reports if not each.problem)
     first = next(each for each in reports if not each.problem and each.kind == report.kind)
     if report.devices is not None and first.devices is not None and report.chips != first.chips:
-        yield _(
-            "{devices}, but {host} has {others}",
-            devices=device_names(report),
-            host=first.host,
-            others=device_names(first),
-        )
+        names = {"devices": device_names(report), "host": first.host, "others": device_names(first)}
+        yield _("{devices}, but {host} has {others}", **names)
     for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):
         own_version, other_version = (report.versions or {})[name], (first.versions or {})[name]
         if own_version != other_version:
@@ -208,3 +215,116 @@ def port_problems(launcher: HostTrials, hosts: Sequence[str], variables: Mapping
         host: _("cannot connect to port {port} of {first}: {reason}", port=port, first=first, reason=reason)
         for host, (port, reason) in reasons.items()
     }
+
+
+SPEED_SECONDS = 180.0
+SLOW_LINK_RATIO = 2.0
+"""A host's network is slow if its fastest all-reduce takes this many times the median of the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSpeed:
+    """The speed of a host, in seconds.
+
+    `products_s`: a matrix product on each device. `link_s`: the fastest all-reduce with a neighbor, or None without a
+    neighbor. `network`: the fastest link to a neighbor. `cores`: whether the devices are cores, which share the
+    network.
+    """
+
+    host: str
+    products_s: tuple[float, ...]
+    link_s: float | None
+    network: Network | None = None
+    cores: bool = False
+
+
+def compare_hosts(launcher: HostTrials, program: Sequence[str], reports: Sequence[HostReport]) -> list[HostSpeed]:
+    """Measure the speed of the usable hosts, and warn about slow devices and networks. The result is empty without
+    torch or without `program`. Hosts of different kinds are not compared."""
+    usable_reports = usable(reports)
+    if len(kinds := dict.fromkeys(report.kind for report in usable_reports)) > 1:
+        of_kinds = ([report for report in usable_reports if report.kind == kind] for kind in kinds)
+        return [speed for of_kind in of_kinds for speed in compare_hosts(launcher, program, of_kind)]
+    job = usable_reports[0].torch if usable_reports else None
+    if not program or job is None or any(report.torch != job for report in usable_reports):
+        return []
+    try:
+        speeds = measure_speed(launcher, program, [report.host for report in usable_reports], job)
+    except LaunchError as error:
+        warn([_("the hosts cannot be compared: {reason}", reason=error)])
+        return []
+    warn(slow_hosts(speeds, cores=job["kind"] == "cpu"))
+    return speeds
+
+
+def measure_speed(
+    launcher: HostTrials, program: Sequence[str], hosts: Sequence[str], job: Mapping[str, Any]
+) -> list[HostSpeed]:
+    """Return the speed of each host, which `program` measures. Raises LaunchError if the hosts cannot connect.
+
+    `job` contains the device type and the backend of torch.
+    """
+    argv = (*program, json.dumps(job), "{node_rank}", "{nnodes}", "{master_addr}", "{master_port}")
+    with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
+        envs = {"GLOO_SOCKET_IFNAME": "{interface}"}
+        launch = Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=envs, timeout_seconds=SPEED_SECONDS)
+        trial = launcher.for_checks().start(launch)
+        try:
+            trial.wait(SPEED_SECONDS + 30.0)
+        finally:
+            ended = trial.stop()
+        if ended.code:
+            lines = [line.strip() for line in log_tail(folder).splitlines() if line.strip()]
+            reasons = [line for line in lines if "Error" in line] or lines or ["no answer"]
+            raise LaunchError(reasons[-1][:300])
+        logs = {host: Path(folder, HOSTS, host, "stdout.log") for host in hosts}
+        return [_read_speed(host, log, cores=job["kind"] == "cpu") for host, log in logs.items()]
+
+
+def _read_speed(host: str, log: Path, *, cores: bool) -> HostSpeed:
+    try:
+        figures = json.loads(log.read_text(encoding="utf-8").strip().splitlines()[-1])
+        links = [{name: float(value) for name, value in link.items()} for link in figures["links"].values()]
+        products = tuple(float(each) for each in figures["products_s"])
+        link_s, latency_s = (
+            min((link[name] for link in links), default=None) for name in ("all_reduce_s", "latency_s")
+        )
+        rate = max((link["bytes_per_second"] for link in links), default=None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise LaunchError(f"{host}: no result ({type(error).__name__})") from None
+    network = Network(nic_bytes_per_second=rate, nic_latency_seconds=latency_s) if rate and latency_s else None
+    return HostSpeed(host=host, products_s=products, link_s=link_s, network=network, cores=cores)
+
+
+def measured_network(speeds: Sequence[HostSpeed], devices_per_node: int | None = None) -> Network | None:
+    """Return the network of the slowest host, as one device uses it, or None if no link was measured.
+
+    `devices_per_node`: the number of devices of a host that a trial uses; by default all. Cores share the rate of their
+    host. Each accelerator is assumed to have the rate that one of them has alone.
+    """
+    measured = [(each, each.network) for each in speeds if each.network]
+    if not measured:
+        return None
+    rates = [
+        network.nic_bytes_per_second / ((devices_per_node or len(speed.products_s)) if speed.cores else 1)
+        for speed, network in measured
+    ]
+    latency_s = max(network.nic_latency_seconds for _speed, network in measured)
+    return Network(nic_bytes_per_second=min(rates), nic_latency_seconds=latency_s)
+
+
+def slow_hosts(speeds: Sequence[HostSpeed], *, cores: bool) -> Iterator[str]:
+    """Yield a line for each slow device, and for each host whose network is slow."""
+    hosts = [each.host for each in speeds]
+    per_host = max((len(each.products_s) for each in speeds), default=1)
+    devices = [
+        {"device": node * per_host + place, SPEED_TEST: seconds}
+        for node, each in enumerate(speeds)
+        for place, seconds in enumerate(each.products_s)
+    ]
+    yield from slow_devices(devices, per_host, SLOW_CORE_RATIO if cores else SLOW_RATIO, hosts)
+    for each in speeds:
+        other_links_s = [other.link_s for other in speeds if other is not each and other.link_s is not None]
+        if each.link_s is not None and other_links_s and each.link_s > SLOW_LINK_RATIO * median(other_links_s):
+            ratio = f"{each.link_s / median(other_links_s):.3g}"
+            yield _("{host}: an all-reduce takes {ratio}x the median of the other hosts", host=each.host, ratio=ratio)

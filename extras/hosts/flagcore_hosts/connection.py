@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -373,14 +373,7 @@ def trial_files(folder: str) -> dict[str, str]:
 
 def order_for_host(launch: Launch, host: str, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
     """Return the message that makes the agent on `host` start a trial, in which `values` replace placeholders."""
-
-    host_launch = launch.on_host.get(host, launch)
-
-    def filled(text: str) -> str:
-        for name, value in values.items():
-            text = text.replace(f"{{{name}}}", value)
-        return text
-
+    host_launch, filled = launch.on_host.get(host, launch), partial(network.replaced, values=values)
     return {
         "argv": [filled(word) for word in host_launch.argv],
         "environment": {name: filled(value) for name, value in host_launch.environment.items()},

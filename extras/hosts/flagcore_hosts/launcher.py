@@ -6,12 +6,11 @@ It checks the hosts before the first trial, and reads the telemetry of their dev
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +19,20 @@ from flagcore.domain.chip import Device, DeviceUse
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import NoDevice
 from flagcore.i18n import _
-from flagcore_hosts.checks import HostReport, device_names, host_problems, host_warnings, inspect_hosts
+from flagcore_hosts.checks import (
+    HostReport,
+    HostSpeed,
+    compare_hosts,
+    device_names,
+    host_problems,
+    host_warnings,
+    inspect_hosts,
+    measured_network,
+    warn,
+)
 from flagcore_hosts.connection import agent_command, shared_variables
-from flagcore_hosts.speed import HostSpeed, compare_hosts, measured_network
 from flagcore_hosts.trials import MAX_LOSSES, HostTrials
 
-LOG = logging.getLogger("flagcore")
 MAX_COMPARED = 64
 """Maximum number of hosts whose speeds `flag tune` compares. The time of the comparison grows with their number."""
 LAG_SECONDS = 1.7
@@ -40,12 +47,6 @@ class HostsLauncher(HostTrials):
 
     @contextlib.contextmanager
     def use_hosts(self, cluster: ClusterSpec, check: HostCheck) -> Iterator[Hosts]:
-        """Reserve and check the hosts of a cluster, and keep agents on them until the end of the context.
-
-        The devices and versions of hosts of one kind must be the same. Unusable hosts that are not needed are skipped
-        with a warning. Slow devices cause warnings, too. Raises NoDevice with a line per unusable host if more are
-        unusable.
-        """
         not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
         names = [group.kind for group in cluster.groups for _node in range(group.nodes)]
         with self.keep_agents() as agents:
@@ -57,8 +58,8 @@ class HostsLauncher(HostTrials):
                 raise NoDevice("; ".join(unusable_hosts))
             self.failures = Counter({host: MAX_LOSSES for host, lines in problems.items() if lines})
             reports = [report for report in reports if not problems[report.host]]
-            _warn(_("{line}; the host is not used", line=line) for line in unusable_hosts)
-            _warn(host_warnings(reports))
+            warn(_("{line}; the host is not used", line=line) for line in unusable_hosts)
+            warn(host_warnings(reports))
             is_compared = not cluster.groups and 1 < len(reports) <= MAX_COMPARED
             speeds = compare_hosts(self, check.speed, reports) if is_compared else []
             by_host = {report.host: report.devices or () for report in reports}
@@ -74,18 +75,12 @@ class HostsLauncher(HostTrials):
     def report_hosts(
         self, kinds: Mapping[str, str], users: Mapping[str, str], check: HostCheck
     ) -> list[dict[str, Any]]:
-        """Check and compare hosts, and return one record per host: its problem, if any, its devices and speed."""
         reports = inspect_hosts(self, self.hold(tuple(kinds), users), check, kinds)
-        _warn(host_warnings(reports))
+        warn(host_warnings(reports))
         speeds = {each.host: each for each in compare_hosts(self, check.speed, reports)}
         if network := measured_network(tuple(speeds.values())):
-            _warn([network.note])
+            warn([network.note])
         return [_record(report, reports, speeds.get(report.host)) for report in reports]
-
-
-def _warn(texts: Iterable[str]) -> None:
-    for text in texts:
-        LOG.warning("%s", text)
 
 
 def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed | None) -> dict[str, Any]:

@@ -92,7 +92,6 @@ class HostTrials(Launcher):
         return HostTrials(name=self.name, channel=self.command, owner=self.owner, agents=self.agents)
 
     def hold(self, hosts: Sequence[str], users: Mapping[str, str]) -> tuple[str, ...]:
-        """Reserve hosts until this process ends, and return their names. Raises FlagError if that fails."""
         self.users = users
         return self.reserve(hosts)
 
@@ -134,7 +133,6 @@ class HostTrials(Launcher):
                 self.lost |= dict.fromkeys(started["hosts"], started["environment"][MARKER])
 
     def require_hosts(self, hosts: Sequence[str]) -> None:
-        """Raise NoDevice if there are no hosts."""
         if not hosts:
             raise NoDevice(f"auto_tuner.launcher = {self.name}: no hosts; {self.fix}")
 
@@ -206,12 +204,13 @@ class HostsRunning:
         for each in self.connections:
             lost_markers.pop(each.host, None)
         ports = [str(each.ready["port"] if each.ready else "") for each in self.connections]
-        values = {"master_addr": self.connections[0].host, "master_port": ports[0], "node_ports": ",".join(ports)}
+        address, count = self.connections[0].host, str(len(self.connections))
+        values = {"{master_addr}": address, "{master_port}": ports[0], "{node_ports}": ",".join(ports)}
         files = trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
             if each.problem:
                 continue
-            host_values = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
+            host_values = {**values, "{node_rank}": str(rank), "{nnodes}": count}
             each.wire.send(order=order_for_host(self.launch, each.host, host_values, files))
         seconds = START_SECONDS + (template.START_SECONDS if self.launch.warm else 0.0)
         self._until(lambda each: each.started or each.exit is not None, "does not start the program", seconds)

@@ -9,21 +9,30 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from flagcore_hosts.checks import HostReport, host_problems, host_warnings, inspect_hosts, port_problems
+from flagcore_hosts.checks import (
+    HostReport,
+    HostSpeed,
+    host_problems,
+    host_warnings,
+    inspect_hosts,
+    measure_speed,
+    measured_network,
+    port_problems,
+    slow_hosts,
+)
 from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import SSH, HostsLauncher
-from flagcore_hosts.speed import HostSpeed, measure_speed, measured_network, slow_hosts
 
 from extras.hosts.tests.cluster.bed import missing
 from flagcore import __version__, api
-from flagcore.api.managing.host_report import busy, host_check
+from flagcore.api.commands.host_report import busy, host_check
 from flagcore.contracts import Hosts, Network, Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from tests.cli.conftest import Flag
 from tests.cli.conftest import flag as flag
-from tests.small import SHAPE, Readings
+from tests.tasks import SHAPE, Readings
 
 FOUR = tuple(Device(index=index, chip="Chip-A") for index in range(4))
 GOOD = HostReport(
@@ -217,7 +226,7 @@ def test_hosts_must_be_able_to_connect_to_the_first_one() -> None:
     assert port_problems(launcher, hosts, {}).keys() == {hosts[0]}
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 
 def free_bytes(reader: Telemetry) -> int:

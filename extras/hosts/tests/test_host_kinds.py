@@ -21,8 +21,10 @@ from flagcore.spec.convert import parse_spec
 from flagcore.tuner.devices import require_devices
 from flagcore.tuner.launches import host_lines, planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
-from tests import small
+from tests import tasks
 from tests.launchers.processes import ended
+
+pytestmark = pytest.mark.spread
 
 HOSTS = "a slots=2 type=chip-x\nb slots=1 type=chip-y\nc slots=2 type=chip-x\n"
 PROGRAM = """
@@ -38,8 +40,8 @@ def plugin(name: str) -> SimpleNamespace:
     upper = name.upper()
     support = EngineSupport(support=Support.YES, visible_devices=(f"{upper}_VISIBLE",))
     variables = {f"{upper}_VISIBLE": "0,1", f"{upper}_SOCKET_IFNAME": "{interface}"}
-    return small.plugin(
-        chips=lambda: [replace(small.CHIP, name=f"chip-{name}", aliases=())],
+    return tasks.plugin(
+        chips=lambda: [replace(tasks.CHIP, name=f"chip-{name}", aliases=())],
         engine_support=lambda chip: support if chip.name == f"chip-{name}" else None,
         environment=lambda chip: variables if chip.name == f"chip-{name}" else None,
     )
@@ -49,7 +51,7 @@ def spec(folder: Path, lines: str = HOSTS, **cluster: Any) -> Spec:
     (folder / "hosts").write_text(lines)
     (folder / "program.py").write_text(PROGRAM)
     data = {
-        "model": small.SHAPE,
+        "model": tasks.SHAPE,
         "cluster": {"hostfile": "hosts", **cluster},
         "train": {
             "engine": "megatron",
@@ -60,20 +62,20 @@ def spec(folder: Path, lines: str = HOSTS, **cluster: Any) -> Spec:
         },
         "auto_tuner": {"launcher": "ssh"},
     }
-    return parse_spec(data, file="spec.yaml", base=folder, engines=small.ENGINES)
+    return parse_spec(data, file="spec.yaml", base=folder, engines=tasks.ENGINES)
 
 
 def platform(given: Spec) -> Platform:
     loaded = LoadedPlugins.of({"x": plugin("x"), "y": plugin("y")})
     assert loaded.failures == ()
-    return complete_by_plugins(given, loaded, small.ENGINES[given.work.engine])
+    return complete_by_plugins(given, loaded, tasks.ENGINES[given.work.engine])
 
 
 @pytest.mark.parametrize("kinds", [HOSTS, "a slots=2\nb slots=2\n"])
 def test_variables_of_a_host_override_all_others(kinds: str, tmp_path: Path) -> None:
     chip: dict[str, Any] = {} if "type" in kinds else {"chip": "chip-x"}
     there = platform(spec(tmp_path, kinds, **chip, host_envs={"b": {"X_VISIBLE": "1", "Y_VISIBLE": "1"}}))
-    planned = planned_launch(there, small.candidate(), str(tmp_path))
+    planned = planned_launch(there, tasks.candidate(), str(tmp_path))
     on_host = prepared_launch(there, planned).on_host
     assert on_host["b"].environment.items() >= {"X_VISIBLE": "1", "Y_VISIBLE": "1"}.items()
     assert on_host["a"].environment["X_VISIBLE"] == "0,1"
@@ -85,7 +87,7 @@ def test_each_host_has_the_environment_of_its_own_chip(tmp_path: Path) -> None:
     there = platform(spec(tmp_path, HOSTS.replace("a ", "127.0.0.1 "), groups=groups))
     folder = tmp_path / "trial"
     folder.mkdir()
-    planned = planned_launch(there, small.candidate(), str(folder))
+    planned = planned_launch(there, tasks.candidate(), str(folder))
     exit_record = ended(SHELL.start(prepared_launch(there, planned)))
     assert exit_record.code == 0
     order = ("127.0.0.1", "c", "b")

@@ -17,8 +17,8 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import TrialState
 from flagcore.errors import HostLost, Interrupted
 from flagcore.tuner import trial_runner
-from flagcore.tuner.loop import MAX_CONSECUTIVE_BUSY
-from tests import small
+from flagcore.tuner.hosts import MAX_CONSECUTIVE_BUSY
+from tests import tasks
 from tests.tuner.benches import Bench, Ended, plugin, sizes_of, sound, write_steps
 
 
@@ -101,7 +101,7 @@ def test_a_spare_is_used_at_once_even_if_another_spare_is_lost_too(bench: Bench)
 
 def test_fewer_nodes_are_used_after_the_wait(bench: Bench) -> None:
     bench.launcher = launcher = outage(d=1e9)
-    bench.plugin = plugin(small.CHIP)
+    bench.plugin = plugin(tasks.CHIP)
     four = cluster(*"abcd", min_nodes=2, wait=0.1, nic_bytes_per_second=1e9)
     found = bench.tune(cluster=four, repeats=0, max_trials=2)
     assert found.error is None, found.error
@@ -112,7 +112,7 @@ def test_fewer_nodes_are_used_after_the_wait(bench: Bench) -> None:
 def test_candidates_that_need_a_lost_host_are_tried_when_it_is_back(bench: Bench) -> None:
     bench.launcher = first = outage()
     first.ends = lambda number: first.down.update(c=1e9) if number == 1 else None
-    bench.plugin = plugin(small.CHIP)
+    bench.plugin = plugin(tasks.CHIP)
     three = cluster(*"abc", min_nodes=2, wait=0.1, nic_bytes_per_second=1e9)
     found = bench.tune(batch=12, cluster=three, repeats=1, max_trials=9)
     assert isinstance(found.error, HostLost)

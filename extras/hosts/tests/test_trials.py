@@ -25,14 +25,14 @@ from flagcore_hosts.trials import HostsRunning
 
 from extras.hosts.tests.cluster.bed import HOST, missing
 from flagcore import plugins
-from flagcore.api.tuning.run_best import run_best
+from flagcore.api.commands.run import run_best
 from flagcore.domain.launch import Exit, Launch
 from flagcore.errors import HostLost, LaunchError, NoDevice
 from flagcore.launchers import guard
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from tests.launchers.processes import ended, marked, within
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 HOSTS = ("a", "b", "c")
 TUNER = """

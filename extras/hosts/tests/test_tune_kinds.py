@@ -13,9 +13,9 @@ from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import SSH
 
 from flagcore import api
-from tests.small import SHAPE
+from tests.tasks import SHAPE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 PROGRAM = """
 import os, sys

@@ -16,7 +16,9 @@ from flagcore import api
 from flagcore.contracts.exchange import DEVICES_OF_HOST, shell_quoted
 from flagcore.errors import SpecError, UsageError
 from flagcore.plugins import launcher
-from tests.small import SHAPE
+from tests.tasks import SHAPE
+
+pytestmark = pytest.mark.spread
 
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "crds.json.gz").read_bytes()))
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}

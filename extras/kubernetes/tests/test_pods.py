@@ -17,7 +17,7 @@ from flagcore_hosts.hub import Hub
 from flagcore_kubernetes.join import TOKEN, proof
 from flagcore_kubernetes.launcher import HOSTS, HUB, LAUNCHER, PORT_VARIABLE, find_hosts, hold
 
-from flagcore.api.managing.host_report import host_check
+from flagcore.api.commands.host_report import host_check
 from flagcore.contracts import device_use
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec
@@ -26,7 +26,7 @@ from flagcore.launchers import guard
 from flagcore.launchers.network import free_port
 from tests.launchers.processes import MARK, ended, marked, within
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 PODS = ("localhost", "pod-1.tune", "pod-2.tune")
 TUNER = """

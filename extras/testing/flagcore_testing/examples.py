@@ -7,7 +7,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
-from flagcore.plugins import WORKLOADS, kind_of, names
+from flagcore.plugins import ENGINES, kind_of, names
 
 FOREIGN_CHIP = Chip(name="foreign chip", vendor="another vendor")
 
@@ -44,7 +44,7 @@ def example_calls(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
     group, task = group_of(chip), task_on(chip)
     yield "flagcore_topology", {"group": group}
     yield "flagcore_telemetry", {"device": Device(index=0, chip=chip.name)}
-    for engine in names(WORKLOADS):
+    for engine in names(ENGINES):
         engine_arguments = {"chip": chip, "engine": engine, "engine_version": None}
         kind = kind_of(engine)
         yield "flagcore_check_task", {"task": task_on(chip, engine), "engine_version": None}

@@ -18,7 +18,7 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.errors import SpecError
-from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names, validation
+from flagcore.plugins import ENGINES, GROUP, LoadedPlugins, load_plugins, names, validation
 from flagcore.plugins.entry_points import installed, one_line
 from flagcore.spec.plain_data import parse_yaml
 from flagcore.vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
@@ -64,7 +64,7 @@ class Subject:
     hooks: object
     distribution: Distribution | None = None
     examples: Sequence[tuple[str, TrialState]] = ()
-    engines: tuple[str, ...] = field(default_factory=lambda: names(WORKLOADS))
+    engines: tuple[str, ...] = field(default_factory=lambda: names(ENGINES))
     """The names of the installed engines."""
     memory: dict[str, Any] = field(default_factory=dict)
     """Cached results that several checks use."""

@@ -186,6 +186,7 @@ COSTS = (
     Fault("outer_levels_are_not_faster", CHIP, "value: 2.5e+10", "value: 2.5e+11", "level", also=("figures_are_consistent",)),
     Fault("kernels_do_not_exceed_peaks", CURVE, "gemm_share: 0.75", "gemm_share: 7.5", "a product in", also=("curves_are_plausible",)),
     Fault("shipped_costs_belong_to_chips", "flagcore_acme/costs/b7/serving.yaml", "", "curve: {}\nsource: {kind: estimated, method: none}\n", "costs/b7"),
+    Fault("shipped_costs_belong_to_chips", "flagcore_acme/costs/same_as.yaml", "", "curve.yaml: [{same_as: A1, chips: [B7], source: {kind: estimated, method: none}}]\n", "names b7", also=("maturity_matches_the_files",)),
     Fault("measured_kernels_have_provenance", "flagcore_acme/costs/a1/kernels.jsonl", "", "{\"kernel\": \"launch\", \"us\": 7}\n", "provenance.yaml is missing", also=("kernel_costs_are_valid",)),
     Fault("measured_bandwidth_does_not_fall", COLLECTIVES, "9.8e-03]", "9.8e-02]", "all_reduce of 4 falls"),
     Fault("measured_curves_do_not_exceed_the_link", COLLECTIVES, "6.9e-04, 9.8e-03]", "2.9e-04, 2.8e-03]", "a device sends"),

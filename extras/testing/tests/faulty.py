@@ -20,6 +20,7 @@ from flagcore.vendorkit import chip_file, engines
 
 CACHES: Any = (
     chip_file.load_chips,
+    chip_file.shared_costs,
     engines.read_engines,
     engines.all_knobs,
     engines.read_maturity,

@@ -18,6 +18,8 @@ from extras.testing.tests import faults, faults_of_data
 from extras.testing.tests.faulty import CHIP, ENVIRONMENT, PYPROJECT, Fault, broken, edit, healthy, imported
 from flagcore.domain.chip import Device
 
+pytestmark = pytest.mark.spread
+
 FAULTS = (*faults.FAULTS, *faults_of_data.FAULTS)
 
 WITHOUT_FAULT = {

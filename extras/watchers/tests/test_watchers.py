@@ -8,6 +8,8 @@ import pytest
 from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED
 from tests.report.test_watchers import EVENT
 
+pytestmark = pytest.mark.spread
+
 pytest.importorskip("flagcore_watchers", reason="flagcore-watchers is not installed: `make setup`")
 
 

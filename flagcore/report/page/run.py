@@ -44,7 +44,7 @@ Figures: TypeAlias = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData(Plan):
-    """The plan of a run as read from its result.json, and its `insight` (`flagcore.api.managing.report`).
+    """The plan of a run as read from its result.json, and its `insight` (`flagcore.api.commands.report`).
 
     - `folder`: the folder with the files of trials.
     - `folder_name`: the folder as commands on the page name it: relative to the working directory, or `.` if it is

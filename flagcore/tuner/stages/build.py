@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flagcore.contracts import Costs, Platform, Workload
+from flagcore.contracts import Costs, Engine, Platform
+from flagcore.contracts.capabilities import Bounds
 from flagcore.domain.engine import RefusedValues, ValueRule
 from flagcore.domain.knob import Factor, Knob, Requirement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Legality, Merge, Rule, Space, decode
@@ -31,12 +32,12 @@ def legality(platform: Platform) -> Legality:
     They come from the engine, from plugins' knobs, and from the values that plugins reject. Raises SpecError for an
     invalid space.
     """
-    task, workload = platform.task, platform.workload
-    engine_axes = workload.axes(task.for_engine())
+    task, engine = platform.task, platform.engine
+    engine_axes = engine.axes(task.for_engine())
     axes = (*engine_axes, *plugin_axes(task))
-    rules, merges = engine_legality(task, workload.rules, workload.merges)
+    rules, merges = engine_legality(task, engine.rules, engine.merges)
     required = [rule for knob in task.knobs for rule in _requirement_rules(task, knob, axes)]
-    release = _release_rules(task, workload, engine_axes)
+    release = _release_rules(task, engine, engine_axes)
     rejected = rejection_rules(axes, platform.value_rules, task.spec)
     return Legality(axes=axes, rules=(*rules, *required, *release, *rejected), merges=merges)
 
@@ -48,28 +49,30 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
     candidates that are likely to be fast and to fit: from their predictions follows `known_s`. With `plan`, no trial
     corrects predictions, so more candidates are removed. There are no rules if a plugin's knob changes time or memory.
     """
-    task, workload = platform.task, platform.workload
+    task, engine = platform.task, platform.engine
     effects = [effect for knob in task.knobs for effect in knob.effects.values()]
-    if not workload.bound_knobs or any((effect.time, effect.memory) != (Factor(), Factor()) for effect in effects):
+    if not isinstance(engine, Bounds) or any(
+        (effect.time, effect.memory) != (Factor(), Factor()) for effect in effects
+    ):
         return ()
 
     def values(bound: Callable[[Task, Columns, Costs], FloatArray], columns: Columns) -> FloatArray:
-        result = np.zeros(columns[workload.bound_knobs[0]].shape)
+        result = np.zeros(columns[engine.bound_knobs[0]].shape)
         for effect, group_columns, rows in rows_by_effects(task, columns):
             result[rows] = bound(task.for_engine(effect), group_columns, platform.costs)
         return result
 
     def is_not_likely(columns: Columns) -> BoolArray:
-        order = np.argsort(values(workload.least_seconds, columns), kind="stable")
+        order = np.argsort(values(engine.least_seconds, columns), kind="stable")
         sample, kept = order[:: 1 + order.size // SAMPLE_ROWS], np.zeros(order.size, dtype=np.bool_)
         sampled = {name: column[sample] for name, column in columns.items()}
         neutral = {axis.knob: np.full(sample.shape, axis.encode(axis.neutral)) for axis in axes}
         for each in (sampled, neutral | sampled):
-            fitting = sample[values(workload.least_share, each) <= PLANNED_SHARE]
+            fitting = sample[values(engine.least_share, each) <= PLANNED_SHARE]
             kept[fitting[: 1 + fitting.size // 16]] = True
         return ~kept
 
-    knobs = (*workload.bound_knobs, *(knob.name for knob in task.knobs))
+    knobs = (*engine.bound_knobs, *(knob.name for knob in task.knobs))
     if known_s is None:
         return (Rule(name=NOT_LIKELY, knobs=knobs, message="", broken=is_not_likely),)
     large, slow = PLAN_FACTORS if plan else TRIAL_FACTORS
@@ -78,13 +81,13 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
         name="far_too_slow",
         knobs=knobs,
         message=f"takes more than {slow} times as long as a known candidate, by a lower bound",
-        broken=lambda columns: values(workload.least_seconds, columns) > limit_s,
+        broken=lambda columns: values(engine.least_seconds, columns) > limit_s,
     )
     too_large = Rule(
         name="far_too_large",
         knobs=knobs,
         message=f"needs more than {large} times the memory of a device, whatever the other knobs are",
-        broken=lambda columns: values(workload.least_share, columns) > large,
+        broken=lambda columns: values(engine.least_share, columns) > large,
     )
     return too_slow, too_large, replace(too_slow, knobs=tuple(axis.knob for axis in axes))
 
@@ -102,15 +105,15 @@ SimuMax's search, which keeps 6 GB of a device of 80 GB free (MooreThreads/SimuM
 `gmi_error`). Trials measure candidates above it, too."""
 
 
-def _release_rules(task: Task, workload: Workload, engine_axes: Sequence[Axis]) -> Iterator[Rule]:
+def _release_rules(task: Task, engine: Engine, engine_axes: Sequence[Axis]) -> Iterator[Rule]:
     """Yield a rule for each knob that the engine release does not support: it requires the knob's neutral value."""
-    knobs = {knob.name: knob for knob in workload.knobs if not knob.is_available(task.spec.work.engine_version)}
+    knobs = {knob.name: knob for knob in engine.knobs if not knob.is_available(task.spec.work.engine_version)}
     for axis in engine_axes:
         if knob := knobs.get(axis.knob):
             yield Rule(
                 name=f"{knob.name}_release",
                 knobs=(knob.name,),
-                message=f"{knob.name} needs {workload.name} {knob.versions}",
+                message=f"{knob.name} needs {engine.name} {knob.versions}",
                 broken=partial(_is_set, knob.name, axis.encode(knob.neutral)),
             )
 

@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import Requirement
 
-from flagcore.contracts import HostSetup, Platform, Workload
+from flagcore.contracts import Engine, HostSetup, Platform
+from flagcore.contracts.capabilities import Advice, Installation, MixedClusters, Production, optional
 from flagcore.domain.chip import TRAINED, slowness, usual_precision
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice, ValueRule
@@ -22,7 +23,7 @@ from flagcore.tuner.devices import require_devices
 from flagcore.tuner.stages.discover import costs, discover
 
 
-def complete(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False) -> Platform:
+def complete(spec: Spec, plugins: LoadedPlugins, engine: Engine, *, plan: bool = False) -> Platform:
     """Return the platform of `spec`: the completed task, and what plugins provide for it.
 
     Each step uses the values of the steps before it. No step replaces a value of the spec.
@@ -41,16 +42,16 @@ def complete(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bo
     Raises SpecError for values that the engine or its release does not support. Raises NoDevice if no device is found,
     if a chip is unknown, or if the engine cannot run on it.
     """
-    workload.check_values(spec)
-    platform = complete_by_plugins(spec, plugins, workload, engine_version(spec, workload))
+    optional(engine, Advice).check_values(spec)
+    platform = complete_by_plugins(spec, plugins, engine, engine_version(spec, engine))
     if plan and not _runs_here(platform, plugins):
-        platform = workload.as_in_production(platform)  # step 5
-    platform = workload.as_installed(platform)  # step 6
+        platform = optional(engine, Production).as_in_production(platform)  # step 5
+    platform = optional(engine, Installation).as_installed(platform)  # step 6
     platform = with_plugin_knobs(platform)  # step 7
-    return workload.with_derived_values(platform, plan=plan)  # step 8
+    return optional(engine, MixedClusters).with_derived_values(platform, plan=plan)  # step 8
 
 
-def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, version: str | None = None) -> Platform:
+def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, engine: Engine, version: str | None = None) -> Platform:
     """Return the platform of `spec` after the steps 1 to 4 of `complete`, which ask only plugins.
 
     `version`: the engine release, None if unknown. If the cluster has several kinds of chips, the platform has only the
@@ -62,12 +63,12 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, 
     forced = [rule for rule in advice.rules if isinstance(rule, ForcedSetting)]
     requested = Task(spec=_with_settings(spec, forced), cluster=hardware.cluster)  # step 3
     task, support = _advised(requested, hardware.support, advice)  # step 4
-    engine, groups, spec = task.spec.work.engine, hardware.groups, task.spec
+    name, groups, spec = task.spec.work.engine, hardware.groups, task.spec
     chips = [group.chip for group in groups]
     usable = (device for group in groups for device in group.usable(hardware.devices, task.devices_on(group)))
     own_devices = tuple(dict.fromkeys(usable))
     readers = {device: plugins.telemetry(device) for device in own_devices}
-    environments = [plugins.environment(chip, engine, version, task) for chip in chips]
+    environments = [plugins.environment(chip, name, version, task) for chip in chips]
     environment = {name: value for variables in reversed(environments) for name, value in variables.items()}
     setups = [
         HostSetup(
@@ -82,11 +83,11 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, 
             spec.cluster.groups, groups, hardware.supports, environments, strict=False
         )
     ]
-    first_chip_knobs, *other_chips_knobs = (plugins.knobs(chip, engine, version) for chip in chips)
+    first_chip_knobs, *other_chips_knobs = (plugins.knobs(chip, name, version) for chip in chips)
     return Platform(
         task=task,
-        workload=workload,
-        costs=costs(task.cluster, plugins, engine, version),
+        engine=engine,
+        costs=costs(task.cluster, plugins, name, version),
         support=support,
         environment=_of_shell(environment),
         failure_patterns=advice.failures,
@@ -206,13 +207,11 @@ def with_plugin_knobs(platform: Platform) -> Platform:
     These are the plugins' knobs and the compared engine settings that the spec names. A plugin's knob is left out if
     the engine has a knob with the same name. Raises SpecError for an unknown knob or an invalid value.
     """
-    task, spec, workload = platform.task, platform.task.spec, platform.workload
-    engine_names = {name for knob in workload.knobs if knob.searchable or knob.comparable for name in knob.names}
+    task, spec, engine = platform.task, platform.task.spec, platform.engine
+    engine_names = {name for knob in engine.knobs if knob.searchable or knob.comparable for name in knob.names}
     plugin_knobs = tuple(knob for knob in platform.knobs if knob.name not in engine_names)
     named_knobs = {**(spec.baseline or {}), **spec.space}
-    settings = [
-        _compared_setting(task, knob) for knob in workload.knobs if knob.comparable and knob.name in named_knobs
-    ]
+    settings = [_compared_setting(task, knob) for knob in engine.knobs if knob.comparable and knob.name in named_knobs]
     chosen = (*settings, *(knob for knob in plugin_knobs if knob.name in named_knobs))
     plugin_names = ", ".join(knob.name for knob in plugin_knobs)
     if isinstance(spec.work, TrainSpec):
@@ -225,7 +224,7 @@ def with_plugin_knobs(platform: Platform) -> Platform:
         _check_knob(spec, knob)
     task = replace(task, knobs=chosen)
     try:
-        workload.axes(task.for_engine())
+        engine.axes(task.for_engine())
     except SpecError as error:
         hint = f"; knobs of plugins: {plugin_names}" if plugin_names else ""
         raise join_errors(
@@ -271,7 +270,7 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
             raise SpecError(key="train.command", problem=problem, fix="remove one of the two")
 
 
-def engine_version(spec: Spec, workload: Workload) -> str | None:
+def engine_version(spec: Spec, engine: Engine) -> str | None:
     """Return the engine release that trials of `spec` run: the one in the spec, or else the installed one.
 
     Returns None if the engine is not installed, or if trials run the user's command and the spec names no release.
@@ -279,11 +278,11 @@ def engine_version(spec: Spec, workload: Workload) -> str | None:
     work = spec.work
     if work.engine_version or work.command is not None:
         return work.engine_version
-    if workload.distribution:
-        names = [workload.distribution]
+    if engine.distribution:
+        names = [engine.distribution]
     else:
-        packages = (Requirement(each).name for each in workload.modules.values())
-        names = [name for name in packages if workload.name in name.replace("-", "")]
+        packages = (Requirement(each).name for each in engine.modules.values())
+        names = [name for name in packages if engine.name in name.replace("-", "")]
     for name in names:
         with suppress(PackageNotFoundError):
             return version(name)
@@ -293,7 +292,7 @@ def engine_version(spec: Spec, workload: Workload) -> str | None:
 def _runs_here(platform: Platform, plugins: LoadedPlugins) -> bool:
     """Return whether trials of `platform` can run on this machine."""
     try:
-        platform.workload.ready(platform.task.spec)
+        platform.engine.ready(platform.task.spec)
         require_devices(platform, plugins.devices(platform.task.spec.envs))
     except FlagError:
         return False

@@ -5,25 +5,7 @@ from dataclasses import replace
 from flagcore.contracts import Launcher, Platform, RunningLaunch
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import TimeLimit
-from flagcore.tuner.launches import limited_launch, on_hosts, planned_launch, prepared_launch, with_selected_devices
-
-
-def with_hosts(platform: Platform, launcher: Launcher) -> Platform:
-    """Return `platform` with the hosts of the next trial. Raises FlagError if too few usable hosts are left."""
-    spec = platform.task.spec
-    if not spec.on_each_host:
-        return platform
-    return on_hosts(platform, launcher.choose_hosts(spec.cluster.hosts, spec.cluster.nodes))
-
-
-def nodes_left(platform: Platform, launcher: Launcher) -> int | None:
-    """Return the number of nodes for the next trial if hosts were lost, or None if enough usable hosts are left."""
-    spec = platform.task.spec
-    if spec.cluster.min_nodes is None:
-        return None
-    usable = len(launcher.usable_hosts(spec.cluster.hosts))
-    sizes = [nodes for nodes in spec.sizes if nodes <= usable] or spec.sizes[:1]
-    return None if usable >= spec.trial_nodes else sizes[-1]
+from flagcore.tuner.launches import limited_launch, planned_launch, prepared_launch, with_selected_devices
 
 
 def launch(

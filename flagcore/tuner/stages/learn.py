@@ -1,12 +1,11 @@
-"""learn: derive the state of the search, and the interference of parallel trials, from finished trials."""
+"""learn: derive the state of the search from finished trials."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flagcore.domain.plan import Interference
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
-from flagcore.tuner.search_state import MIN_NOISE, SearchState, noise
+from flagcore.tuner.search_state import MIN_NOISE, SearchState, interference
 
 TIMED_STATES = (TrialState.MEASURED, TrialState.STOPPED)
 
@@ -41,6 +40,7 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
         repeats=repeats,
         baseline=baseline[0] if baseline else None,
         probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
+        interference=measured_interference,
     )
     measured = [each for each in by_candidate.values() if each.is_conclusive and search_state.runs_of(each.candidate)]
 
@@ -57,20 +57,3 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     settings = {*baseline[0].candidate.items} if baseline else set()
     best = min(equals, key=lambda trial: len({*trial.candidate.items} - settings), default=None)
     return replace(search_state, best=best, fastest=next(iter(order), None))
-
-
-def measured_alone(trials: Sequence[Trial]) -> Trial | None:
-    """Return the first trial of the run that was measured while no other trial ran, usually the baseline, or None."""
-    trials_alone = (trial for trial in trials if trial.fidelity == RUN and not trial.source and trial.group is None)
-    return next((trial for trial in trials_alone if trial.state is TrialState.MEASURED), None)
-
-
-def interference(trials: Sequence[Trial]) -> Interference | None:
-    """Return the last comparison of a trial that ran alone with one that ran in parallel, or None if there is none."""
-    alone_times = measured_alone(trials)
-    conclusive = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
-    if alone_times is None or not conclusive:
-        return None
-    last = conclusive[-1]
-    slowdown = alone_times.speed / last.speed - 1.0 if last.state is TrialState.MEASURED else None
-    return Interference(slowdown=slowdown, noise=noise([alone_times]), trials=(alone_times.number, last.number))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flagcore.contracts import Platform, RunningLaunch
+from flagcore.contracts.capabilities import Steps, optional
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.launch import INCONCLUSIVE, LONGEST_REASON, Exit, FailurePattern, failure
 from flagcore.domain.spec import Control, TrainSpec, objective_value
@@ -80,9 +81,9 @@ class _Monitor:
 
     def outcome(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
         """Wait until the trial ends, or stop it, and return it with its outcome."""
-        readings, workload = Readings(self.platform), self.platform.workload
-        progress = workload.progress(self.platform.task, self.folder)
-        step_limit = workload.step_limit(self.platform.task)
+        readings, reports = Readings(self.platform), optional(self.platform.engine, Steps)
+        progress = reports.progress(self.platform.task, self.folder)
+        step_limit = reports.step_limit(self.platform.task)
         start, warmup, steps_to_run = time.monotonic(), self.control.warmup_iters, step_limit
         has_run_steps = is_slower = is_too_long = False
         step_count, last_step_at = 0, 0.0
@@ -160,7 +161,7 @@ class _Monitor:
     def _measurement(self, *, partial: bool) -> Measurement:
         """Read the measurement, and scale it to whole steps if the steps were shortened. Raises FlagError."""
         task, trial = self.platform.task.for_engine(), self.trial
-        measured = self.platform.workload.read(task, trial.candidate, self.folder, partial=partial)
+        measured = self.platform.engine.read(task, trial.candidate, self.folder, partial=partial)
         partial = partial or measured.partial
         return replace(trial.shortened.scaled(measured) if trial.shortened else measured, partial=partial)
 
@@ -198,7 +199,7 @@ class _Monitor:
 
     @property
     def _failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return (*self.platform.failure_patterns, *self.platform.workload.failure_patterns())
+        return (*self.platform.failure_patterns, *self.platform.engine.failure_patterns())
 
     def _checked(self, measured: Measurement) -> Trial:
         """Return the trial as measured, or as failed if its measurement is invalid."""

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from flagcore.contracts import Platform
+from flagcore.contracts.capabilities import Details, optional
 from flagcore.domain.plan import cost_figures
 from flagcore.domain.prediction import Interval, Prediction, Predictions, part_name
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
@@ -86,13 +87,13 @@ def _received(connection: Connection | None) -> Predictions | None:
 
 def predict_columns(platform: Platform, columns: Columns) -> Predictions:
     """Return the predictions for all rows of `columns`: the engine's, with the effects of the task's knobs."""
-    task, workload, costs = platform.task, platform.workload, platform.costs
+    task, engine, costs = platform.task, platform.engine, platform.costs
     parts, order = [], []
     for effects, group_columns, rows in rows_by_effects(task, columns):
-        parts.append(scaled(workload.predict(task.for_engine(effects), group_columns, costs), effects))
+        parts.append(scaled(engine.predict(task.for_engine(effects), group_columns, costs), effects))
         order.append(rows)
     if len(parts) <= 1:
-        return parts[0] if parts else workload.predict(task.for_engine(), columns, costs)
+        return parts[0] if parts else engine.predict(task.for_engine(), columns, costs)
     original_order: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
     return Predictions.join(parts).take(original_order)
 
@@ -102,10 +103,11 @@ def predict_components(platform: Platform, columns: Columns, stages: IntArray) -
 
     `stages`: for each row, the pipeline stage whose metrics are returned. Factors of knobs' effects are not applied.
     """
+    details = optional(platform.engine, Details)
     figures_by_component: dict[str, dict[str, FloatArray]] = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
         task = platform.task.for_engine(effects)
-        components = platform.workload.components(task, group_columns, stages[rows], platform.costs)
+        components = details.components(task, group_columns, stages[rows], platform.costs)
         for component, figures in components.items():
             for name, values in figures.items():
                 figures_by_component.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values
@@ -114,9 +116,9 @@ def predict_components(platform: Platform, columns: Columns, stages: IntArray) -
 
 def predict_stage_layers(platform: Platform, columns: Columns) -> dict[int, Sequence[int]]:
     """Return the number of layers of each pipeline stage, by row, for rows whose layer split the engine chooses."""
-    layers_by_row = {}
+    details, layers_by_row = optional(platform.engine, Details), {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
-        layers = platform.workload.stage_layers(platform.task.for_engine(effects), group_columns, platform.costs)
+        layers = details.stage_layers(platform.task.for_engine(effects), group_columns, platform.costs)
         layers_by_row.update({int(row): each for row, each in zip(rows, layers, strict=False) if each})
     return layers_by_row
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import Problem, PruningRule
+from flagcore.contracts.capabilities import Pruning, optional
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import (
     DOES_AS_MUCH_WORK,
@@ -85,11 +86,16 @@ def _by_trial(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool) -
     They do at least as much work, or need at least as much memory. `itself`: whether the candidate of the trial is
     removed, too.
     """
-    workload, predictions, rows, space = problem.workload, problem.predictions, pruned.open_rows, problem.space
+    order, predictions, rows, space = (
+        optional(problem.engine, Pruning),
+        problem.predictions,
+        pruned.open_rows,
+        problem.space,
+    )
     if trial.state is TrialState.OUT_OF_MEMORY:
-        name, is_at_least, predicted = NEEDS_AS_MUCH_MEMORY, workload.needs_at_least, predictions.device_used_bytes
+        name, is_at_least, predicted = NEEDS_AS_MUCH_MEMORY, order.needs_at_least, predictions.device_used_bytes
     else:
-        name, is_at_least, predicted = DOES_AS_MUCH_WORK, workload.takes_at_least, predictions.step_time_s
+        name, is_at_least, predicted = DOES_AS_MUCH_WORK, order.takes_at_least, predictions.step_time_s
     if not rows.size or trial.state not in (TrialState.OUT_OF_MEMORY, TrialState.MEASURED):
         return pruned
     columns = space.columns(rows)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flagcore import api
-from flagcore.api.managing import report
+from flagcore.api.commands import report
 from flagcore.errors import RunError
 from tests.cli.conftest import Flag, Project
 from tests.report.page.conftest import KINDS, Runs

@@ -14,8 +14,8 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.spec.jobs import read_job
 from flagcore.tuner.calibration import Experience
-from tests import small
-from tests.small import ENGINES
+from tests import tasks
+from tests.tasks import ENGINES
 
 
 @pytest.fixture
@@ -25,11 +25,11 @@ def experience(tmp_path: Path) -> Experience:
 
 def trial(number: int, state: TrialState = TrialState.MEASURED) -> Trial:
     step = 2.0 if state is TrialState.MEASURED else None
-    return small.trial(number, small.candidate(micro_batch_size=number + 1), step, spread_s=0.1, state=state)
+    return tasks.trial(number, tasks.candidate(micro_batch_size=number + 1), step, spread_s=0.1, state=state)
 
 
 def test_measured_trials_are_found_again_by_chip_and_engine(experience: Experience) -> None:
-    task = small.task(small.DENSE)
+    task = tasks.task(tasks.DENSE)
     chip, engine = task.cluster.groups[0].chip, task.spec.train.engine
     experience.save("one", task, [trial(0), trial(1, TrialState.FAILED)])
     (record,) = experience.records(chip, engine)
@@ -40,7 +40,7 @@ def test_measured_trials_are_found_again_by_chip_and_engine(experience: Experien
 
 
 def serving(*loads: Load) -> Task:
-    task = small.task(small.DENSE)
+    task = tasks.task(tasks.DENSE)
     work = ServeSpec(engine="vllm", loads=loads, engine_args={"max_model_len": 2048})
     return replace(task, spec=replace(task.spec, work=work, objective="output_tokens_per_s"))
 
@@ -73,8 +73,8 @@ def test_a_weights_file_is_stored_in_the_record_and_a_folder_is_not(experience: 
 @pytest.mark.parametrize(
     ("task", "done"),
     [
-        (small.task(small.DENSE), trial(0, TrialState.FAILED)),
-        (small.task(replace(small.DENSE, windows=Windows(num_layers=1, tokens=128))), trial(0)),
+        (tasks.task(tasks.DENSE), trial(0, TrialState.FAILED)),
+        (tasks.task(replace(tasks.DENSE, windows=Windows(num_layers=1, tokens=128))), trial(0)),
         (serving(Load(concurrency=1), Load(concurrency=8)), trial(0)),
     ],
     ids=["no measurement", "a model that a record cannot describe", "several loads"],

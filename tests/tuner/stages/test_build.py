@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
 from flagcore.domain.engine import ForcedSetting, RefusedValues
 from flagcore.domain.knob import Knob
@@ -19,15 +19,15 @@ from flagcore.domain.spec import Task
 from flagcore.errors import NoDevice, SpecError
 from flagcore.tuner.stages import build as build_module
 from flagcore.tuner.stages.build import build, check, legality, rejection_rules
-from tests import small
+from tests import tasks
 
 MODELS = {
-    "dense": small.DENSE,
-    "dense of 6 layers": dataclasses.replace(small.DENSE, num_layers=6),
-    "few groups": dataclasses.replace(small.DENSE, num_query_groups=1),
-    "experts": small.EXPERTS,
+    "dense": tasks.DENSE,
+    "dense of 6 layers": dataclasses.replace(tasks.DENSE, num_layers=6),
+    "few groups": dataclasses.replace(tasks.DENSE, num_query_groups=1),
+    "experts": tasks.EXPERTS,
     "6 experts, a dense layer": dataclasses.replace(
-        small.EXPERTS, num_moe_experts=6, moe_first_dense_layers=1, moe_shared_expert_intermediate_size=48
+        tasks.EXPERTS, num_moe_experts=6, moe_first_dense_layers=1, moe_shared_expert_intermediate_size=48
     ),
 }
 
@@ -64,14 +64,14 @@ def random_task(seed: int) -> Task:
         "recompute_granularity": draw.choice([("full",), ("full", "selective"), (None, "full")]),
     }
     length, batch = draw.choice([96, 128, 130]), draw.choice([4, 6, 8])
-    return small.task(model, devices=draw.choice([2, 4, 6]), space=space, seq_length=length, global_batch_size=batch)
+    return tasks.task(model, devices=draw.choice([2, 4, 6]), space=space, seq_length=length, global_batch_size=batch)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_space_equals_an_enumeration_and_its_counts_add_up(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "CHUNK", 7 if seed % 2 else build_module.CHUNK)
     task = random_task(seed)
-    axes, rules, merges = WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task)
+    axes, rules, merges = ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task)
     space = build(axes, rules, merges)
     columns = space.columns()
     rows = list(zip(*(columns[axis.knob].tolist() for axis in space.axes), strict=True))
@@ -92,7 +92,7 @@ def test_each_rule_counts_all_combinations_that_it_removes() -> None:
 
 def test_find_returns_rows_of_candidates_in_the_space_only() -> None:
     task = random_task(3)
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
     assert [space.find(space.candidate(row)) for row in range(len(space))] == list(range(len(space)))
     values = space.candidate(0).as_dict()
     assert space.find(Candidate.of(values | {"micro_batch_size": 977})) is None
@@ -118,7 +118,7 @@ def test_a_candidate_that_was_not_listed_can_be_added_once() -> None:
 def test_a_plugin_that_refuses_values_of_no_knob_is_reported() -> None:
     refused = RefusedValues(name="odd", knob="block_size", values=(16,), reason="?")
     with pytest.raises(NoDevice, match=r"block_size.*rule odd"):
-        rejection_rules(WORKLOAD.axes(small.task()), [refused], small.task().spec)
+        rejection_rules(ENGINE.axes(tasks.task()), [refused], tasks.task().spec)
 
 
 @pytest.mark.parametrize(
@@ -137,17 +137,17 @@ def test_a_plugin_that_refuses_values_of_no_knob_is_reported() -> None:
     ],
 )
 def test_a_plugin_may_refuse_some_values(refused: RefusedValues, values: tuple[Any, ...], broken: list[bool]) -> None:
-    axes = WORKLOAD.axes(small.task())
-    (rule,) = rejection_rules(axes, [refused], small.task().spec)
+    axes = ENGINE.axes(tasks.task())
+    (rule,) = rejection_rules(axes, [refused], tasks.task().spec)
     axis = next(axis for axis in axes if axis.knob == refused.knob)
     assert rule.broken({refused.knob: np.array([axis.encode(value) for value in values])}).tolist() == broken
     assert ("more than 4" in rule.message) == (refused.above == 4)
 
 
 def test_check_reports_the_broken_rules_of_one_candidate() -> None:
-    task = small.task()
-    columns = WORKLOAD.columns(task, {"tensor_model_parallel_size": 3, "micro_batch_size": 3})
-    canonical, broken = check(columns, WORKLOAD.rules(task), WORKLOAD.merges(task))
+    task = tasks.task()
+    columns = ENGINE.columns(task, {"tensor_model_parallel_size": 3, "micro_batch_size": 3})
+    canonical, broken = check(columns, ENGINE.rules(task), ENGINE.merges(task))
     assert {"world_size", "attention_heads", "global_batch_size"} <= {rule.name for rule in broken}
     assert canonical["tensor_model_parallel_size"].tolist() == [3]
 
@@ -175,18 +175,18 @@ def test_more_candidates_than_can_be_held_are_refused(monkeypatch: pytest.Monkey
 
 def test_ten_million_combinations_need_little_memory() -> None:
     model = dataclasses.replace(
-        small.EXPERTS,
+        tasks.EXPERTS,
         num_layers=24,
         num_attention_heads=32,
         num_query_groups=8,
         num_moe_experts=32,
         ffn_hidden_size=4096,
     )
-    task = small.task(
+    task = tasks.task(
         model, devices=16, seq_length=4096, global_batch_size=64, space={"recompute_granularity": ("full",)}
     )
     tracemalloc.start()
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert space.combinations >= 10_000_000
@@ -206,9 +206,9 @@ def test_ten_million_combinations_need_little_memory() -> None:
     ],
 )
 def test_a_plugin_may_refuse_a_fixed_setting(knob: str, train: dict[str, Any], took: bool) -> None:
-    task = small.task(space={"micro_batch_size": (1,)}, **train)
+    task = tasks.task(space={"micro_batch_size": (1,)}, **train)
     refused = RefusedValues(name="no_fp8", knob=knob, values=("fp8",), reason="it has no units")
-    axes = WORKLOAD.axes(task)
+    axes = ENGINE.axes(task)
     (rule,) = rejection_rules(axes, [refused], task.spec)
     space = build(axes, [rule], ())
     assert (len(space) == 0) == took
@@ -219,14 +219,14 @@ def test_a_plugin_may_refuse_a_fixed_setting(knob: str, train: dict[str, Any], t
 def test_a_forced_setting_refuses_another_user_value() -> None:
     forced = ForcedSetting(name="one_way", setting="settings.cp_comm_type", value="p2p", reason="others hang")
     for value, broken in ((None, False), ("p2p", False), ("a2a", True)):
-        task = small.task(settings={"cp_comm_type": value} if value else {})
-        (rule,) = rejection_rules(WORKLOAD.axes(task), [forced], task.spec)
+        task = tasks.task(settings={"cp_comm_type": value} if value else {})
+        (rule,) = rejection_rules(ENGINE.axes(task), [forced], task.spec)
         assert rule.broken({"data_parallel_size": np.array([1])}).tolist() == [broken]
     assert "settings.cp_comm_type = a2a: it must be p2p: others hang" in rule.message
 
 
 def test_a_knob_that_a_release_lacks_is_neutral_there() -> None:
-    workload = SimpleNamespace(
+    engine = SimpleNamespace(
         name="acme",
         knobs=(Knob(name="fused", kind="flag", neutral=False, versions=">=2"),),
         axes=lambda task: (Axis(knob="fused", values=(False, True), neutral=False, is_flag=True),),
@@ -234,6 +234,6 @@ def test_a_knob_that_a_release_lacks_is_neutral_there() -> None:
         merges=lambda task: (),
     )
     for version, broken in (("1.4", [False, True]), ("2.0", None), (None, None)):
-        rules = legality(small.platform(small.task(engine_version=version), workload=workload)).rules
+        rules = legality(tasks.platform(tasks.task(engine_version=version), engine=engine)).rules
         found = [rule.broken({"fused": np.array([0, 1])}).tolist() for rule in rules]
         assert found == ([] if broken is None else [broken])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Chip, Device, Fact, Support
@@ -22,10 +22,10 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.devices import require_devices
 from flagcore.tuner.launches import prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
-from tests import small
+from tests import tasks
 
 SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
-CPU = replace(small.CHIP, name="plain-cpu", aliases=(), devices_per_node=2)
+CPU = replace(tasks.CHIP, name="plain-cpu", aliases=(), devices_per_node=2)
 
 
 def plugin(chip: Chip, count: int = 0, *, called: str = "", support: object = None, **hooks: Any) -> SimpleNamespace:
@@ -34,15 +34,15 @@ def plugin(chip: Chip, count: int = 0, *, called: str = "", support: object = No
     found = [Device(index=n, chip=called or chip.name, memory_bytes=(40 + n) << 30) for n in range(count)]
     usual = {"chips": lambda: [chip], "devices": lambda: found}
     known = chip.name
-    return small.plugin(**usual, engine_support=lambda chip, engine: answer if chip.name == known else None, **hooks)
+    return tasks.plugin(**usual, engine_support=lambda chip, engine: answer if chip.name == known else None, **hooks)
 
 
 def spec(**cluster: Any) -> Spec:
-    return replace(small.task().spec, cluster=ClusterSpec(**cluster))
+    return replace(tasks.task().spec, cluster=ClusterSpec(**cluster))
 
 
 def completed(spec: Spec, plugins: LoadedPlugins) -> Platform:
-    return complete_by_plugins(spec, plugins, small.ENGINES[spec.work.engine])
+    return complete_by_plugins(spec, plugins, tasks.ENGINES[spec.work.engine])
 
 
 def loaded(**plugins: object) -> LoadedPlugins:
@@ -52,7 +52,7 @@ def loaded(**plugins: object) -> LoadedPlugins:
 
 
 def test_local_devices_are_the_default_cluster() -> None:
-    platform = completed(spec(), loaded(x=plugin(small.CHIP, 4, called="TEST accelerator 9000")))
+    platform = completed(spec(), loaded(x=plugin(tasks.CHIP, 4, called="TEST accelerator 9000")))
     group = platform.task.cluster.groups[0]
     assert (group.chip.name, group.devices) == ("test-chip", 4)
     assert group.memory_bytes == 40 << 30
@@ -60,7 +60,7 @@ def test_local_devices_are_the_default_cluster() -> None:
 
 
 def test_a_chip_can_be_planned_for_without_the_hardware() -> None:
-    platform = completed(spec(chip="TEST-CHIP", nodes=2), loaded(x=plugin(small.CHIP)))
+    platform = completed(spec(chip="TEST-CHIP", nodes=2), loaded(x=plugin(tasks.CHIP)))
     group = platform.task.cluster.groups[0]
     assert group.devices == 16
     assert platform.costs.memory.capacity_bytes() == 80e9
@@ -68,16 +68,16 @@ def test_a_chip_can_be_planned_for_without_the_hardware() -> None:
         require_devices(platform, ())
 
 
-SECOND = replace(small.CHIP, name="other", aliases=())
+SECOND = replace(tasks.CHIP, name="other", aliases=())
 
 
 @pytest.mark.parametrize(
     ("cluster", "plugins", "name", "devices", "memory"),
     [
-        ({"devices_per_node": 2, "memory_bytes_per_device": 1 << 30}, [plugin(small.CHIP, 4)], "test-chip", 2, 1 << 30),
-        ({}, [plugin(CPU, 64, support=SHARED), plugin(small.CHIP, 1)], "test-chip", 1, 40 << 30),
-        ({}, [plugin(SECOND, 2), plugin(small.CHIP, 3)], "test-chip", 3, 40 << 30),
-        ({"chip": "other"}, [plugin(SECOND, 2), plugin(small.CHIP, 3)], "other", 2, 40 << 30),
+        ({"devices_per_node": 2, "memory_bytes_per_device": 1 << 30}, [plugin(tasks.CHIP, 4)], "test-chip", 2, 1 << 30),
+        ({}, [plugin(CPU, 64, support=SHARED), plugin(tasks.CHIP, 1)], "test-chip", 1, 40 << 30),
+        ({}, [plugin(SECOND, 2), plugin(tasks.CHIP, 3)], "test-chip", 3, 40 << 30),
+        ({"chip": "other"}, [plugin(SECOND, 2), plugin(tasks.CHIP, 3)], "other", 2, 40 << 30),
     ],
     ids=["the cluster of the spec", "a CPU comes last", "more devices", "a chip of the spec"],
 )
@@ -92,13 +92,13 @@ def test_the_chip_is_that_of_the_spec_or_the_accelerator_with_most_devices(
 @pytest.mark.parametrize(
     ("cluster", "plugins", "words"),
     [
-        ({"chip": "nosuch"}, [plugin(small.CHIP), plugin(CPU, 2)], "'nosuch' .* known chips: plain-cpu, test-chip"),
-        ({"groups": (ClusterSpec(chip="test-chip"), ClusterSpec(chip="nosuch"))}, [plugin(small.CHIP)], r"groups\[1\]"),
-        ({}, [plugin(small.CHIP)], "no device at all"),
+        ({"chip": "nosuch"}, [plugin(tasks.CHIP), plugin(CPU, 2)], "'nosuch' .* known chips: plain-cpu, test-chip"),
+        ({"groups": (ClusterSpec(chip="test-chip"), ClusterSpec(chip="nosuch"))}, [plugin(tasks.CHIP)], r"groups\[1\]"),
+        ({}, [plugin(tasks.CHIP)], "no device at all"),
         ({}, [], "no device at all"),
-        ({}, [plugin(small.CHIP, 1, called="Strange 1")], "found Strange 1"),
+        ({}, [plugin(tasks.CHIP, 1, called="Strange 1")], "found Strange 1"),
         *(
-            ({}, [plugin(small.CHIP, 1, support=EngineSupport(support=each, reason="no send"))], "megatron.*no send")
+            ({}, [plugin(tasks.CHIP, 1, support=EngineSupport(support=each, reason="no send"))], "megatron.*no send")
             for each in (Support.IMPOSSIBLE, Support.NOT_YET)
         ),
     ],
@@ -115,7 +115,7 @@ def test_the_cpu_is_not_used_if_a_vendors_tool_failed() -> None:
         logging.getLogger("flagcore_x").warning("x-smi failed with exit status 9")
         return []
 
-    vendor, cpu = plugin(small.CHIP), plugin(CPU, 64, support=SHARED)
+    vendor, cpu = plugin(tasks.CHIP), plugin(CPU, 64, support=SHARED)
     vendor.flagcore_devices = hookimpl(failing)
     with pytest.raises(NoDevice, match=r"only plain-cpu is left.*x-smi failed with exit status 9.*chip: plain-cpu"):
         completed(spec(), loaded(a=cpu, z=vendor))
@@ -125,7 +125,7 @@ def test_the_cpu_is_not_used_if_a_vendors_tool_failed() -> None:
 
 
 def test_more_devices_than_available_can_be_planned_but_not_run() -> None:
-    plugins = loaded(x=plugin(small.CHIP, 2))
+    plugins = loaded(x=plugin(tasks.CHIP, 2))
     platform = completed(spec(devices_per_node=8), plugins)
     with pytest.raises(NoDevice, match="devices_per_node = 8, but this machine has 2"):
         require_devices(platform, plugins.devices())
@@ -140,7 +140,7 @@ def test_processes_may_outnumber_the_cores_of_a_shared_machine() -> None:
 
 
 def test_unknown_support_allows_planning_only() -> None:
-    silent = SimpleNamespace(**{k: v for k, v in vars(plugin(small.CHIP, 1)).items() if "support" not in k})
+    silent = SimpleNamespace(**{k: v for k, v in vars(plugin(tasks.CHIP, 1)).items() if "support" not in k})
     platform = completed(spec(), loaded(x=silent))
     assert platform.support.support is Support.UNKNOWN
     with pytest.raises(NoDevice, match="no installed plugin defines how megatron runs on test-chip"):
@@ -148,18 +148,18 @@ def test_unknown_support_allows_planning_only() -> None:
 
 
 OTHER = replace(
-    small.CHIP,
+    tasks.CHIP,
     name="other",
     aliases=(),
-    memory_bytes=Fact(value=32e9, source=small.SOURCE),
-    nic_bytes_per_second=Fact(value=10e9, source=small.SOURCE),
+    memory_bytes=Fact(value=32e9, source=tasks.SOURCE),
+    nic_bytes_per_second=Fact(value=10e9, source=tasks.SOURCE),
 )
 GROUPS = (ClusterSpec(chip="test-chip", nodes=2, nic_bytes_per_second=50e9), ClusterSpec(chip="other"))
 SEND = np.array([2.0**26]), np.array([2]), np.array([1])
 
 
 def test_each_node_group_has_its_own_chip_and_costs() -> None:
-    platform = completed(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER)))
+    platform = completed(spec(groups=GROUPS), loaded(x=plugin(tasks.CHIP), y=plugin(OTHER)))
     cluster, costs = platform.task.cluster, platform.costs
     assert (cluster.chips, cluster.devices) == ("16 x test-chip + 8 x other", 24)
     assert list(costs.further) == [16]
@@ -167,7 +167,7 @@ def test_each_node_group_has_its_own_chip_and_costs() -> None:
 
 
 def test_messages_between_node_groups_take_the_slower_network() -> None:
-    plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER))
+    plugins = loaded(x=plugin(tasks.CHIP), y=plugin(OTHER))
     costs = completed(spec(groups=GROUPS), plugins).costs
     both = completed(spec(groups=(GROUPS[1], GROUPS[1])), plugins).costs
     single = completed(spec(chip="other", nodes=2), plugins).costs
@@ -186,11 +186,11 @@ def test_messages_between_vendors_without_a_common_library_go_through_the_hosts(
     for names in ((), ("a-lib",), ("a-lib", "b-lib")):
         support = EngineSupport(support=Support.YES, cross_vendor_libraries=names)
         own = EngineSupport(support=Support.YES, cross_vendor_libraries=("b-lib",))
-        plugins = loaded(x=plugin(small.CHIP, support=own), y=plugin(foreign, support=support))
+        plugins = loaded(x=plugin(tasks.CHIP, support=own), y=plugin(foreign, support=support))
         platform = completed(spec(groups=GROUPS), plugins)
         found[names] = platform.costs.between.seconds("send", *SEND), len(platform.support.notes)
         costs = platform.costs
-    direct = completed(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER))).costs.between
+    direct = completed(spec(groups=GROUPS), loaded(x=plugin(tasks.CHIP), y=plugin(OTHER))).costs.between
     assert found["a-lib", "b-lib"] == (direct.seconds("send", *SEND), 0)
     copies = sum(each.kernels.host_copy_seconds(SEND[0]) for each in costs.groups)
     for names in ((), ("a-lib",)):
@@ -199,24 +199,24 @@ def test_messages_between_vendors_without_a_common_library_go_through_the_hosts(
 
 
 def test_a_link_that_joins_many_nodes_does_not_reach_other_groups() -> None:
-    rack = replace(OTHER, link=replace(small.CHIP.link, domain_size=64))  # type: ignore[type-var]
-    plugins = loaded(x=plugin(small.CHIP), y=plugin(rack))
+    rack = replace(OTHER, link=replace(tasks.CHIP.link, domain_size=64))  # type: ignore[type-var]
+    plugins = loaded(x=plugin(tasks.CHIP), y=plugin(rack))
     found = [completed(spec(groups=(GROUPS[0], each)), plugins).costs.between for each in GROUPS[1:]]
-    plain = completed(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER))).costs.between
+    plain = completed(spec(groups=GROUPS), loaded(x=plugin(tasks.CHIP), y=plugin(OTHER))).costs.between
     assert found[0].seconds("send", *SEND) == plain.seconds("send", *SEND)
 
 
 def test_values_refused_by_one_chip_are_refused_on_a_mixed_cluster() -> None:
     refused = RefusedValues(name="no_cp", knob="context_parallel_size", values=(2,), reason="it cannot")
-    plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER, check_task=refusing(refused)))
+    plugins = loaded(x=plugin(tasks.CHIP), y=plugin(OTHER, check_task=refusing(refused)))
     assert completed(spec(groups=GROUPS), plugins).value_rules == (refused,)
     stopped_early = EngineSupport(support=Support.IMPOSSIBLE)
     with pytest.raises(NoDevice, match="megatron does not run on other"):
-        completed(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=stopped_early)))
+        completed(spec(groups=GROUPS), loaded(x=plugin(tasks.CHIP), y=plugin(OTHER, support=stopped_early)))
 
 
 def test_a_mixed_cluster_runs_only_the_users_command() -> None:
-    plugins = loaded(x=plugin(small.CHIP, 8), y=plugin(OTHER))
+    plugins = loaded(x=plugin(tasks.CHIP, 8), y=plugin(OTHER))
     platform = completed(spec(groups=GROUPS), plugins)
     with pytest.raises(NoDevice, match=r"16 x test-chip \+ 8 x other; give a train.command"):
         require_devices(platform, plugins.devices())
@@ -242,9 +242,7 @@ def test_two_groups_of_one_chip_are_predicted_as_one_cluster() -> None:
         for data, tensor, pipeline, each in layouts
     ]
     for row in rows:
-        figures = [
-            WORKLOAD.predict(each.task, WORKLOAD.columns(each.task, row), each.costs).row(0) for each in (one, two)
-        ]
+        figures = [ENGINE.predict(each.task, ENGINE.columns(each.task, row), each.costs).row(0) for each in (one, two)]
         assert figures[0] == figures[1]
         assert figures[0].step_time_s is not None
 
@@ -258,7 +256,7 @@ def test_the_users_variables_win_and_conflicts_are_reported(monkeypatch: pytest.
     monkeypatch.setenv("OF_SPEC", "shell's")
     monkeypatch.setenv("SAME", "1")
     mine = replace(spec(), envs={"OF_SPEC": "spec's"})
-    platform = completed(mine, loaded(x=plugin(small.CHIP, 2, environment=environment)))
+    platform = completed(mine, loaded(x=plugin(tasks.CHIP, 2, environment=environment)))
     assert platform.conflicts == (
         "OF_SHELL: mine from this shell overrides plugin from a plugin",
         "OF_SPEC: spec's from envs of the spec overrides plugin from a plugin",
@@ -274,7 +272,7 @@ def refusing(*rules: ValueRule) -> Any:
 
 def advising(advice: TaskAdvice) -> SimpleNamespace:
     """A plugin that gives this advice on tasks of more than one node."""
-    return small.plugin(check_task=lambda task: advice if task.cluster.groups[0].nodes > 1 else None)
+    return tasks.plugin(check_task=lambda task: advice if task.cluster.groups[0].nodes > 1 else None)
 
 
 def test_a_plugin_can_refuse_several_devices_and_mixed_chips() -> None:
@@ -283,7 +281,7 @@ def test_a_plugin_can_refuse_several_devices_and_mixed_chips() -> None:
         reason = f"{kinds} kinds, {task.cluster.devices} devices"
         return TaskAdvice(impossible=reason if task.cluster.devices > 1 else "")
 
-    plugins = loaded(a=small.plugin(check_task=check_task), x=plugin(small.CHIP), y=plugin(CPU))
+    plugins = loaded(a=tasks.plugin(check_task=check_task), x=plugin(tasks.CHIP), y=plugin(CPU))
     assert completed(spec(chip="test-chip", devices_per_node=1), plugins).task.cluster.devices == 1
     with pytest.raises(NoDevice, match="1 kinds, 2 devices"):
         completed(spec(chip="test-chip", devices_per_node=2), plugins)
@@ -295,7 +293,7 @@ def test_a_plugin_can_refuse_several_devices_and_mixed_chips() -> None:
 
 def test_auto_means_the_preferred_value_of_a_plugin() -> None:
     preferred = PreferredSetting(setting="engine_args.block-size", value=128, reason="kernels need it")
-    plugins = loaded(a=advising(TaskAdvice(preferred=(preferred,))), x=plugin(small.CHIP))
+    plugins = loaded(a=advising(TaskAdvice(preferred=(preferred,))), x=plugin(tasks.CHIP))
     job = replace(spec(chip="test-chip", nodes=2), work=ServeSpec(engine="vllm", loads=()))
 
     def discovered(value: object) -> Spec:
@@ -308,7 +306,7 @@ def test_auto_means_the_preferred_value_of_a_plugin() -> None:
 
 
 def test_a_plugin_can_leave_out_the_first_steps_and_requests() -> None:
-    plugins = loaded(a=advising(TaskAdvice(warmup=3)), x=plugin(small.CHIP))
+    plugins = loaded(a=advising(TaskAdvice(warmup=3)), x=plugin(tasks.CHIP))
     job = spec(chip="test-chip", nodes=2)
     control = completed(job, plugins).task.spec.control
     assert (control.warmup_iters, control.train_iters) == (3, job.control.train_iters + 2)
@@ -323,7 +321,7 @@ def test_a_plugin_can_set_missing_settings_of_a_task() -> None:
     forced = ForcedSetting(name="must", setting="settings.sequence_parallel", value=True, reason="nothing else works")
     worst = RefusedValues(name="no_pipelines", knob="pipeline_model_parallel_size", values=(8,), reason="no links")
     advice = TaskAdvice(preferred=(stored, set_), notes=("nodes are far apart",))
-    chip = plugin(small.CHIP, check_task=refusing(worst, forced))
+    chip = plugin(tasks.CHIP, check_task=refusing(worst, forced))
     requested = spec(chip="test-chip", nodes=2)
     work = replace(requested.work, command=("train.py",), settings={"fp8_margin": 2})
     platform = completed(replace(requested, work=work), loaded(a=advising(advice), x=chip))
@@ -340,8 +338,8 @@ def test_cpus_are_those_of_the_host_with_the_devices(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
 
     def cpus(devices: int, **cluster: Any) -> int | None:
-        with_chip = loaded(vendor=plugin(small.CHIP, devices))
-        return completed(spec(chip=small.CHIP.name, **cluster), with_chip).task.cluster.groups[0].cpus_per_node
+        with_chip = loaded(vendor=plugin(tasks.CHIP, devices))
+        return completed(spec(chip=tasks.CHIP.name, **cluster), with_chip).task.cluster.groups[0].cpus_per_node
 
     assert cpus(devices=2) == 3
     assert cpus(devices=2, cpus_per_node=64) == 64
@@ -349,7 +347,7 @@ def test_cpus_are_those_of_the_host_with_the_devices(monkeypatch: pytest.MonkeyP
 
 
 def rates(**flops: float) -> dict[str, Any]:
-    source = small.CHIP.dense_flops_per_second["bf16"].source
+    source = tasks.CHIP.dense_flops_per_second["bf16"].source
     return {name: Fact(value=value, source=source) for name, value in flops.items()}
 
 
@@ -369,7 +367,7 @@ def rates(**flops: float) -> dict[str, Any]:
 def test_an_automatic_precision_is_the_fastest_in_which_the_chip_trains(
     flops: dict[str, Any], support: dict[str, Any], precision: str
 ) -> None:
-    chip = replace(small.CHIP, dense_flops_per_second=flops)
+    chip = replace(tasks.CHIP, dense_flops_per_second=flops)
     refused = RefusedValues(name="no", knob="precision", values=support.get("refused", ()), reason="none")
     own = replace(SHARED, shared_devices=support.get("shared_devices", False))
     plugins = loaded(acme=plugin(chip, 2, support=own, check_task=refusing(refused)))
@@ -381,8 +379,8 @@ def test_an_automatic_precision_is_the_fastest_in_which_the_chip_trains(
 
 
 def test_an_automatic_precision_is_one_of_all_chips() -> None:
-    new = replace(small.CHIP, name="N1", aliases=(), dense_flops_per_second=rates(fp32=1e13, fp16=2e14, bf16=2e14))
-    old = replace(small.CHIP, name="O1", aliases=(), dense_flops_per_second=rates(fp32=1e13, fp16=1e14))
+    new = replace(tasks.CHIP, name="N1", aliases=(), dense_flops_per_second=rates(fp32=1e13, fp16=2e14, bf16=2e14))
+    old = replace(tasks.CHIP, name="O1", aliases=(), dense_flops_per_second=rates(fp32=1e13, fp16=1e14))
     groups = (ClusterSpec(chip="N1", devices_per_node=2), ClusterSpec(chip="O1", devices_per_node=2))
     platform = completed(automatic(spec(groups=groups, nodes=2)), loaded(new=plugin(new), old=plugin(old)))
     assert platform.task.spec.train.precision == "fp16"
@@ -393,8 +391,8 @@ def automatic(requested: Spec) -> Spec:
 
 
 def test_a_chip_is_predicted_with_figures_that_were_measured_on_this_machine() -> None:
-    measured = replace(small.CHIP, dense_flops_per_second=rates(bf16=1.5e14))
-    own = plugin(small.CHIP, 2, measured_chip=lambda chip: measured if chip.name == small.CHIP.name else None)
+    measured = replace(tasks.CHIP, dense_flops_per_second=rates(bf16=1.5e14))
+    own = plugin(tasks.CHIP, 2, measured_chip=lambda chip: measured if chip.name == tasks.CHIP.name else None)
     plugins = loaded(acme=own)
     assert completed(spec(), plugins).task.cluster.groups[0].chip.dense_flops_per_second == rates(bf16=1.5e14)
     assert plugins.measured_chip(CPU) == CPU

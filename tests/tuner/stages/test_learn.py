@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from flagcore.domain.trial import Role
 from flagcore.tuner.stages.learn import learn
-from tests.serving import trial
+from tests.serving_trials import trial
 
 FAST, SLOW_RATIO = trial(1, 200.0, ttft=1.5), trial(2, 150.0, ttft=0.9)
 

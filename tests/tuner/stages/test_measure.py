@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import WORKLOAD, Megatron
+from flagcore_megatron.adapter import ENGINE, Megatron
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device, Support
@@ -20,11 +20,11 @@ from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Measurement, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError
 from flagcore.tuner.stages.measure import EARLY_STOP_RATIO, measure
-from tests import small
-from tests.small import Readings
+from tests import tasks
+from tests.tasks import Readings
 
-TASK = small.task(control=Control(train_iters=5, warmup_iters=1), memory_bytes=1 << 30)
-TRIAL = Trial(number=1, candidate=small.candidate(), role=Role.SEARCH, state=TrialState.RUNNING)
+TASK = tasks.task(control=Control(train_iters=5, warmup_iters=1), memory_bytes=1 << 30)
+TRIAL = Trial(number=1, candidate=tasks.candidate(), role=Role.SEARCH, state=TrialState.RUNNING)
 MEASURED = Measurement(
     step_times_s=(1.0, 1.0), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=10.0, losses=(2.0, 1.0)
 )
@@ -66,7 +66,7 @@ class Engine(Megatron):
         return self.result
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return WORKLOAD.failure_patterns()
+        return ENGINE.failure_patterns()
 
 
 def ended(code: int = 0, by: str | None = None) -> Exit:
@@ -81,7 +81,7 @@ def measured(
     best: Trial | None = None,
     trial: Trial = TRIAL,
 ) -> Trial:
-    platform = replace(platform or small.platform(TASK), workload=engine or Engine())
+    platform = replace(platform or tasks.platform(TASK), engine=engine or Engine())
     return measure(run, platform, trial, str(folder), best)
 
 
@@ -153,7 +153,7 @@ def test_an_unsuccessful_trial_has_its_state_and_reason(name: str, tmp_path: Pat
     end, log, state, words = ENDS[name]
     (tmp_path / "stderr.log").write_text(log)
     trial = replace(TRIAL, time_limit=TimeLimit(seconds=12.0, because="300 s to start"))
-    done = measured(Ran(end), tmp_path, platform=small.platform(TASK, failure_patterns=(VENDOR,)), trial=trial)
+    done = measured(Ran(end), tmp_path, platform=tasks.platform(TASK, failure_patterns=(VENDOR,)), trial=trial)
     assert done.state is state
     assert words in (done.reason or "")
     assert done.measurement is None
@@ -203,9 +203,9 @@ def test_the_engine_must_run_the_requested_settings(tmp_path: Path) -> None:
 def test_a_rank_over_its_share_of_the_machine_is_out_of_memory(shared: bool, state: TrialState, tmp_path: Path) -> None:
     support = EngineSupport(support=Support.YES, shared_devices=shared)
     greedy = Engine(result=replace(MEASURED, device_used_bytes=(1 << 30) + 1))
-    assert measured(Ran(ended()), tmp_path, greedy, small.platform(TASK, support=support)).state is state
+    assert measured(Ran(ended()), tmp_path, greedy, tasks.platform(TASK, support=support)).state is state
     modest = Engine(result=replace(MEASURED, device_used_bytes=1 << 30))
-    done = measured(Ran(ended()), tmp_path, modest, small.platform(TASK, support=support))
+    done = measured(Ran(ended()), tmp_path, modest, tasks.platform(TASK, support=support))
     assert done.state is TrialState.MEASURED
 
 
@@ -235,7 +235,7 @@ def test_devices_are_read_at_most_once_per_second(tmp_path: Path, monkeypatch: p
     run = Ran(ended(), polls=4, seconds=0.55)
     monkeypatch.setattr("flagcore.tuner.stages.measure.time.monotonic", lambda: run.now)
     reader = Readings(*({"power_watts": watts} for watts in (100.0, 200.0, 300.0, 400.0)))
-    done = measured(run, tmp_path, platform=small.platform(TASK, **small.read(devices(0), (reader,))))
+    done = measured(run, tmp_path, platform=tasks.platform(TASK, **tasks.read(devices(0), (reader,))))
     assert done.measurement.telemetry["power_watts"] == 150.0
     assert len(reader.samples) == 2
 
@@ -244,7 +244,7 @@ def test_telemetry_is_averaged_and_a_failing_reader_is_skipped(tmp_path: Path, s
     good = Readings({"power_watts": 100.0}, {"power_watts": 300.0, "odd": float("nan")})
     broken = Readings({"temperature_celsius": 40.0}, OSError("gone"))
     done = measured(
-        Ran(ended(), polls=2), tmp_path, platform=small.platform(TASK, **small.read(devices(0, 1), (good, broken)))
+        Ran(ended(), polls=2), tmp_path, platform=tasks.platform(TASK, **tasks.read(devices(0, 1), (good, broken)))
     )
     assert done.measurement.telemetry == {
         "power_watts": 200.0,
@@ -274,7 +274,7 @@ def test_unreported_memory_of_a_trial_comes_from_the_fullest_device(
     slow_clock: None,
 ) -> None:
     readers = tuple(Readings(*({"memory_used_bytes": each} for each in device)) for device in used if device)
-    platform = small.platform(TASK, **small.read(devices(*range(len(readers))), readers))
+    platform = tasks.platform(TASK, **tasks.read(devices(*range(len(readers))), readers))
     platform = replace(platform, support=support) if support else platform
     done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
     assert done.measurement.device_used_bytes == known
@@ -291,7 +291,7 @@ def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Pa
     readers = [
         Readings({"clock_hertz": clock, "power_watts": watts}) for clock, watts in ((2e9, 300), (2e9, 310), (1e9, 100))
     ]
-    platform = small.platform(TASK, **small.read(devices(0, 1, 3), readers))
+    platform = tasks.platform(TASK, **tasks.read(devices(0, 1, 3), readers))
     done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
     assert [(each["device"], each["power_watts"]) for each in done.measurement.devices] == [
         (0, 300),
@@ -304,8 +304,8 @@ def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Pa
 
 def test_telemetry_comes_from_the_devices_of_the_trial(tmp_path: Path) -> None:
     readers = tuple(Readings({"power_watts": watts, "power_limit_watts": 500}) for watts in (100, 200, 300, 400))
-    task = small.task(devices=2)
-    platform = small.platform(task, **small.read(devices(3, 2, 1, 0), readers[::-1]))
+    task = tasks.task(devices=2)
+    platform = tasks.platform(task, **tasks.read(devices(3, 2, 1, 0), readers[::-1]))
     done = measured(Ran(ended(), polls=2), tmp_path, platform=platform).measurement
     assert [(each["device"], each["power_watts"]) for each in done.devices] == [(0, 400), (1, 300)]
     assert done.telemetry.keys() == {"power_limit_watts", "power_watts", "peak_power_watts"}  # a limit has no peak
@@ -322,7 +322,7 @@ def test_trial_is_stopped_and_measured_once_its_steps_are_done(
 
 @pytest.mark.parametrize(("steady", "stopped"), [(7, True), (6, False)])
 def test_a_long_warm_up_ends_once_steps_are_steady(steady: int, stopped: bool, tmp_path: Path) -> None:
-    platform = small.platform(small.task(control=Control(train_iters=14, warmup_iters=10)))
+    platform = tasks.platform(tasks.task(control=Control(train_iters=14, warmup_iters=10)))
     run = Ran(ended(), polls=3)
     measured(run, tmp_path, Engine([9.0] + [1.0] * steady, limit=14), platform)
     assert run.stopped is stopped
@@ -380,14 +380,14 @@ def test_a_trial_is_stopped_if_its_whole_steps_are_slower_than_the_noise_of_the_
 def test_loss_of_a_peer_counts_only_if_nothing_else_explains_the_failure() -> None:
     peer = FailurePattern(pattern=r"closed by peer", state=TrialState.FAILED, weak=True)
     log = "[rank0]: RuntimeError: gloo: Connection closed by peer\n[rank1]: ValueError: heads"
-    patterns = (peer, *WORKLOAD.failure_patterns())
+    patterns = (peer, *ENGINE.failure_patterns())
     assert classify(ended(1), log, patterns) == (TrialState.INVALID, "ValueError: heads")
     assert classify(ended(1), log.partition("\n")[0], patterns)[0] is TrialState.FAILED
 
 
 def test_devices_of_different_chips_are_not_compared(tmp_path: Path) -> None:
     groups = tuple(
-        NodeGroup(chip=replace(small.CHIP, name=name), nodes=nodes, devices_per_node=count)
+        NodeGroup(chip=replace(tasks.CHIP, name=name), nodes=nodes, devices_per_node=count)
         for name, nodes, count in (("fast", 1, 2), ("slow", 2, 3))
     )
     cluster = ClusterSpec(hosts=("a", "b", "c"), nodes=3)
@@ -395,7 +395,7 @@ def test_devices_of_different_chips_are_not_compared(tmp_path: Path) -> None:
     counts = {"a": 2, "b": 3, "c": 3}
     found = tuple(Device(index=n, chip="x", host=host) for host, count in counts.items() for n in range(count))
     clocks = [3e9, 3e9, *[1e9] * 5, 0.4e9]
-    platform = small.platform(task, **small.read(found, (Readings({"clock_hertz": each}) for each in clocks)))
+    platform = tasks.platform(task, **tasks.read(found, (Readings({"clock_hertz": each}) for each in clocks)))
     done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
     assert [each["device"] for each in done.measurement.devices] == list(range(8))
     (line,) = done.measurement.slow
@@ -405,9 +405,9 @@ def test_devices_of_different_chips_are_not_compared(tmp_path: Path) -> None:
 LIMITED = replace(
     TRIAL,
     time_limit=TimeLimit(seconds=100.0, because="max_time_per_task", target_s=60.0),
-    predicted=small.prediction(compute_s=2.0),
+    predicted=tasks.prediction(compute_s=2.0),
 )
-ON_CPU = small.platform(TASK, support=EngineSupport(support=Support.YES, shared_devices=True))
+ON_CPU = tasks.platform(TASK, support=EngineSupport(support=Support.YES, shared_devices=True))
 
 
 class Steps(Engine):
@@ -422,7 +422,7 @@ class Steps(Engine):
 
 def ran(engine: Any, run: Ran, monkeypatch: pytest.MonkeyPatch, platform: Platform = ON_CPU) -> Trial:
     monkeypatch.setattr("flagcore.tuner.stages.measure.time.monotonic", lambda: run.now)
-    return measure(run, replace(platform, workload=engine), LIMITED, "", None)
+    return measure(run, replace(platform, engine=engine), LIMITED, "", None)
 
 
 def test_a_trial_without_time_for_a_second_step_ends_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +436,7 @@ def test_a_trial_without_time_for_a_second_step_ends_after_the_first(monkeypatch
 
 def test_on_an_accelerator_a_long_first_step_compiles_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Ran(ended(-15, "timeout"), polls=2, seconds=40.0)
-    done = ran(Steps((90.0,)), run, monkeypatch, small.platform(TASK))
+    done = ran(Steps((90.0,)), run, monkeypatch, tasks.platform(TASK))
     assert not run.stopped
     assert (done.state, done.finished_steps_s) == (TrialState.TIMED_OUT, ())
 
@@ -469,6 +469,6 @@ def test_the_time_without_steps_is_not_the_start_of_a_trial_that_hangs(monkeypat
 
 
 def test_steps_of_a_failed_trial_are_stored_with_its_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    platform = replace(ON_CPU, **small.read(devices(0), [Readings({"cores": 2.0})]))
+    platform = replace(ON_CPU, **tasks.read(devices(0), [Readings({"cores": 2.0})]))
     done = ran(Steps((1.0, 2.0)), Ran(ended(3), polls=1), monkeypatch, platform)
     assert (done.state, done.finished_steps_s, done.telemetry["cores"]) == (TrialState.FAILED, (1.0, 2.0), 2.0)

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -13,7 +13,7 @@ from flagcore.domain.records import prediction_record, read_prediction
 from flagcore.tuner.stages import predict as predict_module
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.predict import limit, predict, with_figures
-from tests import small
+from tests import tasks
 
 LIMITS = {part: name for part, name in PART_NAMES.items() if part != "compute_s"} | {"host_offload_s": "host offload"}
 
@@ -21,15 +21,15 @@ LIMITS = {part: name for part, name in PART_NAMES.items() if part != "compute_s"
 @pytest.mark.parametrize("part", LIMITS)
 def test_the_largest_part_besides_compute_is_the_bottleneck_if_large_enough(part: str) -> None:
     others = {name: 0.01 for name in LIMITS if name != part}
-    assert limit(small.prediction(compute_s=5.0, **others, **{part: 1.0})) == LIMITS[part]
-    assert limit(small.prediction(compute_s=5.0, **others, **{part: 0.1})) == "compute"
+    assert limit(tasks.prediction(compute_s=5.0, **others, **{part: 1.0})) == LIMITS[part]
+    assert limit(tasks.prediction(compute_s=5.0, **others, **{part: 0.1})) == "compute"
 
 
 def test_memory_is_the_bottleneck_on_a_nearly_full_device() -> None:
-    assert limit(small.prediction(used=91.0, compute_s=5.0, optimizer_s=0.1)) == "memory"
-    assert limit(small.prediction(used=91.0, compute_s=5.0, optimizer_s=1.0)) == "optimizer"
-    assert limit(small.prediction(used=89.0, compute_s=5.0)) == "compute"
-    assert limit(small.prediction(used=91.0, capacity=None, compute_s=5.0)) == "compute"
+    assert limit(tasks.prediction(used=91.0, compute_s=5.0, optimizer_s=0.1)) == "memory"
+    assert limit(tasks.prediction(used=91.0, compute_s=5.0, optimizer_s=1.0)) == "optimizer"
+    assert limit(tasks.prediction(used=89.0, compute_s=5.0)) == "compute"
+    assert limit(tasks.prediction(used=91.0, capacity=None, compute_s=5.0)) == "compute"
 
 
 @pytest.mark.slow
@@ -39,15 +39,15 @@ def test_memory_is_the_bottleneck_on_a_nearly_full_device() -> None:
 def test_predictions_do_not_depend_on_the_block_size_and_on_forks(
     chunk: int, fork_rows: int, sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = small.task(space={"micro_batch_size": (1, 2)})
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
-    at_once = WORKLOAD.predict(task, space.columns(), small.costs(task))
+    task = tasks.task(space={"micro_batch_size": (1, 2)})
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
+    at_once = ENGINE.predict(task, space.columns(), tasks.costs(task))
     monkeypatch.setattr(predict_module, "CHUNK", chunk)
     monkeypatch.setattr(predict_module, "FORK_ROWS", fork_rows)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
     if not sent:
         monkeypatch.setattr("multiprocessing.connection.Connection.send", None)
-    in_pieces = predict(small.platform(task), space)
+    in_pieces = predict(tasks.platform(task), space)
     for field in dataclasses.fields(at_once):
         one, other = getattr(at_once, field.name), getattr(in_pieces, field.name)
         assert one.keys() == other.keys() if isinstance(one, dict) else np.array_equal(one, other), field.name
@@ -55,9 +55,9 @@ def test_predictions_do_not_depend_on_the_block_size_and_on_forks(
 
 
 def test_arrays_of_different_lengths_are_an_error() -> None:
-    task = small.task()
-    columns = WORKLOAD.columns(task, {})
-    found = WORKLOAD.predict(task, columns, small.costs(task))
+    task = tasks.task()
+    columns = ENGINE.columns(task, {})
+    found = ENGINE.predict(task, columns, tasks.costs(task))
     with pytest.raises(ValueError, match="reserved_bytes"):
         dataclasses.replace(found, reserved_bytes=np.array(1.0))
     with pytest.raises(ValueError, match="compute_s"):
@@ -65,26 +65,26 @@ def test_arrays_of_different_lengths_are_an_error() -> None:
 
 
 def test_the_peak_of_a_mixed_cluster_is_the_mean_over_its_devices() -> None:
-    slow = dataclasses.replace(small.CHIP, dense_flops_per_second={"bf16": Fact(value=300e12, source=small.SOURCE)})
-    bare = dataclasses.replace(small.CHIP, dense_flops_per_second={})
+    slow = dataclasses.replace(tasks.CHIP, dense_flops_per_second={"bf16": Fact(value=300e12, source=tasks.SOURCE)})
+    bare = dataclasses.replace(tasks.CHIP, dense_flops_per_second={})
 
     def mfu(*chips: Chip) -> object:
         counts = (4, 12)[: len(chips)]
         groups = tuple(NodeGroup(chip=chip, nodes=1, devices_per_node=n) for chip, n in zip(chips, counts, strict=True))
-        task = dataclasses.replace(small.task(), cluster=Cluster(groups=groups))
-        figures = dataclasses.replace(small.prediction(compute_s=1.0), model_flops=16 * 45e12)
+        task = dataclasses.replace(tasks.task(), cluster=Cluster(groups=groups))
+        figures = dataclasses.replace(tasks.prediction(compute_s=1.0), model_flops=16 * 45e12)
         return with_figures(task, figures).mfu
 
-    assert mfu(small.CHIP, slow) == pytest.approx(45 / (0.25 * 900 + 0.75 * 300))
-    assert mfu(small.CHIP) == pytest.approx(16 * 45 / 4 / 900)
-    assert mfu(small.CHIP, bare) is None
+    assert mfu(tasks.CHIP, slow) == pytest.approx(45 / (0.25 * 900 + 0.75 * 300))
+    assert mfu(tasks.CHIP) == pytest.approx(16 * 45 / 4 / 900)
+    assert mfu(tasks.CHIP, bare) is None
 
 
 def test_a_record_has_memory_in_gib_and_rates_with_the_inverse_bounds_of_the_time() -> None:
-    task = small.task()
+    task = tasks.task()
     tokens = task.spec.train.global_batch_size * task.spec.train.seq_length / task.cluster.devices
     figures = dataclasses.replace(
-        small.prediction(used=3.0 * 2**30, capacity=4.0 * 2**30, compute_s=2.0), low_s=1.0, high_s=4.0, model_flops=8e12
+        tasks.prediction(used=3.0 * 2**30, capacity=4.0 * 2**30, compute_s=2.0), low_s=1.0, high_s=4.0, model_flops=8e12
     )
     data = prediction_record(with_figures(task, figures))
     memory = data["memory"]

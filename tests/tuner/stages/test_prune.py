@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 
 from flagcore.contracts import PruningRule
 from flagcore.domain.prediction import Predictions
@@ -26,10 +26,10 @@ from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import untried
-from tests import small
+from tests import tasks
 
-TASK = small.task(space={"recompute_granularity": ("full",)})
-SPACE = build(WORKLOAD.axes(TASK), WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
+TASK = tasks.task(space={"recompute_granularity": ("full",)})
+SPACE = build(ENGINE.axes(TASK), ENGINE.rules(TASK), ENGINE.merges(TASK))
 FULL = {
     "use_recompute": True,
     "recompute_granularity": "full",
@@ -39,17 +39,17 @@ FULL = {
 
 
 def predictions(capacity: float | None = 80e9) -> Predictions:
-    return predict(small.platform(TASK, costs=small.costs(TASK, capacity)), SPACE)
+    return predict(tasks.platform(TASK, costs=tasks.costs(TASK, capacity)), SPACE)
 
 
 def trial(candidate: Candidate, state: TrialState, number: int = 0) -> Trial:
-    return small.trial(number, candidate, 1.0 if state is TrialState.MEASURED else None, state=state)
+    return tasks.trial(number, candidate, 1.0 if state is TrialState.MEASURED else None, state=state)
 
 
 def pruned(
     trials: Sequence[Trial] = (), rules: Sequence[PruningRule] = (), of: Predictions | None = None, space: Space = SPACE
 ) -> Pruned:
-    return prune_by_trials(small.problem(small.platform(TASK), space, of or predictions(), rules), trials)
+    return prune_by_trials(tasks.problem(tasks.platform(TASK), space, of or predictions(), rules), trials)
 
 
 def rows_of(found: Pruned, name: str) -> list[int]:
@@ -81,12 +81,12 @@ def test_a_rule_is_counted_under_its_name() -> None:
 
 
 def test_a_candidate_needing_as_much_as_one_that_ran_out_of_memory_is_pruned() -> None:
-    ran_out = small.candidate(data_parallel_size=4, micro_batch_size=1, use_distributed_optimizer=True)
+    ran_out = tasks.candidate(data_parallel_size=4, micro_batch_size=1, use_distributed_optimizer=True)
     found = pruned([trial(ran_out, TrialState.OUT_OF_MEMORY, 7)])
-    larger = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=2, use_distributed_optimizer=True))
-    plain = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1))
+    larger = SPACE.find(tasks.candidate(data_parallel_size=4, micro_batch_size=2, use_distributed_optimizer=True))
+    plain = SPACE.find(tasks.candidate(data_parallel_size=4, micro_batch_size=1))
     smaller = SPACE.find(
-        small.candidate(data_parallel_size=4, micro_batch_size=1, use_distributed_optimizer=True, **FULL)
+        tasks.candidate(data_parallel_size=4, micro_batch_size=1, use_distributed_optimizer=True, **FULL)
     )
     assert larger is not None
     assert {larger, plain} <= set(rows_of(found, NEEDS_AS_MUCH_MEMORY))
@@ -96,13 +96,13 @@ def test_a_candidate_needing_as_much_as_one_that_ran_out_of_memory_is_pruned() -
 
 def test_the_candidate_of_a_trial_is_not_pruned_by_its_own_trial() -> None:
     for state in (TrialState.OUT_OF_MEMORY, TrialState.MEASURED):
-        one = small.candidate(data_parallel_size=4, micro_batch_size=1)
+        one = tasks.candidate(data_parallel_size=4, micro_batch_size=1)
         assert SPACE.find(one) in pruned([trial(one, state)]).open_rows.tolist()
 
 
 def test_more_work_than_a_measured_candidate_is_pruned_unless_less_time_is_predicted() -> None:
-    one = small.candidate(data_parallel_size=4, micro_batch_size=1)
-    recomputed = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
+    one = tasks.candidate(data_parallel_size=4, micro_batch_size=1)
+    recomputed = SPACE.find(tasks.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
     assert recomputed in rows_of(pruned([trial(one, TrialState.MEASURED, 3)]), DOES_AS_MUCH_WORK)
     predicted = predictions()
     faster = predicted.step_time_s.copy()
@@ -114,9 +114,9 @@ def test_more_work_than_a_measured_candidate_is_pruned_unless_less_time_is_predi
 @pytest.mark.parametrize("state", [TrialState.OUT_OF_MEMORY, TrialState.MEASURED])
 def test_one_value_of_a_knob_without_an_order_proves_nothing_about_the_others(state: TrialState) -> None:
     axis = Axis(knob="fabric", values=(1, 2), neutral=1, is_unordered=True)
-    space = build([*WORKLOAD.axes(TASK), axis], WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
-    one = Candidate.of({**small.candidate(data_parallel_size=4, micro_batch_size=1).as_dict(), "fabric": 2})
-    found = pruned([trial(one, state)], of=predict(small.platform(TASK), space), space=space)
+    space = build([*ENGINE.axes(TASK), axis], ENGINE.rules(TASK), ENGINE.merges(TASK))
+    one = Candidate.of({**tasks.candidate(data_parallel_size=4, micro_batch_size=1).as_dict(), "fabric": 2})
+    found = pruned([trial(one, state)], of=predict(tasks.platform(TASK), space), space=space)
     assert set(space.columns(np.flatnonzero(found.rule))["fabric"]) == {2}
 
 
@@ -145,18 +145,18 @@ def used(row: int, memory: float, number: int) -> Trial:
     "state", [TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT, TrialState.INTERRUPTED, TrialState.STOPPED]
 )
 def test_other_trial_states_prove_nothing(state: TrialState) -> None:
-    one = small.candidate(data_parallel_size=4, micro_batch_size=1)
+    one = tasks.candidate(data_parallel_size=4, micro_batch_size=1)
     assert pruned([trial(one, state)]).open_rows.size == len(SPACE)
 
 
 def test_applying_trials_one_by_one_or_together_is_equivalent() -> None:
     trials = [
-        trial(small.candidate(data_parallel_size=4, micro_batch_size=2), TrialState.OUT_OF_MEMORY, 0),
-        trial(small.candidate(tensor_model_parallel_size=4, micro_batch_size=1), TrialState.MEASURED, 1),
+        trial(tasks.candidate(data_parallel_size=4, micro_batch_size=2), TrialState.OUT_OF_MEMORY, 0),
+        trial(tasks.candidate(tensor_model_parallel_size=4, micro_batch_size=1), TrialState.MEASURED, 1),
     ]
     at_once = pruned(trials)
     before = pruned(trials[:1])
-    problem = small.problem(small.platform(TASK), SPACE, predictions(), pruned=before)
+    problem = tasks.problem(tasks.platform(TASK), SPACE, predictions(), pruned=before)
     after = prune_by_trials(problem, trials)
     assert after.rule.tolist() == at_once.rule.tolist()
     assert prune_by_trials(replace(problem, pruned=after), trials) == after
@@ -181,7 +181,7 @@ def test_counts_add_up_after_any_trials_and_the_rest_is_untried(seed: int) -> No
     assert counts.balanced
     assert (
         counts.untried
-        == untried(small.problem(small.platform(TASK), SPACE, predictions(), pruned=found), search_state).size
+        == untried(tasks.problem(tasks.platform(TASK), SPACE, predictions(), pruned=found), search_state).size
         - interrupted_and_open
     )
     assert counts.measured + counts.stopped + counts.failed == 12

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from flagcore_megatron import WORKLOAD
+from flagcore_megatron import ENGINE
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.prediction import PastMeasurements, Predictions
@@ -15,25 +15,25 @@ from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.rank import search_context as look
-from tests import small
+from tests import tasks
 
-TASK = small.task(
-    dataclasses.replace(small.DENSE, hidden_size=1024, ffn_hidden_size=4096, num_layers=8),
+TASK = tasks.task(
+    dataclasses.replace(tasks.DENSE, hidden_size=1024, ffn_hidden_size=4096, num_layers=8),
     devices=8,
     seq_length=2048,
     global_batch_size=64,
     space={"use_recompute": (False,), "context_parallel_size": (1,), "layer_split": (None,)},
 )
-SPACE = build(WORKLOAD.axes(TASK), WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
+SPACE = build(ENGINE.axes(TASK), ENGINE.rules(TASK), ENGINE.merges(TASK))
 
 
 def predictions(capacity: float | None = 80e9) -> Predictions:
-    return predict(small.platform(TASK, costs=small.costs(TASK, capacity)), SPACE)
+    return predict(tasks.platform(TASK, costs=tasks.costs(TASK, capacity)), SPACE)
 
 
 def trial_of(row: int, seconds: float | None, number: int, used: float | None = None) -> Trial:
     """A trial of `row` that was measured, or ran out of memory without `seconds`."""
-    trial = small.trial(number, SPACE.candidate(row), seconds, duration_s=30.0)
+    trial = tasks.trial(number, SPACE.candidate(row), seconds, duration_s=30.0)
     if trial.measurement is None:
         return dataclasses.replace(trial, state=TrialState.OUT_OF_MEMORY)
     memory = None if used is None else int(used)
@@ -55,7 +55,7 @@ def search_context(
     pruned = Pruned(
         rule=rule, trial=np.full(size, -1), exceeds_memory=np.zeros(size, dtype=np.bool_), rules=("elsewhere",)
     )
-    problem = small.problem(small.platform(TASK), SPACE, known, pruned=pruned)
+    problem = tasks.problem(tasks.platform(TASK), SPACE, known, pruned=pruned)
     return look(problem, learn(trials), past or PastMeasurements.empty())
 
 

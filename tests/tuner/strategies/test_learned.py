@@ -28,9 +28,9 @@ from flagcore.tuner.learning.trials import (
     observed_times,
 )
 from flagcore.tuner.strategies.learned import STRATEGY, believed
-from tests import small
-from tests import small as made_up
-from tests.tuner.strategies.contexts import SPACE, TASK, WORKLOAD, distorted, predictions, search_context, trial_of
+from tests import tasks
+from tests import tasks as made_up
+from tests.tuner.strategies.contexts import ENGINE, SPACE, TASK, distorted, predictions, search_context, trial_of
 
 KNOWN = predictions()
 
@@ -190,7 +190,7 @@ def test_noise_ends_the_search_from_the_seventh_measurement_on(count: int, noise
         trial = trial_of(int(row), float(real[row]), number)
         assert trial.measurement is not None
         measurement = replace(trial.measurement, spread_s=noise * trial.measurement.step_time_s)
-        trials.append(replace(trial, measurement=measurement, believed=small.belief(1.0, max_expected_gain=0.0)))
+        trials.append(replace(trial, measurement=measurement, believed=tasks.belief(1.0, max_expected_gain=0.0)))
     assert (STRATEGY.next(search_context(KNOWN, trials)).row is None) == ends
 
 
@@ -323,8 +323,8 @@ def known() -> Predictions:
 
 def under_limits(trials: Sequence[Trial] = ()) -> SearchContext:
     seen = search_context(known(), trials)
-    engine = SimpleNamespace(sizes=lambda task, columns: WORKLOAD.sizes(TASK, columns))
-    return made_up.with_task(seen, replace(TASK, spec=replace(TASK.spec, work=WORK)), workload=engine)
+    engine = SimpleNamespace(sizes=lambda task, columns: ENGINE.sizes(TASK, columns))
+    return made_up.with_task(seen, replace(TASK, spec=replace(TASK.spec, work=WORK)), engine=engine)
 
 
 def measured(row: int, number: int, times: float) -> Trial:

@@ -8,33 +8,31 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from flagcore_training.commands import TORCHRUN_SWITCHES, UserCommand, environment
 from packaging.version import Version
 
 from flagcore.contracts import Platform
 from flagcore.domain.files import read_regular
-from flagcore.domain.knob import Knob, in_versions, unknown_release
+from flagcore.domain.knob import unknown_release
 from flagcore.domain.secrets import redact_text
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.errors import SpecError, SpecErrors, join_errors
 from flagcore.i18n import N_, _
-from flagcore_megatron.command.arguments import ArgumentProblem, known_releases, release_table
 from flagcore_megatron.command.launch import trial_command
 from flagcore_megatron.command.trial import KNOB_REASON, Change
-from flagcore_megatron.command.user_command import (
-    TORCHRUN_SWITCHES,
-    UserCommand,
+from flagcore_megatron.mixed.hetero import mixed_job
+from flagcore_megatron.program.arguments import ArgumentProblem, known_releases, release_table
+from flagcore_megatron.program.user_command import (
     argument_table,
     detected_release,
-    environment,
     import_folders,
     release_of,
-    settings_of_command,
     user_command,
 )
-from flagcore_megatron.layers.stages import EMBEDDING, LAYOUT, LOSS
-from flagcore_megatron.mixed.hetero import mixed_job
+from flagcore_megatron.space.flags import release_problem, settings_of_command
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS
+from flagcore_megatron.space.stages import EMBEDDING, LAYOUT, LOSS
 
 KEY = "train.command"
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
@@ -244,23 +242,6 @@ def _set_values(spec: Spec) -> Iterator[tuple[str, KnobValue | SettingValue]]:
     for name, choices in spec.space.items():
         if name in BY_NAME and not isinstance(choices, str):
             yield from ((f"auto_tuner.space.{name}", value) for value in choices)
-
-
-def release_problem(knob: Knob, value: KnobValue | SettingValue, release: str) -> tuple[str, str] | None:
-    """Return the problem and the fix for a value that a release does not support. Returns None if it is supported."""
-    spellings = [flag for flag in knob.flags if flag.sets(value)]
-    if value is None or value == knob.neutral or not spellings:
-        return None
-    if words := knob.arguments(value, release):
-        table = release_table(release)
-        parse_problems = table.parse(words)[1]
-        if not parse_problems:
-            return None
-        choices = ", ".join(map(str, table.by_flag[words[0]].choices)) if words[0] in table.by_flag else ""
-        fix = f"use {choices}" if choices else parse_problems[0].fix
-        return f"is not a valid value of {words[0]} in Megatron-LM {release}", fix
-    releases = [each for each in known_releases() if any(in_versions(flag.versions, each) for flag in spellings)]
-    return f"is not supported by Megatron-LM {release}", f"remove it, or use a release among {', '.join(releases)}"
 
 
 RECOMPUTE_KNOBS = ("recompute_granularity", "recompute_method", "recompute_num_layers")

@@ -12,6 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from flagcore_training.commands import Option, UserCommand, environment, expand_command
+
 from flagcore.contracts import Platform
 from flagcore.domain.launch import Launch
 from flagcore.domain.model import Model
@@ -21,7 +23,6 @@ from flagcore.domain.spec import SLOTS, Spec, Task
 from flagcore.errors import LaunchError
 from flagcore.spec.plain_data import package_yaml
 from flagcore.spec.script import SHELLS
-from flagcore_megatron.command.arguments import Argument
 from flagcore_megatron.command.trial import (
     RENDEZVOUS_OPTIONS,
     Change,
@@ -31,21 +32,13 @@ from flagcore_megatron.command.trial import (
     set_arguments,
     set_launch_options,
 )
-from flagcore_megatron.command.user_command import (
-    Option,
-    UserCommand,
-    argument_table,
-    environment,
-    expand_command,
-    flags,
-    readable_command,
-    release_of,
-    user_command,
-)
 from flagcore_megatron.mixed import hetero
 from flagcore_megatron.mixed.hetero import NOT_PASSED, PROGRAM, Mixed
-from flagcore_megatron.mixed.meshes import SIZES
+from flagcore_megatron.program.arguments import Argument
+from flagcore_megatron.program.user_command import argument_table, readable_command, release_of, user_command
+from flagcore_megatron.space.flags import flags
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS
+from flagcore_megatron.space.meshes import SIZES
 from flagcore_megatron.space.rules import DIST_OPT
 
 ARGUMENTS_FILE = "arguments.json"

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flagcore_training.commands import Option, UserCommand
+
 from flagcore.spec.plain_data import package_yaml
-from flagcore_megatron.command.arguments import Argument, ArgumentTable
-from flagcore_megatron.command.user_command import Option, UserCommand
+from flagcore_megatron.program.arguments import Argument, ArgumentTable
 
 Effective: TypeAlias = Mapping[str, Any]
 """The values of the user's arguments, by argparse destination."""

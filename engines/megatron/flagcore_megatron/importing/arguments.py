@@ -13,8 +13,8 @@ import yaml
 
 from flagcore.errors import join_errors
 from flagcore.spec.importing import Notes
-from flagcore_megatron.layers.split import SPLIT
 from flagcore_megatron.space.knobs import LOADER
+from flagcore_megatron.space.split import SPLIT
 
 TABLES: Any = yaml.load(files(__package__).joinpath("arguments.yaml").read_text("utf-8"), LOADER)
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from flagcore_training.commands import TORCHRUN_SWITCHES, UserCommand
+
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote, SettingValue, Spec
 from flagcore.errors import SpecError, join_errors
@@ -17,14 +19,6 @@ from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import load_json
 from flagcore.spec.public import public_models, public_name
 from flagcore.spec.script import UNSET
-from flagcore_megatron.command.arguments import Argument, ArgumentSpec, release_table
-from flagcore_megatron.command.user_command import (
-    TORCHRUN_SWITCHES,
-    UserCommand,
-    detected_release,
-    parse_settings,
-    read_command,
-)
 from flagcore_megatron.importing.arguments import (
     SIZES,
     TABLES,
@@ -34,13 +28,16 @@ from flagcore_megatron.importing.arguments import (
     options,
     shape,
 )
-from flagcore_megatron.layers.split import EXPERT_TENSOR, TP
-from flagcore_megatron.layers.stages import VIRTUAL_STAGES
+from flagcore_megatron.program.arguments import Argument, ArgumentSpec, release_table
+from flagcore_megatron.program.user_command import detected_release, read_command
+from flagcore_megatron.space.flags import parse_settings
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS, in_space
+from flagcore_megatron.space.split import EXPERT_TENSOR, TP
+from flagcore_megatron.space.stages import VIRTUAL_STAGES
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a command, with notes (see `Workload.read_command`). Raises SpecError."""
+    """Return the data of a spec for a command, with notes (see `Engine.read_command`). Raises SpecError."""
     command = start.words
     user_command = read_command(command, str(directory), start.envs)
     if user_command is None:
@@ -104,7 +101,7 @@ NEWER = {
 
 
 def read_flags(text: str, spec: Spec) -> tuple[str, dict[str, SettingValue], list[str]]:
-    """See `Workload.read_flags`. By default, experts are split like all other matrices."""
+    """See `Engine.read_flags`. By default, experts are split like all other matrices."""
     words = [new for each in text.split() for new in _renamed(*each.partition("="))]
     first, *flags = re.split(r"(?:^| )--(?=[a-zA-Z])", " ".join(NEWER.get(word, word) for word in words))
     kept, unused, settings, sizes = [first.strip(" ,")], list[str](), dict[str, SettingValue](), dict[str, int]()

@@ -15,7 +15,7 @@ from flagcore_training.time.step import DEPENDS_ON, Blocks
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_megatron.layers.partition import EQUAL, LayerSplit, Paces, best_splits, leading_layers
-from flagcore_megatron.layers.stages import chunk_layers, layout_text, may_start_empty
+from flagcore_megatron.space.stages import chunk_layers, layout_text, may_start_empty
 
 FEW = 4.0
 """With at least this many micro-batches per stage, splits are not changed so that the pipeline fills faster."""
@@ -223,16 +223,27 @@ def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
         weights_room = weights_room + count * np.floor((group.memory.capacity_bytes() or np.inf) / per_layer)
     unknown = (layout.virtual > 1) & (layout.pipeline <= leading)
     may_fit: BoolArray = (weights_room >= total) | (layout.pipeline <= leading)
-    rows = np.flatnonzero(may_fit & ~unknown)
+    rows, stages = np.flatnonzero(may_fit & ~unknown), [*(start - 1.0 for start in placement.starts), last - 1.0, last]
     nowhere = np.full_like(last, -1.0)
     norm, mtp = nowhere if train.model.mtp_num_layers else last, nowhere if train.options.early_mtp else last
-    room = (layout.virtual[rows] - 1.0) * leading
-    ends = [*(start - 1.0 for start in placement.starts), np.maximum(last - 1.0, 0.0), last]
-    for place, count in zip(ends, [*counts[:-1], counts[-1] - 1.0, np.ones_like(last)], strict=True):
-        stage = place[rows].astype(np.int64)
-        room_at_stage = _Room(train, layout[rows], costs, np.zeros_like(stage), stage, norm[rows], mtp[rows])
-        room = room + count[rows] * room_at_stage.limits()
-    may_fit[rows] = room >= total
+
+    def rooms(rows: IntArray) -> list[_Room]:
+        places = [np.maximum(place[rows], 0.0).astype(np.int64) for place in stages]
+        none, *ends = np.zeros_like(places[0]), norm[rows], mtp[rows]
+        return [_Room(train, layout[rows], costs, none, place, *ends) for place in places]
+
+    # Most candidates have no room: no stage has it for the mean number of layers, nor the last for the remaining ones.
+    needed = total - (layout.virtual - 1.0) * leading
+    *others, end = rooms(rows)
+    mean = np.ceil(needed[rows] / layout.pipeline[rows])
+    has_room = end.may_have(needed[rows] - last[rows] * (mean - 1.0))
+    for room in others:
+        has_room |= room.may_have(mean)
+    may_fit[rows], rows = has_room, rows[has_room]
+    *others, end = rooms(rows)
+    for room, count in zip(others, [*counts[:-1], counts[-1] - 1.0], strict=True):
+        needed[rows] -= count[rows] * room.limits()
+    may_fit[rows] = end.may_have(needed[rows])
     return may_fit
 
 
@@ -353,6 +364,10 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
     return most
 
 
+BATCH_ROWS = 1 << 14
+"""Stages per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Room:
     """The free memory of one stage of each candidate.
@@ -374,21 +389,35 @@ class _Room:
 
         They are negative if the layers do not fit, and very large if the capacity is unknown.
         """
-        layout, place = self.layout[rows], self.place[rows].astype(np.float64)
-        norm, mtp = self.norm[rows], self.mtp[rows]
-        stages = [stage_of(self.train, layout, place, each, self.leading[rows], norm, mtp) for each in layers]
-        in_use = stages_in_use(self.train, layout, self.costs, stages)
-        return [np.nan_to_num(each.capacity, nan=1e30) - each.used for each in in_use]
+        free: list[list[FloatArray]] = [[] for _ in layers]
+        for start in range(0, rows.size, BATCH_ROWS):
+            piece = slice(start, start + BATCH_ROWS)
+            row, layout = rows[piece], self.layout[rows[piece]]
+            place, ends = self.place[row].astype(np.float64), (self.norm[row], self.mtp[row])
+            stages = [stage_of(self.train, layout, place, each[piece], self.leading[row], *ends) for each in layers]
+            for parts, each in zip(free, stages_in_use(self.train, layout, self.costs, stages), strict=True):
+                parts.append(np.nan_to_num(each.capacity, nan=1e30) - each.used)
+        return [np.concatenate([np.zeros(0), *parts]) for parts in free]
+
+    def least(self) -> FloatArray:
+        """Return the minimum number of layers of each stage."""
+        may_be_empty = (self.place == self.layout.pipeline - 1.0) | (self.place == self.mtp)
+        may_be_empty |= (self.place == 0) & may_start_empty(self.train.model)
+        return np.asarray(np.maximum(self.leading, self.layout.virtual - may_be_empty))
+
+    def may_have(self, layers: FloatArray) -> BoolArray:
+        """Return whether `layers` is at most the result of `limits`, for each stage."""
+        may_have: BoolArray = layers < self.least()
+        rows = np.flatnonzero(~may_have & (layers <= self.train.model.num_layers))
+        may_have[rows] = self.bytes(rows, layers[rows])[0] >= 0
+        return may_have
 
     def limits(self) -> FloatArray:
         """Return the maximum number of layers that fits on each stage.
 
         If a stage's minimum number of layers does not fit, the result is smaller than this minimum.
         """
-        total, index = self.train.model.num_layers, np.arange(self.place.size)
-        may_be_empty = (self.place == self.layout.pipeline - 1.0) | (self.place == self.mtp)
-        may_be_empty |= (self.place == 0) & may_start_empty(self.train.model)
-        fits = np.maximum(self.leading, self.layout.virtual - may_be_empty) - 1.0
+        total, index, fits = self.train.model.num_layers, np.arange(self.place.size), self.least() - 1.0
         mean = np.clip(np.ceil(total / self.layout.pipeline), fits + 1.0, total - 1.0)
         free, free_with_more = self.bytes(index, mean, mean + 1.0)
         fits = np.where(free_with_more >= 0, mean + 1.0, np.where(free >= 0, mean, fits))

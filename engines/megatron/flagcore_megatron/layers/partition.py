@@ -18,7 +18,7 @@ from flagcore_training.time.step import Blocks, Pace, StagePace
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray
-from flagcore_megatron.layers.stages import may_start_empty
+from flagcore_megatron.space.stages import may_start_empty
 
 EQUAL = 1.0 + 1e-9
 """Two times count as equal if their ratio is at most this."""

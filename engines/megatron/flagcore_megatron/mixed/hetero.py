@@ -6,18 +6,20 @@ Source: FlagScale 16a2dd5, `flagscale/train/arguments.py`, `train/hetero` and `r
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from flagcore_training.commands import parse_flags
+
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import KIND, Spec, Task
 from flagcore.errors import LaunchError
-from flagcore_megatron.command.user_command import parse_flags, readable_command
-from flagcore_megatron.layers.split import EXPERT_TENSOR
-from flagcore_megatron.layers.stages import FIRST, LAST, LAYOUT, parse_layout
-from flagcore_megatron.mixed.meshes import MESHES, RECOMPUTE_CODES, RECOMPUTE_KNOBS, SIZES, Meshes
 from flagcore_megatron.mixed.rules import tied
 from flagcore_megatron.mixed.trials import data_problem
 from flagcore_megatron.predict import stage_layers
+from flagcore_megatron.program.user_command import readable_command
 from flagcore_megatron.space.knobs import columns as row_of
+from flagcore_megatron.space.meshes import MESHES, RECOMPUTE_CODES, RECOMPUTE_KNOBS, SIZES, Meshes
+from flagcore_megatron.space.split import EXPERT_TENSOR
+from flagcore_megatron.space.stages import FIRST, LAST, LAYOUT, parse_layout
 
 ENABLE, MESH_FLAG = "--enable-hetero", "--hetero-process-meshes"
 TYPES, CURRENT_TYPE = "--hetero-device-types", "--hetero-current-device-type"

@@ -15,8 +15,11 @@ from flagcore_training.time.step import Blocks, Pace, costs_in_run
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
-from flagcore_megatron.layers.split import Split
-from flagcore_megatron.mixed.meshes import (
+from flagcore_megatron.mixed.rules import OF_BATCH, WHOLE_CLUSTER
+from flagcore_megatron.predict import layout_of, training
+from flagcore_megatron.space import rules as legality
+from flagcore_megatron.space.knobs import BY_NAME, candidate_columns, divisors
+from flagcore_megatron.space.meshes import (
     MBS,
     RECOMPUTE_CODES,
     RECOMPUTE_KNOBS,
@@ -26,11 +29,8 @@ from flagcore_megatron.mixed.meshes import (
     mesh_text,
     recompute_codes,
 )
-from flagcore_megatron.mixed.rules import OF_BATCH, WHOLE_CLUSTER
-from flagcore_megatron.predict import layout_of, training
-from flagcore_megatron.space import rules as legality
-from flagcore_megatron.space.knobs import BY_NAME, candidate_columns, divisors
 from flagcore_megatron.space.rules import DIST_OPT
+from flagcore_megatron.space.split import Split
 
 DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 MIN_TOKENS = 2048

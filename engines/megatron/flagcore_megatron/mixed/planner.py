@@ -23,9 +23,13 @@ from flagcore_training.time.step import costs_in_run, step_time
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.space import BoolArray, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Task
-from flagcore_megatron.layers.split import derived
 from flagcore_megatron.mixed import hetero
-from flagcore_megatron.mixed.meshes import (
+from flagcore_megatron.mixed.options import MeshOptions, mesh_columns, mesh_options, recompute_words
+from flagcore_megatron.mixed.rules import tied
+from flagcore_megatron.mixed.trials import require_runnable
+from flagcore_megatron.predict import base_inputs
+from flagcore_megatron.space.knobs import BY_NAME, program_runs_meshes
+from flagcore_megatron.space.meshes import (
     AFTER_REPLICAS,
     ALL_REPLICAS,
     CP,
@@ -44,11 +48,7 @@ from flagcore_megatron.mixed.meshes import (
     Meshes,
     mesh_text,
 )
-from flagcore_megatron.mixed.options import MeshOptions, mesh_columns, mesh_options, recompute_words
-from flagcore_megatron.mixed.rules import tied
-from flagcore_megatron.mixed.trials import program_runs_meshes, require_runnable
-from flagcore_megatron.predict import base_inputs
-from flagcore_megatron.space.knobs import BY_NAME
+from flagcore_megatron.space.split import derived
 
 PLANNED = 256
 """Number of meshes that become candidates. In addition, each order of the node groups gets an equal share of this

@@ -5,35 +5,28 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from flagcore.domain.space import Candidate, KnobValue
-from flagcore.domain.spec import AUTO, Spec, Task
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import AUTO, Task
 from flagcore.errors import SpecError
-from flagcore_megatron.mixed.meshes import (
+from flagcore_megatron.space.knobs import BY_NAME, plain_values, program_runs_meshes
+from flagcore_megatron.space.knobs import columns as row_of
+from flagcore_megatron.space.meshes import (
     DP,
     MBS,
     MESHES,
     MICROBATCHES,
-    OWN,
     PP,
     RECOMPUTE_KNOBS,
-    SPLIT,
     Meshes,
     encoded,
     groups_of_row,
 )
-from flagcore_megatron.space.knobs import BY_NAME
-from flagcore_megatron.space.knobs import columns as row_of
 
 EQUAL = "mesh_equal_sizes"
 """The rule that the meshes of a trial have equal sizes.
 
 Source: megatron-core 0.16 `parallel_state.py`, `initialize_model_parallel` accepts one TP, CP, EP and PP for all ranks,
 and derives DP; `TransformerConfig` has one recompute for all stages."""
-
-
-def program_runs_meshes(spec: Spec) -> bool:
-    """Return whether trials can run meshes, because the trial program starts on the hosts of each group."""
-    return spec.train.command is None and spec.on_each_host
 
 
 OF_DATA = "replicas_release"
@@ -82,26 +75,6 @@ def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
         count, microbatches = (int(mesh_columns[knob][0]) for knob in (DP, MICROBATCHES))
         replicas.append({"replicas": count, "microbatches": microbatches, "values": values})
     return replicas
-
-
-def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
-    """Return the knob values of a candidate, for a trial.
-
-    If flagcore's trial program runs the candidate's meshes, the knobs of a single mesh replace the knob `meshes`.
-    """
-    values = candidate.as_dict()
-    if not program_runs_meshes(task.spec):
-        return values
-    text = values.pop(MESHES, None)
-    if text is None:
-        return values
-    table = Meshes.from_task(task)
-    number = 1 + table.texts.index(str(text))
-    mesh_values = {knob: BY_NAME[knob].axis(()).decode(int(table.codes[knob][number, 0])) for knob in OWN}
-    if table.splits_data[number]:
-        replicas = int(table.codes[DP][number][table.groups[number] >= 0].sum())
-        return values | mesh_values | {DP: replicas, MBS: int(table.codes[MBS][number, 0]) or values[MBS], SPLIT: None}
-    return values | mesh_values | {PP: int(table.lengths[number]), SPLIT: "balanced"}
 
 
 def on_groups(task: Task, candidate: Candidate) -> Task:

@@ -15,10 +15,11 @@ import yaml
 
 from flagcore.domain.knob import Flag, Knob, Requirement
 from flagcore.domain.model import Model
-from flagcore.domain.space import Axis, IntArray, KnobValue
-from flagcore.domain.spec import AUTO, Task
+from flagcore.domain.space import Axis, Candidate, IntArray, KnobValue
+from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.errors import SpecError
-from flagcore_megatron.mixed import meshes
+from flagcore_megatron.space import meshes
+from flagcore_megatron.space.meshes import DP, MBS, MESHES, OWN, PP, SPLIT, Meshes
 
 SELECTIVE, FULL = 1, 2
 UNIFORM, BLOCK = 1, 2
@@ -80,9 +81,9 @@ def axes(task: Task) -> tuple[Axis, ...]:
     plain = tuple(knob.axis(task.listed_values(knob, AUTO)) for knob in SPACE_KNOBS)
     listed = task.listed_values(meshes.KNOB, AUTO)
     if len(task.cluster.groups) == 1:
-        _require_no_meshes(f"auto_tuner.space.{meshes.MESHES}", next((each for each in listed if each), None))
+        _require_no_meshes(f"auto_tuner.space.{MESHES}", next((each for each in listed if each), None))
         return plain
-    knob = replace(meshes.KNOB, words=meshes.Meshes.from_task(task).texts)
+    knob = replace(meshes.KNOB, words=Meshes.from_task(task).texts)
     return (knob.axis(listed), *plain)
 
 
@@ -103,9 +104,9 @@ def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     """
     row = candidate_columns(values)
     if len(task.cluster.groups) > 1:
-        row[meshes.MESHES] = meshes.encoded(task, values.get(meshes.MESHES))
+        row[MESHES] = meshes.encoded(task, values.get(MESHES))
     else:
-        _require_no_meshes(meshes.MESHES, values.get(meshes.MESHES))
+        _require_no_meshes(MESHES, values.get(MESHES))
     if values.get("data_parallel_size") is None:
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         used = np.prod([row[name] for name in sizes], axis=0)
@@ -128,6 +129,39 @@ def _column(knob: Knob, value: KnobValue) -> IntArray:
     except (ValueError, TypeError):
         raise SpecError(key=knob.name, value=value, problem="is not a valid value of this knob") from None
     return np.array([code], dtype=np.int64)
+
+
+def program_runs_meshes(spec: Spec) -> bool:
+    """Return whether trials can run meshes, because the trial program starts on the hosts of each group."""
+    return spec.train.command is None and spec.on_each_host
+
+
+def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
+    """Return the knob values of a candidate, for a trial.
+
+    If flagcore's trial program runs the candidate's meshes, the knobs of a single mesh replace the knob `meshes`.
+    """
+    values = candidate.as_dict()
+    if not program_runs_meshes(task.spec):
+        return values
+    text = values.pop(MESHES, None)
+    if text is None:
+        return values
+    table = Meshes.from_task(task)
+    number = 1 + table.texts.index(str(text))
+    mesh_values = {knob: BY_NAME[knob].axis(()).decode(int(table.codes[knob][number, 0])) for knob in OWN}
+    if table.splits_data[number]:
+        replicas = int(table.codes[DP][number][table.groups[number] >= 0].sum())
+        return (
+            values
+            | mesh_values
+            | {
+                DP: replicas,
+                MBS: int(table.codes[MBS][number, 0]) or values[MBS],
+                SPLIT: None,
+            }
+        )
+    return values | mesh_values | {PP: int(table.lengths[number]), SPLIT: "balanced"}
 
 
 def in_space(values: Mapping[str, KnobValue], model: Model) -> Mapping[str, KnobValue]:

@@ -11,9 +11,10 @@ from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.pipelines import SCHEDULES
 from flagcore.spec.plain_data import package_yaml
-from flagcore_megatron.command.user_command import readable_command, release_of, settings_of_command
-from flagcore_megatron.layers.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, parse_layout
+from flagcore_megatron.program.user_command import readable_command, release_of
+from flagcore_megatron.space.flags import settings_of_command
 from flagcore_megatron.space.knobs import BY_NAME
+from flagcore_megatron.space.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, parse_layout
 
 Settings = Mapping[str, SettingValue]
 

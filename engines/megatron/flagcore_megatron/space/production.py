@@ -24,18 +24,18 @@ from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.knobs import setting_from_text
 from flagcore.spec.plain_data import package_yaml
-from flagcore_megatron.command.checks import release_problem
-from flagcore_megatron.layers.stages import (
+from flagcore_megatron.space.flags import release_problem
+from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
+from flagcore_megatron.space.meshes import MESHES, Meshes
+from flagcore_megatron.space.options import check, settings_in_force
+from flagcore_megatron.space.rules import CP, EP, EXPERT_OVERLAP, PP, TP, settings_with_rules
+from flagcore_megatron.space.stages import (
     LAYOUT,
     SPLIT_SETTINGS,
     VIRTUAL_STAGES,
     parse_layout,
     published_split,
 )
-from flagcore_megatron.mixed.meshes import MESHES, Meshes
-from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
-from flagcore_megatron.space.options import check, settings_in_force
-from flagcore_megatron.space.rules import CP, EP, EXPERT_OVERLAP, PP, TP, settings_with_rules
 
 IMPLEMENTATION = "transformer_engine"
 

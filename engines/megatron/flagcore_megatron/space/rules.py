@@ -14,11 +14,11 @@ import numpy as np
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.physics.pipelines import SCHEDULES
-from flagcore_megatron.command.user_command import implementation_of_command
-from flagcore_megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced, derived
-from flagcore_megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
+from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
 from flagcore_megatron.space.options import Settings, numbers, precision, schedule, settings_in_force
+from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced, derived
+from flagcore_megatron.space.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP, EP = "context_parallel_size", "expert_model_parallel_size"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from flagcore_training.layout import StageLayers
 
 from flagcore.domain.model import Model
-from flagcore_megatron.layers.stages import parse_layout
+from flagcore_megatron.space.stages import parse_layout
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.pages import ROOT
+from tests.doc_pages import ROOT
 
 PACKAGES = ROOT / "build" / "megatron-lm"
 MEGATRON = PACKAGES / "flag_scale" / "third_party" / "Megatron-LM"
-SHIM = ROOT / "tests" / "engines" / "megatron" / "trial" / "cpu_as_cuda"
+SHIM = ROOT / "engines" / "megatron" / "tests" / "trial" / "cpu_as_cuda"
 needs_megatron_lm = pytest.mark.skipif(
     not (MEGATRON / "pretrain_gpt.py").is_file(), reason="needs Megatron-LM: make build/megatron-lm"
 )

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 import pytest
-from flagcore_megatron.command.arguments import ArgumentTable, known_releases, release_table, releases_with
+from flagcore_megatron.program.arguments import ArgumentTable, known_releases, release_table, releases_with
 
 TINY = shlex.split(
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "

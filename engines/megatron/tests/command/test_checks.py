@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
-from flagcore_megatron.command.arguments import release_table
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.command.launch import model_arguments, reference_launch
+from flagcore_megatron.program.arguments import release_table
 
 from engines.megatron.tests.command.scripts import LAUNCH, spec_of
 from flagcore.domain.spec import ClusterSpec, Spec
 from flagcore.errors import SpecError
-from tests import small
+from tests import tasks
 
 
 def spec(words: str, folder: Path, **changes: Any) -> Spec:
@@ -24,7 +24,7 @@ def spec(words: str, folder: Path, **changes: Any) -> Spec:
 
 def refused(words: str, folder: Path, **changes: Any) -> list[tuple[str, object]]:
     with pytest.raises(SpecError) as error:
-        WORKLOAD.ready(spec(words, folder, **changes))
+        ENGINE.ready(spec(words, folder, **changes))
     return [(problem.key, problem.value) for problem in error.value.problems]
 
 
@@ -62,26 +62,26 @@ def test_command_that_can_only_fail_is_refused_before_any_trial(name: str, tmp_p
 
 def test_argument_of_another_release_is_refused(tmp_path: Path) -> None:
     words = f"{LAUNCH} --moe-flex-dispatcher-backend deepep"
-    WORKLOAD.ready(spec(words, tmp_path))
+    ENGINE.ready(spec(words, tmp_path))
     ((key, value),) = refused(words, tmp_path, release="0.12.0")
     assert (key, value) == ("train.command", "--moe-flex-dispatcher-backend deepep")
 
 
 def test_argument_of_the_program_itself_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").write_text('parser.add_argument("--of-my-own", type=int)\n')
-    WORKLOAD.ready(spec(f"{LAUNCH} --of-my-own 3", tmp_path))
+    ENGINE.ready(spec(f"{LAUNCH} --of-my-own 3", tmp_path))
     fork = tmp_path / "fork" / "megatron" / "training"
     fork.mkdir(parents=True)
     (fork / "arguments.py").write_text("group.add_argument('--of-a-fork')\n")
-    WORKLOAD.ready(spec(f"{LAUNCH} --of-a-fork", tmp_path, envs={"PYTHONPATH": "fork"}))
+    ENGINE.ready(spec(f"{LAUNCH} --of-a-fork", tmp_path, envs={"PYTHONPATH": "fork"}))
 
 
 def test_other_release_than_the_trees_is_a_warning(tmp_path: Path) -> None:
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\n")
-    of_tree = WORKLOAD.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
-    (line,) = set(WORKLOAD.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path, release="0.12.0"))) - set(of_tree)
+    of_tree = ENGINE.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
+    (line,) = set(ENGINE.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path, release="0.12.0"))) - set(of_tree)
     assert "0.12.0" in line
     assert "0.16.1" in line
 
@@ -107,49 +107,49 @@ def test_setting_that_the_found_release_lacks_is_refused_before_any_trial(tmp_pa
 )
 def test_contradiction_of_the_spec_is_a_warning(arguments: str, words: str, tmp_path: Path) -> None:
     found = spec(f"{LAUNCH} {arguments}", tmp_path)
-    WORKLOAD.ready(found)
-    assert any(words in line for line in WORKLOAD.spec_warnings(found))
+    ENGINE.ready(found)
+    assert any(words in line for line in ENGINE.spec_warnings(found))
 
 
 def test_command_that_agrees_with_the_spec_only_warns_of_its_knobs(tmp_path: Path) -> None:
-    lines = WORKLOAD.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
+    lines = ENGINE.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
     (line,) = (line for line in lines if "engine_version" not in line)  # Python 3.13 installs a later release
     assert "--micro-batch-size" in line
 
 
 def test_program_that_cannot_be_read_is_only_a_warning(tmp_path: Path) -> None:
-    task = dataclasses.replace(small.task(), spec=spec("make train", tmp_path))
-    assert WORKLOAD.spec_warnings(task.spec) == []
-    (line,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
+    task = dataclasses.replace(tasks.task(), spec=spec("make train", tmp_path))
+    assert ENGINE.spec_warnings(task.spec) == []
+    (line,) = ENGINE.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     assert "train.command" in line
 
 
 def test_environment_that_a_script_would_load_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"mkdir -p a\nmodule load cuda\n{LAUNCH}")
-    task = dataclasses.replace(small.task(), spec=spec("bash run.sh", tmp_path))
-    (text,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
+    task = dataclasses.replace(tasks.task(), spec=spec("bash run.sh", tmp_path))
+    (text,) = ENGINE.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     assert "module load cuda" in text
     assert "this shell" in text.splitlines()[-1]
 
 
 def test_changes_are_printed_with_a_line_per_reason(tmp_path: Path) -> None:
     words = f"{LAUNCH} --save a --load b --bf16".replace("torchrun", "torchrun --master_port 29500")
-    task = dataclasses.replace(small.task(), spec=spec(words, tmp_path))
-    (text,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
+    task = dataclasses.replace(tasks.task(), spec=spec(words, tmp_path))
+    (text,) = ENGINE.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     (checkpoints,) = [line for line in text.splitlines() if "--save" in line]
     assert "--load b" in checkpoints
     assert "--micro-batch-size" not in text
     assert "--master_port 29500 -> {master_port}" in text
-    assert WORKLOAD.command_changes(small.platform(small.task()), small.candidate(data_parallel_size=4)) == []
+    assert ENGINE.command_changes(tasks.platform(tasks.task()), tasks.candidate(data_parallel_size=4)) == []
 
 
-LATENT = dataclasses.replace(small.EXPERTS, **small.LATENT, q_lora_rank=24, moe_first_dense_layers=1, mtp_num_layers=1)
+LATENT = dataclasses.replace(tasks.EXPERTS, **tasks.LATENT, q_lora_rank=24, moe_first_dense_layers=1, mtp_num_layers=1)
 
 
-@pytest.mark.parametrize("model", [small.DENSE, small.EXPERTS, LATENT])
+@pytest.mark.parametrize("model", [tasks.DENSE, tasks.EXPERTS, LATENT])
 def test_command_without_the_users_has_all_arguments_of_the_model(model: Any) -> None:
-    task = small.task(model, precision="bf16")
-    launch = reference_launch(task, small.candidate(data_parallel_size=4).as_dict(), "/folder")
+    task = tasks.task(model, precision="bf16")
+    launch = reference_launch(task, tasks.candidate(data_parallel_size=4).as_dict(), "/folder")
     assert launch.argv[:2] == ("torchrun", "--standalone")
     assert launch.missing
     words = launch.argv[launch.argv.index("pretrain_gpt.py") + 1 :]

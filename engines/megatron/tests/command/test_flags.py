@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
-from flagcore_megatron.command.user_command import environment, expand_command, flags
+from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.space.flags import flags
+from flagcore_training.commands import environment, expand_command
 
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import LaunchError, SpecError
-from tests import small
+from tests import tasks
 
-PLAIN = small.candidate(data_parallel_size=4)
+PLAIN = tasks.candidate(data_parallel_size=4)
 
 
 def test_disabled_knobs_have_no_flag_and_a_real_run_is_not_shortened() -> None:
-    arguments = flags(PLAIN.as_dict(), small.task().spec, None)
+    arguments = flags(PLAIN.as_dict(), tasks.task().spec, None)
     assert not {"--sequence-parallel", "--recompute-granularity", "--recompute-num-layers"} & set(arguments)
     assert not {"--num-layers-per-virtual-pipeline-stage", "--data-parallel-size", "--train-iters"} & set(arguments)
     assert "None" not in arguments
@@ -26,8 +27,8 @@ def test_disabled_knobs_have_no_flag_and_a_real_run_is_not_shortened() -> None:
 def test_knobs_with_a_value_and_the_steps_of_a_trial_are_flags() -> None:
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 4}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    rich = small.candidate(**sizes, sequence_parallel=True, use_recompute=True, **recompute)
-    words = flags(rich.as_dict(), small.task().spec, 5)
+    rich = tasks.candidate(**sizes, sequence_parallel=True, use_recompute=True, **recompute)
+    words = flags(rich.as_dict(), tasks.task().spec, 5)
     values = {"seq_length": 128, "global_batch_size": 8, **sizes, **recompute, "train_iters": 5, "log_interval": 1}
     text = " ".join(words)
     assert all(f"--{name.replace('_', '-')} {value}" in text for name, value in values.items())
@@ -47,7 +48,7 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
 
 
 def test_the_environment_has_every_knob_as_text() -> None:
-    rich = small.candidate(micro_batch_size=4, sequence_parallel=True, recompute_method="uniform").as_dict()
+    rich = tasks.candidate(micro_batch_size=4, sequence_parallel=True, recompute_method="uniform").as_dict()
     variables = environment(rich)
     assert len(variables) == len(rich)
     assert variables["FLAGCORE_MICRO_BATCH_SIZE"] == "4"
@@ -57,30 +58,30 @@ def test_the_environment_has_every_knob_as_text() -> None:
 
 
 def test_a_users_command_runs_in_the_folder_of_its_spec(tmp_path: Path) -> None:
-    platform = small.platform(small.task(command=("make", "train"), directory="/there"))
-    planned = WORKLOAD.launch(platform, PLAIN, str(tmp_path))
+    platform = tasks.platform(tasks.task(command=("make", "train"), directory="/there"))
+    planned = ENGINE.launch(platform, PLAIN, str(tmp_path))
     assert planned.argv[:2] == ("make", "train")
     assert "--train-iters" in planned.argv
     assert planned.directory == "/there"
-    assert "--train-iters" not in WORKLOAD.launch(platform, PLAIN, str(tmp_path), for_real=True).argv
+    assert "--train-iters" not in ENGINE.launch(platform, PLAIN, str(tmp_path), for_real=True).argv
 
 
 def test_the_trial_program_gets_its_job_as_a_file(tmp_path: Path) -> None:
-    planned = WORKLOAD.launch(small.platform(small.task()), PLAIN, str(tmp_path))
+    planned = ENGINE.launch(tasks.platform(tasks.task()), PLAIN, str(tmp_path))
     assert planned.argv[-1] == str(tmp_path / "job.json")
     assert (tmp_path / "job.json").exists()
     with pytest.raises(LaunchError, match="cannot be written"):
-        WORKLOAD.launch(small.platform(small.task()), PLAIN, str(tmp_path / "missing"))
+        ENGINE.launch(tasks.platform(tasks.task()), PLAIN, str(tmp_path / "missing"))
 
 
 def test_trials_over_two_kinds_of_chips_are_refused_without_a_command() -> None:
     cluster = ClusterSpec(groups=(ClusterSpec(chip="a"), ClusterSpec(chip="b")))
-    spec = dataclasses.replace(small.task().spec, cluster=cluster)
+    spec = dataclasses.replace(tasks.task().spec, cluster=cluster)
     with pytest.raises(SpecError) as refused:
-        WORKLOAD.ready(spec)
+        ENGINE.ready(spec)
     assert (refused.value.key, refused.value.value) == ("cluster.groups", ["a", "b"])
     assert "flag estimate" in refused.value.fix
-    WORKLOAD.ready(dataclasses.replace(spec, work=dataclasses.replace(spec.train, command=("run",))))
+    ENGINE.ready(dataclasses.replace(spec, work=dataclasses.replace(spec.train, command=("run",))))
 
 
 def test_settings_are_flags_once() -> None:
@@ -94,7 +95,7 @@ def test_settings_are_flags_once() -> None:
         "moe_expert_imbalance": 1.5,
         "pipeline_schedule": "interleaved",
     }
-    arguments = flags({}, small.task(settings=settings, command=("run", "--exp-avg-dtype", "bf16")).spec, None)
+    arguments = flags({}, tasks.task(settings=settings, command=("run", "--exp-avg-dtype", "bf16")).spec, None)
     assert arguments[4:] == [
         "--overlap-grad-reduce",
         "--no-overlap-p2p-communication",
@@ -133,25 +134,25 @@ def test_settings_are_flags_once() -> None:
 def test_job_that_no_trial_can_run_is_refused_before_any(job: dict[str, Any], trial: bool, command: bool) -> None:
     (key,) = (".".join((name, *value)) if isinstance(value, dict) else name for name, value in job.items())
     for arguments, runs in ((None, trial), (("make", "train"), command)):
-        spec = small.task(command=arguments, **job).spec
+        spec = tasks.task(command=arguments, **job).spec
         if runs:
-            WORKLOAD.ready(spec)
+            ENGINE.ready(spec)
             continue
         with pytest.raises(SpecError) as refused:
-            WORKLOAD.ready(spec)
+            ENGINE.ready(spec)
         assert refused.value.key == f"train.{key}"
 
 
 def test_trial_program_gets_the_settings_that_it_supports(tmp_path: Path) -> None:
     settings = {"recompute_modules": "layernorm,mlp", "expert_tensor_parallel_size": 1, "overlap_grad_reduce": True}
-    WORKLOAD.launch(small.platform(small.task(settings=settings)), PLAIN, str(tmp_path))
+    ENGINE.launch(tasks.platform(tasks.task(settings=settings)), PLAIN, str(tmp_path))
     job = json.loads((tmp_path / "job.json").read_text())["candidate"]
     assert (job["recompute_modules"], job["expert_tensor_parallel_size"]) == (["layernorm", "mlp"], 1)
     assert (job["overlap_grad_reduce"], job["moe_token_dispatcher_type"]) == (True, "alltoall")
 
 
 def test_the_trial_program_does_not_emulate_several_nodes_on_one() -> None:
-    spec = small.task().spec
+    spec = tasks.task().spec
     with pytest.raises(SpecError) as refused:
-        WORKLOAD.ready(dataclasses.replace(spec, cluster=ClusterSpec(nodes=2)))
+        ENGINE.ready(dataclasses.replace(spec, cluster=ClusterSpec(nodes=2)))
     assert "cluster.nodes" in refused.value.key

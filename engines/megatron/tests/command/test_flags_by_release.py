@@ -5,15 +5,15 @@ from itertools import product
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
-from flagcore_megatron.command.arguments import known_releases, release_table
-from flagcore_megatron.command.user_command import flags
+from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.program.arguments import known_releases, release_table
+from flagcore_megatron.space.flags import flags
 from flagcore_megatron.space.knobs import BY_NAME, KNOBS
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import SettingValue
 from flagcore.errors import SpecErrors
-from tests import small
+from tests import tasks
 
 RELEASES = (*known_releases(), "0.15.0+flagscale")
 
@@ -57,7 +57,7 @@ def test_a_value_has_the_spelling_of_its_release(
 
 def problems(release: str | None, settings: dict[str, SettingValue], **sections: Any) -> list[tuple[str, object]]:
     try:
-        WORKLOAD.check_values(replace(small.task(engine_version=release, settings=settings).spec, **sections))
+        ENGINE.check_values(replace(tasks.task(engine_version=release, settings=settings).spec, **sections))
     except SpecErrors as errors:
         return [(each.key, each.value) for each in errors.problems]
     return []
@@ -79,9 +79,9 @@ def test_a_setting_that_the_release_lacks_is_an_error() -> None:
 
 def test_the_fix_names_available_releases_or_values() -> None:
     for name, value, fix in (("cuda_graph_scope", "attn,mlp", "full"), ("delay_wgrad_compute", True, "0.13.0")):
-        spec = small.task(engine_version="0.12.0", settings={name: value}).spec
+        spec = tasks.task(engine_version="0.12.0", settings={name: value}).spec
         with pytest.raises(SpecErrors) as caught:
-            WORKLOAD.check_values(spec)
+            ENGINE.check_values(spec)
         assert fix in caught.value.fix
 
 
@@ -93,7 +93,7 @@ def test_values_of_space_and_baseline_are_checked_too() -> None:
 
 def test_flags_that_a_setting_needs_are_passed_with_it() -> None:
     settings: dict[str, SettingValue] = {"moe_token_dispatcher_type": "flex", "use_megatron_fsdp": True}
-    spec = small.task(engine_version="0.14.0", settings=settings).spec
+    spec = tasks.task(engine_version="0.14.0", settings=settings).spec
     words = flags({}, spec, None)
     assert release_table("0.14.0").parse(words)[1] == []
     found = release_table("0.14.0").effective(words)

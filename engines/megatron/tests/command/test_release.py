@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from flagcore_megatron.command.user_command import find_release
+from flagcore_megatron.program.user_command import find_release
 
 INFO = """\
 MAJOR = {}

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from flagcore_megatron.command.user_command import user_command
+from flagcore_megatron.program.user_command import user_command
 
 from engines.megatron.tests.command.scripts import LAUNCH, MODEL, read, spec_of
 from flagcore.errors import SpecError

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
-from flagcore_megatron.command.arguments import known_releases, release_table
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.command.trial import limit_to_trial, set_launch_options
-from flagcore_megatron.command.user_command import UserCommand, parse
+from flagcore_megatron.program.arguments import known_releases, release_table
+from flagcore_training.commands import UserCommand, parse
 
 from engines.megatron.tests.command.scripts import LAUNCH, MODEL, spec_of
 from flagcore.domain.launch import Launch
-from tests import small
+from tests import tasks
 
-PLAIN = small.candidate(data_parallel_size=4)
+PLAIN = tasks.candidate(data_parallel_size=4)
 TABLE = release_table("0.16.0")
 
 
@@ -26,9 +26,9 @@ def launch(words: str, folder: Path, *, for_real: bool = False, candidate: Any =
     """Start a candidate with a command, in the folder of trial 3."""
     trial = folder / "run" / "trials" / "3"
     trial.mkdir(parents=True, exist_ok=True)
-    task = small.task()
+    task = tasks.task()
     task = replace(task, spec=spec_of(words.split(), folder, **spec))
-    return WORKLOAD.launch(small.platform(task), candidate, str(trial), for_real=for_real)
+    return ENGINE.launch(tasks.platform(task), candidate, str(trial), for_real=for_real)
 
 
 def effective(arguments: Sequence[str], release: str = "0.16.0") -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_candidates_knobs_replace_knobs_of_the_command(tmp_path: Path) -> None:
     assert found["seq_length"] == 128
     removed = {"sequence_parallel", "use_distributed_optimizer", "num_virtual_stages_per_pipeline_rank"}
     assert not found.keys() & (removed | {"recompute_activations"})
-    sharded = small.candidate(data_parallel_size=4, use_distributed_optimizer=True)
+    sharded = tasks.candidate(data_parallel_size=4, use_distributed_optimizer=True)
     assert effective(launch(words, tmp_path, candidate=sharded).argv)["use_distributed_optimizer"] is True
 
 
@@ -144,7 +144,7 @@ def started(text: str, folder: Path, **envs: str) -> tuple[Launch, list[str]]:
     for name in ("torchrun", "pretrain_gpt.py"):
         (folder / name).write_text(FAKE)
         (folder / name).chmod(0o755)
-    best = small.candidate(data_parallel_size=2, tensor_model_parallel_size=2, micro_batch_size=2)
+    best = tasks.candidate(data_parallel_size=2, tensor_model_parallel_size=2, micro_batch_size=2)
     planned = launch("bash run.sh", folder, for_real=True, candidate=best)
     calls = folder / "calls"
     variables = {**os.environ, **envs, "PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(calls)}

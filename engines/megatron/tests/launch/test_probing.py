@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron import WORKLOAD
+from flagcore_megatron import ENGINE
 from flagcore_megatron.reading import NoMetrics
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
-from tests import small
+from tests import tasks
 
-DEEP = dataclasses.replace(small.DENSE, num_layers=16, hidden_size=1024, ffn_hidden_size=4096, kv_channels=256)
+DEEP = dataclasses.replace(tasks.DENSE, num_layers=16, hidden_size=1024, ffn_hidden_size=4096, kv_channels=256)
 SPARSE = dataclasses.replace(
     DEEP, num_moe_experts=4, moe_router_topk=1, moe_ffn_hidden_size=8, moe_first_dense_layers=12, vocab_size=64
 )
@@ -34,8 +34,8 @@ METRICS: dict[str, Any] = {
 
 
 def ranks(model: Model, devices: int, **knobs: int) -> tuple[int, ...]:
-    task = small.task(model, devices=devices, global_batch_size=64)
-    return WORKLOAD.probe_ranks(task, Candidate.of(knobs), small.costs(task))
+    task = tasks.task(model, devices=devices, global_batch_size=64)
+    return ENGINE.probe_ranks(task, Candidate.of(knobs), tasks.costs(task))
 
 
 def test_a_world_of_one_stage_is_probed_by_its_first_rank() -> None:
@@ -51,14 +51,14 @@ def test_first_and_last_stage_are_probed_by_their_first_ranks() -> None:
 def test_stage_that_takes_longest_is_probed() -> None:
     """Here a middle one: the others have an embedding or a head, but a small vocabulary and fewer layers."""
     model = dataclasses.replace(DEEP, vocab_size=64)
-    task = small.task(
+    task = tasks.task(
         model,
         devices=4,
         global_batch_size=64,
         settings={"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1},
     )
     knobs = Candidate.of({"pipeline_model_parallel_size": 4})
-    assert WORKLOAD.probe_ranks(task, knobs, small.costs(task)) == (0, 1, 3)
+    assert ENGINE.probe_ranks(task, knobs, tasks.costs(task)) == (0, 1, 3)
 
 
 def test_the_stage_with_experts_is_probed_if_others_are_dense() -> None:
@@ -70,7 +70,7 @@ def test_the_stage_with_experts_is_probed_if_others_are_dense() -> None:
 
 def test_figures_are_medians_of_the_steps_after_the_warm_up(tmp_path: Path) -> None:
     (tmp_path / "metrics.json").write_text(json.dumps(METRICS))
-    found = WORKLOAD.read_probe(small.task(), str(tmp_path))
+    found = ENGINE.read_probe(tasks.task(), str(tmp_path))
     assert (found.compute_time_s, found.optimizer_time_s, found.steps) == (2.0, 0.5, 3)
     assert (found.compute_spread_s, found.optimizer_spread_s) == (1.0, 0.0)
     assert (found.stage, found.peak_allocated_bytes, found.reserved_bytes) == (1, 30, None)
@@ -83,4 +83,4 @@ def test_missing_parts_and_steps_of_the_warm_up_alone_are_reported(tmp_path: Pat
     found = {key: value for key, value in {**METRICS, "steps": steps}.items() if key != missing}
     (tmp_path / "metrics.json").write_text(json.dumps(found))
     with pytest.raises(NoMetrics, match=missing):
-        WORKLOAD.read_probe(small.task(), str(tmp_path))
+        ENGINE.read_probe(tasks.task(), str(tmp_path))

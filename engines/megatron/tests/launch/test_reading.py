@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.reading import CommandProgress, program_progress
 
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control
 from flagcore.errors import FlagError
-from tests import small
+from tests import tasks
 
-TASK = small.task(control=Control(train_iters=5, warmup_iters=1))
-COMMAND = small.task(control=Control(train_iters=5, warmup_iters=1), command=("make", "train"))
-ONE = small.candidate(data_parallel_size=4)
+TASK = tasks.task(control=Control(train_iters=5, warmup_iters=1))
+COMMAND = tasks.task(control=Control(train_iters=5, warmup_iters=1), command=("make", "train"))
+ONE = tasks.candidate(data_parallel_size=4)
 STEPS = [{"step_time_s": seconds, "loss": 7.0, "grad_norm": 1.0} for seconds in (9.0, 2.0, 1.0, 4.0, 3.0)]
 METRICS: dict[str, Any] = {
     "steps": STEPS,
@@ -36,14 +36,14 @@ def write(folder: Path, metrics: object) -> None:
 
 def refusal(folder: Path, **how: bool) -> str:
     with pytest.raises(FlagError) as caught:
-        WORKLOAD.read(TASK, ONE, str(folder), **how)
+        ENGINE.read(TASK, ONE, str(folder), **how)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_warm_up_is_dropped_and_the_rest_summarized(tmp_path: Path) -> None:
     write(tmp_path, METRICS)
-    measured = WORKLOAD.read(TASK, ONE, str(tmp_path))
+    measured = ENGINE.read(TASK, ONE, str(tmp_path))
     assert measured.step_times_s == (2.0, 1.0, 4.0, 3.0)
     assert (measured.step_time_s, measured.spread_s) == (2.5, 1.5)
     assert measured.tokens_per_second_per_device == 8 * 128 / 2.5 / 4
@@ -97,7 +97,7 @@ def test_malformed_metrics_are_refused_in_one_line(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("loss", [None, float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_none(tmp_path: Path, loss: float | None) -> None:
     write(tmp_path, {**METRICS, "steps": [*STEPS, {"step_time_s": 1.0, "loss": loss}]})
-    assert WORKLOAD.read(TASK, ONE, str(tmp_path)).losses[-1] is None
+    assert ENGINE.read(TASK, ONE, str(tmp_path)).losses[-1] is None
 
 
 def test_a_folder_in_place_of_the_file_is_reported(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_steps_so_far_are_read_up_to_a_half_written_line(tmp_path: Path) -> None
     lines = "\n".join(json.dumps(step) for step in STEPS[:3])
     (tmp_path / "steps.jsonl").write_text(lines + '\n{"step_time_s": 1.')
     assert program_progress(str(tmp_path)) == (9.0, 2.0, 1.0)
-    measured = WORKLOAD.read(TASK, ONE, str(tmp_path), partial=True)
+    measured = ENGINE.read(TASK, ONE, str(tmp_path), partial=True)
     assert measured.step_times_s == (2.0, 1.0)
 
 
@@ -136,21 +136,21 @@ def log(folder: Path, arguments: Mapping[str, str], milliseconds: tuple[float, .
 
 def test_a_users_command_is_measured_by_its_log(tmp_path: Path) -> None:
     log(tmp_path, {})
-    measured = WORKLOAD.read(COMMAND, ONE, str(tmp_path))
+    measured = ENGINE.read(COMMAND, ONE, str(tmp_path))
     assert measured.step_times_s == (0.2, 0.1)
     assert CommandProgress(str(tmp_path))() == (0.9, 0.2, 0.1)
 
 
 def test_the_steady_steps_of_a_warm_up_are_not_measured(tmp_path: Path) -> None:
-    task = small.task(control=Control(train_iters=12, warmup_iters=10), command=("make", "train"))
+    task = tasks.task(control=Control(train_iters=12, warmup_iters=10), command=("make", "train"))
     log(tmp_path, {}, (900, 100, 101, 100, 200, 300))
-    measured = WORKLOAD.read(task, ONE, str(tmp_path))
+    measured = ENGINE.read(task, ONE, str(tmp_path))
     assert (measured.step_times_s, measured.warmup_steps) == ((0.2, 0.3), 4)
 
 
 def test_a_users_command_without_step_times_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FlagError, match="0 step times"):
-        WORKLOAD.read(COMMAND, ONE, str(tmp_path))
+        ENGINE.read(COMMAND, ONE, str(tmp_path))
 
 
 def test_effective_values_are_read_from_the_output_of_megatron(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_effective_values_are_read_from_the_output_of_megatron(tmp_path: Path) -
         "bf16": "True",
     }
     log(tmp_path, printed)
-    effective: Mapping[str, KnobValue] = WORKLOAD.read(COMMAND, ONE, str(tmp_path)).effective  # type: ignore[assignment]
+    effective: Mapping[str, KnobValue] = ENGINE.read(COMMAND, ONE, str(tmp_path)).effective  # type: ignore[assignment]
     assert effective == {
         "data_parallel_size": "²",
         "micro_batch_size": 4,
@@ -176,7 +176,7 @@ def test_effective_values_are_read_from_the_output_of_megatron(tmp_path: Path) -
 
 
 def test_progress_continues_reading_at_the_last_position(tmp_path: Path) -> None:
-    progress = WORKLOAD.progress(COMMAND, str(tmp_path))
+    progress = ENGINE.progress(COMMAND, str(tmp_path))
     first, second, third = (
         f" iteration {number}/ 3 | elapsed time per iteration (ms): 1500.0 | lm loss: 7.0E+00 |\n"
         for number in (1, 2, 3)
@@ -214,12 +214,12 @@ def test_steps_that_the_loss_scale_skipped_do_not_count(tmp_path: Path) -> None:
     skipped = [line.format(number, "100.0", "", 1) for number in (1, 2, 3, 4)]
     (tmp_path / "stdout.log").write_text("".join(skipped))
     with pytest.raises(FlagError, match="skipped"):
-        WORKLOAD.read(COMMAND, ONE, str(tmp_path))
+        ENGINE.read(COMMAND, ONE, str(tmp_path))
     done = [line.format(number, "200.0", " lm loss: 7.0 |", 0) for number in (3, 4)]
     (tmp_path / "stdout.log").write_text("".join([*skipped[:2], *done]))
-    assert WORKLOAD.read(COMMAND, ONE, str(tmp_path)).step_times_s == (0.2, 0.2)
+    assert ENGINE.read(COMMAND, ONE, str(tmp_path)).step_times_s == (0.2, 0.2)
 
 
 def test_only_a_command_is_stopped_after_its_steps() -> None:
-    assert WORKLOAD.step_limit(COMMAND) == 5
-    assert WORKLOAD.step_limit(TASK) is None
+    assert ENGINE.step_limit(COMMAND) == 5
+    assert ENGINE.step_limit(TASK) is None

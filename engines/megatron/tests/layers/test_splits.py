@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.layers.fastest import fit_splits, layouts, split_layers
-from flagcore_megatron.layers.split import SPLIT
-from flagcore_megatron.layers.stages import LAYOUT, chunk_layers, layout_text, may_start_empty, parse_layout
 from flagcore_megatron.predict import base_inputs, inputs
 from flagcore_megatron.space.options import options
+from flagcore_megatron.space.split import SPLIT
+from flagcore_megatron.space.stages import LAYOUT, chunk_layers, layout_text, may_start_empty, parse_layout
 from flagcore_training.layout import Layout, Splits, Training
 from flagcore_training.memory.training import memory_in_use, stages_in_use
 from flagcore_training.stages import placed, stage, stage_of
@@ -24,11 +24,11 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
-from tests import small
+from tests import tasks
 
 PP, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 DENSE = dataclasses.replace(
-    small.DENSE, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, num_query_groups=4, kv_channels=64
+    tasks.DENSE, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, num_query_groups=4, kv_channels=64
 )
 WIDE = dataclasses.replace(DENSE, vocab_size=200_000)
 EXPERTS = dataclasses.replace(WIDE, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512)
@@ -37,7 +37,7 @@ WORK = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
 
 
 def costs(capacity: float | None = 80e9) -> Costs:
-    return small.costs(small.task(), capacity)
+    return tasks.costs(tasks.task(), capacity)
 
 
 def derived(work: Training, split: Layout, of: Costs) -> tuple[Training, Layout]:
@@ -226,9 +226,9 @@ def test_multi_token_prediction_leaves_a_stage_to_the_loss_where_that_is_faster(
 def test_a_release_refuses_layouts_with_multi_token_prediction_that_it_does_not_support(
     version: str, since: str | None
 ) -> None:
-    model = dataclasses.replace(small.DENSE, num_layers=3, mtp_num_layers=1)
+    model = dataclasses.replace(tasks.DENSE, num_layers=3, mtp_num_layers=1)
     for end in ("mL", "m|L"):
-        task = small.task(model, settings={LAYOUT: f"Et|tt{end}"}, engine_version=version)
+        task = tasks.task(model, settings={LAYOUT: f"Et|tt{end}"}, engine_version=version)
         if since is not None and len(end) <= len(since):
             options(task)
         else:
@@ -257,8 +257,8 @@ def test_virtual_stages_without_dense_layers_and_loss_differ_by_at_most_one_laye
 
 
 def test_layers_that_divide_over_no_pipeline_are_candidates_without_a_setting() -> None:
-    task = small.task(dataclasses.replace(small.DENSE, num_layers=7), devices=4)
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    task = tasks.task(dataclasses.replace(tasks.DENSE, num_layers=7), devices=4)
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
     columns = space.columns()
     assert set(columns[PP].tolist()) == {1, 2, 4}
     assert (columns[SPLIT][columns[PP] == 1] == 0).all()
@@ -278,39 +278,39 @@ def test_layers_that_divide_over_no_pipeline_are_candidates_without_a_setting() 
 def test_a_split_that_is_given_or_that_the_release_cannot_have_is_not_derived(
     settings: dict[str, Any], version: str | None
 ) -> None:
-    model = dataclasses.replace(small.DENSE, num_layers=7)
-    task = small.task(model, devices=2, settings=settings, engine_version=version)
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    model = dataclasses.replace(tasks.DENSE, num_layers=7)
+    task = tasks.task(model, devices=2, settings=settings, engine_version=version)
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
     assert set(space.columns()[SPLIT].tolist()) == {0}
 
 
 @pytest.mark.slow
 def test_a_candidate_has_the_same_split_alone_and_among_others() -> None:
     model = dataclasses.replace(EXPERTS, num_layers=13, moe_first_dense_layers=1)
-    task = small.task(model, devices=8, space={"micro_batch_size": (1,)})
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
-    costs = small.costs(task, 3e9)
+    task = tasks.task(model, devices=8, space={"micro_batch_size": (1,)})
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
+    costs = tasks.costs(task, 3e9)
     columns = space.columns()
-    many, texts = WORKLOAD.predict(task, columns, costs), layouts(*inputs(task, columns, costs))
+    many, texts = ENGINE.predict(task, columns, costs), layouts(*inputs(task, columns, costs))
     assert any(texts)
     for row in range(0, len(space), 14):
         one = space.columns(np.array([row]))
-        assert WORKLOAD.predict(task, one, costs).step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-12)
+        assert ENGINE.predict(task, one, costs).step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-12)
         assert layouts(*inputs(task, one, costs)) == [texts[row]]
         if texts[row]:  # the layout as a setting is the same job
-            fixed = small.task(model, devices=8, settings={LAYOUT: texts[row]})
+            fixed = tasks.task(model, devices=8, settings={LAYOUT: texts[row]})
             as_given = {**one, SPLIT: np.array([0]), EACH: np.array([0])}
-            again = WORKLOAD.predict(fixed, as_given, costs)
+            again = ENGINE.predict(fixed, as_given, costs)
             assert again.step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-9)
             assert again.device_used_bytes[0] == pytest.approx(many.device_used_bytes[row], rel=1e-9)
 
 
 def test_stages_of_a_derived_split_are_reported() -> None:
-    task = small.task(dataclasses.replace(small.DENSE, num_layers=7), devices=4)
-    columns = WORKLOAD.columns(task, {PP: 4, SPLIT: "balanced"})
-    (layers,) = WORKLOAD.stage_layers(task, columns, small.costs(task))
+    task = tasks.task(dataclasses.replace(tasks.DENSE, num_layers=7), devices=4)
+    columns = ENGINE.columns(task, {PP: 4, SPLIT: "balanced"})
+    (layers,) = ENGINE.stage_layers(task, columns, tasks.costs(task))
     assert sum(layers) == 7
     assert len(layers) == 4
-    assert list(WORKLOAD.stage_layers(task, WORKLOAD.columns(task, {PP: 4}), small.costs(task))) == []
-    assert inputs(task, WORKLOAD.columns(task, {PP: 4}), small.costs(task))[1].split.tolist() == [0.0]
+    assert list(ENGINE.stage_layers(task, ENGINE.columns(task, {PP: 4}), tasks.costs(task))) == []
+    assert inputs(task, ENGINE.columns(task, {PP: 4}), tasks.costs(task))[1].split.tolist() == [0.0]
     assert base_inputs(task, columns)[1].split.tolist() == [0.0]

@@ -3,10 +3,12 @@
 import dataclasses
 
 import pytest
-from flagcore_megatron.layers.stages import EMBEDDING, LAYOUT, LOSS, even_split, parse_layout, published_split
+from flagcore_megatron.space.stages import EMBEDDING, LAYOUT, LOSS, even_split, parse_layout, published_split
 
 from flagcore.errors import SpecError
-from tests import small
+from tests import tasks
+
+pytestmark = pytest.mark.together("megatron-core, imported")
 
 TEXTS = {
     "Et*4|(t*4|)*14tmL": (61, 1, 16),
@@ -78,7 +80,7 @@ def test_an_invalid_layout_is_refused(text: str, layers: int, mtp: int, problem:
     ],
 )
 def test_published_runs_split_by_one_rule(layers: int, stages: int, settings: dict[str, object]) -> None:
-    model = dataclasses.replace(small.DENSE, num_layers=layers)
+    model = dataclasses.replace(tasks.DENSE, num_layers=layers)
     found = published_split(model, stages)
     assert set(found) == set(settings)
     if LAYOUT in found:
@@ -86,7 +88,7 @@ def test_published_runs_split_by_one_rule(layers: int, stages: int, settings: di
 
 
 def test_split_puts_multi_token_prediction_on_the_last_stage() -> None:
-    model = dataclasses.replace(small.DENSE, num_layers=61, mtp_num_layers=1)
+    model = dataclasses.replace(tasks.DENSE, num_layers=61, mtp_num_layers=1)
     text = str(published_split(model, 16)[LAYOUT])
     assert parse_layout(text, 61, 1) == parse_layout("Et*4|(t*4|)*14tmL", 61, 1)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
-from flagcore_megatron.layers.stages import LAYOUT
-from flagcore_megatron.mixed.meshes import MESHES, SIZES
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.mixed.planner import planned
 from flagcore_megatron.predict import stage_layers
 from flagcore_megatron.space.knobs import columns as row_of
 from flagcore_megatron.space.knobs import divisors
+from flagcore_megatron.space.meshes import MESHES, SIZES
+from flagcore_megatron.space.stages import LAYOUT
 
 from engines.megatron.tests.layers import test_mixed_split as test_mixed
 from engines.megatron.tests.mixed.test_meshes import EXPERTS, MODEL
@@ -22,7 +22,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import Task
 from flagcore.tuner.stages.build import build
-from tests import small
+from tests import tasks
 
 LAYERS_OF_MODEL = 6
 KINDS = {"fast": (1.0, 80e9), "slow": (2.5, 32e9), "small": (1.4, 9e9)}
@@ -40,7 +40,7 @@ def job(count: int, *texts: str, devices: int = 2, model: Any = EXPERTS, **setti
     first, *others = (test_mixed.costs(times, capacity=capacity) for _, (times, capacity) in kinds)
     made = replace(test_mixed.mixed(first, others[0]), further={devices * n: c for n, c in enumerate(others, start=1)})
     space = {**LISTS, **({MESHES: texts} if texts else {})}
-    base = small.task(replace(model, num_layers=LAYERS_OF_MODEL), seq_length=4096, global_batch_size=8, space=space)
+    base = tasks.task(replace(model, num_layers=LAYERS_OF_MODEL), seq_length=4096, global_batch_size=8, space=space)
     spec = replace(base.spec, work=replace(base.spec.train, settings=settings))
     return replace(base, spec=spec, cluster=Cluster(groups=groups)), made
 
@@ -65,9 +65,9 @@ def every(count: int, devices: int, model: Any, recompute: bool) -> list[str]:
 def fastest(count: int, texts: list[str], most: int, **given: Any) -> list[tuple[float, dict[str, Any]]]:
     """Return the times and values of the fastest candidates with these meshes."""
     task, made = job(count, *texts, **given)
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
     columns = space.columns()
-    found = WORKLOAD.predict(task, columns, made)
+    found = ENGINE.predict(task, columns, made)
     rows = np.flatnonzero((columns[MESHES] > 0) & found.fits)
     rows = rows[np.argsort(found.step_time_s[rows], kind="stable")][:most]
     return [(float(found.step_time_s[row]), space.candidate(int(row)).as_dict()) for row in rows]

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
-from flagcore_megatron.mixed.meshes import MESHES, SIZES
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.mixed.options import mesh_options
 from flagcore_megatron.mixed.planner import _useful
-from flagcore_megatron.mixed.trials import as_asked, hosts_of, plain_values, require_runnable
+from flagcore_megatron.mixed.trials import as_asked, hosts_of, require_runnable
+from flagcore_megatron.space.knobs import plain_values
+from flagcore_megatron.space.meshes import MESHES, SIZES
 
 from engines.megatron.tests.layers.test_mixed_split import TIMES, chip, costs, mixed
 from engines.training.tests.simulation import step_seconds
@@ -24,7 +25,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
-from tests import small
+from tests import tasks
 
 MODEL = Model(
     name="llama-1b-like",
@@ -45,7 +46,7 @@ def task(*texts: str, model: Model = MODEL, devices: int = 8, **space: Any) -> T
         NodeGroup(chip=replace(chip(times), name=name), nodes=1, devices_per_node=devices)
         for name, times in (("fast", 1.0), ("slow", TIMES))
     )
-    base = small.task(model, seq_length=4096, global_batch_size=32, space={MESHES: texts, **space})
+    base = tasks.task(model, seq_length=4096, global_batch_size=32, space={MESHES: texts, **space})
     return replace(base, cluster=Cluster(groups=groups))
 
 
@@ -55,8 +56,8 @@ def pair(capacity: float = 80e9, slow_capacity: float = 32e9, devices: int = 8) 
 
 
 def broken(job: Task, text: str, **values: Any) -> set[str]:
-    columns = WORKLOAD.columns(job, {MESHES: text, **values})
-    return {rule.name for rule in WORKLOAD.rules(job) if rule.broken(columns).any()}
+    columns = ENGINE.columns(job, {MESHES: text, **values})
+    return {rule.name for rule in ENGINE.rules(job) if rule.broken(columns).any()}
 
 
 LEGAL = "fast tp2 dp4 + slow tp4 dp2"
@@ -111,15 +112,15 @@ def test_rules_of_meshes_have_names(text: str, values: Mapping[str, Any], rule: 
 )
 def test_an_unreadable_mesh_is_refused_with_its_key(text: str) -> None:
     with pytest.raises(SpecError) as caught:
-        WORKLOAD.columns(task(text), {MESHES: text})
+        ENGINE.columns(task(text), {MESHES: text})
     assert caught.value.key == f"auto_tuner.space.{MESHES}"
 
 
 def predicted(job: Task, made: Costs) -> tuple[Any, Any]:
     """Return the space of meshes and its predictions."""
-    axes, rules, merges = WORKLOAD.axes(job), WORKLOAD.rules(job), WORKLOAD.merges(job)
+    axes, rules, merges = ENGINE.axes(job), ENGINE.rules(job), ENGINE.merges(job)
     space = build(axes, rules, merges)
-    return space, WORKLOAD.predict(job, space.columns(), made)
+    return space, ENGINE.predict(job, space.columns(), made)
 
 
 def test_meshes_of_equal_sizes_are_predicted_like_plain_sizes() -> None:
@@ -130,14 +131,14 @@ def test_meshes_of_equal_sizes_are_predicted_like_plain_sizes() -> None:
     equal = "fast tp2 dp4 full + slow tp2 dp4 full"
     both = task(equal)
     rows = [
-        WORKLOAD.columns(both, {**plain, **full, "recompute_num_layers": 1}),
-        WORKLOAD.columns(both, {MESHES: equal, "sequence_parallel": True}),
+        ENGINE.columns(both, {**plain, **full, "recompute_num_layers": 1}),
+        ENGINE.columns(both, {MESHES: equal, "sequence_parallel": True}),
     ]
-    first, second = (WORKLOAD.predict(both, row, pair()) for row in rows)
+    first, second = (ENGINE.predict(both, row, pair()) for row in rows)
     assert first.step_time_s == pytest.approx(second.step_time_s)
     assert first.device_used_bytes == pytest.approx(second.device_used_bytes)
-    row = WORKLOAD.columns(job, {MESHES: job.spec.space[MESHES][0], "sequence_parallel": True})
-    half = WORKLOAD.predict(job, row, pair())
+    row = ENGINE.columns(job, {MESHES: job.spec.space[MESHES][0], "sequence_parallel": True})
+    half = ENGINE.predict(job, row, pair())
     assert half.step_time_s[0] < second.step_time_s[0]
 
 
@@ -145,28 +146,28 @@ def test_the_order_of_the_meshes_is_that_of_the_pipeline() -> None:
     texts = "fast dp8 + slow dp8", "slow dp8 + fast dp8"
     job, made = task(*texts), pair(slow_capacity=12e9)
     columns = {name: np.concatenate(each) for name, each in _rows(job, texts).items()}
-    predictions, layers = WORKLOAD.predict(job, columns, made), WORKLOAD.stage_layers(job, columns, made)
+    predictions, layers = ENGINE.predict(job, columns, made), ENGINE.stage_layers(job, columns, made)
     assert layers[0][0] > layers[0][1]
     assert layers[1][0] < layers[1][1]
     assert predictions.step_time_s[0] != predictions.step_time_s[1]
 
 
 def _rows(job: Task, texts: tuple[str, ...]) -> dict[str, list[Any]]:
-    rows = [WORKLOAD.columns(job, {MESHES: text}) for text in texts]
+    rows = [ENGINE.columns(job, {MESHES: text}) for text in texts]
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 @pytest.mark.parametrize("text", ["fast dp4 pp2 + slow tp4 pp2", "slow tp2 dp2 pp2 full + fast dp2 pp4"])
 def test_the_time_of_unequal_stages_is_that_of_the_simulated_schedule(text: str) -> None:
     job, made = task(text), pair()
-    row = WORKLOAD.columns(job, {MESHES: text, "micro_batch_size": 2, "sequence_parallel": True})
-    (passes,) = WORKLOAD.pipelines(job, row, made)
+    row = ENGINE.columns(job, {MESHES: text, "micro_batch_size": 2, "sequence_parallel": True})
+    (passes,) = ENGINE.pipelines(job, row, made)
     assert passes is not None
     assert set(passes.groups) == {0, 1}
     assert max(passes.forward_s) > 1.05 * min(passes.forward_s)
     simulated = step_seconds(passes)
     assert passes.predicted_s == pytest.approx(simulated, rel=1e-9)
-    step = WORKLOAD.predict(job, row, made).time_s
+    step = ENGINE.predict(job, row, made).time_s
     assert sum(float(each[0]) for name, each in step.items() if name not in ("dp_comm_exposed_s", "optimizer_s")) == (
         pytest.approx(simulated)
     )
@@ -186,8 +187,8 @@ def test_thousands_of_devices_have_few_candidates(model: Model) -> None:
     made = replace(mixed(first, others[0]), further={1024: others[0], 2048: others[1]})
     job = replace(replace_space(task(model=model), {}), cluster=Cluster(groups=tuple(groups)))
     job = job.with_batch(4096)
-    platform = WORKLOAD.with_derived_values(small.platform(job, costs=made))
-    space = build(WORKLOAD.axes(platform.task), WORKLOAD.rules(platform.task), WORKLOAD.merges(platform.task))
+    platform = ENGINE.with_derived_values(tasks.platform(job, costs=made))
+    space = build(ENGINE.axes(platform.task), ENGINE.rules(platform.task), ENGINE.merges(platform.task))
     number = np.count_nonzero(space.columns()[MESHES])
     assert 1_000 < number < len(space) < 60_000
 
@@ -198,10 +199,10 @@ def test_sizes_of_planned_meshes_have_the_best_of_each_group_alone(
 ) -> None:
     monkeypatch.setattr("flagcore_megatron.mixed.planner.LARGE", 0)
     made, whole = pair(devices=4), replace_space(task(model=model, devices=4), {})
-    platform = WORKLOAD.with_derived_values(small.platform(whole, costs=made))
+    platform = ENGINE.with_derived_values(tasks.platform(whole, costs=made))
     for number, group in enumerate(whole.cluster.groups):
         alone = replace(whole, cluster=Cluster(groups=(group,)))
-        few = replace_space(alone, WORKLOAD.values_alone(platform.task, number))
+        few = replace_space(alone, ENGINE.values_alone(platform.task, number))
         best = []
         for job in (few, alone):
             _, predictions = predicted(job, replace(made.groups[number], further={}, between=None))
@@ -232,8 +233,8 @@ def best_of(job: Task, made: Costs) -> float:
 def test_messages_between_meshes_of_other_sizes_are_split_and_take_longer() -> None:
     texts = "fast dp8 + slow dp8", "fast dp8 + slow tp2 dp4", "fast dp8 + slow tp8"
     job, made = task(*texts), pair()
-    rows = [WORKLOAD.columns(job, {MESHES: text, "sequence_parallel": True}) for text in texts]
-    messages = [float(WORKLOAD.predict(job, row, made).time_s["pp_comm_s"][0]) for row in rows]
+    rows = [ENGINE.columns(job, {MESHES: text, "sequence_parallel": True}) for text in texts]
+    messages = [float(ENGINE.predict(job, row, made).time_s["pp_comm_s"][0]) for row in rows]
     assert messages[0] < messages[1] < messages[2]
 
 
@@ -278,7 +279,7 @@ def test_the_speed_of_a_rank_is_that_of_its_device(tmp_path: Path) -> None:
     steps = [{"step_time_s": 1.0, "loss": 1.0}] * job.spec.control.train_iters
     metrics = {"steps": steps, "ranks": ranks, "effective": {}, "versions": {}}
     (tmp_path / "metrics.json").write_text(json.dumps(metrics))
-    measured = WORKLOAD.read(job, Candidate.of({MESHES: text}), str(tmp_path))
+    measured = ENGINE.read(job, Candidate.of({MESHES: text}), str(tmp_path))
     found = {each["device"]: each[SPEED_TEST] for each in measured.devices}
     assert found == {device: 2.0 if device < 8 else 1.0 for device in range(16)}  # the slow hosts are the last ones
 
@@ -293,7 +294,7 @@ def test_trials_refuse_meshes_of_other_sizes() -> None:
 
 def test_the_meshes_of_trials_have_equal_sizes_and_another_order() -> None:
     job = on_hosts(replace_space(task(), {"context_parallel_size": (1,)}))
-    made = WORKLOAD.with_derived_values(small.platform(job, costs=pair()), plan=False).task
+    made = ENGINE.with_derived_values(tasks.platform(job, costs=pair()), plan=False).task
     texts = [str(text) for text in made.spec.space[MESHES] if text]
     assert {text.split()[0] for text in texts} == {"fast", "slow"}
     assert not [text for text in texts if text.startswith("fast") and "+" in text]

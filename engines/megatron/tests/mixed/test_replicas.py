@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.mixed.hetero import mixed
-from flagcore_megatron.mixed.meshes import MESHES, SIZES
 from flagcore_megatron.mixed.options import share_sizes
 from flagcore_megatron.mixed.planner import planned_replicas, with_meshes
-from flagcore_megatron.mixed.trials import plain_values, require_runnable, shares
-from flagcore_megatron.space.knobs import divisors
+from flagcore_megatron.mixed.trials import require_runnable, shares
+from flagcore_megatron.space.knobs import divisors, plain_values
+from flagcore_megatron.space.meshes import MESHES, SIZES
 
 from engines.megatron.tests.mixed.test_meshes import (
     EXPERTS,
@@ -31,7 +31,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.errors import LaunchError, SpecError
-from tests import small
+from tests import tasks
 
 
 def every(job: Task) -> list[str]:
@@ -88,11 +88,11 @@ def test_an_even_data_split_over_equal_groups_is_predicted_like_one_group() -> N
     text = "fast tp2 dp4 | slow tp2 dp4"
     job, same = task(text), costs(capacity=80e9)
     made = replace(with_network(same, same), further={8: same})
-    row = WORKLOAD.columns(job, {MESHES: text, "sequence_parallel": True, "use_distributed_optimizer": True})
-    split = WORKLOAD.predict(job, row, made)
+    row = ENGINE.columns(job, {MESHES: text, "sequence_parallel": True, "use_distributed_optimizer": True})
+    split = ENGINE.predict(job, row, made)
     one = replace(job, cluster=replace(job.cluster, groups=(replace(job.cluster.groups[0], nodes=2),)))
     plain = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True}
-    alone = WORKLOAD.predict(one, WORKLOAD.columns(one, plain), same)
+    alone = ENGINE.predict(one, ENGINE.columns(one, plain), same)
     for name in ("compute_s", "tp_comm_s", "pp_bubble_s", "optimizer_s"):
         assert split.time_s[name] == pytest.approx(alone.time_s[name])
     assert split.time_s["dp_comm_exposed_s"] == pytest.approx(alone.time_s["dp_comm_exposed_s"], rel=0.5)
@@ -101,16 +101,16 @@ def test_an_even_data_split_over_equal_groups_is_predicted_like_one_group() -> N
 
 def test_the_slowest_replicas_and_the_fullest_device_count() -> None:
     job, made = task(UNEVEN), pair()
-    row = WORKLOAD.columns(job, {MESHES: UNEVEN, "micro_batch_size": 1, "sequence_parallel": True})
-    predictions, pipelines = WORKLOAD.predict(job, row, made), WORKLOAD.pipelines(job, row, made)
+    row = ENGINE.columns(job, {MESHES: UNEVEN, "micro_batch_size": 1, "sequence_parallel": True})
+    predictions, pipelines = ENGINE.predict(job, row, made), ENGINE.pipelines(job, row, made)
     work = sum(float(each[0]) for name, each in predictions.time_s.items() if name not in AFTER)
     assert [(each.groups, each.microbatches) for each in pipelines] == [((0,), 6), ((1,), 2)]
     assert work == pytest.approx(max(each.predicted_s or 0.0 for each in pipelines))
     assert (predictions.capacity_bytes, predictions.worst_stage) == (32e9, 1)  # the slow chips have less memory
-    parts = WORKLOAD.components(job, row, predictions.worst_stage, made)
+    parts = ENGINE.components(job, row, predictions.worst_stage, made)
     static = sum(float(part[name][0]) for part in parts.values() for name in part if name in STATIC)
     assert static == pytest.approx(float(predictions.static_bytes[0]))
-    ranks = [WORKLOAD.rank(job, row, rank, made).peak_allocated_bytes for rank in (0, 7, 8, 15)]
+    ranks = [ENGINE.rank(job, row, rank, made).peak_allocated_bytes for rank in (0, 7, 8, 15)]
     assert ranks[0] == ranks[1]
     assert ranks[3] == pytest.approx(float(predictions.peak_allocated_bytes[0]))
 
@@ -140,20 +140,20 @@ def test_only_the_trial_program_runs_data_splits(tmp_path: Path) -> None:
     command = replace(job.spec.train, command=("torchrun", "train_gpt.py", "--enable-hetero"))
     assert isinstance(command, TrainSpec)
     with pytest.raises(SpecError) as caught:
-        with_meshes(small.platform(replace(job, spec=replace(job.spec, work=command)), costs=pair()), plan=False)
+        with_meshes(tasks.platform(replace(job, spec=replace(job.spec, work=command)), costs=pair()), plan=False)
     assert caught.value.key == f"auto_tuner.space.{MESHES}"
     assert "replicas_release" in str(caught.value)
     values = {**dict.fromkeys(SIZES.values(), 1), "micro_batch_size": 1, MESHES: UNEVEN}
     with pytest.raises(LaunchError, match="replicas_release"):
-        WORKLOAD.launch(small.platform(job, costs=pair()), Candidate.of(values), str(tmp_path), for_real=True)
+        ENGINE.launch(tasks.platform(job, costs=pair()), Candidate.of(values), str(tmp_path), for_real=True)
     with pytest.raises(LaunchError, match="replicas_release"):
-        mixed(small.platform(job, costs=pair()), values)
+        mixed(tasks.platform(job, costs=pair()), values)
 
 
 def test_ways_to_split_a_job_have_names() -> None:
     job = task(UNEVEN, "fast tp2 dp4 + slow tp2 dp4", "fast dp8")
     space, _ = predicted(job, pair())
-    ways = WORKLOAD.splits(job, space.columns())
+    ways = ENGINE.splits(job, space.columns())
     texts = [space.candidate(row).as_dict()[MESHES] for row in range(len(space))]
     for name, sign in (("layer split", "+"), ("data split", "|")):
         assert {texts[row] for row in np.flatnonzero(ways[name])} == {text for text in texts if text and sign in text}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
 
 from flagcore.domain.model import LinearAttention
@@ -20,21 +20,21 @@ from flagcore.tuner.launches import planned_launch
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.complete import with_plugin_knobs
 from flagcore.tuner.stages.predict import predict
-from tests import small
+from tests import tasks
 
 ONE: dict[str, Any] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
 """A space of one candidate."""
 
 
 def task_of(space: dict[str, Any], settings: dict[str, Any] | None = None, **changes: Any) -> Task:
-    task = small.task(**{"space": ONE | {"data_parallel_size": (4,)} | space, **changes})
+    task = tasks.task(**{"space": ONE | {"data_parallel_size": (4,)} | space, **changes})
     train = replace(task.spec.train, settings=settings or {}, command=("pretrain_gpt.py",))
     task = replace(task, spec=replace(task.spec, work=train))
-    return with_plugin_knobs(small.platform(task)).task
+    return with_plugin_knobs(tasks.platform(task)).task
 
 
 def rows(task: Task) -> list[dict[str, Any]]:
-    legal = legality(small.platform(task))
+    legal = legality(tasks.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
     return [space.candidate(row).as_dict() for row in range(len(space))]
 
@@ -106,13 +106,13 @@ def test_the_expert_tensor_size_depends_on_the_candidate() -> None:
         "sequence_parallel": (True,),
         "expert_tensor_parallel_size": (1, 2),
     }
-    found = values(task_of(space, model=small.EXPERTS), "expert_model_parallel_size", "expert_tensor_parallel_size")
+    found = values(task_of(space, model=tasks.EXPERTS), "expert_model_parallel_size", "expert_tensor_parallel_size")
     assert found == {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)}
 
 
 def test_a_layout_holds_for_its_own_pipeline_size() -> None:
-    layers = "t" * small.DENSE.num_layers
-    half = small.DENSE.num_layers // 2
+    layers = "t" * tasks.DENSE.num_layers
+    half = tasks.DENSE.num_layers // 2
     space = {
         "data_parallel_size": (2, 4),
         "pipeline_model_parallel_size": (1, 2),
@@ -137,17 +137,17 @@ SWITCHES: dict[str, Any] = {
 
 
 def test_a_candidate_is_predicted_as_a_job_with_its_settings() -> None:
-    task = task_of(SWITCHES, model=small.EXPERTS)
-    legal = legality(small.platform(task))
+    task = task_of(SWITCHES, model=tasks.EXPERTS)
+    legal = legality(tasks.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
     assert len(space) == 2 * 96
-    found = predict(small.platform(task), space)
+    found = predict(tasks.platform(task), space)
     for row in range(0, len(space), 7):
         candidate = space.candidate(row).as_dict()
         settings = {name: candidate[name] for name in SWITCHES if name in NAMES and candidate[name] is not None}
-        single = task_of({}, settings, model=small.EXPERTS)
-        columns = WORKLOAD.columns(single, {n: v for n, v in candidate.items() if n not in NAMES})
-        expected = WORKLOAD.predict(single, columns, small.costs(single))
+        single = task_of({}, settings, model=tasks.EXPERTS)
+        columns = ENGINE.columns(single, {n: v for n, v in candidate.items() if n not in NAMES})
+        expected = ENGINE.predict(single, columns, tasks.costs(single))
         np.testing.assert_equal(found.step_time_s[row], expected.step_time_s[0])
         assert found.peak_allocated_bytes[row] == expected.peak_allocated_bytes[0]
 
@@ -156,11 +156,11 @@ NAMES = {knob.name for knob in SETTINGS}
 
 
 def test_a_candidate_is_started_with_its_settings(tmp_path: Path) -> None:
-    task = task_of(SWITCHES, model=small.EXPERTS)
+    task = task_of(SWITCHES, model=tasks.EXPERTS)
     expected = {"overlap_grad_reduce": True, "moe_token_dispatcher_type": "flex", "fp8_format": "hybrid"}
     expected["moe_grouped_gemm"] = False
     candidate = next(row for row in rows(task) if expected.items() <= row.items())
-    argv = planned_launch(small.platform(task), Candidate.of(candidate), str(tmp_path)).argv
+    argv = planned_launch(tasks.platform(task), Candidate.of(candidate), str(tmp_path)).argv
     assert {"--overlap-grad-reduce", "--moe-flex-dispatcher-backend"} <= set(argv)
     assert argv[argv.index("--fp8-format") + 1] == "hybrid"
     assert "--moe-grouped-gemm" not in argv
@@ -186,7 +186,7 @@ def test_settings_are_read_back_from_the_printed_arguments(tmp_path: Path) -> No
         "moe_token_dispatcher_type": "flex",
         "expert_tensor_parallel_size": None,
     }
-    found = WORKLOAD.read(task_of({}), Candidate.of(expected), str(tmp_path)).effective
+    found = ENGINE.read(task_of({}), Candidate.of(expected), str(tmp_path)).effective
     assert {name: value for name, value in expected.items() if found.get(name, value) != value} == {
         "overlap_grad_reduce": False,
         "moe_token_dispatcher_type": "flex",
@@ -229,15 +229,15 @@ def test_the_trial_program_refuses_values_that_it_cannot_run() -> None:
     task = task_of({"tp_comm_overlap": (False, True)})
     task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, command=None)))
     with pytest.raises(SpecError) as caught:
-        WORKLOAD.ready(task.for_engine(effects_of(task, {"tp_comm_overlap": True})).spec)
+        ENGINE.ready(task.for_engine(effects_of(task, {"tp_comm_overlap": True})).spec)
     assert caught.value.key == "train.settings.tp_comm_overlap"
 
 
 def spec_of(**tuner: Any) -> Spec:
     data = {
-        "model": small.SHAPE,
+        "model": tasks.SHAPE,
         "cluster": {"chip": "auto"},
         "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"},
         "auto_tuner": tuner,
     }
-    return parse_spec(data, file="spec.yaml", base=Path(), engines=small.ENGINES)
+    return parse_spec(data, file="spec.yaml", base=Path(), engines=tasks.ENGINES)

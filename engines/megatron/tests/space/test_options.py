@@ -5,26 +5,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.predict import layout_of, training
 from flagcore_megatron.space.options import options
 from flagcore_training.layout import Options
 
 from flagcore.errors import NotModelled, SpecError
 from flagcore.tuner.stages.build import check
-from tests import small
+from tests import tasks
 
 SHARDED = {"use_distributed_optimizer": True, "data_parallel_size": 4}
 AWARE = {"use_precision_aware_optimizer": True}
-LATENT = dataclasses.replace(small.EXPERTS, **small.LATENT)
+LATENT = dataclasses.replace(tasks.EXPERTS, **tasks.LATENT)
 
 
 def options_of(settings: dict[str, Any] | None = None, **train: Any) -> Options:
-    return options(small.task(LATENT, settings=settings or {}, **train))
+    return options(tasks.task(LATENT, settings=settings or {}, **train))
 
 
-def published(values: dict[str, Any], notes: str = "", *, model: Any = small.EXPERTS, **train: Any) -> Options:
-    return options(WORKLOAD.published(small.task(model, **train), values, notes)[0])
+def published(values: dict[str, Any], notes: str = "", *, model: Any = tasks.EXPERTS, **train: Any) -> Options:
+    return options(ENGINE.published(tasks.task(model, **train), values, notes)[0])
 
 
 def overlaps(found: Options) -> tuple[bool, bool]:
@@ -116,7 +116,7 @@ def test_the_latent_attention_module_needs_latent_attention() -> None:
     settings = {"recompute_modules": "mla_up_proj"}
     assert options_of(settings).recompute_modules == {"mla_up_proj"}
     with pytest.raises(SpecError):
-        options(small.task(settings=settings))
+        options(tasks.task(settings=settings))
 
 
 def test_an_unmodelled_schedule_is_reported_as_unknown() -> None:
@@ -147,9 +147,9 @@ def test_flags_of_a_custom_command_are_settings() -> None:
     assert not found.overlap_p2p_comm
     assert found.recompute_modules == {"mlp", "layernorm"}
     assert found.exp_avg_bytes == 2
-    local = small.task(command=(*COMMAND, "--transformer-impl", "local"))
+    local = tasks.task(command=(*COMMAND, "--transformer-impl", "local"))
     assert not training(local).transformer_engine
-    assert training(small.task(command=COMMAND)).transformer_engine
+    assert training(tasks.task(command=COMMAND)).transformer_engine
 
 
 def test_settings_win_over_a_command_of_megatron_and_may_not_contradict_another() -> None:
@@ -170,26 +170,26 @@ def test_published_run_overlaps_its_exchange_with_a_distributed_optimizer() -> N
 
 def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -> None:
     tuned = {**SHARDED, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-    assert published(tuned, model=small.DENSE).tp_comm_overlap
-    assert not published(tuned, "tp-comm-overlap off", model=small.DENSE).tp_comm_overlap
+    assert published(tuned, model=tasks.DENSE).tp_comm_overlap
+    assert not published(tuned, "tp-comm-overlap off", model=tasks.DENSE).tp_comm_overlap
     for missing in ("use_distributed_optimizer", "sequence_parallel", "tensor_model_parallel_size"):
         values = {key: value for key, value in tuned.items() if key != missing}
-        assert not published(values, model=small.DENSE).tp_comm_overlap
+        assert not published(values, model=tasks.DENSE).tp_comm_overlap
     assert not published(tuned).tp_comm_overlap
-    assert not published(tuned, model=small.DENSE, implementation="local").tp_comm_overlap
-    assert not published(tuned, model=small.DENSE, attention="unfused").tp_comm_overlap
+    assert not published(tuned, model=tasks.DENSE, implementation="local").tp_comm_overlap
+    assert not published(tuned, model=tasks.DENSE, attention="unfused").tp_comm_overlap
 
 
 def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
-    assert published({}, model=dataclasses.replace(small.DENSE, name="some 70B LoRA")).adapters
-    assert not published({}, model=dataclasses.replace(small.DENSE, name="flora-7b")).adapters
+    assert published({}, model=dataclasses.replace(tasks.DENSE, name="some 70B LoRA")).adapters
+    assert not published({}, model=dataclasses.replace(tasks.DENSE, name="flora-7b")).adapters
 
 
 def test_notes_on_schedules_mention_unfused_attention_and_waits_for_messages() -> None:
-    task, _, _ = WORKLOAD.published(small.task(), {}, "schedule=ZB-H1")
+    task, _, _ = ENGINE.published(tasks.task(), {}, "schedule=ZB-H1")
     assert not training(task).flash
     assert not options(task).overlap_p2p_comm
-    task, _, _ = WORKLOAD.published(small.task(), {"pipeline_schedule": "zb-h1"}, "")
+    task, _, _ = ENGINE.published(tasks.task(), {"pipeline_schedule": "zb-h1"}, "")
     assert training(task).flash
 
 
@@ -201,26 +201,26 @@ def test_a_record_overrides_its_notes_and_these_override_defaults() -> None:
 
 
 def test_layout_of_a_published_run_gives_its_virtual_stages() -> None:
-    task = small.task(devices=2, settings={"pipeline_model_parallel_layout": "Et|t|t|tL"})
-    found, values, _ = WORKLOAD.published(task, {"pipeline_model_parallel_size": 2}, "")
-    layout = layout_of(found, WORKLOAD.columns(found, values))
+    task = tasks.task(devices=2, settings={"pipeline_model_parallel_layout": "Et|t|t|tL"})
+    found, values, _ = ENGINE.published(task, {"pipeline_model_parallel_size": 2}, "")
+    layout = layout_of(found, ENGINE.columns(found, values))
     assert layout.virtual.tolist() == [2.0]
 
 
 def test_counting_embedding_and_loss_as_layers_allows_an_even_split() -> None:
-    model = dataclasses.replace(small.DENSE, num_layers=6)
+    model = dataclasses.replace(tasks.DENSE, num_layers=6)
     settings = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     for arguments, legal in (({}, False), (settings, True)):
-        task = small.task(model, settings=arguments)
-        _, broken = check(WORKLOAD.columns(task, {"pipeline_model_parallel_size": 4}), WORKLOAD.rules(task), ())
+        task = tasks.task(model, settings=arguments)
+        _, broken = check(ENGINE.columns(task, {"pipeline_model_parallel_size": 4}), ENGINE.rules(task), ())
         assert broken is not legal
 
 
 def test_settings_of_all_candidates_replace_missing_knobs() -> None:
     settings = {"num_layers_in_first_pipeline_stage": 1, "expert_tensor_parallel_size": 1}
-    task = small.task(small.EXPERTS, settings=settings)
+    task = tasks.task(tasks.EXPERTS, settings=settings)
     values = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    layout = layout_of(task, WORKLOAD.columns(task, values))
+    layout = layout_of(task, ENGINE.columns(task, values))
     np.testing.assert_array_equal([layout.first_layers, layout.last_layers, layout.expert_tensor], [[1], [0], [1]])
 
 

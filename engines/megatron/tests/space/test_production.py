@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
-from flagcore_megatron.mixed.meshes import MESHES
+from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.space.meshes import MESHES
 from flagcore_megatron.space.rules import CP, TP
 
 from engines.megatron.tests.mixed.test_brute_force import job
@@ -20,10 +20,10 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.tuner.stages.build import build, legality
-from tests import small
+from tests import tasks
 
-CHIP = small.chip(bf16=9e14, fp8=2e15)
-TWO_TOKENS = replace(small.EXPERTS, mtp_num_layers=1)
+CHIP = tasks.chip(bf16=9e14, fp8=2e15)
+TWO_TOKENS = replace(tasks.EXPERTS, mtp_num_layers=1)
 SPACE = {
     "micro_batch_size": (1,),
     "context_parallel_size": (1, 2),
@@ -33,19 +33,19 @@ SPACE = {
 OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
-def platform(model: Model = small.DENSE, *refused: RefusedValues, own: Any = (), **job: Any) -> Platform:
+def platform(model: Model = tasks.DENSE, *refused: RefusedValues, own: Any = (), **job: Any) -> Platform:
     """The platform of a spec before anything is assumed, on a chip whose vendor names transformer-engine."""
     source = Source(kind="datasheet", detail="a guide")
     stack = Stack(implementation="transformer_engine", settings=dict(own), source=source)
-    found = small.platform(small.task(model, chip=CHIP, **{"space": SPACE, **job}))
+    found = tasks.platform(tasks.task(model, chip=CHIP, **{"space": SPACE, **job}))
     return replace(found, support=replace(found.support, stack=stack), value_rules=tuple(refused))
 
 
-def plan(model: Model = small.DENSE, *refused: RefusedValues, **job: Any) -> Task:
-    return WORKLOAD.as_in_production(platform(model, *refused, **job)).task
+def plan(model: Model = tasks.DENSE, *refused: RefusedValues, **job: Any) -> Task:
+    return ENGINE.as_in_production(platform(model, *refused, **job)).task
 
 
-def assumed(model: Model = small.DENSE, *refused: RefusedValues, **job: Any) -> dict[str, SettingValue]:
+def assumed(model: Model = tasks.DENSE, *refused: RefusedValues, **job: Any) -> dict[str, SettingValue]:
     return dict(plan(model, *refused, **job).spec.train.assumed)
 
 
@@ -55,23 +55,23 @@ def typed(task: Task, settings: dict[str, SettingValue]) -> Task:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize("model", [small.DENSE, small.EXPERTS, TWO_TOKENS], ids=["dense", "experts", "mtp"])
+@pytest.mark.parametrize("model", [tasks.DENSE, tasks.EXPERTS, TWO_TOKENS], ids=["dense", "experts", "mtp"])
 def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(model: Model, precision: str) -> None:
     task = plan(model, precision=precision)
-    legal = legality(small.platform(task))
+    legal = legality(tasks.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
-    bare = legality(small.platform(typed(task, {"expert_tensor_parallel_size": 1} if model.num_moe_experts else {})))
+    bare = legality(tasks.platform(typed(task, {"expert_tensor_parallel_size": 1} if model.num_moe_experts else {})))
     assert len(space) == len(build(bare.axes, bare.rules, bare.merges))
     costs, everything = platform(model).costs, np.arange(len(space))
-    found = WORKLOAD.predict(task, space.columns(everything), costs)
+    found = ENGINE.predict(task, space.columns(everything), costs)
     kinds: dict[tuple[tuple[str, SettingValue], ...], list[int]] = defaultdict(list)
     for row in everything:
-        kinds[tuple(WORKLOAD.assumed(task, space.candidate(int(row))).items())].append(int(row))
+        kinds[tuple(ENGINE.assumed(task, space.candidate(int(row))).items())].append(int(row))
     assert len(kinds) > 2
     for settings, some in kinds.items():
         strict, columns = typed(task, dict(settings)), space.columns(np.array(some))
-        assert not any(rule.broken(columns).any() for rule in legality(small.platform(strict)).rules)
-        single = WORKLOAD.predict(strict, columns, costs)
+        assert not any(rule.broken(columns).any() for rule in legality(tasks.platform(strict)).rules)
+        single = ENGINE.predict(strict, columns, costs)
         np.testing.assert_allclose(found.step_time_s[some], single.step_time_s)
         np.testing.assert_allclose(found.static_bytes[some], single.static_bytes)
         np.testing.assert_allclose(found.activation_bytes[some], single.activation_bytes)
@@ -79,38 +79,38 @@ def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(mo
 
 def test_a_named_setting_takes_precedence_over_contradicting_notes() -> None:
     assert assumed(settings={"overlap_grad_reduce": False}).keys() == {"tp_comm_overlap", "cross_entropy_loss_fusion"}
-    found = assumed(small.EXPERTS, settings={"moe_grouped_gemm": False, "moe_shared_expert_overlap": True})
+    found = assumed(tasks.EXPERTS, settings={"moe_grouped_gemm": False, "moe_shared_expert_overlap": True})
     assert not found.keys() & {"moe_grouped_gemm", "moe_token_dispatcher_type", "recompute_modules"}
-    assert OVERLAP not in assumed(small.EXPERTS, space={**SPACE, OVERLAP: (False, True)})
+    assert OVERLAP not in assumed(tasks.EXPERTS, space={**SPACE, OVERLAP: (False, True)})
 
 
 def test_settings_that_the_chip_or_the_release_lacks_are_left_out() -> None:
     flex = RefusedValues(name="no_link", knob="settings.moe_token_dispatcher_type", values=("flex",), reason="no link")
-    assert "moe_token_dispatcher_type" not in assumed(small.EXPERTS, flex)
-    assert OVERLAP not in assumed(small.EXPERTS, engine_version="0.12.0")
+    assert "moe_token_dispatcher_type" not in assumed(tasks.EXPERTS, flex)
+    assert OVERLAP not in assumed(tasks.EXPERTS, engine_version="0.12.0")
     alltoall = {"tp_comm_overlap": False, "moe_token_dispatcher_type": "alltoall", "recompute_modules": None}
-    assert assumed(small.EXPERTS, own=alltoall).items() >= {"moe_token_dispatcher_type": "alltoall"}.items()
-    assert not assumed(small.EXPERTS, own=alltoall).keys() & {"recompute_modules", "tp_comm_overlap"}
+    assert assumed(tasks.EXPERTS, own=alltoall).items() >= {"moe_token_dispatcher_type": "alltoall"}.items()
+    assert not assumed(tasks.EXPERTS, own=alltoall).keys() & {"recompute_modules", "tp_comm_overlap"}
     assert not assumed(own=alltoall).keys() & alltoall.keys()
     none = RefusedValues(name="old", knob="implementation", values=("transformer_engine",), reason="too old")
-    assert plan(small.EXPERTS, none).spec.train.implementation is None
+    assert plan(tasks.EXPERTS, none).spec.train.implementation is None
 
 
 @pytest.mark.parametrize("job", [{"command": ("pretrain_gpt.py",)}, {"implementation": "local"}])
 def test_a_spec_that_names_its_settings_is_unchanged(job: dict[str, Any]) -> None:
     arguments = platform(**job)
-    assert WORKLOAD.as_in_production(arguments) is arguments
+    assert ENGINE.as_in_production(arguments) is arguments
 
 
 def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Path) -> None:
-    arguments = WORKLOAD.as_in_production(platform(small.EXPERTS, precision="fp8"))
-    neutral = {axis.knob: axis.neutral for axis in legality(small.platform(arguments.task)).axes}
+    arguments = ENGINE.as_in_production(platform(tasks.EXPERTS, precision="fp8"))
+    neutral = {axis.knob: axis.neutral for axis in legality(tasks.platform(arguments.task)).axes}
     knobs = {**neutral, "expert_model_parallel_size": 4}
     shards = {"data_parallel_size": 4, "use_distributed_optimizer": True}
     plain = {**knobs, "data_parallel_size": 4, "use_recompute": True, "recompute_granularity": "full"}
 
     def flags(values: dict[str, Any]) -> set[str]:
-        launch = WORKLOAD.launch(arguments, Candidate.of(values), str(tmp_path), for_real=True)
+        launch = ENGINE.launch(arguments, Candidate.of(values), str(tmp_path), for_real=True)
         return set(shlex.split(shlex.join(launch.argv)))
 
     gated = {"--overlap-param-gather", "--fp8-param-gather", "--overlap-moe-expert-parallel-comm"}
@@ -124,14 +124,14 @@ def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Pa
     ("knobs", "count"), [({}, 0), ({TP: 8, CP: 2}, 0.2), ({TP: 16}, 2.1), ({CP: 4}, 5.1), ({TP: 16, CP: 4}, 7.2)]
 )
 def test_tp_over_nodes_and_short_context_parallel_ranks_are_unusual(knobs: dict[str, int], count: float) -> None:
-    task = small.task(devices=8, seq_length=8192)
-    columns = WORKLOAD.columns(task, knobs)
-    assert WORKLOAD.unusual(task, columns, WORKLOAD.predict(task, columns, small.costs(task))) == pytest.approx([count])
+    task = tasks.task(devices=8, seq_length=8192)
+    columns = ENGINE.columns(task, knobs)
+    assert ENGINE.unusual(task, columns, ENGINE.predict(task, columns, tasks.costs(task))) == pytest.approx([count])
 
 
 def test_short_context_parallel_ranks_of_a_mesh_are_unusual() -> None:
     texts = ("fast cp2 dp2 + slow dp4", "fast cp4 | slow dp4", "fast dp4 | slow dp4")
-    task, costs = job(2, *texts, devices=4, model=small.DENSE)  # 4,096 tokens
-    columns = [WORKLOAD.columns(task, {MESHES: text}) for text in (*texts, None)]
-    weights = [WORKLOAD.unusual(task, each, WORKLOAD.predict(task, each, costs)) for each in columns]
+    task, costs = job(2, *texts, devices=4, model=tasks.DENSE)  # 4,096 tokens
+    columns = [ENGINE.columns(task, {MESHES: text}) for text in (*texts, None)]
+    weights = [ENGINE.unusual(task, each, ENGINE.predict(task, each, costs)) for each in columns]
     assert np.concatenate(weights) == pytest.approx([5.1, 5.1, 0, 0])

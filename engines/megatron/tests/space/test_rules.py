@@ -5,15 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import WORKLOAD
-from flagcore_megatron.mixed.meshes import MESHES
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.space.knobs import candidate_columns
+from flagcore_megatron.space.meshes import MESHES
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.tuner.stages.build import check
-from tests import small
+from tests import tasks
+
+pytestmark = pytest.mark.together("megatron-core, imported")
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP, EP, MBS = "context_parallel_size", "expert_model_parallel_size", "micro_batch_size"
@@ -24,16 +26,16 @@ UNIFORM = {**FULL, "recompute_method": "uniform"}
 BLOCK = {**FULL, "recompute_method": "block"}
 LAYERS = "recompute_num_layers"
 
-WIDE = dataclasses.replace(small.DENSE, num_layers=8, num_attention_heads=12, num_query_groups=6, ffn_hidden_size=96)
-SHARED = dataclasses.replace(small.EXPERTS, moe_shared_expert_intermediate_size=66, moe_first_dense_layers=0)
-LATENT = dataclasses.replace(small.DENSE, **small.LATENT)
+WIDE = dataclasses.replace(tasks.DENSE, num_layers=8, num_attention_heads=12, num_query_groups=6, ffn_hidden_size=96)
+SHARED = dataclasses.replace(tasks.EXPERTS, moe_shared_expert_intermediate_size=66, moe_first_dense_layers=0)
+LATENT = dataclasses.replace(tasks.DENSE, **tasks.LATENT)
 WIDE_TASK = {"model": WIDE, "devices": 12, "global_batch_size": 24, "seq_length": 144}
 
 
 def broken(values: dict[str, KnobValue], **of_task: Any) -> set[str]:
     """The names of the rules that a candidate breaks; its data parallelism is what the devices leave."""
-    task = small.task(**of_task)
-    return {rule.name for rule in check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]}
+    task = tasks.task(**of_task)
+    return {rule.name for rule in check(ENGINE.columns(task, values), ENGINE.rules(task), ())[1]}
 
 
 SHARDED = {OPTIMIZER: True, DP: 4}
@@ -44,14 +46,14 @@ VPP = "virtual_pipeline_model_parallel_size"
 
 
 def experts(**settings: Any) -> dict[str, Any]:
-    return {"model": small.EXPERTS, "settings": settings}
+    return {"model": tasks.EXPERTS, "settings": settings}
 
 
 def dense(**shape: Any) -> dict[str, Any]:
-    return {"model": dataclasses.replace(small.DENSE, **shape)}
+    return {"model": dataclasses.replace(tasks.DENSE, **shape)}
 
 
-NARROW, DEPTH = dataclasses.replace(small.EXPERTS, moe_ffn_hidden_size=34), dense(mtp_num_layers=1)
+NARROW, DEPTH = dataclasses.replace(tasks.EXPERTS, moe_ffn_hidden_size=34), dense(mtp_num_layers=1)
 LOCAL = {"command": ("torchrun", "pretrain_gpt.py", "--transformer-impl", "local")}
 EIGHT = {PP: 4, VIRTUAL: 1}
 
@@ -84,7 +86,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "interleaving wants groups": ("interleaved_microbatches", {**EIGHT, MBS: 4}, {**EIGHT, MBS: 2}, {"model": WIDE}),
     "a plain pipeline does not": ("interleaved_microbatches", {**EIGHT, MBS: 4}, {PP: 4, MBS: 4}, {"model": WIDE}),
     "expert parallelism needs experts": ("experts_exist", {EP: 2}, {EP: 1}, {}),
-    "experts are split evenly": ("experts_divide", {EP: 8}, {EP: 4}, {"model": small.EXPERTS, "devices": 8}),
+    "experts are split evenly": ("experts_divide", {EP: 8}, {EP: 4}, {"model": tasks.EXPERTS, "devices": 8}),
     "all sizes divide the world": ("expert_world_size", {TP: 2, EP: 4, SP: True}, {TP: 2, EP: 2, SP: True}, experts()),
     "recompute needs a granularity": ("recompute_granularity", {"use_recompute": True}, UNIFORM, {}),
     "selective takes no method": ("selective_recompute", {**SELECTIVE, "recompute_method": "block"}, SELECTIVE, {}),
@@ -130,7 +132,7 @@ def test_each_rule_refuses_its_bad_candidate_and_accepts_the_good_one(name: str)
 
 
 def test_every_rule_has_a_case() -> None:
-    rules = {rule.name for rule in WORKLOAD.rules(small.task())}
+    rules = {rule.name for rule in ENGINE.rules(tasks.task())}
     assert rules <= {rule for rule, *_ in CASES.values()}
 
 
@@ -140,7 +142,7 @@ def test_1f1b_has_any_number_of_virtual_stages(virtual: int) -> None:
 
 
 def test_experts_may_be_split_over_more_devices_than_data_parallelism_has() -> None:
-    assert broken({TP: 1, PP: 2, CP: 2, EP: 2}, model=small.EXPERTS) == set()
+    assert broken({TP: 1, PP: 2, CP: 2, EP: 2}, model=tasks.EXPERTS) == set()
 
 
 def test_latent_attention_follows_its_heads() -> None:
@@ -205,7 +207,7 @@ MERGED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 DISTINCT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "sequence parallelism": ({TP: 2, SP: True}, {TP: 2}, {}),
     "distributed optimizer over context parallelism": ({TP: 2, CP: 2, OPTIMIZER: True}, {TP: 2, CP: 2}, {}),
-    "expert parallelism": ({EP: 2}, {EP: 1}, {"model": small.EXPERTS}),
+    "expert parallelism": ({EP: 2}, {EP: 1}, {"model": tasks.EXPERTS}),
     "two virtual stages": ({PP: 2, VIRTUAL: 1}, {PP: 2}, {}),
     "chunks of one and of two layers": ({**UNIFORM, LAYERS: 1}, {**UNIFORM, LAYERS: 2}, {}),
     "block of some layers": ({**BLOCK, LAYERS: 3}, {**UNIFORM, LAYERS: 1}, {}),
@@ -213,8 +215,8 @@ DISTINCT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def canonical(values: dict[str, KnobValue], of_task: dict[str, Any]) -> dict[str, int]:
-    task: Task = small.task(**of_task)
-    columns, _ = check(WORKLOAD.columns(task, values), (), WORKLOAD.merges(task))
+    task: Task = tasks.task(**of_task)
+    columns, _ = check(ENGINE.columns(task, values), (), ENGINE.merges(task))
     return {knob: int(np.asarray(column)[0]) for knob, column in columns.items()}
 
 
@@ -227,16 +229,16 @@ def test_only_equivalent_candidates_are_merged(name: str) -> None:
 def test_layers_per_virtual_stage_exclude_a_separate_first_stage() -> None:
     values = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
     columns = candidate_columns({**values, "num_layers_in_first_pipeline_stage": 2})
-    rule = next(rule for rule in WORKLOAD.rules(small.task()) if rule.name == "virtual_stages")
+    rule = next(rule for rule in ENGINE.rules(tasks.task()) if rule.name == "virtual_stages")
     assert rule.broken(columns).tolist() == [True]
     assert rule.broken(candidate_columns(values)).tolist() == [False]
 
 
 def test_a_stage_uses_one_kind_of_chip() -> None:
     def refused(*devices: int) -> list[int]:
-        groups = tuple(NodeGroup(chip=small.CHIP, nodes=1, devices_per_node=count) for count in devices)
-        task = dataclasses.replace(small.task(), cluster=Cluster(groups=groups))
-        rule = next(rule for rule in WORKLOAD.rules(task) if rule.name == "stages_in_one_group")
+        groups = tuple(NodeGroup(chip=tasks.CHIP, nodes=1, devices_per_node=count) for count in devices)
+        task = dataclasses.replace(tasks.task(), cluster=Cluster(groups=groups))
+        rule = next(rule for rule in ENGINE.rules(task) if rule.name == "stages_in_one_group")
         none = np.zeros(1, dtype=np.int64)
         return [size for size in range(1, 17) if rule.broken({PP: np.array([size]), MESHES: none})[0]]
 
@@ -244,13 +246,13 @@ def test_a_stage_uses_one_kind_of_chip() -> None:
     assert refused(8, 4) == [size for size in range(1, 17) if size % 3]
     assert refused(8, 4, 4) == [size for size in range(1, 17) if size % 4]
     assert refused(2, 6) == [size for size in range(1, 17) if size % 4]
-    assert "stages_in_one_group" not in {rule.name for rule in WORKLOAD.rules(small.task())}
+    assert "stages_in_one_group" not in {rule.name for rule in ENGINE.rules(tasks.task())}
 
 
 @pytest.mark.parametrize(("settings", "kept"), [({}, 0), (GATHER, 1)])
 def test_distributed_optimizer_of_one_rank_stays_where_a_setting_needs_it(settings: Any, kept: int) -> None:
-    task = small.task(settings=settings, command=("train",))
+    task = tasks.task(settings=settings, command=("train",))
     values = candidate_columns({TP: 4, OPTIMIZER: True})
-    columns, broken = check(values, WORKLOAD.rules(task), WORKLOAD.merges(task))
+    columns, broken = check(values, ENGINE.rules(task), ENGINE.merges(task))
     assert broken == []
     assert int(columns[OPTIMIZER][0]) == kept

@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
     pytest.mark.slow,
     pytest.mark.timeout(900),
+    pytest.mark.together("training"),
 ]
 
 HEADS = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 64}

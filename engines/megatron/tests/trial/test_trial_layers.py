@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 from flagcore_megatron import start
-from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.predict import training
 from flagcore_megatron.trial.job import JobError, parse_job
 
 from engines.megatron.tests.trial import trial_jobs
 from flagcore.contracts import Platform
 from flagcore.errors import SpecError
-from tests import small
+from tests import tasks
+
+pytestmark = pytest.mark.together("megatron-core, imported")
 
 Install = Callable[..., None]
 
@@ -32,24 +34,24 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def platform(device_type: str, **train: Any) -> Platform:
-    found = small.platform(small.task(**train))
+    found = tasks.platform(tasks.task(**train))
     return dataclasses.replace(found, support=dataclasses.replace(found.support, device_type=device_type))
 
 
 def test_layers_of_transformer_engine_are_used_if_it_can_be_imported(install: Install) -> None:
     install()
-    found = WORKLOAD.as_installed(platform("cuda"))
+    found = ENGINE.as_installed(platform("cuda"))
     assert found.task.spec.train.implementation == "transformer_engine"
     assert training(found.task).transformer_engine
-    assert WORKLOAD.installation_notes(found) == ()
+    assert ENGINE.installation_notes(found) == ()
 
 
 def test_layers_are_megatrons_own_otherwise_with_a_note(install: Install) -> None:
-    assert WORKLOAD.as_installed(platform("cuda")).task.spec.train.implementation is None
+    assert ENGINE.as_installed(platform("cuda")).task.spec.train.implementation is None
     install(imports=False)
-    found = WORKLOAD.as_installed(platform("cuda"))
+    found = ENGINE.as_installed(platform("cuda"))
     assert found.task.spec.train.implementation is None
-    (note,) = WORKLOAD.installation_notes(found)
+    (note,) = ENGINE.installation_notes(found)
     assert "transformer-engine" in note
 
 
@@ -59,8 +61,8 @@ def test_layers_are_megatrons_own_otherwise_with_a_note(install: Install) -> Non
 def test_a_cpu_a_given_implementation_and_a_command_stay(install: Install, device: str, train: Any) -> None:
     install()
     arguments = platform(device, **train)
-    assert WORKLOAD.as_installed(arguments) is arguments
-    assert WORKLOAD.installation_notes(arguments) == ()
+    assert ENGINE.as_installed(arguments) is arguments
+    assert ENGINE.installation_notes(arguments) == ()
 
 
 @pytest.mark.parametrize(
@@ -76,18 +78,18 @@ def test_a_cpu_a_given_implementation_and_a_command_stay(install: Install, devic
     ],
 )
 def test_settings_that_need_transformer_engine_run_if_it_is_installed(install: Install, train: Any) -> None:
-    spec = small.task(**train).spec
+    spec = tasks.task(**train).spec
     with pytest.raises(SpecError):
-        WORKLOAD.ready(spec)
+        ENGINE.ready(spec)
     install()
-    WORKLOAD.ready(spec)
+    ENGINE.ready(spec)
 
 
 def test_the_job_names_the_layers_and_their_settings(install: Install, tmp_path: Path) -> None:
     install()
     settings = {"tp_comm_overlap": True, "cp_comm_type": "a2a"}
-    found = WORKLOAD.as_installed(platform("cuda", settings=settings, precision="fp8"))
-    WORKLOAD.launch(found, small.candidate(), str(tmp_path))
+    found = ENGINE.as_installed(platform("cuda", settings=settings, precision="fp8"))
+    ENGINE.launch(found, tasks.candidate(), str(tmp_path))
     job = parse_job(json.loads((tmp_path / "job.json").read_text()))
     assert job.transformer_engine
     assert (job.train.precision, job.candidate.tp_comm_overlap, job.candidate.cp_comm_type) == ("fp8", True, "a2a")

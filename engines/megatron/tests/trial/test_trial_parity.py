@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
     pytest.mark.slow,
     pytest.mark.timeout(900),
+    pytest.mark.together("training"),
 ]
 
 TIED = {**DENSE, "untie_embeddings_and_output_weights": False, "qk_layernorm": True}

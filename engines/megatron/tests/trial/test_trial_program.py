@@ -23,7 +23,11 @@ from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS
 from flagcore.domain.launch import Exit, Launch
 from flagcore.launchers.local import LocalLauncher
 
-pytestmark = [pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
+    pytest.mark.slow,
+    pytest.mark.together("training"),
+]
 
 PROGRAM = ["-m", "flagcore_megatron.trial"]
 COPIES = {"data_parallel_size": 2}

@@ -1,4 +1,4 @@
-"""`flagcore.api.tune` on a tiny model that megatron-core really trains."""
+"""`flagcore.api.commands.tune` on a tiny model that megatron-core really trains."""
 
 import json
 from importlib.util import find_spec
@@ -10,9 +10,13 @@ import pytest
 import yaml
 
 from flagcore import api
-from tests.small import SHAPE
+from tests.tasks import SHAPE
 
-pytestmark = [pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
+    pytest.mark.slow,
+    pytest.mark.together("training"),
+]
 
 SPEC: dict[str, Any] = {
     "model": {**SHAPE, "name": "tiny", "num_layers": 5, "num_query_groups": 2},

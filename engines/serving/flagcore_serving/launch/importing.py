@@ -39,7 +39,7 @@ Pair: TypeAlias = tuple[str, list[str]]
 def spec_of_command(
     engine: EngineProfile, start: Start, directory: Path, model: str | None
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Convert a command to the data of a spec, with notes (see `Workload.read_command`). Raises SpecError."""
+    """Convert a command to the data of a spec, with notes (see `Engine.read_command`). Raises SpecError."""
     words, place = start.words, _position(engine, start.words)
     if place is None:
         name = " ".join(engine.program.commands[0])

@@ -65,7 +65,7 @@ class EngineProfile:
     untested: str = ""
     """Why predictions for this engine are less certain. Empty if runs of the engine were measured."""
     plans_by_default: bool = False
-    """As in `Workload`."""
+    """As in `Engine`."""
     start_seconds: float = 1200.0
     """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
     knobs: tuple[Knob, ...] = field(init=False)

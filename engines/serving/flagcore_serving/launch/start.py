@@ -157,7 +157,7 @@ def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str,
 def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
     """Return the groups of identical servers of a candidate, or None if they need no router and run on one host each.
 
-    See `Workload.groups`. Raises UsageError if the target cannot start such servers.
+    See `Engine.groups`. Raises UsageError if the target cannot start such servers.
     """
     values, on_cores = candidate.as_dict(), Hardware.of(platform.task).on_cores
     instances = instances_of(platform, engine, candidate)

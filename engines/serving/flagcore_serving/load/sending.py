@@ -19,24 +19,9 @@ import psutil
 from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
 from flagcore_serving.load.client import Pairs, send_request, session
-from flagcore_serving.load.figures import (
-    PRECISION,
-    SteadyState,
-    decode_error,
-    duration_s,
-    figures_of,
-    steady_figures,
-)
+from flagcore_serving.load.figures import PRECISION, SteadyState, decode_error, duration_s, figures_of, steady_figures
 from flagcore_serving.load.progress import Request, Watch
-from flagcore_serving.load.result import (
-    CHAT,
-    COMPLETIONS,
-    LoadResult,
-    MinRate,
-    ProblemKind,
-    RequestFailed,
-    Target,
-)
+from flagcore_serving.load.result import CHAT, COMPLETIONS, LoadResult, MinRate, ProblemKind, RequestFailed, Target
 from flagcore_serving.load.routing import LeastBusy, Prefixes, pieces_of
 from flagcore_serving.load.stream import Stream
 from flagcore_serving.load.traces import Traffic

@@ -58,7 +58,7 @@ class Program:
     - `program`: the command that starts the engine by default.
     - `commands`: all commands with which users may start it.
     - `model_flags`: flags for the model, which may also follow the command without a flag.
-    - `images`: the entry points of public container images (see `Workload.images`).
+    - `images`: the entry points of public container images (see `Engine.images`).
     - `in_image`: the path of the program in these images. Empty if it is on the PATH.
     - `config_flag`: the flag of a YAML file with more flags.
     - `local_flag`: the flag of the data-parallel ranks on each host.

@@ -18,14 +18,7 @@ from flagcore.domain.trial import TrialState
 from flagcore_serving.launch.reports import ServerReports, combine
 from flagcore_serving.launch.server import Job, plain_load, transfer_port
 from flagcore_serving.load.figures import goodput
-from flagcore_serving.load.progress import (
-    GROWTH,
-    MIN_RATE,
-    RESOLUTION,
-    Outcome,
-    completions_per_s,
-    highest_load,
-)
+from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Outcome, completions_per_s, highest_load
 from flagcore_serving.load.result import LoadResult, ProblemKind, Target
 from flagcore_serving.load.routing import PREFILL
 from flagcore_serving.load.sending import measure

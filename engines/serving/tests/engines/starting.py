@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.trial.failures import wait_until_quiet
 from flagcore_serving.trial.servers import Server
 
@@ -29,7 +29,7 @@ def tiny_model(folder: Path, shape: Mapping[str, int] = SIZES) -> str:
 
 @contextmanager
 def started(
-    engine: Engine, task: Task, values: Mapping[str, Any], folder: Path, patience: float = 150.0
+    engine: ServingEngine, task: Task, values: Mapping[str, Any], folder: Path, patience: float = 150.0
 ) -> Iterator[Server]:
     """Start the first instance of a candidate, engine's defaults but for `values`, and stop it in the end.
 

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-from flagcore_serving.engine import Engine
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import Instance
 from flagcore_serving.model.predict import predict as predict_engine
 from flagcore_serving.space.hardware import Hardware
@@ -22,10 +22,10 @@ from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import KnobValue, Space
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.domain.trial import TrialState
-from flagcore.plugins import workload
+from flagcore.plugins import find_engine
 from flagcore.tuner.stages.build import build, canonical
-from tests import served
-from tests.small import CHIP, DENSE, SOURCE
+from tests import serving_inputs
+from tests.tasks import CHIP, DENSE, SOURCE
 
 SHARED = Link(name="loopback", topology="shared-memory", bytes_per_second=Fact(value=2e9, source=SOURCE))
 CORE = replace(CHIP, name="core", link=SHARED, memory_bytes=Fact(value=8e9, source=SOURCE))
@@ -71,10 +71,10 @@ def planned(engine: str, **arguments: Any) -> Task:
     return serving(engine, **arguments)
 
 
-def engine_of(name: str) -> Engine:
+def engine_of(name: str) -> ServingEngine:
     """The engine with a name."""
-    found = workload(name)
-    assert isinstance(found, Engine)
+    found = find_engine(name)
+    assert isinstance(found, ServingEngine)
     return found
 
 
@@ -91,14 +91,14 @@ def settings(task: Task, **values: KnobValue) -> Settings:
     return engine.settings(task, row(engine, task, **values))
 
 
-def failure(engine: Engine, log: str) -> tuple[TrialState, str]:
+def failure(engine: ServingEngine, log: str) -> tuple[TrialState, str]:
     """What a failed server's log says."""
     return classify(Exit(code=1, ended_by=None, duration_s=1.0), log, engine.reports.failures)
 
 
 def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds | None = None) -> Predictions:
     """What the task's engine is predicted to do with settings."""
-    engine: Any = workload(task.spec.serve.engine)
+    engine: Any = find_engine(task.spec.serve.engine)
     overheads = engine.overheads_for(task, on_host=costs.synchronous)
     return predict_engine(task, settings, costs, overheads, untested=bool(engine.untested), kinds=kinds)
 
@@ -106,33 +106,33 @@ def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds |
 def figures(task: Task, **values: KnobValue) -> dict[str, float]:
     """The predicted metrics of a candidate: the engine's defaults but for `values`."""
     engine = engine_of(task.spec.serve.engine)
-    found = engine.predict(task, row(engine, task, **values), served.costs()).figures
+    found = engine.predict(task, row(engine, task, **values), serving_inputs.costs()).figures
     return {name: column.item() for name, column in found.items()}
 
 
 def published(task: Task, values: Mapping[str, str]) -> tuple[Task, dict[str, KnobValue]]:
     """A job record of the task's engine, completed."""
-    return workload(task.spec.serve.engine).published(task, values, "")[:2]
+    return find_engine(task.spec.serve.engine).published(task, values, "")[:2]
 
 
-def space_of(engine: Engine, task: Task) -> Space:
+def space_of(engine: ServingEngine, task: Task) -> Space:
     """The space of a task."""
     return build(engine.axes(task), engine.rules(task), engine.merges(task))
 
 
-def row(engine: Engine, task: Task, **values: KnobValue) -> dict[str, Any]:
+def row(engine: ServingEngine, task: Task, **values: KnobValue) -> dict[str, Any]:
     """Columns of one candidate: the engine's defaults but for `values`."""
     axes = engine.axes(replace(task, spec=replace(task.spec, baseline=values)))
     expected = {**engine.defaults(task), **values}
     return {axis.knob: np.array([axis.encode(expected[axis.knob])]) for axis in axes}
 
 
-def broken(engine: Engine, task: Task, **values: KnobValue) -> list[str]:
+def broken(engine: ServingEngine, task: Task, **values: KnobValue) -> list[str]:
     """The names of the rules that a candidate breaks."""
     columns = row(engine, task, **values)
     return [rule.name for rule in engine.rules(task) if rule.broken(columns).any()]
 
 
-def merged(engine: Engine, task: Task, **values: KnobValue) -> dict[str, int]:
+def merged(engine: ServingEngine, task: Task, **values: KnobValue) -> dict[str, int]:
     """The codes of a candidate after merging."""
     return {knob: int(codes[0]) for knob, codes in canonical(row(engine, task, **values), engine.merges(task)).items()}

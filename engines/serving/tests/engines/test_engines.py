@@ -22,12 +22,13 @@ from engines.serving.tests.engines.tasks import (
     server,
     settings,
 )
+from flagcore.contracts.capabilities import probing
 from flagcore.domain.serving import Load
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, SpecError
-from tests import served
-from tests.small import DENSE, EXPERTS
+from tests import serving_inputs
+from tests.tasks import DENSE, EXPERTS
 
 TP, PP, DP, EP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "data", "expert_model"))
 FEW, MANY = (Load(input_len=16, output_len=1024, concurrency=clients) for clients in (4, 256))
@@ -643,12 +644,12 @@ def test_empty_columns_are_the_engines_defaults(name: str) -> None:
         engine.columns(task, {"kv_cache_type": "no such type"})
     assert "kv_cache_type" in refused.value.key
     with pytest.raises(SpecError) as caught:
-        engine.ready_to_probe(task.spec)
+        probing(engine)
     assert (caught.value.key, caught.value.value) == ("serve.engine", name)
 
 
 @pytest.mark.parametrize(
-    ("engine", "load", "values", "count"),
+    ("name", "load", "values", "count"),
     [
         ("vllm", FEW, {TP: 2}, 0),
         ("vllm", FEW, {PP: 2}, DEEP),
@@ -657,8 +658,8 @@ def test_empty_columns_are_the_engines_defaults(name: str) -> None:
     ],
 )
 def test_plans_avoid_pipelines_without_need_and_long_queues(
-    engine: str, load: Load, values: dict[str, Any], count: int
+    name: str, load: Load, values: dict[str, Any], count: int
 ) -> None:
-    task, workload = planned(engine, loads=(load,)), engine_of(engine)
-    columns = row(workload, task, **values)
-    assert workload.unusual(task, columns, workload.predict(task, columns, served.costs())) == [count]
+    task, engine = planned(name, loads=(load,)), engine_of(name)
+    columns = row(engine, task, **values)
+    assert engine.unusual(task, columns, engine.predict(task, columns, serving_inputs.costs())) == [count]

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 from flagcore_kubernetes.job import export as kubernetes
-from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP
 from flagcore_serving.launch import export
 from flagcore_serving.launch.server import Instance, Job, as_text, read_job
 from flagcore_serving.launch.start import instances_of
 from flagcore_serving.load.routing import NIXL
-from flagcore_vllm.profile import WORKLOAD as VLLM
+from flagcore_vllm.profile import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving
 from flagcore.contracts import ExportJob, Platform
@@ -26,8 +26,8 @@ from flagcore.domain.serving import Images, Load
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import SpecError, UsageError
-from tests.small import SOURCE
-from tests.small import platform as small_platform
+from tests.tasks import SOURCE
+from tests.tasks import platform as small_platform
 
 VISIBLE = "SOME_VISIBLE_DEVICES"
 PICTURES = Images(buckets=((8, 16, 1.0),), base_items_per_request=2)

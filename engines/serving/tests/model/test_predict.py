@@ -13,10 +13,10 @@ from flagcore_serving.model.predict import crowding
 from flagcore_serving.model.work import UNFITTED, overheads_of
 from flagcore_serving.space.placement import uniform_kinds
 from flagcore_serving.space.weights import parameters
+from flagcore_sglang.profile import ENGINE as SGLANG
 from flagcore_sglang.profile import RECEIVE
-from flagcore_sglang.profile import WORKLOAD as SGLANG
 from flagcore_vllm.knobs import graph_tokens
-from flagcore_vllm.profile import WORKLOAD as VLLM
+from flagcore_vllm.profile import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import predict, published
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -25,7 +25,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task, figure_name, seconds
 from flagcore.physics.roofline import Roofline
-from tests.served import CHIP, DENSE, EXPERTS, costs, settings
+from tests.serving_inputs import CHIP, DENSE, EXPERTS, costs, settings
 
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
 

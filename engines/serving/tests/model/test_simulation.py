@@ -15,8 +15,8 @@ from flagcore_serving.model.iteration import IterationCosts
 from flagcore_serving.model.simulation import Lane, Outcome, Price, Simulation
 from flagcore_serving.model.work import UNFITTED
 
-from tests import served
-from tests.served import times
+from tests import serving_inputs
+from tests.serving_inputs import times
 
 LANE = Lane(budget=2048.0, running=64.0, cache_tokens=1e9, block=16.0)
 OVER = replace(UNFITTED, request=5e-3, entry=1e-3)
@@ -269,7 +269,7 @@ def loop(costs: IterationCosts, flight: float, prompt: float, output: float, cac
     sizes = {"flight": flight, "prompt": prompt, "output": output, "cache_tokens": cache}
     limits = {"budget": 8192.0, "running": 512.0, "ranks": 1.0, "stages": 1.0}
     columns = {name: np.array([value]) for name, value in {**sizes, **limits}.items()}
-    return ClosedLoop(costs=costs, overheads=served.OVER, **columns)
+    return ClosedLoop(costs=costs, overheads=serving_inputs.OVER, **columns)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_closed_form_is_near_the_simulation(flight: int, prompt: int, output: in
     lengths = [
         (round(prompt * draw.uniform(0.9, 1.1)), round(output * draw.uniform(0.9, 1.1))) for _ in range(12 * flight)
     ]
-    price = Price(costs, 0, lane, replace(UNFITTED, request=served.OVER.request))
+    price = Price(costs, 0, lane, replace(UNFITTED, request=serving_inputs.OVER.request))
     requests = Simulation(price, lengths, None, flight).run().requests[2 * flight :]
     tpot = np.mean([(each.end - each.first) / (each.output - 1) for each in requests])
     rate = flight * output / np.mean([each.end - each.arrival for each in requests])

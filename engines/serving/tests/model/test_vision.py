@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
-from flagcore_lmdeploy.profile import WORKLOAD as LMDEPLOY
-from flagcore_serving.engine import Engine
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_lmdeploy.profile import ENGINE as LMDEPLOY
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.load.images import Image
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.simulation import Price, Simulation
 from flagcore_serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
 from flagcore_serving.model.work import PIXEL, Serving
 from flagcore_serving.space.hardware import CHAT_TOKENS, longest_request
-from flagcore_sglang.profile import WORKLOAD as SGLANG
-from flagcore_vllm.profile import WORKLOAD as VLLM
+from flagcore_sglang.profile import ENGINE as SGLANG
+from flagcore_vllm.profile import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import broken, merged, row, serving
 from engines.serving.tests.model.test_simulation import LANE, OVER
@@ -23,14 +23,14 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Images, Load
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from tests import served
-from tests.served import costs, settings, times
-from tests.small import DENSE, VISION
+from tests import serving_inputs
+from tests.serving_inputs import costs, settings, times
+from tests.tasks import DENSE, VISION
 
 ENGINES: dict[str, Any] = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMACPP, "lmdeploy": LMDEPLOY}
 SEEN = replace(DENSE, vision=VISION)
 TOWER = "mm_encoder_tp_mode"
-LARGE = replace(served.DENSE, vision=VISION)
+LARGE = replace(serving_inputs.DENSE, vision=VISION)
 
 
 def images(*sizes: tuple[int, int], count: int = 1) -> Images:
@@ -50,8 +50,8 @@ def task(found: Images | None, engine: str = "vllm", **arguments: Any) -> Task:
 
 def predicted(found: Images | None, engine: str = "vllm", *, values: dict[str, Any] | None = None, **more: Any) -> Any:
     job = task(found, engine, **more)
-    job = replace(job, cluster=replace(job.cluster, groups=(replace(job.cluster.groups[0], chip=served.CHIP),)))
-    return ENGINES[engine].predict(job, row(ENGINES[engine], job, **values or {}), served.costs())
+    job = replace(job, cluster=replace(job.cluster, groups=(replace(job.cluster.groups[0], chip=serving_inputs.CHIP),)))
+    return ENGINES[engine].predict(job, row(ENGINES[engine], job, **values or {}), serving_inputs.costs())
 
 
 def ttft(predictions: Predictions) -> float:
@@ -75,7 +75,7 @@ def test_with_separate_prefill_images_delay_only_the_first_token() -> None:
 
 
 def test_the_tower_takes_memory_even_without_images() -> None:
-    text, seen = predicted(None, model=served.DENSE), predicted(None)
+    text, seen = predicted(None, model=serving_inputs.DENSE), predicted(None)
     less = float(text.figures["kv_cache_bytes"][0] - seen.figures["kv_cache_bytes"][0])
     assert less > 2 * VISION.weights
     assert VISION.weights == pytest.approx(0.676e9, rel=0.01)  # published: 0.67 billion
@@ -101,7 +101,7 @@ def test_the_context_holds_the_largest_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "arguments", "word"),
+    ("name", "arguments", "word"),
     [
         ("llamacpp", {}, "mmproj"),
         ("llamacpp", {"engine_args": {"mmproj": "x.gguf"}, "model": DENSE}, "qwen2_5_vl"),
@@ -111,14 +111,14 @@ def test_the_context_holds_the_largest_images() -> None:
         ("vllm", {"engine_args": {"--language-model-only": True}}, "language-model-only"),
     ],
 )
-def test_servers_that_cannot_take_images_are_refused(engine: str, arguments: dict[str, Any], word: str) -> None:
-    workload: Engine = ENGINES[engine]
+def test_servers_that_cannot_take_images_are_refused(name: str, arguments: dict[str, Any], word: str) -> None:
+    engine: ServingEngine = ENGINES[name]
     with pytest.raises(SpecError) as raised:
-        workload.rules(task(images(), engine, **arguments))
+        engine.rules(task(images(), name, **arguments))
     assert raised.value.key == "serve.profile.images"
     assert word in raised.value.problem
     assert raised.value.fix
-    workload.rules(task(None, engine, **arguments))
+    engine.rules(task(None, name, **arguments))
     LLAMACPP.rules(task(images(), "llamacpp", engine_args={"mmproj": "x.gguf"}))
 
 
@@ -154,14 +154,14 @@ def test_limits_of_images_must_hold_a_request() -> None:
 
 def test_a_tower_is_shared_by_several_ranks_only() -> None:
     split = {"tensor_model_parallel_size": 2, TOWER: "data"}
-    for engine in ("vllm", "sglang"):
-        seen, text = task(images(), engine), task(None, engine, model=DENSE)
-        workload = ENGINES[engine]
-        assert merged(workload, seen, **split)[TOWER] > 0
-        assert merged(workload, seen, **{**split, "tensor_model_parallel_size": 1})[TOWER] == 0
-        assert merged(workload, seen, **{**split, TOWER: "weights"})[TOWER] == 0
-        assert merged(workload, text, **split)[TOWER] == 0
-        auto = next(axis for axis in workload.axes(task(images(), engine, space={TOWER: "auto"})) if axis.knob == TOWER)
+    for name in ("vllm", "sglang"):
+        seen, text = task(images(), name), task(None, name, model=DENSE)
+        engine = ENGINES[name]
+        assert merged(engine, seen, **split)[TOWER] > 0
+        assert merged(engine, seen, **{**split, "tensor_model_parallel_size": 1})[TOWER] == 0
+        assert merged(engine, seen, **{**split, TOWER: "weights"})[TOWER] == 0
+        assert merged(engine, text, **split)[TOWER] == 0
+        auto = next(axis for axis in engine.axes(task(images(), name, space={TOWER: "auto"})) if axis.knob == TOWER)
         assert set(auto.values) == {"weights", "data"}
 
 

@@ -3,25 +3,25 @@
 from dataclasses import replace
 
 import pytest
-from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
-from flagcore_serving.engine import Engine
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.space.knobs import DEFAULT_SPACE
-from flagcore_sglang.profile import WORKLOAD as SGLANG
-from flagcore_vllm.profile import WORKLOAD as VLLM
+from flagcore_sglang.profile import ENGINE as SGLANG
+from flagcore_vllm.profile import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving, space_of
 from flagcore.domain.model import Model
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.tuner.stages.build import build
-from tests.small import DENSE, costs
+from tests.tasks import DENSE, costs
 
 ALL = pytest.mark.parametrize("engine", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)
 GIB = 2**30
 LARGE = replace(DENSE, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, kv_channels=128)
 
 
-def baseline(engine: Engine, task: Task) -> dict[str, KnobValue]:
+def baseline(engine: ServingEngine, task: Task) -> dict[str, KnobValue]:
     """The baseline: what the rule of thumb takes of the usual space."""
     arguments = replace(task, spec=replace(task.spec, space=engine.usual_space(task)))
     space = build(engine.axes(arguments), engine.rules(arguments), engine.merges(arguments))
@@ -30,7 +30,7 @@ def baseline(engine: Engine, task: Task) -> dict[str, KnobValue]:
 
 
 @ALL
-def test_a_spec_without_a_space_searches_layouts_and_batch_limits(engine: Engine) -> None:
+def test_a_spec_without_a_space_searches_layouts_and_batch_limits(engine: ServingEngine) -> None:
     task = serving(engine.name, devices=4, default_space=True)
     names = {knob.name for knob in engine.knobs if set(knob.names) & set(DEFAULT_SPACE)}
     searched = {axis.knob for axis in engine.axes(task) if len(axis.values) > 1}
@@ -39,14 +39,14 @@ def test_a_spec_without_a_space_searches_layouts_and_batch_limits(engine: Engine
 
 
 @ALL
-def test_with_a_space_other_knobs_have_the_engines_defaults(engine: Engine) -> None:
+def test_with_a_space_other_knobs_have_the_engines_defaults(engine: ServingEngine) -> None:
     task = serving(engine.name, devices=4, space={"enable_prefix_caching": (True, False)})
     assert [axis.knob for axis in engine.axes(task) if len(axis.values) > 1] == ["enable_prefix_caching"]
     assert baseline(engine, task) == engine.defaults(task)
 
 
 @ALL
-def test_on_cores_the_engines_defaults_are_the_baseline(engine: Engine) -> None:
+def test_on_cores_the_engines_defaults_are_the_baseline(engine: ServingEngine) -> None:
     task = serving(engine.name, devices=4, on_cores=True, default_space=True)
     assert baseline(engine, task) == engine.defaults(task)
 
@@ -62,7 +62,7 @@ def test_on_cores_the_engines_defaults_are_the_baseline(engine: Engine) -> None:
     ],
 )
 def test_the_baseline_uses_all_devices_and_has_room_for_the_cache(
-    engine: Engine, model: Model, memory: int, objective: str, instances: int, tensor: int
+    engine: ServingEngine, model: Model, memory: int, objective: str, instances: int, tensor: int
 ) -> None:
     task = serving(engine.name, devices=8, model=model, memory=memory, default_space=True, objective=objective)
     found = baseline(engine, task)
@@ -76,7 +76,7 @@ def test_the_baseline_takes_the_layouts_that_the_space_lists() -> None:
 
 
 @pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda each: each.name)
-def test_an_instance_may_have_a_power_of_two_of_the_devices(engine: Engine) -> None:
+def test_an_instance_may_have_a_power_of_two_of_the_devices(engine: ServingEngine) -> None:
     task = serving(engine.name, devices=12, space={engine.split_by: "auto"})
     (sizes,) = [axis.values for axis in engine.axes(task) if axis.knob == engine.split_by]
     assert set(sizes) == {1, 2, 3, 4, 6, 8, 12}

@@ -6,20 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
-from flagcore_serving.engine import Engine
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import Instance
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP, Hardware
 from flagcore_serving.space.placement import placements
-from flagcore_sglang.profile import WORKLOAD as SGLANG
-from flagcore_vllm.profile import WORKLOAD as VLLM
+from flagcore_sglang.profile import ENGINE as SGLANG
+from flagcore_vllm.profile import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import broken, merged, row, serving, space_of
 from flagcore.domain.serving import Load
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from tests.small import DENSE
+from tests.tasks import DENSE
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,19 @@ EXPERTS = replace(HEADS, num_moe_experts=16, moe_router_topk=2, moe_ffn_hidden_s
 PAIR, TRANSFER = "2xtp2+1xtp4", "kv_transfer"
 
 
-def cards(engine: Engine, count: int = 8, hosts: int = 1, **arguments: Any) -> Task:
+def cards(engine: ServingEngine, count: int = 8, hosts: int = 1, **arguments: Any) -> Task:
     """A task whose objective is a rate, on `hosts` that share the cards."""
     arguments = {"model": HEADS, "objective": "output_tokens_per_s", **arguments}
     return serving(engine.name, devices=count // hosts, nodes=hosts, **arguments)
 
 
-def illegal(engine: Engine, task: Task, pair: str, **values: Any) -> list[str]:
+def illegal(engine: ServingEngine, task: Task, pair: str, **values: Any) -> list[str]:
     """The rules that a pair of a space breaks."""
     spec = replace(task.spec, space={PREFILL_DECODE: (pair,)})
     return broken(engine, replace(task, spec=spec), **{PREFILL_DECODE: pair, **values})
 
 
-def server(engine: Engine, task: Task, kind: str, **values: Any) -> Instance:
+def server(engine: ServingEngine, task: Task, kind: str, **values: Any) -> Instance:
     """One server of a kind."""
     every = {**engine.defaults(task), PREFILL_DECODE: PAIR, **values}
     place = next(each for each in placement.placements(task, every) if each.kind == kind)
@@ -120,7 +120,7 @@ def test_a_pair_has_one_spelling() -> None:
 
 
 @ENGINES
-def test_kinds_are_opt_in_and_auto_divides_all_cards(engine: Engine) -> None:
+def test_kinds_are_opt_in_and_auto_divides_all_cards(engine: ServingEngine) -> None:
     task = cards(engine, space={INSTANCES: "auto", TP: "auto", PREFILL_DECODE: "auto"})
     space = space_of(engine, task)
     rows = _rows(space)
@@ -159,13 +159,13 @@ def test_a_latency_needs_no_second_kind_unless_it_is_listed() -> None:
     ],
 )
 @ENGINES
-def test_each_kind_obeys_the_rules_of_the_engine(engine: Engine, pair: str, rule: str) -> None:
+def test_each_kind_obeys_the_rules_of_the_engine(engine: ServingEngine, pair: str, rule: str) -> None:
     found = illegal(engine, cards(engine), pair)
     assert any(each.startswith(rule) for each in found) if rule else found == []
 
 
 @ENGINES
-def test_instances_of_both_kinds_fit_on_hosts(engine: Engine) -> None:
+def test_instances_of_both_kinds_fit_on_hosts(engine: ServingEngine) -> None:
     assert illegal(engine, cards(engine, 12, hosts=2), "2xtp4+1xtp4") == ["hosts_of_kinds"]
     task = cards(engine, 8, hosts=2)
     values = {**engine.defaults(task), PREFILL_DECODE: PAIR}
@@ -196,7 +196,7 @@ def test_sglang_has_no_second_kind_on_cores() -> None:
 
 
 @ENGINES
-def test_the_pair_replaces_layouts_and_the_transfer_means_nothing_without_it(engine: Engine) -> None:
+def test_the_pair_replaces_layouts_and_the_transfer_means_nothing_without_it(engine: ServingEngine) -> None:
     codes = merged(engine, cards(engine), **{PREFILL_DECODE: PAIR, INSTANCES: 4, TP: 2, PP: 2})
     assert (codes[INSTANCES], codes[TP], codes[PP]) == (1, 1, 1)
     word = next(knob for knob in engine.knobs if knob.name == TRANSFER).words[0]
@@ -250,7 +250,7 @@ def test_a_vendors_backend_is_passed_by_engine_args() -> None:
 
 
 @ENGINES
-def test_the_router_has_each_instance_of_its_kind(engine: Engine) -> None:
+def test_the_router_has_each_instance_of_its_kind(engine: ServingEngine) -> None:
     task, values = cards(engine), {PREFILL_DECODE: PAIR}
     places = [("prefill", "a", 8001), ("prefill", "b", 8017), ("decode", "a", 8033)]
     words = engine.router(task, values).instance(places).at_port(8000).argv

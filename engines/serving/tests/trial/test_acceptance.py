@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from flagcore_serving.trial.reading import acceptance, with_measured_acceptance
-from flagcore_vllm.profile import WORKLOAD
+from flagcore_vllm.profile import ENGINE
 
 from engines.serving.tests.engines.tasks import serving, space_of
 from flagcore.contracts import Problem
@@ -14,8 +14,8 @@ from flagcore.tuner.problem import with_learned
 from flagcore.tuner.stages.build import legality
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
-from tests import small
-from tests.serving import trial
+from tests import tasks
+from tests.serving_trials import trial
 
 VALUES = {"speculation": "ngram", "speculative_tokens": 3}
 
@@ -55,7 +55,7 @@ def test_the_median_of_trials_replaces_the_value_of_the_spec() -> None:
 def test_predictions_of_other_candidates_with_speculation_change() -> None:
     space = {"speculation": [None, "ngram"], "speculative_tokens": [2, 3], "max_num_seqs": [64]}
     task = serving("vllm", devices=1, space=space)
-    platform, found = small.platform(task), space_of(WORKLOAD, task)
+    platform, found = tasks.platform(task), space_of(ENGINE, task)
     legal = legality(platform)
     predictions = predict(platform, found)
     pruned, first = prune(found, predictions, ()), found.candidate(0)

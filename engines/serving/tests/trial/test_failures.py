@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP_ENGINE
-from flagcore_serving.engine import Engine
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP_ENGINE
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.trial import failures
 from flagcore_serving.trial.failures import PATTERNS, TrialFailure, first_error, log_text, server_failure
-from flagcore_sglang.profile import WORKLOAD as SGLANG_ENGINE
-from flagcore_vllm.profile import WORKLOAD as VLLM_ENGINE
+from flagcore_sglang.profile import ENGINE as SGLANG_ENGINE
+from flagcore_vllm.profile import ENGINE as VLLM_ENGINE
 
 from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, classify
 from flagcore.domain.trial import TrialState
@@ -35,7 +35,7 @@ def test_without_a_pattern_the_reason_is_an_exception_or_an_error_or_the_last_li
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [VLLM_ENGINE, SGLANG_ENGINE, LLAMACPP_ENGINE])
 @pytest.mark.parametrize("line", ["x" * 2000, "a." * 1000])
-def test_long_single_word_lines_are_searched(engine: Engine, line: str) -> None:
+def test_long_single_word_lines_are_searched(engine: ServingEngine, line: str) -> None:
     log = f"{line}\n" * 500 + "ValueError: at last"
     assert first_error(log, engine.reports.failures)[1] == "ValueError: at last"
 

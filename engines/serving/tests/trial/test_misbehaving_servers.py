@@ -20,7 +20,7 @@ from flagcore.launchers.local import LAUNCHER
 from flagcore.tuner.stages.launch import launch
 from flagcore.vendorkit.results import METRICS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 WRONG = {
     "dies": (TrialState.FAILED, "exit code 3; its log: RuntimeError: the engine exploded"),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP
 from flagcore_serving.trial.reading import NoMetrics
 
 from engines.serving.tests.engines.tasks import serving

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP
 from flagcore_serving.launch.server import read_job
 from flagcore_serving.trial.__main__ import running_servers
 

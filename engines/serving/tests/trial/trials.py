@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP
 from flagcore_serving.launch.server import read_job
 from flagcore_serving.trial import __main__ as program
 from flagcore_serving.trial.failures import TrialFailure
@@ -22,7 +22,7 @@ from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
 from flagcore.launchers.local import LAUNCHER
 from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure, stop_above_s
-from tests.small import platform as small_platform
+from tests.tasks import platform as small_platform
 
 SERVER = Path(__file__).with_name("server.py")
 LOAD = Load(input_len=16, output_len=8, num_prompts=8, concurrency=4)

@@ -9,7 +9,8 @@ import numpy as np
 from flagcore_megatron import reading
 from flagcore_megatron.start import installed, program_launch, shared_job
 
-from flagcore.contracts import Platform, Workload
+from flagcore.contracts import Engine, Platform
+from flagcore.contracts.capabilities import Advice, Pruning, RuleOfThumb, Steps
 from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
@@ -55,7 +56,7 @@ FIELDS = {
 """The field of `job.Candidate` of each knob."""
 
 
-class Fsdp2(Workload):
+class Fsdp2(Engine, Advice, Pruning, RuleOfThumb, Steps):
     """Training with FSDP2 in flagcore's own trial program."""
 
     name = "fsdp2"

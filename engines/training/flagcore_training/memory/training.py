@@ -419,9 +419,9 @@ class _Estimate:
         activation = self.activation(stage_) + gathered
         optimizer_peak = self.held_after_step(stage_, at_most=True) + step
         if self._may_hold_more():
-            rows = np.flatnonzero(optimizer_peak > activation)
+            rows = np.flatnonzero(np.atleast_2d(optimizer_peak > activation).any(axis=0))
             least = self._peak_without_full(stage_, rows, step, gathered)
-            optimizer_peak[rows] = np.minimum(optimizer_peak[rows], least)
+            optimizer_peak[..., rows] = np.minimum(optimizer_peak[..., rows], least)
         peak = base + np.maximum(activation, optimizer_peak)
         return Memory(static=static, activation=activation, peak=peak, worst_stage=stage_.index.astype(np.int64))
 
@@ -438,10 +438,10 @@ class _Estimate:
         """Return the peak bytes of a step with less recompute, for the candidates `rows`. It is the lower of two
         estimates: selective recompute with and without the module `moe`."""
         modules, stage_of_rows, peaks = self.kinds.train.options.recompute_modules, stage_[rows], []
-        gathered = gathered if gathered.ndim == 0 else gathered[rows]
+        gathered = gathered if gathered.ndim == 0 else gathered[..., rows]
         for recomputed_modules in {modules - {"moe"}, modules}:
             other = self._with_selective(recomputed_modules, rows)
-            optimizer_peak = other.held_after_step(stage_of_rows) + step[rows]
+            optimizer_peak = other.held_after_step(stage_of_rows) + step[..., rows]
             peaks.append(np.maximum(optimizer_peak, other.activation(stage_of_rows) + gathered))
         least: FloatArray = np.minimum.reduce(peaks)
         return least

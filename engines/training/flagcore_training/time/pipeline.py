@@ -37,7 +37,6 @@ def pipeline_time(
     overlapped = overlapped_passes(train, times)
     for pipeline_size in np.unique(layout.pipeline[layout.pipeline > 1.0]):
         rows = np.flatnonzero(layout.pipeline == pipeline_size)
-        layout_of_length = layout[rows]
         places = _representatives(int(pipeline_size), [stage.index[rows] for stage in representatives]) * rows.size
         places += np.arange(rows.size)
 
@@ -59,7 +58,7 @@ def pipeline_time(
             weight_share=train.weight_share,
             paired=of_stages(overlapped) if overlapped else None,
         )
-        total[rows] = makespan(name, stage_times, layout_of_length.microbatches, layout_of_length.virtual)
+        total[rows] = makespan(name, stage_times, layout.microbatches[rows], layout.virtual[rows])
     return total, np.where(layout.pipeline > 1.0, mean_message, 0.0)
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from extras.hosts.tests.cluster.bed import ROOT, Bed, missing
-from tests import small
+from tests import tasks
 from tests.cli.conftest import FLAG
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -33,7 +33,7 @@ SPEC: dict[str, Any] = {
     "train": {"engine": "megatron", "seq_length": 128, "precision": "fp32"},
     "envs": {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": 1},  # threads that spin use up the quota of a host
 }
-SIZES = {**small.PLAIN_SPACE, "tensor_model_parallel_size": 1, "micro_batch_size": 1}
+SIZES = {**tasks.PLAIN_SPACE, "tensor_model_parallel_size": 1, "micro_batch_size": 1}
 SPEEDS = {1: {"fast": 0.5, "slow": 0.2}, 2: {"fast": 0.4, "slow": 0.15}}
 """The share of a core that the processes of a host have, by the number of hosts of a kind."""
 CANDIDATES = {

@@ -4,7 +4,7 @@ import pytest
 
 from extras.hosts.tests.cluster.conftest import Project, Tune
 from extras.hosts.tests.cluster.test_faults import all_clean
-from tests.books import books_balance, check_kept_once
+from tests.run_checks import books_balance, check_kept_once
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -12,8 +12,9 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import FloatArray
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import KINDS, CollectiveTable, Curve
-from flagcore.plugins import workload
+from flagcore.plugins import find_engine
 from flagcore.tuner.stages.discover import costs as costs_of
+from flagcore.vendorkit.chip_file import shared_costs
 from flagcore_testing import fakes
 from flagcore_testing.examples import group_of, task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
@@ -114,7 +115,7 @@ def memory_budget_is_respected(plugin: Subject) -> Problems:
 
 @check("find the part of the memory model that shrinks as its argument grows")
 def larger_micro_batches_need_more_memory(plugin: Subject) -> Problems:
-    engine = workload("megatron")
+    engine = find_engine("megatron")
     for task in map(task_on, plugin.own_chips()):
         costs = costs_of(task.cluster, plugin.loaded, "megatron")
         rows = [engine.columns(task, {"micro_batch_size": 2**power}) for power in range(4)]
@@ -191,12 +192,12 @@ def copies_are_not_too_slow(chip: Chip, costs: KernelCosts) -> Problems:
 
 @check()
 def shipped_costs_are_used(plugin: Subject) -> Problems:
-    folders = dict(_folders(plugin))
+    folders, shared = dict(_folders(plugin)), shared_costs(plugin.package)
     if plugin.failed("flagcore_kernel_costs", "flagcore_collective_costs"):
         return  # another check reports it
     for chip in plugin.own_chips():
         folder = chip.name.casefold()
-        files = folders.get(folder, set())
+        files = folders.get(folder, set()) | {file for file in FILES if (folder, file) in shared}
         if files & {"curve.yaml", "kernels.jsonl"} and plugin.loaded.kernel_costs(chip, "megatron") is None:
             fix = "return kernel_costs(package, chip) there, as VendorPlugin does"
             yield Problem(f"{chip.name}: flagcore_kernel_costs ignores costs/{folder}", fix)
@@ -213,6 +214,11 @@ def shipped_costs_belong_to_chips(plugin: Subject) -> Problems:
             yield Problem(f"costs/{name}: no chip has this name", "name the folder like a chip, in lower case")
         for file in sorted(files - FILES):
             yield Problem(f"costs/{name}/{file} is not read", f"the files are {', '.join(sorted(FILES))}")
+    for name, file in shared_costs(plugin.package):
+        if name not in names:
+            yield Problem(f"costs/same_as.yaml: {file} names {name}, and no chip has this name", "correct the name")
+        if (plugin.package_folder / "costs" / name / file).is_file():
+            yield Problem(f"costs/{name}/{file} is not read", "remove it, or the chip from costs/same_as.yaml")
 
 
 def _folders(plugin: Subject) -> Iterable[tuple[str, set[str]]]:

@@ -9,7 +9,7 @@ from flagcore.domain.knob import WHOLE_STEP, Factor, Knob
 from flagcore.domain.prediction import PART_NAMES
 from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
-from flagcore.plugins import kind_of, workload
+from flagcore.plugins import find_engine, kind_of
 from flagcore.tuner.stages.build import JOB_KEYS, SHARED_PREFIXES
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
@@ -101,7 +101,7 @@ def refused_values_leave_candidates(plugin: Subject) -> Problems:
     for where, chip in {where: chip for where, chip, name, _ in _rules(plugin) if name == engine}.items():
         rules = plugin.loaded.check_task(task_on(chip, engine)).rules
         refusals = [rule for rule in rules if isinstance(rule, RefusedValues)]
-        for axis in workload(engine).axes(task_on(chip, engine)):
+        for axis in find_engine(engine).axes(task_on(chip, engine)):
             refused_values = {value for rule in refusals if rule.knob == axis.knob for value in rule.values}
             if set(axis.values) <= refused_values:
                 yield f"{where}: every value of {axis.knob} is refused"
@@ -138,7 +138,7 @@ def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
     if key in JOB_KEYS or where == "engine_args":
         return True
     scope = "setting" if where == "settings" else "space"
-    knobs = {name: knob for knob in workload(engine).knobs if scope in knob.scope for name in knob.names}
+    knobs = {name: knob for knob in find_engine(engine).knobs if scope in knob.scope for name in knob.names}
     with suppress(SpecError, KeyError):
         for value in values:
             knobs[name].parse(value, key)
@@ -159,7 +159,7 @@ def knobs_are_complete(chip: Chip, engine: str, knob: Knob) -> Problems:
     name, factors = f"flagcore_knobs: {knob.name}", [each for e in knob.effects.values() for each in (e.time, e.memory)]
     if not knob.help.strip():
         yield Problem(f"{name} of {engine} has no help", "add a sentence for `flag explain`")
-    if engine == "megatron" and knob.name in {axis.knob for axis in workload(engine).axes(task_on(chip))}:
+    if engine == "megatron" and knob.name in {axis.knob for axis in find_engine(engine).axes(task_on(chip))}:
         yield Problem(f"{name} is already a knob of {engine}", "rename it, for example with the vendor as prefix")
     if any(factor.value != 1.0 and factor.low == factor.high for factor in factors):
         text = f"{name} of {engine} scales the time or the memory without an interval"

@@ -15,7 +15,7 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.engine import ForcedSetting, RefusedValues
 from flagcore.domain.knob import WHOLE_STEP, Knob
 from flagcore.errors import SpecError
-from flagcore.plugins import kind_of, workload
+from flagcore.plugins import find_engine, kind_of
 from flagcore.vendorkit.engines import all_knobs, read_quirks, read_variables
 from flagcore.vendorkit.fields import Scope
 from flagcore_testing.checks.chips import mappings
@@ -119,7 +119,7 @@ PREFIX = "engine_args."
 @check("name a flag of the engine and a value that it accepts")
 def preferred_flags_are_known(plugin: Subject) -> Problems:
     for engine in plugin.engines:
-        program: Any = getattr(workload(engine), "program", None)
+        program: Any = getattr(find_engine(engine), "program", None)
         advice = [plugin.loaded.check_task(task_on(chip, engine)) for chip in plugin.own_chips()]
         rules: list[tuple[str, object]] = [(each.setting, each.value) for one in advice for each in one.preferred]
         rules += [(rule.setting, rule.value) for one in advice for rule in one.rules if isinstance(rule, ForcedSetting)]
@@ -219,7 +219,7 @@ GAIN = re.compile(r"\d+ ?% (more throughput|faster|less time)|\bfaster\b|higher 
 
 
 def _knob_problems(knob: Knob, engine: str, own: set[str]) -> Iterator[Problem]:
-    where, known = f"knobs.yaml: {knob.name}", {name for one in workload(engine).knobs for name in one.names}
+    where, known = f"knobs.yaml: {knob.name}", {name for one in find_engine(engine).knobs for name in one.names}
     if not known:
         return
     for need in knob.requires:

@@ -12,7 +12,14 @@ from flagcore.errors import SpecError
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.kernel_table import SIZES
 from flagcore.physics.roofline import Curve
-from flagcore.vendorkit.chip_file import PRECISIONS, collective_table, read_curve, read_provenance
+from flagcore.vendorkit.chip_file import (
+    PRECISIONS,
+    collective_table,
+    cost_file,
+    read_curve,
+    read_provenance,
+    shared_costs,
+)
 from flagcore_testing.checks.published import PEAKS
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
@@ -28,9 +35,10 @@ Folder = tuple[Subject, Chip, str]
 
 
 def _folders(plugin: Subject) -> list[Folder]:
-    """Return each chip whose folder below `costs/` exists. Raises Skip if there is none."""
+    """Return each chip that has costs, and its folder below `costs/`. Raises Skip if there is none."""
+    shared = {chip for chip, _ in shared_costs(plugin.package)}
     found = [(plugin, chip, f"costs/{chip.name.casefold()}") for chip in plugin.own_chips()]
-    found = [each for each in found if (plugin.package_folder / each[2]).is_dir()]
+    found = [each for each in found if each[1].name.casefold() in shared or (plugin.package_folder / each[2]).is_dir()]
     if not found:
         raise Skip("the plugin has no costs of its chips")
     return found
@@ -149,12 +157,9 @@ PLAUSIBLE = {
 @check("give shares of 1, seconds, and bytes per second", each=_folders)
 def curves_are_plausible(plugin: Subject, chip: Chip, folder: str) -> Problems:
     for name in ("curve.yaml", "serving.yaml"):
-        file = plugin.package_folder / folder / name
-        if not file.is_file():
-            continue
-        text = file.read_text("utf-8")
-        problems = _curve_problems(read_curve(text, f"{folder}/{name}"), text, chip)
-        yield from (f"{folder}/{name}: {problem}" for problem in problems)
+        if found := cost_file(plugin.package, chip, name):
+            problems = _curve_problems(read_curve(*found), found[0], chip)
+            yield from (f"{folder}/{name}: {problem}" for problem in problems)
 
 
 OF_UNITS = re.compile(r"\b(\d+) (?:compute units|multiprocessors)\b")
@@ -229,8 +234,7 @@ def measured_groups_exist(plugin: Subject, chip: Chip, folder: str) -> Problems:
     table: CollectiveTable | None = None
     with suppress(SpecError):  # another check reports it
         table = collective_table(plugin.package, chip)
-    file = plugin.package_folder / folder / "collectives.yaml"
-    if table is None or "same_as" in file.read_text("utf-8"):
+    if table is None or (chip.name.casefold(), "collectives.yaml") in shared_costs(plugin.package):
         return
     where, size = f"{folder}/collectives.yaml", chip.link.domain_size if chip.link else None
     most = max(chip.devices_per_node, size or 0)

@@ -16,6 +16,7 @@ from flagcore import __version__
 from flagcore.domain.engine import ValueRule
 from flagcore.plugins import GROUP, kind_of
 from flagcore.plugins.entry_points import installed
+from flagcore.vendorkit.chip_file import shared_costs
 from flagcore.vendorkit.engines import read_maturity
 from flagcore.vendorkit.fields import applicable
 from flagcore_testing.examples import task_on
@@ -249,8 +250,9 @@ def maturity_matches_the_files(plugin: Subject) -> Problems:
     for name in sorted(_folders_with(plugin, "provenance.yaml", without="\nsource:") - run):
         text = f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels"
         yield Problem(text, "add the kernel times there, with software and date")
-    curves = _folders_with(plugin, "collectives.yaml", without="same_as")
-    kernels = _folders_with(plugin, "curve.yaml") | _folders_with(plugin, "kernels.jsonl")
+    curves, kernels = _folders_with(plugin, "collectives.yaml"), _folders_with(plugin, "kernels.jsonl")
+    shared = {chip for chip, file in shared_costs(plugin.package) if file == "curve.yaml"}
+    kernels |= _folders_with(plugin, "curve.yaml") | shared
     for what, file, claimed, shipped in (
         ("collectives", "collectives.yaml", chips_of("collectives", "all-reduces"), curves),
         ("kernel times", "curve.yaml or kernels.jsonl", chips_of("kernel times"), kernels),

@@ -10,7 +10,7 @@ from itertools import pairwise
 from flagcore.domain.engine import EngineSupport
 from flagcore.errors import SpecError
 from flagcore.launchers.network import placeholders
-from flagcore.plugins import kind_of, workload
+from flagcore.plugins import find_engine, kind_of
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.engines import all_knobs, read_engines
 from flagcore_testing import fakes
@@ -147,7 +147,7 @@ def placeholders_are_known(plugin: Subject) -> Problems:
 @check("name a setting of a training engine, as in docs/spec.md")
 def conditions_are_known(plugin: Subject) -> Problems:
     trains = [each for each in plugin.engines if kind_of(each) == "train"]
-    known = {name for engine in trains for knob in workload(engine).knobs for name in knob.names}
+    known = {name for engine in trains for knob in find_engine(engine).knobs for name in knob.names}
     names = sorted({*_others_variables(plugin), *(each.name for each in plugin.variables)})
     for each in plugin.variables:
         meant = next((name for name in names if each.overridden_by and _is_near(each.overridden_by, name)), "")

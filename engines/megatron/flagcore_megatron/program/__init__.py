@@ -1,0 +1,1 @@
+"""Megatron-LM's programs: their arguments by release, and the command of a user that starts one."""

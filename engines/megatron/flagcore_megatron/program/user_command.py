@@ -1,0 +1,194 @@
+"""A user's own command, or the command in a user's script, that starts Megatron-LM, and the release that it runs."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from flagcore_training.commands import PYTHON, UserCommand, parse, parse_flags
+from packaging.version import InvalidVersion, Version
+
+from flagcore.domain.files import read_regular
+from flagcore.domain.spec import Spec
+from flagcore.errors import SpecError
+from flagcore.spec.containers import variables_of
+from flagcore.spec.script import SCRIPT_FIX, is_script, trace_script
+from flagcore_megatron.program.arguments import FORK, ArgumentTable, release_table
+
+DISTRIBUTION = "megatron-core"
+_VERSION_FIELD = re.compile(rb"^(MAJOR|MINOR|PATCH) = (\d+)", re.MULTILINE)
+_VERSION_QUERY = f"from importlib.metadata import version; print(version({DISTRIBUTION!r}))"
+
+
+@lru_cache(maxsize=64)
+def find_release(directory: str, program: str | None, python: str | None, path: str | None = None) -> str | None:
+    """Return the release of Megatron-LM that a program imports, such as 0.14.0 or 0.15.0+flagscale, or None.
+
+    A source tree in the import folders takes precedence over the packages of the interpreter `python`. A source tree
+    between two releases counts as the later release.
+    """
+    for folder in import_folders(directory, program, path):
+        if source_release := _tree_release(folder):
+            return source_release
+    return _installed_release(directory, python, path)
+
+
+def import_folders(directory: str, program: str | None, path: str | None = None) -> list[Path]:
+    """Return the folders from which a program imports, in order, without site-packages.
+
+    They are the folder of the program, the folders in PYTHONPATH (`path`, by default this process's), and the parent
+    folders of the program, which Megatron-LM's examples add. Relative paths are relative to `directory`.
+    """
+    program_folder, *parents = Path(directory, program).resolve().parents if program else (Path(directory),)
+    python_path = os.environ.get("PYTHONPATH", "") if path is None else path
+    return [program_folder, *(Path(directory, each) for each in python_path.split(os.pathsep) if each), *parents[:3]]
+
+
+def _tree_release(folder: Path) -> str | None:
+    """Return the release of the Megatron-LM source tree in `folder`, or None if there is none."""
+    package = folder / "megatron"
+    try:
+        numbers = dict(_VERSION_FIELD.findall(read_regular(package / "core" / "package_info.py")))
+        release = ".".join(numbers[name].decode() for name in (b"MAJOR", b"MINOR", b"PATCH"))
+    except (OSError, KeyError):
+        return None
+    try:
+        arguments = read_regular(package / "training" / "arguments.py")
+    except OSError:
+        return release
+    return f"{release}+{FORK}" if b"flagscale" in arguments.lower() else release
+
+
+def _installed_release(directory: str, python: str | None, path: str | None) -> str | None:
+    """Return the release of Megatron-LM that is installed for the interpreter `python`, or None if there is none."""
+    try:
+        if python in (None, sys.executable):
+            return Version(version(DISTRIBUTION)).base_version
+        command = [str(python), "-c", _VERSION_QUERY]
+        environment = os.environ | ({} if path is None else {"PYTHONPATH": path})
+        process = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=20, check=True
+        )
+        return Version(process.stdout.strip()).base_version
+    except (PackageNotFoundError, OSError, subprocess.SubprocessError, InvalidVersion, ValueError):
+        return None
+
+
+MASTER_VARIABLES = variables_of("first rank")
+"""Default environment variables of a traced script, whose values differ between hosts or jobs."""
+
+
+def starts_megatron(command: Sequence[str], directory: str) -> bool:
+    """Return whether a command starts one of Megatron-LM's programs."""
+    parsed = parse(command, directory)
+    return parsed is not None and parsed.is_megatron
+
+
+def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
+    """Return the parts of the command in `train.command`.
+
+    Returns None if there is no command, or if it starts no Megatron-LM program.
+
+    A script is traced with `variables`, the spec's variables and a master address in its environment. Raises SpecError
+    for a script that cannot be read.
+    """
+    if spec.train.command is None:
+        return None
+    return read_command(spec.train.command, spec.train.directory, {**(variables or {}), **spec.envs})
+
+
+def read_command(words: Sequence[str], directory: str | None, variables: Mapping[str, str]) -> UserCommand | None:
+    """Return the parts of the command `words`, as `user_command` does. Raises SpecError for an unreadable script."""
+    master_variables = {name: value for name, value in MASTER_VARIABLES.items() if name not in os.environ}
+    trace_variables = {**master_variables, **variables}
+    command = _parse_command(tuple(words), directory, tuple(sorted(trace_variables.items())))
+    if isinstance(command, SpecError):
+        raise command
+    return command
+
+
+def readable_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
+    """Return the parts of the command in `train.command`, or None if it is a script that cannot be read."""
+    try:
+        return user_command(spec, variables)
+    except SpecError:
+        return None
+
+
+def release_of(spec: Spec, command: UserCommand) -> str | None:
+    """Return the release of Megatron-LM that a command runs: `train.engine_version`, or else the detected release."""
+    return spec.train.engine_version or detected_release(command, spec.envs)
+
+
+def detected_release(command: UserCommand, envs: Mapping[str, str]) -> str | None:
+    """Return the release of Megatron-LM that a command's program imports if the environment variables are `envs`."""
+    variables = {**envs, **command.environment}
+    interpreter = _interpreter(command, variables.get("PATH"))
+    return find_release(command.directory, command.file, interpreter, variables.get("PYTHONPATH"))
+
+
+def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:
+    """Return the table of arguments of the release that a command runs, or of the newest release if it is unknown."""
+    return release_table(release_of(spec, command))
+
+
+@lru_cache(maxsize=64)
+def _parse_command(
+    command: tuple[str, ...], directory: str | None, variables: tuple[tuple[str, str], ...]
+) -> UserCommand | SpecError | None:
+    """Return the parts of a command, None, or the SpecError. Cached, so that a script is traced only once."""
+    parsed = parse(command, directory or ".")
+    if parsed is None and is_script(command, directory):
+        try:
+            parsed = _parse_script(command, directory, dict(variables))
+        except SpecError as error:
+            return error
+    return parsed if parsed is not None and parsed.is_megatron else None
+
+
+def _parse_script(command: tuple[str, ...], directory: str | None, variables: Mapping[str, str]) -> UserCommand:
+    """Return the only training command that a script starts. Raises SpecError if there is none or several."""
+    records, failure = trace_script(command, directory, variables)
+    launches = {
+        (each.words, each.directory): launch
+        for each in records
+        if (launch := parse(each.words, each.directory, each.environment)) and (launch.launcher or launch.is_megatron)
+    }
+    if len(launches) == 1:
+        launch = next(iter(launches.values()))
+        skipped = tuple(dict.fromkeys(shlex.join(each.words) for each in records if each.words != launch.words))
+        return replace(launch, skipped=skipped)
+    other_commands = [shlex.join(each.words)[:60] for each in records][:4]
+    problem = f"starts no torchrun or Megatron-LM program; it runs {', '.join(other_commands) or 'nothing'}"
+    problem += f"; it ends with {failure}" if failure else ""
+    if launches:
+        problem = f"starts {len(launches)} programs: {', '.join(' '.join(each.program) for each in launches.values())}"
+    raise SpecError(key="train.command", value=" ".join(command), problem=problem, fix=SCRIPT_FIX)
+
+
+def _interpreter(command: UserCommand, path: str | None) -> str | None:
+    """Return a command's Python interpreter, or the one next to its torchrun, or None if it is flagcore's own."""
+    interpreters = [word for word in (*command.launcher, *command.program) if PYTHON.fullmatch(Path(word).name)]
+    file = shutil.which((*interpreters, *command.launcher, "")[0], path=path)
+    if file is None or Path(file).parent == Path(sys.executable).parent:
+        return None
+    return file if interpreters else next(map(str, Path(file).parent.glob("python3")), None)
+
+
+def implementation_of_command(spec: Spec) -> str | None:
+    """Return the value of `--transformer-impl` in `train.command`, or None if it is missing or invalid."""
+    values = dict(parse_flags(program_arguments(spec))).get("transformer-impl", [])
+    return values[0] if values[:1] in (["local"], ["transformer_engine"]) else None
+
+
+def program_arguments(spec: Spec) -> Sequence[str]:
+    """Return the arguments of the program that `train.command` starts, or the whole command if it cannot be parsed."""
+    command = readable_command(spec)
+    return command.arguments if command else spec.train.command or ()

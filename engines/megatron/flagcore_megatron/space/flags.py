@@ -1,0 +1,86 @@
+"""Converts knobs and settings to the flags of a release of Megatron-LM, and back."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from flagcore_training.commands import parse_flags
+
+from flagcore.domain.knob import Flag, Knob, in_versions
+from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import SettingValue, Spec
+from flagcore.spec.knobs import setting_from_text
+from flagcore_megatron.program.arguments import known_releases, release_table
+from flagcore_megatron.program.user_command import program_arguments, readable_command
+from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
+from flagcore_megatron.space.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
+
+SETTINGS_BY_FLAG = {
+    flag.name: (knob, flag.word)
+    for knob in SETTINGS
+    for flag in (*knob.flags, Flag(name="" if knob.flags else knob.name.replace("_", "-")))
+    if flag.name
+}
+"""Each setting by its flag, with the value that the flag sets if the flag has no value of its own.
+
+If a setting has no Megatron flag, its name is used as the flag, which a user's own program may accept."""
+
+
+def settings_of_command(spec: Spec) -> dict[str, SettingValue]:
+    """Return the settings that the flags of `train.command` set. If a flag is repeated, its last value is used."""
+    return dict(parse_settings(tuple(program_arguments(spec))))
+
+
+@lru_cache(maxsize=64)
+def parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
+    """Return the settings that the flags of a command set."""
+    settings: dict[str, SettingValue] = {}
+    for flag, values in parse_flags(command):
+        if flag in SETTINGS_BY_FLAG:
+            knob, word = SETTINGS_BY_FLAG[flag]
+            text = "true" if knob.kind == "flag" else word or ",".join(values)
+            settings |= setting_from_text(knob.name, text, SETTINGS)
+    return settings
+
+
+def flags(candidate: Mapping[str, KnobValue], spec: Spec, train_iters: int | None) -> list[str]:
+    """Return Megatron's flags for a candidate. `train_iters` is the number of steps of a trial."""
+    train = spec.train
+    result = ["--seq-length", str(train.seq_length), "--global-batch-size", str(train.global_batch_size), *train.flags]
+    for knob in SPACE_KNOBS:
+        result += knob.arguments(candidate.get(knob.name), train.engine_version)
+    for name in (LAYOUT, FIRST, LAST, VIRTUAL_STAGES):
+        result += BY_NAME[name].arguments(candidate.get(name), train.engine_version)
+    result += _setting_flags(spec)
+    if train_iters is not None:
+        result += ["--train-iters", str(train_iters), "--log-interval", "1"]
+    return result
+
+
+def _setting_flags(spec: Spec) -> list[str]:
+    """Return flags for the settings in the spec that the user's command does not contain, or sets to other values."""
+    command_settings = {} if readable_command(spec) else settings_of_command(spec)
+    settings = dict(spec.train.settings)
+    if {**command_settings, **settings}.get("moe_token_dispatcher_type") == "flex":
+        settings.setdefault("moe_flex_dispatcher_backend", "deepep")  # Megatron has no default before 0.16
+    release = spec.train.engine_version
+    flags = [BY_NAME[key].arguments(value, release) for key, value in settings.items() if key not in command_settings]
+    if settings.get("use_megatron_fsdp") and "--data-parallel-sharding-strategy" not in program_arguments(spec):
+        flags.append(("--data-parallel-sharding-strategy", "optim_grads_params"))  # the default is no_shard before 0.18
+    return [word for each in flags for word in each]
+
+
+def release_problem(knob: Knob, value: KnobValue | SettingValue, release: str) -> tuple[str, str] | None:
+    """Return the problem and the fix for a value that a release does not support. Returns None if it is supported."""
+    spellings = [flag for flag in knob.flags if flag.sets(value)]
+    if value is None or value == knob.neutral or not spellings:
+        return None
+    if words := knob.arguments(value, release):
+        table = release_table(release)
+        parse_problems = table.parse(words)[1]
+        if not parse_problems:
+            return None
+        choices = ", ".join(map(str, table.by_flag[words[0]].choices)) if words[0] in table.by_flag else ""
+        fix = f"use {choices}" if choices else parse_problems[0].fix
+        return f"is not a valid value of {words[0]} in Megatron-LM {release}", fix
+    releases = [each for each in known_releases() if any(in_versions(flag.versions, each) for flag in spellings)]
+    return f"is not supported by Megatron-LM {release}", f"remove it, or use a release among {', '.join(releases)}"

@@ -1,0 +1,194 @@
+"""Compares two candidates: their knobs, predictions and measurements, and why they differ."""
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+from flagcore.api.commands.explain import MAX_DIFFERENCES, RAN, state_of
+from flagcore.api.inputs import SpecLike
+from flagcore.api.snapshot import Snapshot, load_snapshot
+from flagcore.api.subject import Subject
+from flagcore.domain.prediction import Prediction
+from flagcore.domain.records import GIB
+from flagcore.domain.serving import ServeSpec
+from flagcore.errors import UsageError
+from flagcore.i18n import N_, _
+from flagcore.report.candidate_report import (
+    CORRECTED,
+    NOT_SIGNIFICANT,
+    PREDICTED,
+    SIGNIFICANT,
+    UNKNOWN,
+    Comparison,
+    MeasuredRuns,
+    Side,
+    figure_pairs,
+    median_latencies,
+)
+from flagcore.report.explanation import memory_parts
+from flagcore.tuner.search_state import noise, significant
+from flagcore.tuner.store.directory import differences
+
+
+def compare(
+    a: str, b: str, *, spec: SpecLike | None = None, chip: str | None = None, without: Collection[str] = ()
+) -> Comparison:
+    """Compare two candidates.
+
+    A candidate is given as `RUN:CANDIDATE`, or as `RUN` for the best candidate of a run. RUN may also be a spec file.
+    `b` may be CANDIDATE alone if it is of the same run. If `spec` is given, both are candidates of this spec. CANDIDATE
+    has the same form as for `explain_candidate`. `chip` requires a spec. Raises the errors of `flagcore.errors`.
+    """
+    run_a, name = _split_name(a) if spec is None else (spec, a)
+    run_b, other = _split_name(b, run_a) if spec is None else (spec, b)
+    snapshot = load_snapshot(run_a, chip, without)
+    other_snapshot = snapshot if run_a == run_b else load_snapshot(run_b, chip, without)
+    return compare_subjects(Subject.of(snapshot, name), Subject.of(other_snapshot, other))
+
+
+def _split_name(text: str, default: SpecLike | None = None) -> tuple[SpecLike, str]:
+    """Return the run or spec that `text` names, or else `default`, and the name of the candidate."""
+    run, colon, name = text.rpartition(":")
+    if not Path(text).exists() and colon and Path(run).exists():
+        return Path(run), name
+    if Path(text).exists():
+        return Path(text), "best"
+    if default is not None and not colon and os.sep not in text:
+        return default, text
+    raise UsageError(_("{text} is not a run: give RUN or RUN:CANDIDATE, or --spec SPEC and two candidates", text=text))
+
+
+def compare_subjects(a: Subject, b: Subject) -> Comparison:
+    """Return the comparison of two candidates. Raises UsageError if one is a training job and the other a server."""
+    specs = [side.snapshot.task.spec for side in (a, b)]
+    if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
+        places = {"a": a.snapshot.where, "b": b.snapshot.where}
+        raise UsageError(_("{a} and {b} cannot be compared: one is a training job, the other a server", **places))
+    seconds, certainty = _times(a, b)
+
+    def pairs(figures: Callable[[Prediction], Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+        return figure_pairs(figures(a.predicted), figures(b.predicted)) if a.predicted and b.predicted else {}
+
+    sides = _side(a), _side(b)
+    return Comparison(
+        a=sides[0],
+        b=sides[1],
+        objective=specs[0].objective,
+        differs=a.differing(b.candidate),
+        tasks=_task_differences(a.snapshot, b.snapshot),
+        time=pairs(lambda found: found.parts_s),
+        memory=pairs(lambda found: {name: size / GIB for name, size in memory_parts(found).items()}),
+        figures=pairs(median_latencies),
+        gap=None if seconds is None else _relative(a, b, *seconds),
+        certainty=certainty,
+        because=tuple(_reasons(a, b, sides, seconds, certainty)),
+        knobs={**b.snapshot.problem.knobs, **a.snapshot.problem.knobs},
+    )
+
+
+def _side(subject: Subject) -> Side:
+    """Return the state, the predictions and the measurements of one compared candidate."""
+    state, because, _rules = state_of(subject)
+    cluster = subject.snapshot.task.cluster
+    return Side(
+        name=subject.name,
+        where=str(subject.snapshot.where),
+        candidate=subject.candidate.as_dict(),
+        chip=cluster.chips,
+        devices=cluster.devices,
+        state=state,
+        because=tuple(because),
+        predicted=subject.predicted,
+        believed=None if state == RAN else subject.believed,
+        measured=_measured(subject),
+    )
+
+
+def _measured(side: Subject) -> MeasuredRuns | None:
+    """Return the medians over a candidate's measured runs, or None if there are none."""
+    figures = [run.measurement for run in side.runs if run.measurement]
+    if not figures:
+        return None
+    steps_s = [each.step_time_s for each in figures]
+    used = max(each.device_used_bytes or each.peak_reserved_bytes or 0 for each in figures)
+    return MeasuredRuns(
+        step_time_s=side.measured_s,
+        spread_s=median(each.spread_s for each in figures),
+        between_s=max(steps_s) - min(steps_s) if len(figures) > 1 else None,
+        runs=len(figures),
+        noise=noise(side.runs),
+        fidelity=side.runs[0].fidelity,
+        device_used_gib=used / 2**30 if used else None,
+    )
+
+
+def _unit(side: Subject) -> float:
+    """Return the tokens per device and step, or 1 for a server. To compare tasks, step times are divided by them."""
+    spec = side.snapshot.task.spec
+    if isinstance(spec.work, ServeSpec):
+        return 1.0
+    return spec.train.global_batch_size * spec.train.seq_length / side.snapshot.task.cluster.devices
+
+
+def _relative(a: Subject, b: Subject, a_s: float, b_s: float) -> float:
+    """Return how much longer `b` takes than `a`, such as 0.1 for 10%. Training: per token and device."""
+    return b_s / _unit(b) / (a_s / _unit(a)) - 1.0
+
+
+def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
+    """Return both step times in seconds, or None if one is unknown, and the certainty of the difference."""
+    if a.snapshot.task.spec.objective != b.snapshot.task.spec.objective and _unit(a) == _unit(b) == 1.0:
+        return None, UNKNOWN
+    if a.measured_s and b.measured_s:
+        gap = _relative(a, b, a.measured_s, b.measured_s)
+        longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
+        steps = ([run.measurement.step_time_s / _unit(side) for run in side.runs if run.measurement] for side in (a, b))
+        is_clear = significant(longer, a.runs, b.runs) and not overlap(*steps)
+        return (a.measured_s, b.measured_s), SIGNIFICANT if is_clear else NOT_SIGNIFICANT
+    has_trials = a.snapshot.has_trials and b.snapshot.has_trials
+    if has_trials and a.expected_s and b.expected_s:
+        return (a.expected_s, b.expected_s), CORRECTED
+    if a.predicted_s and b.predicted_s:
+        return (a.predicted_s, b.predicted_s), PREDICTED
+    return None, UNKNOWN
+
+
+def overlap(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether the ranges of two candidates' step times overlap, given the step times of the runs of each."""
+    return max(first) >= min(second) and max(second) >= min(first)
+
+
+def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
+    """Return the differences between two tasks as `key: a -> b`, without the differences between the candidates."""
+    if a is b:
+        return ()
+    tasks: list[object] = []
+    for task in (a.task, b.task):
+        spec, cluster = task.spec, task.cluster
+        parts = json.loads(json.dumps({"model": asdict(spec.model), "work": asdict(spec.work)}, default=str))
+        tasks.append({"chip": cluster.chips, "devices": cluster.devices, "objective": spec.objective, **parts})
+    found = list(differences(tasks[0], tasks[1]))
+    further = len(found) - MAX_DIFFERENCES
+    return (*found[:MAX_DIFFERENCES], *([_("and {count} more", count=further)] if further > 0 else []))
+
+
+def _reasons(
+    a: Subject, b: Subject, sides: Sequence[Side], seconds: tuple[float, float] | None, certainty: str
+) -> list[str]:
+    """Return why a candidate is illegal, or where `b` spends more or less time than `a`.
+
+    The parts of steps with different numbers of tokens are not compared.
+    """
+    if illegal := [(name, each.because[0]) for name, each in zip("AB", sides, strict=True) if not each.predicted]:
+        return [_("{name} is illegal: {reason}", name=name, reason=reason) for name, reason in illegal]
+    if seconds is None:
+        return [_("at least one time is unknown")]
+    source = SOURCES.get(certainty, N_("measured"))
+    return [b.causes_against(a, "A", seconds, _(source))] if _unit(a) == _unit(b) else []
+
+
+SOURCES = {PREDICTED: N_("predicted"), CORRECTED: N_("expected after trials")}
+"""How the times of a comparison are known, by its certainty. By default, they are measured."""

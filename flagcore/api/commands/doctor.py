@@ -1,0 +1,268 @@
+"""Reports on the installation: devices, plugins, engines, and missing packages."""
+
+import platform
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from flagcore import plugins
+from flagcore.api.inputs import loaded_plugins
+from flagcore.contracts import device_use
+from flagcore.domain.chip import (
+    MEMORY_IN_USE,
+    TRAINED,
+    Chip,
+    Device,
+    DeviceUse,
+    Fact,
+    Support,
+    slowness,
+    usual_precision,
+)
+from flagcore.errors import FlagError, NoDevice
+from flagcore.i18n import N_, _
+from flagcore.vendorkit.engines import read_maturity
+from flagcore.vendorkit.machine import import_problem
+
+IMPORT_SECONDS = 60.0
+"""Seconds that importing the modules of a chip's engines may take."""
+
+
+def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the devices of this machine with facts about their chips. Raises NoDevice if there is none."""
+    with loaded_plugins(without) as loaded:
+        found_devices = loaded.devices()
+        if not found_devices:
+            names = ", ".join(plugin.name for plugin in loaded.plugins)
+            raise NoDevice(_("no device found by the installed plugins ({plugins})", plugins=names or _("none")))
+        chip_by_name = {device.chip: loaded.find_chip(device.chip) for device in found_devices}
+        chips = {name: chip and loaded.measured_chip(chip) for name, chip in chip_by_name.items()}
+        return [_device(loaded, device, chips[device.chip]) for device in found_devices]
+
+
+def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return one record per plugin, loaded or failed, with its chips and the reasons for failures."""
+    loaded_plugins = plugins.load_plugins(without)
+    undetected_vendors = loaded_plugins.detection_failures()
+    chips = loaded_plugins.chips()
+    records: list[dict[str, Any]] = [
+        {
+            "name": plugin.name,
+            "distribution": plugin.distribution,
+            "version": plugin.version,
+            "status": "loaded",
+            "maturity": _maturity(plugin),
+            "chips": [chip.name for chip in chips if loaded_plugins.owner(chip.name) == plugin.name],
+            "problem": "; ".join(str(f) for f in loaded_plugins.failures if f.name == plugin.name) or None,
+            "undetected": undetected_vendors.get(plugin.name),
+        }
+        for plugin in loaded_plugins.plugins
+    ]
+    names = {record["name"] for record in records}
+    empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": []}
+    for failure in loaded_plugins.failures:
+        if failure.name not in names:
+            identity = {"name": failure.name, "distribution": failure.distribution}
+            records.append({**identity, **empty, "problem": str(failure), "undetected": None})
+    return records
+
+
+def _maturity(plugin: plugins.Plugin) -> dict[str, Any] | None:
+    """Return the evidence for a plugin's data from its `maturity.yaml`, or None if it has no valid one."""
+    with suppress(FlagError, TypeError):  # the package of an add-on may be a single module
+        if plugin.package and (known := read_maturity(plugin.package)):
+            return {"word": known.word, **asdict(known)}
+    return None
+
+
+def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return one record per chip of the plugins, with its aliases and facts. Unknown facts are None."""
+    with loaded_plugins(without) as loaded:
+        return [_chip(loaded, chip) for chip in sorted(loaded.chips(), key=lambda chip: chip.name.casefold())]
+
+
+def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
+    """Return one record per requirement: its purpose, its version or None, and how to fix it.
+
+    With `measure`, a plugin may measure the rates of a chip if they are unknown, which takes seconds. `ok` is true,
+    false, or "untested" if the engine was never tested, or not on this chip.
+    """
+    records = [
+        _record("flagcore", _("the tuner"), version("flagcore"), ""),
+        _record("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
+    ]
+    with loaded_plugins(()) as loaded:
+        chip_by_name = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
+        chips_by_name = {name: loaded.measured_chip(chip) if measure else chip for name, chip in chip_by_name.items()}
+        for name in plugins.names(plugins.ENGINES):
+            records += _engine(name, loaded, tuple(chips_by_name.values()))
+        records += _support(loaded, tuple(chips_by_name.values()))
+    for plugin in plugin_table():
+        name, problem = plugin["distribution"] or plugin["name"], plugin["problem"] or ""
+        records.append(_record(name, _("plugin {name}", name=plugin["name"]), plugin["version"], problem))
+        if plugin["undetected"]:
+            purpose = _("devices of plugin {name}", name=plugin["name"])
+            records.append(_record(name, purpose, None, plugin["undetected"]))
+    return records
+
+
+def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
+    """Yield one record per module that an engine needs. The fix names the vendor's build for `chips`, or the extra of
+    flagcore if no vendor has one."""
+    try:
+        engine = plugins.find_engine(name)
+    except FlagError as error:
+        yield _record(name, _("engine"), None, str(error))
+        return
+    builds = [build for chip in chips if (build := loaded.engine_support(chip, name).install)]
+    fix = "; ".join(dict.fromkeys(builds)) or f"pip install 'flagcore[{name}]'"
+    for module, requirement in engine.modules.items():
+        purpose = _("engine {name} ({module})", name=name, module=module)
+        yield _untested(_distribution(Requirement(requirement), purpose, fix), engine.untested)
+
+
+def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
+    """Yield records on the support of each engine on each of `chips`, and on problems of the chip's software."""
+    for chip in chips:
+        if rates := _rates_text(chip):
+            yield _record(chip.name, _("rates of matrix products"), rates, "")
+        preload: dict[tuple[str, ...], str] = {}
+        for engine in plugins.names(plugins.ENGINES):
+            answer, reason = loaded.engine_support(chip, engine), ""
+            with suppress(FlagError):
+                reason = plugins.find_engine(engine).untested
+            if answer.support is Support.UNKNOWN:
+                reason = answer.reason
+            purpose, fix = _("engine {name} on this chip", name=engine), f"{answer.support.value}: {answer.reason}"
+            runs = answer.support in (Support.YES, Support.UNKNOWN)
+            yield _untested(_record(chip.name, purpose, answer.device_type, fix, runs), reason)
+            if answer.preload:
+                preload.setdefault(answer.preload, engine)
+        for modules, engine in preload.items():
+            problem = import_problem("torch", *modules, timeout_seconds=IMPORT_SECONDS)
+            purpose = _("engine {name} on this chip ({module})", name=engine, module=", ".join(modules))
+            yield _record(chip.name, purpose, None if problem else _("imported"), problem)
+        for problem in loaded.health(chip):
+            yield _record(chip.name, _("software of the chip"), None, problem)
+
+
+def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
+    """Return a chip as plain data, in GiB, GB/s, TFLOP/s and watts. Unknown figures are None."""
+
+    def scaled(fact: Fact | None, unit: float) -> float | None:
+        return fact.value / unit if fact else None
+
+    best = usual_precision(chip)
+    return {
+        "chip": chip.name,
+        "plugin": loaded.owner(chip.name),
+        "aliases": list(chip.aliases),
+        "architecture": chip.architecture or None,
+        "memory_gib": scaled(chip.memory_bytes, 2**30),
+        "memory_gbytes_per_second": scaled(chip.memory_bandwidth_bytes_per_second, 1e9),
+        "peak_tflops": chip.dense_flops_per_second[best].value / 1e12 if best else None,
+        "peak_precision": best,
+        "precisions": list(chip.dense_flops_per_second),
+        "devices_per_node": chip.devices_per_node,
+        "devices_per_card": chip.devices_per_card,
+        "link": chip.link.name if chip.link else None,
+        "link_gbytes_per_second": scaled(chip.link.bytes_per_second, 1e9) if chip.link else None,
+        "host_gbytes_per_second": scaled(chip.host_bytes_per_second, 1e9),
+        "nic_gbytes_per_second": scaled(chip.nic_bytes_per_second, 1e9),
+        "tdp_watts": scaled(chip.tdp_watts, 1.0),
+    }
+
+
+def _rates(chip: Chip) -> list[dict[str, Any]]:
+    """Return a record for each precision of a chip: its peak with the source, and its speed relative to fp32."""
+    return [
+        {
+            "precision": name,
+            "tflops": fact.value / 1e12,
+            "source": fact.source.kind,
+            "detail": fact.source.detail,
+            "times_slower_than_fp32": max(slowness(chip, name), 1.0),
+        }
+        for name, fact in chip.dense_flops_per_second.items()
+    ]
+
+
+def _slow_text(chip: Chip) -> str:
+    """Return the rates of the precisions without a fast kernel, or an empty string if all are fast."""
+    text = N_("{precision}: {rate}, {ratio} times slower than fp32")
+    slow = [each for each in _rates(chip) if each["precision"] in TRAINED and each["times_slower_than_fp32"] > 1.0]
+    ratios = [(each["precision"], _rate_text(each["tflops"]), each["times_slower_than_fp32"]) for each in slow]
+    return "; ".join(_(text, precision=name, rate=rate, ratio=f"{ratio:.2g}") for name, rate, ratio in ratios)
+
+
+def _rates_text(chip: Chip) -> str:
+    fast = [each for each in _rates(chip) if each["precision"] in TRAINED and each["times_slower_than_fp32"] == 1.0]
+    texts = [f"{each['precision']}: {_rate_text(each['tflops'])} ({_(each['source'])})" for each in fast]
+    return "; ".join(filter(None, [*texts, _slow_text(chip)]))
+
+
+def _rate_text(tflops: float) -> str:
+    return f"{tflops:.3g} TFLOP/s" if tflops >= 1.0 else f"{1e3 * tflops:.{0 if tflops >= 0.01 else 1}f} GFLOP/s"
+
+
+def _device(loaded: plugins.LoadedPlugins, device: Device, chip: Chip | None) -> dict[str, Any]:
+    """Return a detected device and its chip's peak rates as plain data. Unknown values are None."""
+    flops = chip.dense_flops_per_second if chip else {}
+    best = usual_precision(chip) if chip else None
+    return {
+        "index": device.index,
+        "name": device.chip,
+        "chip": chip.name if chip else None,
+        "plugin": loaded.owner(device.chip) if chip else loaded.finder(device),
+        "uuid": device.uuid or None,
+        "memory_gib": device.memory_bytes / 2**30 if device.memory_bytes else None,
+        **_now(loaded, device),
+        "peak_tflops": flops[best].value / 1e12 if best else None,
+        "peak_precision": best,
+        "peak_source": flops[best].source.kind if best else None,
+        "peak_detail": flops[best].source.detail if best else None,
+        "rates": _rates(chip) if chip else [],
+        "slow_precisions": (_slow_text(chip) if chip else "") or None,
+        "driver": device.driver or None,
+        "aliases": list(chip.aliases) if chip else [],
+    }
+
+
+def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
+    """Return the memory in use and the processes of a device, from its telemetry. Unknown values are None."""
+    figures: Mapping[str, float] = {}
+    use = DeviceUse()
+    if reader := loaded.telemetry(device):
+        with suppress(FlagError, LookupError):
+            figures = reader.sample()
+            use = device_use(reader)
+    in_use = figures.get(MEMORY_IN_USE)
+    return {
+        "in_use_gib": None if in_use is None else in_use / 2**30,
+        "use": "; ".join(filter(None, (*use.processes, use.blocked, use.pending))) or None,
+    }
+
+
+def _record(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
+    """Return a record of `doctor`. By default, it is ok if a version was found."""
+    ok = found is not None if ok is None else ok
+    return {"name": name, "for": purpose, "version": found, "ok": ok, "fix": "" if ok else fix}
+
+
+def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
+    """Return a record of `doctor`, with `ok` set to "untested" if there is a reason and the record is ok."""
+    return {**part, "ok": _("untested"), "fix": reason} if part["ok"] and reason else part
+
+
+def _distribution(wanted: Requirement, purpose: str, fix: str) -> dict[str, Any]:
+    """Return a record of an installed distribution. It is not ok if it is missing or has another version."""
+    try:
+        installed = version(wanted.name)
+    except PackageNotFoundError:
+        installed = None
+    ok = installed is not None and wanted.specifier.contains(installed, prereleases=True)
+    return _record(wanted.name, purpose, installed, fix, ok)

@@ -1,0 +1,358 @@
+"""Predictions without trials: candidates of a spec, the gain of mixing chips, and changes that make a candidate fit."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flagcore.api.evidence import NEAREST, expected_seconds, published_runs
+from flagcore.api.inputs import SpecLike, changed_spec, open_spec
+from flagcore.api.jobs import detailed_predictions
+from flagcore.contracts import Platform, Problem
+from flagcore.contracts.capabilities import Details, MixedClusters, Production, RuleOfThumb, optional
+from flagcore.domain.engine import ForcedSetting
+from flagcore.domain.knob import Knob
+from flagcore.domain.prediction import Predictions, idle_of
+from flagcore.domain.records import model_table, prediction_record
+from flagcore.domain.serving import PER_DEVICE, ServeSpec
+from flagcore.domain.space import IntArray, KnobValue, Space
+from flagcore.domain.spec import AUTO, Spec, Task, pareto
+from flagcore.errors import FlagError, NothingFits
+from flagcore.i18n import _
+from flagcore.plugins import LoadedPlugins
+from flagcore.report.estimate import ChipPlan, Estimate, Mixing
+from flagcore.report.text import candidate_line, serving_load_text
+from flagcore.tuner.effects import effects_of_row
+from flagcore.tuner.feasibility import (
+    crowded_baseline_text,
+    no_time,
+    nothing_fits_text,
+    only_baseline_text,
+    search_time,
+    unmet_text,
+)
+from flagcore.tuner.problem import build_problem, candidate_columns, lacks_margin, no_launch_reason, rows_by_time
+from flagcore.tuner.search_state import SearchState, count
+from flagcore.tuner.stages.predict import limit, with_figures
+
+
+def estimate(
+    spec: SpecLike,
+    *,
+    chip: str | None = None,
+    top: int = 10,
+    distinct: bool = False,
+    objective: str | None = None,
+    evidence: bool = False,
+    without: Collection[str] = (),
+    on_first: Callable[[str], object] | None = None,
+) -> Estimate:
+    """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
+
+    With `distinct`, only the fastest candidate of each layout is returned, and its `variants` is the number of other
+    candidates with the layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published`
+    contains all published runs on the chip. `on_first` receives a line with the fastest usual candidate, before the
+    whole space is predicted. Raises the errors of `flagcore.errors`.
+    """
+    if objective is not None:
+        spec = changed_spec(spec, {"auto_tuner.objective": objective})
+    on_usual = None if on_first is None else partial(_first_line, on_first)
+    opened = open_spec(spec, chip, without, plan=True, on_usual=on_usual)
+    problem, loaded = opened.problem, opened.plugins
+    task, order, mixing = problem.task, rows_by_time(problem), None
+    groups = task.cluster.groups
+    if not order.size:
+        is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups
+        change = None if is_detected else partial(cheapest_change, problem, loaded)
+        raise NothingFits(nothing_fits_text(problem, change))
+    published = published_runs(problem, loaded, None if evidence else NEAREST)
+    expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[0]]), loaded)
+    if len(groups) > 1:
+        mixing = mixing_of(opened.spec, problem, loaded)
+    listed, more = _listed(problem, order, top, distinct=distinct)
+    others = [np.array([problem.row_of(problem.baseline)]), _crowded(problem, order)]
+    found = iter(_records(problem, np.concatenate((*others, order[listed]))))  # at once, because each call takes long
+    baseline, crowded = (next(found) if rows.size else None for rows in others)
+    assert baseline is not None
+    numbered = zip(listed.tolist(), found, more, strict=True)
+    candidates = [{"number": place + 1, **each, **counted} for place, each, counted in numbered]
+    untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
+    return Estimate(
+        chip=task.cluster.chips,
+        devices=task.cluster.devices,
+        counts=count(problem.space, problem.pruned, SearchState()),
+        baseline=baseline,
+        defaults=_engine_defaults(problem),
+        expected_s=expected_s,
+        expected_here=is_here,
+        crowded=crowded,
+        unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
+        candidates=tuple(candidates),
+        model=tuple(model_table(optional(problem.engine, Details).parts(task))),
+        untimed=untimed,
+        no_time=no_time(task, problem.costs) if untimed else "",
+        precision=task.spec.work.precision,
+        published=published,
+        best_mfu=groups[0].chip.best_mfu.get(task.spec.work.precision) if len(groups) == 1 else None,
+        runs=_runs(problem),
+        assumed=_assumed(task),
+        notes=plugin_notes(problem.platform),
+        search=search_time(problem),
+        mixing=mixing,
+        knobs=problem.knobs,
+        labels=optional(problem.engine, Details).labels,
+    )
+
+
+def _first_line(report: Callable[[str], object], platform: Platform, space: Space, predictions: Predictions) -> None:
+    """Pass the fastest candidate of the engine's usual space that leaves a margin of memory to `report`, if any."""
+    has_margin = predictions.fits & ~lacks_margin(platform.task, predictions)
+    seconds = np.where(has_margin & np.isfinite(predictions.step_time_s), predictions.step_time_s, np.inf)
+    if seconds.size and np.isfinite(seconds.min()):
+        row, knobs = int(seconds.argmin()), {each.name: each for each in platform.engine.knobs}
+        found = with_figures(platform.task, predictions.row(row))
+        name, candidate = _("fastest of {count} usual layouts, so far", count=len(space)), space.candidate(row)
+        report(candidate_line(name, candidate.as_dict(), found, knobs))
+
+
+def _listed(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[IntArray, list[dict[str, Any]]]:
+    """Return the first `top` places of `order`, or the first with different layouts, and what their records also have.
+
+    For servers, `pareto` is whether no other candidate is predicted to be better both in rate per device and in rate
+    per user.
+    """
+    places, figures = np.arange(min(top, order.size)), problem.predictions.figures
+    more: list[dict[str, Any]] = [{} for _place in places]
+    if distinct:
+        _layouts_found, first, counts = np.unique(_layouts(problem, order), return_index=True, return_counts=True)
+        fastest = np.argsort(first)[:top]
+        places, more = first[fastest], [{"variants": int(count) - 1} for count in counts[fastest]]
+    if PER_DEVICE in figures and (latency := figures.get("tpot_s.p50")) is not None:
+        front = set(pareto(figures[PER_DEVICE][order], -latency[order]).tolist())
+        more = [{**each, "pareto": place in front} for place, each in zip(places.tolist(), more, strict=True)]
+    return places, more
+
+
+def _layouts(problem: Problem, rows: IntArray) -> IntArray:
+    """Return a number for each row. Rows with equal layouts have equal numbers."""
+    names = [name for name, knob in problem.knobs.items() if knob.layout]
+    numbers = np.zeros(rows.size, dtype=np.int64)
+    for start in range(0, rows.size, LAYOUT_ROWS):
+        chunk = slice(start, start + LAYOUT_ROWS)
+        columns = problem.space.columns(rows[chunk])
+        for name in names:
+            numbers[chunk] = numbers[chunk] * LARGEST_SIZE + columns[name]  # an overflow is harmless: this is a hash
+    return numbers
+
+
+LAYOUT_ROWS = 100_000
+"""The number of rows that are decoded at a time."""
+LARGEST_SIZE = 1_000_003
+"""A prime number above the largest size in a layout."""
+
+
+def _runs(problem: Problem) -> str:
+    """Return the name of what would run the trials: the user's command, or the engine in its own words."""
+    task = problem.task
+    if isinstance(task.spec.work, ServeSpec):
+        work = task.spec.work
+        return _("as {engine} serves {load} (serve.profile)", engine=work.engine, load=serving_load_text(work))
+    train = task.spec.train
+    if train.command is not None:
+        return _("as train.command runs it")
+    method = optional(problem.engine, Production).runs_as(task.spec) or _("as {engine} runs it", engine=train.engine)
+    return _("{how}; with train.settings", how=method) if train.settings else method
+
+
+def _assumed(task: Task) -> Mapping[str, Any]:
+    """Return the implementation and the settings that a plan assumes. The mapping is empty if it assumes none."""
+    work = task.spec.work
+    if isinstance(work, ServeSpec) or not work.assumed:
+        return {}
+    return {"implementation": work.implementation, **work.assumed}
+
+
+def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
+    """Return candidates with their predictions, and with the memory by component on the stage that needs the most.
+
+    `slo` contains the predicted figures of a server that exceed their limits, in seconds.
+    """
+    task, space, limits = problem.task, problem.space, problem.task.spec.limits
+    records = []
+    for row, found in zip(rows, detailed_predictions(problem.platform, space.columns(rows)), strict=True):
+        candidate = space.candidate(int(row))
+        more: dict[str, Any] = {}
+        if _assumed(task):
+            more["assumed"] = optional(problem.engine, Production).assumed(task, candidate)
+        if limits:
+            figures = {name: found.figures.get(name, 0.0) for name in limits}
+            more = {"slo": {name: figure for name, figure in figures.items() if figure > limits[name]}, **more}
+        records.append({"candidate": candidate.as_dict(), **prediction_record(found), **more})
+    return records
+
+
+def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
+    """Return the candidate of the engine's own defaults with its prediction, or None if it is the baseline."""
+    engine, values = problem.engine, problem.baseline.as_dict()
+    values |= engine.defaults(problem.task.for_engine()) if isinstance(engine, RuleOfThumb) else {}
+    if values == problem.baseline.as_dict():
+        return None
+    columns = candidate_columns(problem.platform, values)
+    return {"candidate": values, **prediction_record(detailed_predictions(problem.platform, columns)[0])}
+
+
+def _crowded(problem: Problem, order: IntArray) -> IntArray:
+    """Return the row of the fastest candidate without a margin of memory, if it is faster than the first of `order`."""
+    seconds, crowded = problem.predictions.step_time_s, order[lacks_margin(problem.task, problem.predictions)[order]]
+    is_faster = crowded.size and seconds[crowded[0]] < seconds[order[0]]
+    return crowded[: int(is_faster)]
+
+
+def plugin_notes(platform: Platform) -> tuple[str, ...]:
+    """Return the settings that plugins give all candidates, and their notes on engine and chip."""
+    rules = (each for each in platform.value_rules if isinstance(each, ForcedSetting))
+    forced = (f"{each.setting} = {each.value} (rule {each.name}): {each.reason}" for each in rules)
+    return (*filter(None, [platform.precision_reason]), *forced, *platform.support.notes)
+
+
+def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
+    """Return a plugin's knob as plain data, with the reason for each value that trials cannot use."""
+    not_launched = {value: no_launch_reason(task, knob, value) for value in knob.effects}
+    source = knob.source
+    return {
+        "knob": knob.name,
+        "values": list(knob.values),
+        "in_space": knob in task.knobs,
+        "help": knob.help,
+        "claim": knob.claim,
+        "effect": f"{knob.effect_source.kind}: {knob.effect_source.detail}" if knob.effect_source else None,
+        "needs": [str(each) for each in knob.requires] + ["a mixture of experts"] * knob.experts_only,
+        "effects": [{"value": value, **asdict(effect)} for value, effect in knob.effects.items()],
+        "not_launched": {str(value): reason for value, reason in not_launched.items() if reason},
+        "source": f"{source.kind}: {source.detail}" if source else None,
+    }
+
+
+def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | None:
+    """Compare a mixed cluster with each of its chips alone. Returns None if no mixed plan has a predicted time."""
+    order, titles = rows_by_time(problem), problem.task.cluster.names
+    ways = optional(problem.engine, MixedClusters).splits(problem.task, problem.space.columns(order))
+    rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
+    plans = [(rows[:1], _plan(problem, rows, name)) for name, rows in rows_of_ways.items()]
+    known_plans = [(plan, row) for row, plan in plans if plan]
+    if not known_plans:
+        return None
+    (mixed, row), *other_plans = sorted(known_plans, key=lambda pair: pair[0].step_time_s)
+    alone = {title: _alone(spec, problem, group, plugins) for group, title in enumerate(titles)}
+    columns = problem.space.columns(row)
+    task = problem.task.for_engine(effects_of_row(problem.task, columns))
+    pipelines = optional(problem.engine, Details).pipelines(task, columns, problem.costs)
+    shares = {title: idle_of(pipelines, number) for number, title in enumerate(titles)}
+    stages = [
+        (seconds, titles[group])
+        for each in pipelines
+        for seconds, group in zip(np.add(each.forward_s, each.backward_s) * each.microbatches, each.groups, strict=True)
+    ]
+    return Mixing(
+        mixed=mixed,
+        others=tuple(plan for plan, _ in other_plans),
+        alone=tuple(plan for plan in alone.values() if plan),
+        unable=tuple(title for title, plan in alone.items() if plan is None),
+        idle={title: share for title, share in shares.items() if share is not None},
+        limit=limit(problem.predictions.row(int(row[0]))),
+        slowest=max(stages, default=(0.0, ""))[1],
+    )
+
+
+def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> ChipPlan | None:
+    """Return the fastest plan of one kind of chips, or None if it cannot run the job or has no predicted time."""
+    engine, fixed = mixed.engine, {name: values for name, values in spec.space.items() if values != AUTO}
+    mixes = optional(engine, MixedClusters)
+    space = {**mixes.values_alone(mixed.task, group), **fixed}
+    space = {name: values for name, values in space.items() if name not in mixes.derived_knobs}
+    spec_of_kind = replace(spec, cluster=spec.cluster.groups[group], space=space, baseline=None)
+    try:
+        problem = build_problem(spec_of_kind, plugins, engine, plan=True)
+        return _plan(problem, rows_by_time(problem))
+    except FlagError:
+        return None
+
+
+def _plan(problem: Problem, rows: IntArray, split: str = "") -> ChipPlan | None:
+    """Return the first of `rows` as a plan, or None if there are no rows or its time is unknown."""
+    cluster, train = problem.task.cluster, problem.task.spec.train
+    for row in rows[:1].tolist():
+        prediction = problem.predictions.row(row)
+        if (seconds := prediction.step_time_s) is not None:
+            tokens = train.global_batch_size * train.seq_length
+            return ChipPlan(
+                chips=cluster.chips,
+                devices=cluster.devices,
+                tokens_per_second=tokens / seconds,
+                step_time_s=seconds,
+                candidate=problem.space.candidate(row).as_dict(),
+                implementation=train.implementation or "local",
+                time=prediction.time_s,
+                split=split,
+                unlimited_tokens_per_second=tokens / float(np.nanmin(problem.predictions.step_time_s)),
+            )
+    return None
+
+
+DOUBLINGS = 4
+"""How many times the number of nodes is doubled."""
+
+
+def cheapest_change(problem: Problem, plugins: LoadedPlugins) -> str:
+    """Return the first change of the spec with which a candidate fits: other knobs, then more devices or nodes.
+
+    If no change helps, returns advice to use another chip, or an empty string if rules and not memory are the reason.
+    """
+    task = problem.task
+    for change, spec in _changes_to_fit(problem, task.cluster.groups[0].chip.devices_per_node):
+        with suppress(FlagError):
+            changed = build_problem(spec, plugins, problem.engine, plan=True)
+            if changed.pruned.open_rows.size:
+                candidate = changed.set_knobs(changed.space.candidate(int(rows_by_time(changed)[0])))
+                return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)
+    if problem.predictions.fits.any():  # rules, and not memory, remove the candidates
+        return ""
+    nodes = task.cluster.groups[0].nodes << DOUBLINGS
+    return _("neither other knobs nor up to {nodes} nodes help: use a chip with more memory", nodes=nodes)
+
+
+def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
+    """Yield the description of each change, and the changed spec, the cheapest change first.
+
+    `most` is the number of devices of a whole node. Servers keep the settings of the baseline, but not its layout.
+    """
+    spec, work, kept = problem.task.spec, problem.task.spec.work, dict[str, KnobValue]()
+    if isinstance(work, ServeSpec):
+        knobs = {name: each for each in problem.knobs.values() for name in (*each.names, *(f.name for f in each.flags))}
+        of_name = {name: knobs.get(name) or knobs.get(name.lstrip("-").replace("_", "-")) for name in work.engine_args}
+        of_name |= {name: knobs.get(name) for name in spec.baseline or {}}
+        layout = [name for name, knob in of_name.items() if knob is None or knob.layout]
+        kept = {name: value for name, value in (spec.baseline or {}).items() if name not in layout}
+        shares = [name for name, knob in of_name.items() if knob and knob.kind == "share"]
+        others = {name: value for name, value in (spec.baseline or {}).items() if name not in shares}
+        args = {name: value for name, value in work.engine_args.items() if name not in shares}
+        if shares:
+            changed = replace(spec, baseline=others or None, work=replace(work, engine_args=args))
+            yield _("{keys} removed", keys=", ".join(shares)), changed
+        work = replace(work, default_space=True)
+    widest = replace(spec, space={}, baseline=kept or None, work=work)
+    if spec.space:
+        yield _("all knobs in the space"), widest
+    if spec.cluster.groups:
+        return
+    devices = spec.cluster.devices_per_node or most
+    while (devices := 2 * devices) <= most and spec.cluster.nodes == 1:
+        cluster = replace(spec.cluster, devices_per_node=devices)
+        yield _("cluster.devices_per_node = {devices}", devices=devices), replace(widest, cluster=cluster)
+    for doubling in range(1, DOUBLINGS + 1):
+        nodes = spec.cluster.nodes << doubling
+        cluster = replace(spec.cluster, nodes=nodes, hosts=())
+        yield _("cluster.nodes = {nodes}", nodes=nodes), replace(widest, cluster=cluster)

@@ -1,0 +1,328 @@
+"""Reports on the combinations of a space, on one candidate with the reasons for its state, and on two candidates."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore import plugins
+from flagcore.api.candidate_parser import values_of
+from flagcore.api.commands.estimate import knob_record, plugin_notes
+from flagcore.api.evidence import predicted_like, published_job
+from flagcore.api.inputs import SpecLike, changed_spec, read_spec
+from flagcore.api.runs import no_best_error
+from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
+from flagcore.api.subject import Subject, best_of
+from flagcore.contracts.capabilities import Layouts, Production, Shortening, optional
+from flagcore.domain.plan import failed_repeats
+from flagcore.domain.space import DOES_NOT_FIT
+from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
+from flagcore.errors import NothingFits, SpecError
+from flagcore.i18n import N_, _
+from flagcore.report.candidate_report import (
+    Alternative,
+    CandidateReport,
+    ExcludingRule,
+    PruningRule,
+    differs_text,
+    seconds_text,
+)
+from flagcore.report.explanation import Explanation, needs_text, used_text
+from flagcore.report.formats import shown
+from flagcore.report.result import stop_reason
+from flagcore.report.result import trial as trial_record
+from flagcore.report.text import candidate_text, scaled_text, state_name
+from flagcore.tuner.feasibility import require_candidate
+from flagcore.tuner.problem import lacks_margin, rows_by_time
+from flagcore.tuner.search_state import count
+from flagcore.tuner.stages.build import PLANNED_SHARE
+from flagcore.tuner.stages.predict import predict_columns, with_figures
+from flagcore.tuner.stages.prune import needed_share
+
+ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
+RAN, OPEN = N_("ran"), N_("open")
+"""States of a candidate. ILLEGAL: a rule of the engine forbids it. OUTSIDE: the spec does not list it. REMOVED: a rule
+removed it. RAN: it has a trial. OPEN: it may be tried."""
+LEGAL = {
+    True: N_("it would be legal, and would fit in memory"),
+    False: N_("it would be legal, but would not fit in memory"),
+    None: N_("it would be legal; whether it would fit in memory is unknown"),
+}
+"""The text for a candidate outside the space. The key is whether it is predicted to fit."""
+
+
+def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]:
+    """Return the state of a candidate, the reasons for it, and the rules that caused it."""
+    snapshot, predicted = subject.snapshot, subject.predicted
+    if predicted is None:
+        return ILLEGAL, [*map(_broken_rule, subject.broken), *_values_outside_space(subject)], subject.broken
+    if subject.row is None:
+        bounds = (each for each in snapshot.problem.legality.bounds if each.broken(subject.columns).any())
+        messages = {each.name: each.message for each in bounds}
+        rules = [PruningRule(rule=name, message=message, trial=None) for name, message in messages.items()]
+        if rules and not list(_values_outside_space(subject)):
+            return REMOVED, [*map(str, rules), needs_text(predicted)], rules
+        not_listed = [_("not in the space: the values in auto_tuner.space cannot be combined to this candidate")]
+        lines = [*(list(_values_outside_space(subject)) or not_listed), _(LEGAL[predicted.fits])]
+        pruned_by = snapshot.pruned_by(subject.columns)
+        lines += [needs_text(predicted), *(_("it would be removed: {rule}", rule=each) for each in pruned_by)]
+        return OUTSIDE, lines, []
+    rules = _pruning_rules(snapshot, subject.row)
+    own = (trial for trial in subject.trials if trial.role is not Role.IMPORTED)
+    if any(trial.fidelity == snapshot.fidelity != ESTIMATE for trial in own):
+        ends = [_end_of_trial(snapshot, trial) for trial in subject.trials]
+        return RAN, [*ends, *_all_runs(subject)], rules
+    probes = [_end_of_trial(snapshot, trial) for trial in subject.trials if trial.fidelity != ESTIMATE]
+    if rules:
+        return REMOVED, [*probes, *(_removal(subject, each) for each in rules)], rules
+    return OPEN, [*probes, *_why_open(subject)], []
+
+
+def _broken_rule(rule: ExcludingRule) -> str:
+    values = ", ".join(f"{knob} = {value}" for knob, value in rule.values.items())
+    return f"{rule} ({values})" if values else str(rule)
+
+
+def _values_outside_space(subject: Subject) -> Iterator[str]:
+    values = subject.candidate.as_dict()
+    for axis in subject.snapshot.problem.space.axes:
+        if (value := values[axis.knob]) not in (*axis.values, axis.neutral, *axis.extra_values):
+            listed = {"knob": axis.knob, "value": value, "values": values_of(axis)}
+            yield _("not in the space: {knob} = {value}; {values}", **listed)
+
+
+def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
+    """Return a sentence on how a trial ended: its measurement compared with the best, or the reason for its failure."""
+    state, measured, shortened_step = snapshot.search_state, trial.measurement, trial.shortened
+    kind, role = _("probe") if trial.fidelity == PROBE else _("trial"), "imported" if trial.source else trial.role.value
+    line = f"{kind} {trial.number} ({_(role)}) {state_name(trial.state.value)}"
+    if measured is None or trial.state.failed:
+        return line + (f": {trial.reason}" if trial.reason else "")
+    line += f": {_seconds(snapshot, measured.step_time_s)}"
+    if measured.scaled_from is not None and shortened_step:
+        bounds = {"low": shown(measured.low_s), "high": shown(measured.high_s)}
+        line += f", {scaled_text(measured.scaled_from, shortened_step.nodes, shortened_step.of_nodes)} "
+        samples, whole_samples = shortened_step.global_batch_size, shortened_step.whole
+        line += _("({part} of {whole} samples; 80%: {low} to {high} s)", part=samples, whole=whole_samples, **bounds)
+    if trial.role is Role.IMPORTED:
+        return line + ", " + _("on another machine ({source})", source=trial.source)
+    if measured.broken:
+        line += "; " + _("over a limit: {limits}", limits=", ".join(measured.broken))
+    if state.best is not None:
+        runs, best_s = len(state.runs_of(state.best.candidate)), 1.0 / state.speed_of(state.best.candidate)
+        if state.best.candidate != trial.candidate:
+            best = f"{_('trial')} {state.best.number}: {_seconds(snapshot, best_s)}"
+            best += "" if runs == 1 else ", " + _("median of {count} runs", count=runs)
+            share = measured.step_time_s / best_s - 1.0
+            line += ", " + _("{share:+.1%} in time vs the best ({trial})", share=share, trial=best)
+        elif runs == 1:
+            line += "; " + _("it is the best")
+    if not trial.reason:
+        return line
+    was_stopped = trial.state is TrialState.STOPPED
+    return line + "; " + (_("stopped early: {reason}", reason=trial.reason) if was_stopped else trial.reason)
+
+
+def _seconds(snapshot: Snapshot, seconds: float) -> str:
+    return seconds_text(snapshot.task.spec.objective, seconds)
+
+
+def _all_runs(subject: Subject) -> Iterator[str]:
+    """Yield the median time over the candidate's runs, as text. If the best was repeated, also yield whether the
+    candidate may be as fast as the best.
+    """
+    state, best = subject.snapshot.search_state, subject.snapshot.search_state.best
+    if len(subject.runs) > 1 and subject.measured_s:
+        seconds = _seconds(subject.snapshot, subject.measured_s)
+        line = _("the median of its {count} runs: {value}", count=len(subject.runs), value=seconds)
+        yield line + ("; " + _("it is the best") if best and best.candidate == subject.candidate else "")
+    has_repeats = best is not None and len(state.runs_of(best.candidate)) > 1
+    if has_repeats and any(trial.candidate == subject.candidate for trial in state.rivals):
+        yield _("not significantly slower than the best")
+
+
+def _pruning_rules(snapshot: Snapshot, row: int) -> list[PruningRule]:
+    """Return a list with the rule that pruned `row`, or an empty list if the row was not pruned."""
+    code, trial = int(snapshot.pruned.rule[row]), int(snapshot.pruned.trial[row])
+    if not code:
+        return []
+    name = snapshot.pruned.rules[code - 1]
+    message = snapshot.problem.messages.get(name, "")
+    return [PruningRule(rule=name, message=message, trial=trial if trial >= 0 else None)]
+
+
+def _removal(subject: Subject, rule: PruningRule) -> str:
+    """Return why `rule` removed a candidate: the memory that it needs, or the trial from which the rule was learned."""
+    snapshot, state, predictions = subject.snapshot, subject.snapshot.search_state, subject.snapshot.problem.predictions
+    if rule.rule == DOES_NOT_FIT:
+        assert subject.predicted is not None
+        line = f"{DOES_NOT_FIT}: {needs_text(subject.predicted)}"
+        least_share = needed_share(snapshot.problem.space, predictions, (*state.trials, *state.probes))
+        needed_gib = float(predictions.device_used_bytes[subject.row]) * least_share / 2**30
+        return line if least_share == 1.0 else line + "; " + _("after trials at least {gib:.2f} GiB", gib=needed_gib)
+    if rule.trial is None:
+        return str(rule)
+    trial = next(each for each in all_trials(snapshot.run) if each.number == rule.trial)
+    differences = differs_text(subject.differing(trial.candidate), snapshot.problem.knobs)
+    return f"{rule}: {_('trial')} {trial.number} ({differences}) {state_name(trial.state.value)}"
+
+
+def _why_open(subject: Subject) -> list[str]:
+    order, run = rows_by_time(subject.snapshot.problem), subject.snapshot.run
+    places = (np.flatnonzero(order == subject.row) + 1).tolist()
+    lines = [_("number {place:,} of {count:,} in `flag estimate`", place=place, count=order.size) for place in places]
+    if places and lacks_margin(subject.snapshot.task, subject.snapshot.problem.predictions)[subject.row]:
+        text = N_("plans list it last, because it leaves less than {share:.1%} of the memory free")
+        lines.append(_(text, share=1.0 - PLANNED_SHARE))
+    if run is None:
+        return lines or [_("no rule removed it")]
+    if run.stopped_because:
+        return [_("untried: the search stopped: {reason}", reason=stop_reason(run.data)), *lines]
+    return [_("untried: the run has not ended"), *lines]
+
+
+def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
+    """Explain how rules and trials reduced the search space of a spec, or of the run in a folder.
+
+    Raises the errors of `flagcore.errors`.
+    """
+    snapshot = load_snapshot(where, chip, without)
+    problem, run, nothing_fits = snapshot.problem, snapshot.run, None
+    try:
+        require_candidate(problem)
+    except NothingFits as error:
+        nothing_fits = str(error)
+    return Explanation(
+        counts=count(problem.space, snapshot.pruned, snapshot.search_state),
+        messages=problem.messages,
+        ended_because=stop_reason(run.data) if run and run.stopped_because else None,
+        nothing_fits=nothing_fits,
+        knobs=tuple(knob_record(snapshot.task, knob) for knob in problem.platform.knobs),
+        notes=plugin_notes(problem.platform),
+        lost_repeats=failed_repeats(run.repeats) if run else {},
+        fidelity=snapshot.fidelity,
+        causes=_causes_of_best(snapshot),
+        no_best=str(no_best_error(run)) if run and not run.best else None,
+    )
+
+
+def _causes_of_best(snapshot: Snapshot) -> str:
+    """Return why the best candidate is faster than the baseline, or an empty string if there is no best candidate."""
+    best = best_of(snapshot)
+    row = None if best is None else snapshot.problem.space.find(best)
+    if best is None or row is None or not (text := Subject.of_row(snapshot, row).causes):
+        return ""
+    return f"{_('Best')}: {candidate_text(best, snapshot.problem.knobs)}. {text}"
+
+
+def explain_candidate(
+    where: SpecLike, candidate: str, *, chip: str | None = None, without: Collection[str] = ()
+) -> CandidateReport:
+    """Explain one candidate of a spec, or of the run in a folder.
+
+    `candidate` is one of: `best`; `baseline`; a number; knobs with values such as `tp=2, pp=4, micro_batch_size=1`. In
+    a run, the number is of a trial. In a spec, it is the position in the list of `estimate`, from 1. Raises the errors
+    of `flagcore.errors`.
+    """
+    return candidate_report(load_snapshot(where, chip, without), candidate)
+
+
+def explain_like(
+    spec: SpecLike, name: str, *, chip: str | None = None, without: Collection[str] = ()
+) -> CandidateReport:
+    """Explain the candidate of a spec with the layout of a published run, like `explain_candidate`.
+
+    `name`: words of the run's id or source, or knobs. Of several runs, the nearest to the job is used. Knobs that the
+    space does not have are ignored, and the data-parallel size follows from the devices. For a run, `published` is the
+    prediction with its own settings, such as its schedule. Raises the errors of `flagcore.errors`.
+    """
+    if "--" in name:
+        parsed_spec = read_spec(spec, chip, without)
+        engine = plugins.engine_of(parsed_spec.work)
+        name, settings, unused = optional(engine, Layouts).read_flags(name, parsed_spec)
+        changes = {f"{engine.kind}.settings.{key}": value for key, value in settings.items()}
+        report = candidate_report(load_snapshot(changed_spec(spec, changes), chip, without), name)
+        lines = [_("with {settings}", settings=", ".join(f"{k}={v}" for k, v in settings.items()))] if settings else []
+        lines += [_("not used, as they are part of the job: {flags}", flags=", ".join(unused))] if unused else []
+        return replace(report, because=(*lines, *report.because))
+    snapshot = load_snapshot(spec, chip, without)
+    if "=" in name:
+        return candidate_report(snapshot, name)
+    problem, order = snapshot.problem, rows_by_time(snapshot.problem)
+    title, job = published_job(problem, snapshot.plugins, name)
+    layout = optional(problem.engine, Layouts).in_space(job.candidate, job.model)
+    knobs = [axis.knob for axis in problem.space.axes if axis.knob != optional(problem.engine, Shortening).replicas]
+    values = {knob: layout[knob] for knob in knobs if layout.get(knob) is not None}
+    report = candidate_report(snapshot, ", ".join(f"{knob}={value}" for knob, value in values.items()))
+    prediction = predicted_like(problem, job)
+    if prediction is None or prediction.step_time_s is None or not order.size:
+        return replace(report, name=title)
+    published = with_figures(problem.task, prediction)
+    best_s = float(problem.predictions.step_time_s[order[0]])
+    figures = {"seconds": prediction.step_time_s, "used": used_text(published, ".4g")}
+    text = N_(
+        "with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the best, ~{used} GiB"
+    )
+    line = _(text, gain=prediction.step_time_s / best_s - 1.0, **figures)
+    line += ", " + _("does not fit") if prediction.fits is False else ""
+    return replace(report, name=title, because=(line, *report.because), published=published)
+
+
+def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
+    """Return the report on the candidate `name`, in a form that `explain_candidate` accepts. Raises UsageError."""
+    subject = Subject.of(snapshot, name)
+    (state, because, rules), changes, cluster = state_of(subject), subject.changes(), snapshot.task.cluster
+    if state in (OPEN, RAN):
+        changes.pop("allowed", None)
+    is_equivalent = subject.named & subject.differing(subject.requested).keys()
+    return CandidateReport(
+        name=subject.name,
+        where=str(snapshot.where),
+        chip=cluster.chips,
+        devices=cluster.devices,
+        candidate=subject.candidate.as_dict(),
+        state=state,
+        because=(*because, *_fits_without(subject)),
+        rules=tuple(rules),
+        predicted=subject.predicted,
+        believed=None if state == RAN else subject.believed,
+        objective=snapshot.task.spec.objective,
+        requested=subject.requested.as_dict() if is_equivalent else None,
+        expected_s=subject.expected_s,
+        trials=tuple(trial_record(trial) for trial in subject.trials),
+        changes={kind: _change(subject, row) for kind, row in changes.items()},
+        causes=subject.causes,
+        matches=tuple(_change(subject, row) for row in subject.others),
+        knobs=snapshot.problem.knobs,
+    )
+
+
+def _fits_without(subject: Subject) -> Iterator[str]:
+    """Yield each assumed setting without which a candidate that does not fit would fit."""
+    platform, predicted = subject.snapshot.problem.platform, subject.predicted
+    if predicted is None or predicted.fits is not False:
+        return
+    for name, value in optional(platform.engine, Production).assumed(platform.task, subject.candidate).items():
+        train = platform.task.spec.train
+        train = replace(train, assumed={key: each for key, each in train.assumed.items() if key != name})
+        task = replace(platform.task, spec=replace(platform.task.spec, work=train))
+        with suppress(SpecError):  # without it, another assumed setting may be invalid
+            if predict_columns(replace(platform, task=task), subject.columns).fits.all():
+                yield _("it would fit without the assumed {setting}", setting=f"{name}={value}")
+
+
+def _change(subject: Subject, row: int) -> Alternative:
+    snapshot, other = subject.snapshot, Subject.of_row(subject.snapshot, row)
+    trials = (trial.number for trial in snapshot.search_state.trials if trial.candidate == other.candidate)
+    return Alternative(
+        candidate=other.candidate.as_dict(),
+        differs=subject.differing(other.candidate),
+        predicted=with_figures(snapshot.task, snapshot.problem.predictions.row(row)),
+        expected_s=other.expected_s,
+        trial=next(trials, None),
+        measured=other.measured_s is not None,
+    )
+
+
+MAX_DIFFERENCES = 12

@@ -1,0 +1,256 @@
+"""Exports a candidate as files that start it, and a spec as a Kubernetes job that tunes it."""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, cast
+
+from flagcore import plugins
+from flagcore.api.candidate_parser import legal_candidate
+from flagcore.api.inputs import LoadedSpec, with_settings
+from flagcore.api.outcome import require_startable
+from flagcore.api.snapshot import Snapshot, load_snapshot
+from flagcore.api.subject import columns_of, named_columns
+from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
+from flagcore.contracts.capabilities import Servers, optional
+from flagcore.contracts.exchange import ANY_HOST
+from flagcore.domain.files import writable
+from flagcore.domain.launch import Launch
+from flagcore.domain.secrets import secrets_in_arguments
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import HOSTFILE
+from flagcore.errors import FlagError, SpecError, UsageError
+from flagcore.i18n import N_, _, did_you_mean
+from flagcore.launchers.script import checked_name, job_name, start_script
+from flagcore.report.formats import hardware_text
+from flagcore.report.text import candidate_text
+from flagcore.tuner.launches import planned_launch, prepared_launch, without_local_devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """The files of an export, with notes for the user."""
+
+    files: tuple[Path, ...]
+    notes: tuple[str, ...]
+
+
+def export(
+    where: Path | str | LoadedSpec,
+    target: str,
+    candidate: str = "best",
+    *,
+    output: Path | str | None = None,
+    chip: str | None = None,
+    name: str | None = None,
+    options: Mapping[str, str] | None = None,
+    without: Collection[str] = (),
+) -> Exported:
+    """Write files that start a candidate to the folder `output`. The candidate is from a run's folder or from a spec.
+
+    `target`: the engine of the candidate, or a target of an exporter (`flagcore.contracts.Exporter`). `candidate`: its
+    name in the form of `explain_candidate`. `options`: see `ExportJob`. `output`: by default, `NAME-TARGET` in
+    the working directory. Raises the errors of `flagcore.errors`.
+    """
+    place = Path(where)
+    job_id = job_name(place.stem) if name is None else checked_name(name)
+    snapshot = load_snapshot(where, chip, without)
+    exporter = _exporter(snapshot, target)
+    chosen = legal_candidate(snapshot.problem, named_columns(snapshot, candidate)[0])
+    folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
+    if folder.exists() and (not folder.is_dir() or any(each.name != DRAFT for each in folder.iterdir())):
+        raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
+    require_startable(snapshot.problem, chosen, elsewhere=True)
+    work = snapshot.problem.task.spec.work
+    if isinstance(work, ServeSpec) and work.weights is None:
+        fix = N_("set the path or the name of the model that the servers load")
+        raise SpecError(key="serve.weights", problem="is missing", fix=fix)
+    with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
+        job = _job(snapshot, chosen, exporter, draft, job_id, options or {})
+        _require_equal_nodes(job, target)
+        files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
+        for file, text in files.items():
+            (draft / file).parent.mkdir(exist_ok=True)
+            (draft / file).write_text(text, "utf-8", errors="surrogateescape")
+            (draft / file).chmod(0o755 if text.startswith("#!") else 0o644)
+    text = N_("the job trains on generated data until you replace the sample arguments; add {missing}")
+    notes = (_(text, missing=job.launch.missing),) if job.launch.sample else ()
+    return Exported(files=tuple(sorted(each for each in folder.rglob("*") if each.is_file())), notes=notes)
+
+
+@contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder, which becomes `folder` at the end. It is deleted if an exception ends the context.
+
+    Its path in the text files that were written to it is replaced by that of `folder`. It is inside `folder` if that
+    cannot be replaced. Raises OSError.
+    """
+    target = folder.resolve()
+    is_fixed = target == Path.cwd() or target.is_mount() or not os.access(target.parent, os.W_OK)
+    parent = next(each for each in target.parents if each.exists())
+    draft = target / DRAFT if target.exists() and is_fixed else parent / f".{target.name}{DRAFT}"
+    rmtree(draft, ignore_errors=True)  # of an export that was killed
+    try:
+        draft.mkdir()
+        yield draft
+        for file in filter(Path.is_file, draft.rglob("*")):
+            if str(draft) in (text := file.read_text("utf-8", errors="surrogateescape")):
+                file.write_text(text.replace(str(draft), str(target)), "utf-8", errors="surrogateescape")
+        for each in draft.iterdir() if draft.parent == target else ():
+            each.rename(target / each.name)
+        if draft.parent != target:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            draft.rename(target)
+    finally:
+        rmtree(draft, ignore_errors=True)
+
+
+DRAFT = ".part"
+"""The end of the name of an export's folder while it is written."""
+
+
+def _require_equal_nodes(job: ExportJob, target: str) -> None:
+    """Raise UsageError if a target starts all nodes in the same way, but they need different variables and flags."""
+    importers = plugins.names(plugins.IMPORTERS)
+    supported_targets = [each for each in export_targets(job.platform.task.spec.work.engine) if each in importers]
+    if job.unequal_nodes and target not in supported_targets:
+        text = N_("--to {target} starts all nodes with one command, but this cluster has several kinds of chips")
+        fix = _("use --to {known}", known=", ".join(supported_targets)) if supported_targets else ""
+        raise UsageError("; ".join(filter(None, [_(text, target=target), fix])))
+
+
+def export_targets(engine: str | None = None) -> tuple[str, ...]:
+    """Return the names of all export targets, or of those for candidates of one engine."""
+    return tuple(_exporters(engine))
+
+
+def _exporters(engine: str | None) -> dict[str, Exporter | None]:
+    """Return the exporters that can be loaded by target. None is that of an engine: its target is a start script."""
+    names = (engine,) if engine else plugins.names(plugins.ENGINES)
+    loads: list[Callable[[], object]] = [partial(plugins.launcher, name) for name in plugins.names(plugins.LAUNCHERS)]
+    loads += [partial(plugins.importer, name) for name in plugins.names(plugins.IMPORTERS)]
+    loads += [partial(plugins.find_engine, name) for name in names]
+    result: dict[str, Exporter | None] = dict.fromkeys(names)
+    for load in loads:
+        with suppress(FlagError):
+            if isinstance(found := load(), Exporter):
+                result |= dict.fromkeys(found.targets, found)
+    return result
+
+
+def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
+    """Return the exporter of a target. Raises UsageError if candidates of the engine cannot be exported to it."""
+    exporters = _exporters(snapshot.task.spec.work.engine)
+    if target not in exporters:
+        known = ", ".join(exporters)
+        problem = _("--to {target} is not a target of this job; its targets are {known}", target=target, known=known)
+        extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
+        fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
+        raise UsageError("; ".join(filter(None, [problem, fix])))
+    return exporters[target]
+
+
+def _job(
+    snapshot: Snapshot,
+    candidate: Candidate,
+    exporter: Exporter | None,
+    folder: Path,
+    name: str,
+    options: Mapping[str, str],
+) -> ExportJob:
+    """Return the job of a candidate, or of one instance of its server if the exporter starts all instances."""
+    engine: object = snapshot.problem.engine
+    platform = snapshot.problem.platform
+    platform = platform if exporter is None or exporter is engine else without_local_devices(platform)
+    platform = _elsewhere(platform, exporter, engine)
+    comments = _comments(snapshot, candidate)
+    make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
+    single_server, replicas, servers_of = candidate, 1, optional(snapshot.problem.engine, Servers)
+    if exporter is not None and exporter.per_server:
+        if servers := servers_of.groups(platform, candidate, name):
+            groups = tuple(replace(each, launch=prepared_launch(platform, each.launch)) for each in servers.groups)
+            return make(launch=groups[0].launch, devices=groups[0].devices, servers=replace(servers, groups=groups))
+        single_server, replicas = servers_of.replica(candidate)
+    launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, single_server, folder)
+    per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
+    used = servers_of.device_counts(snapshot.task, columns_of(snapshot, single_server))
+    return make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas)
+
+
+def _elsewhere(platform: Platform, exporter: Exporter | None, engine: object) -> Platform:
+    """Return the platform for other machines: programs of servers are found there, and hosts are those of the target.
+
+    A start script of servers has the hosts of the spec, if it names them.
+    """
+    spec, work = platform.task.spec, platform.task.spec.work
+    cluster, launcher = spec.cluster, spec.launcher
+    if isinstance(work, ServeSpec):
+        in_image = exporter is engine or (exporter is not None and exporter.per_server)
+        work = replace(work, elsewhere="image" if in_image else "host")
+    elif work.command is None or any(HOSTFILE in word for word in work.command):
+        return platform
+    if cluster.nodes > 1 and not (exporter is None and spec.on_each_host):
+        cluster = replace(cluster, hosts=tuple(ANY_HOST.format(number) for number in range(cluster.nodes)))
+        launcher = ON_HOSTS
+    spec = replace(spec, work=work, cluster=cluster, launcher=launcher)
+    return replace(platform, task=replace(platform.task, spec=spec))
+
+
+ON_HOSTS = "hosts"
+"""A launcher on several hosts that the target determines."""
+
+
+def _launch(platform: Platform, candidate: Candidate, folder: Path) -> Launch:
+    launch = prepared_launch(platform, planned_launch(platform, candidate, str(folder), for_real=True))
+    if secrets_in_arguments(launch.argv):
+        raise UsageError(_("the command contains a secret; pass it in a variable"))
+    return replace(launch, directory=None) if launch.directory == str(folder) else launch
+
+
+def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
+    """Return where a candidate comes from, and a line for each knob that is not at its default."""
+    task, knobs = snapshot.task, snapshot.problem.knobs
+    hardware = hardware_text(task.cluster.devices, task.cluster.chips)
+    work = task.spec.work
+    release = f" with {work.engine} {work.engine_version}" if work.engine_version else ""
+    lines = [f"{candidate_text(candidate, knobs)} on {hardware}{release}, from {snapshot.where.resolve().name}"]
+    for name, value in candidate.items:
+        knob = knobs.get(name)
+        if knob is not None and value not in (None, knob.neutral):
+            lines.append(f"  {name} = {value}: {knob.help}")
+    return tuple(lines)
+
+
+def manifest(
+    where: Path | str,
+    *,
+    name: str | None = None,
+    chip: str | None = None,
+    settings: Sequence[str] = (),
+    without: Collection[str] = (),
+    **options: str | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the manifest of a Kubernetes job that tunes a spec, and notes for the user.
+
+    Requires the extra `kubernetes`. `options`: `kind` (jobset, pytorchjob or volcano) and `image` are required; for the
+    others see `ExportJob`. All files must have the same paths in the image or on the volume. `chip` and `settings`
+    (`KEY=VALUE`) change the spec, and the job passes them to `flag tune`. Raises the errors of `flagcore.errors`.
+    """
+    place = Path(where)
+    if place.is_dir():
+        text = N_(
+            "expected a spec, but {run} is a run directory; to export its best configuration, use "
+            "`flag export {run} --to kubernetes`"
+        )
+        raise UsageError(_(text, run=place))
+    name = job_name(place.stem) if name is None else checked_name(name)
+    writer = cast(ManifestWriter, plugins.launcher("kubernetes"))
+    changes = [word for each in settings for word in ("--set", each)] + (["--chip", chip] if chip else [])
+    platform = load_snapshot(with_settings(place, settings), chip, without).problem.platform
+    given = {key: value for key, value in options.items() if value}
+    return writer.manifest(platform, place, name=name, options=given, changes=changes)

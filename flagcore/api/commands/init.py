@@ -1,0 +1,112 @@
+"""Creates specs from a few values, and lists the public models that a spec can name."""
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flagcore import plugins
+from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, check_spec
+from flagcore.contracts import ImportedSpec
+from flagcore.domain.chip import USUAL_DEVICES
+from flagcore.domain.serving import CLIENTS_PER_DEVICE
+from flagcore.domain.spec import ImportNote
+from flagcore.errors import FlagError
+from flagcore.spec.clusters import ClusterSection
+from flagcore.spec.huggingface import context_of, model_of_config
+from flagcore.spec.models import model_from
+from flagcore.spec.public import absolute_model, public_models
+from flagcore.spec.schema import CommonSection, TrainSection
+from flagcore.spec.serving import ProfileSection, ServeSection
+from flagcore.spec.validate import Section
+
+TRAINING: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
+SERVING: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": CLIENTS_PER_DEVICE}
+"""The values that a new spec needs, by the kind of its engine, with their defaults."""
+
+
+def defaults_of(engine: str) -> Mapping[str, Any]:
+    """Return the keys that a new spec of an engine needs, each with its default. Raises SpecError."""
+    return TRAINING if plugins.find_engine(engine).kind == "train" else SERVING
+
+
+def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
+    """Return a spec for a model (a path or a public name). `values` has the keys of `defaults_of`. Raises SpecError."""
+    model_from(model, base=Path())
+    path = absolute_model(model, Path())
+    data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
+    sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection}
+    if plugins.find_engine(engine).kind == "train":
+        data["train"] = {"engine": engine, **values}
+        sections["train"] = TrainSection
+    else:
+        data["serve"] = {"engine": engine, "profile": dict(values)}
+        sections |= {"serve": ServeSection, "serve.profile": ProfileSection}
+    data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
+    check_spec(LoadedSpec(Path(), data))
+    check_chips(cluster)
+    return ImportedSpec(data=data, notes=tuple(_comments(data, sections)))
+
+
+def spec_of_model(
+    model: str,
+    *,
+    engine: str | None = None,
+    chip: str | None = None,
+    nodes: int | None = None,
+    devices: int | None = None,
+) -> LoadedSpec:
+    """Return a spec for a model without a file, with the defaults of a new spec. Raises SpecError.
+
+    `engine`: None means the engine that is the default for plans. `chip`: None means that of this machine. `devices`:
+    the number per node; None means all. The clients of servers are those of a new spec for each device.
+    """
+    engine = engine or _default_engine()
+    cluster: dict[str, Any] = {"nodes": nodes or 1}
+    cluster |= {key: value for key, value in (("chip", chip), ("devices_per_node", devices)) if value is not None}
+    count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))
+    values = {key: count * value if key == "concurrency" else value for key, value in defaults_of(engine).items()}
+    return LoadedSpec(UNNAMED, new_spec(engine, model, cluster, values).data)
+
+
+def _default_engine() -> str:
+    for name in plugins.engines():
+        with suppress(FlagError):  # raised for engines that cannot be loaded
+            if plugins.find_engine(name).plans_by_default:
+                return name
+    return ""
+
+
+def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:
+    """Return a note for each key of a spec: the description of the key in the schema."""
+    notes = []
+    for section, schema in sections.items():
+        content: Any = data
+        for part in filter(None, section.split(".")):
+            content = content[part]
+        for key in content:
+            if (field := schema.model_fields.get(key)) is not None and field.description:
+                notes.append(ImportNote(key, field.description, f"{section}.{key}".lstrip(".")))
+    return notes
+
+
+def public_model_table(words: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return one record per public model whose name contains all words, in any case: its shape, context and weights.
+
+    `context` is None if it is not known.
+    """
+    records = list[dict[str, Any]]()
+    for name, config in public_models().items():
+        if all(word.lower() in name.lower() for word in words):
+            model = model_of_config(config, name=name, file="")
+            records.append(
+                {
+                    "model": name,
+                    "layers": model.num_layers,
+                    "hidden": model.hidden_size,
+                    "experts": model.num_moe_experts,
+                    "context": context_of(config),
+                    "weights": config.get("weights", "bf16"),
+                }
+            )
+    return records

@@ -1,0 +1,154 @@
+"""Starts the best configuration of a run. Servers run until they, or this process, end."""
+
+import json
+import math
+import os
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from flagcore import plugins
+from flagcore.api.inputs import warn
+from flagcore.api.outcome import SECRETS
+from flagcore.api.runs import no_best_error, read_run
+from flagcore.domain.files import write
+from flagcore.domain.launch import Launch
+from flagcore.errors import HostLost, LaunchError, RunError, UsageError
+from flagcore.i18n import N_, _
+from flagcore.launchers.local import start_for_users
+from flagcore.tuner.store.directory import IDENTITY
+
+PERIOD_SECONDS = 0.5
+ANSWER_SECONDS = 2.0
+KEYS = ("ready", "missing", "sample", "folder", "directory")
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def run_best(
+    run_dir: Path | str, *, stdout: int | None = None, on_ready: Callable[[str], object] | None = None
+) -> NoReturn:
+    """Start the best configuration of a run.
+
+    Training replaces this process, or runs on the hosts of the run until this process ends. A command that the user has
+    to complete is only printed. Servers are child processes, which stop when this process ends. `on_ready` is called
+    with their URL once they respond. `stdout` is a file descriptor for their output. Raises `no_best_error` if the run
+    has no best configuration, UsageError if it cannot be started, and HostLost if a host is lost.
+    """
+    launch = _saved_launch(run_dir)
+    ready, missing, folder = launch["ready"], str(launch["missing"]), launch["directory"]
+    # If the user has to complete the command, best.sh prints it, or starts it on generated data.
+    argv = ["cat" if launch["sample"] else "sh", str(Path(run_dir).resolve() / "best.sh")]
+    for path in (argv[1], *(() if missing else (folder,))):
+        if not os.path.exists(path):
+            raise UsageError(_("{path} is missing; restore it, or tune again with --new", path=path))
+    sys.stdout.flush()
+    if ready:
+        server = Launch(argv=tuple(argv), folder=folder, ready=tuple(map(str, ready)))
+        sys.exit(_serve(server, 1 if stdout is None else stdout, on_ready or str))
+    if stdout is not None:
+        os.dup2(stdout, 1)
+    if launch["hosts"] and not missing:
+        sys.exit(_run_on_hosts(Path(argv[1]), launch))
+    text = N_("training the best configuration of {run}; files go to {folder}")
+    if missing:
+        text = N_("the command of the best configuration of {run} is incomplete; add {missing}")
+    warn([_(text, run=run_dir, folder=launch["folder"], missing=missing)])
+    os.execvp(argv[0], argv)
+
+
+def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
+    """Return `launch.json` of the best configuration. Raises RunError, or the error of `no_best_error`."""
+    file = Path(run_dir) / "best" / "launch.json"
+    try:
+        launch = json.loads(file.read_text(encoding="utf-8"))
+        return {"hosts": (), **launch, **{name: launch[name] for name in KEYS}}  # older runs name no hosts
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        run_files = (IDENTITY, "result.json", "best/launch.json")
+        if not any(os.path.isfile(os.path.join(run_dir, name)) for name in run_files):
+            problem = _("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=run_dir)
+            raise RunError(problem) from None
+        is_missing = isinstance(error, FileNotFoundError)
+        if is_missing and ((run := read_run(Path(run_dir))).best is None or run.stopped_because is None):
+            raise no_best_error(run) from None
+        reason = _("missing") if is_missing else type(error).__name__
+        text = N_("{file} cannot be read ({reason}); run `flag tune` to write it with the best configuration")
+        raise RunError(_(text, file=file, reason=reason)) from None
+
+
+def _run_on_hosts(script: Path, launch: Mapping[str, Any]) -> int:
+    """Run a script on all hosts, print its output, and return its exit status. Raises LaunchError and HostLost."""
+    launcher, folder = plugins.launcher(launch["launcher"]), script.parent / "best" / "hosts"
+    count = len(launch["hosts"])
+    hosts = launcher.hold(launcher.find_hosts(count)[:count] or launch["hosts"], launch["users"])
+    text, secrets = script.read_text(encoding="utf-8"), folder.parent / SECRETS
+    folder.mkdir(exist_ok=True)
+    if secrets.exists():  # in this folder, they are sent to the hosts
+        write(folder / SECRETS, secrets.read_text(encoding="utf-8"), private=True)
+        text = text.replace(str(secrets), str(folder / SECRETS))
+    job = Launch(argv=("sh", "-c", text), folder=str(folder), directory=launch["directory"], hosts=hosts)
+    running = launcher.start(replace(job, timeout_seconds=math.inf, disk_limit_bytes=1 << 62))
+    try:
+        with open(folder / "stdout.log", "rb") as output, open(folder / "stderr.log", "rb") as errors:
+            ended = None
+            while ended is None:
+                ended = running.wait(PERIOD_SECONDS)
+                for log, stream in ((output, sys.stdout), (errors, sys.stderr)):
+                    stream.buffer.write(log.read())
+                    stream.flush()
+    finally:
+        running.stop()
+    if ended.lost_host:
+        raise HostLost("", f"host {ended.detail}")
+    return ended.code
+
+
+def _serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int:
+    """Run servers until they end. Return their exit status, or 128 plus the number of the signal that ended them.
+
+    `on_ready` is called with their URL once all of `launch.ready` respond with status 200. Raises UsageError if the
+    servers cannot be started, or if one of their ports is in use.
+    """
+    used_urls = [url for url in launch.ready if _listens(url)]
+    if used_urls:
+        port = urlsplit(used_urls[0]).port
+        raise UsageError(_("port {port} is in use by another program", port=port))
+    try:
+        servers = start_for_users(launch, stdout, 2)
+    except (LaunchError, OSError) as error:
+        raise UsageError(str(error)) from None
+    is_ready = False
+    try:
+        while (ended := servers.wait(PERIOD_SECONDS)) is None:
+            if not is_ready and _responds(launch.ready):
+                is_ready = True
+                on_ready("{0.scheme}://{0.netloc}".format(urlsplit(launch.ready[0])))
+    except BaseException:
+        servers.stop()
+        raise
+    return ended.code if ended.code >= 0 else 128 - ended.code
+
+
+def _listens(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=ANSWER_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def _responds(urls: Iterable[str]) -> bool:
+    try:
+        for url in urls:
+            with DIRECT.open(url, timeout=ANSWER_SECONDS) as answer:
+                if answer.status != 200:
+                    return False
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,318 @@
+"""Tunes a spec in a run directory, with one engine or with several."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flagcore import plugins
+from flagcore.api.commands.host_report import host_check
+from flagcore.api.commands.report import save_report, save_report_of_engines
+from flagcore.api.inputs import (
+    RUNS,
+    LoadedSpec,
+    SpecLike,
+    changed_spec,
+    check_spec,
+    fixed_task,
+    loaded_plugins,
+    read_spec,
+    spec_data,
+    warn,
+    warn_about_problem,
+    with_absolute_paths,
+    with_fidelity,
+    write_spec,
+)
+from flagcore.api.jobs import past_of_problem
+from flagcore.api.outcome import Outcome, save
+from flagcore.api.watch import Watchers
+from flagcore.contracts import Event, OnEvent, Problem, Telemetry
+from flagcore.contracts.capabilities import Advice, Installation, optional, probing
+from flagcore.domain.chip import Device
+from flagcore.domain.files import writable, write
+from flagcore.domain.plan import Plan
+from flagcore.domain.secrets import redact_data, redact_text
+from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import Control, TrainSpec
+from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
+from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError, UsageError
+from flagcore.i18n import N_, _, ngettext
+from flagcore.report.page.summary import no_best
+from flagcore.report.result import noise_warnings
+from flagcore.spec.convert import engines_of, select_engine
+from flagcore.tuner.calibration import Experience
+from flagcore.tuner.feasibility import crowded_baseline_text
+from flagcore.tuner.loop import Dependencies, TuneResult
+from flagcore.tuner.loop import tune as run_loop
+from flagcore.tuner.planner import STOPPED
+from flagcore.tuner.store.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+
+PROBE_STRATEGY = "learned"
+"""The name of the strategy that chooses the probes before the first run."""
+
+
+def tune(
+    spec: SpecLike,
+    *,
+    run_dir: Path | str | None = None,
+    new: bool = False,
+    without: Collection[str] = (),
+    storage: str | None = None,
+    fidelity: str | None = None,
+    objective: str | None = None,
+    on_event: OnEvent | None = None,
+    watch: Collection[str] = (),
+) -> Outcome:
+    """Tune a spec (a file or its data) and save all files in `run_dir`.
+
+    `run_dir`: by default, `runs/` and the name of the file. An existing run is resumed; with `new`, it is moved aside.
+    `without`: names of plugins to disable. `storage`: an Optuna storage that replaces the journal. `fidelity`
+    (`estimate`, `probe` or `run`) and `objective` override the spec; a run may be resumed at a higher fidelity.
+    `on_event`: called when a trial starts and when it ends; its argument's `stop()` ends the search. `watch`: names of
+    watchers, such as `webhook`, which get events and cannot delay or stop the run. Several engines are tuned one after
+    the other, and the outcome of the best engine is returned. Raises the errors of `flagcore.errors`. The result is
+    written if a trial has run.
+    """
+    file, data = spec_data(spec if objective is None else changed_spec(spec, {"auto_tuner.objective": objective}))
+    data = data if fidelity is None else with_fidelity(data, fidelity)
+    directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
+
+    def tune_one(content: Mapping[str, Any], folder: Path) -> Outcome:
+        return _EngineRun(content, file, folder, new, without, storage, watch).tune(on_event or (lambda event: None))
+
+    if len(engines) < 2:
+        return tune_one(data, directory)
+    check_spec(LoadedSpec(file, data), without)
+    outcome = each_engine(with_absolute_paths(data, file.parent), engines, directory, tune_one)
+    return replace(outcome, reported=save_report_of_engines(directory))
+
+
+class _EngineRun:
+    """The run of one engine in one folder."""
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        file: Path,
+        run_dir: Path,
+        new: bool,
+        without: Collection[str],
+        storage: str | None,
+        watch: Collection[str],
+    ) -> None:
+        spec = read_spec(LoadedSpec(file, data), without=without)
+        self.spec, self.data, self.base = spec, data, file.parent
+        self.new, self.without, self.storage = new, without, storage
+        self.engine = plugins.engine_of(spec.work)
+        self.launcher, self.strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
+        self.directory, self.experience, self.name = RunDirectory(run_dir), Experience.of_user(), ""
+        self.watchers = Watchers(watch)
+        self.network: Mapping[str, float] = {}
+        """The measured values of `cluster` keys about the network. They replace those that the spec leaves open."""
+
+    def tune(self, on_event: OnEvent) -> Outcome:
+        """Tune, save and report. Raises the error that stopped the run, or EveryTrialFailed if nothing was measured."""
+
+        def on_each(event: Event) -> None:
+            self.watchers.on_event(event)
+            on_event(event)
+
+        runs = self.spec.control.fidelity != ESTIMATE
+        if runs:
+            self.launcher.require_hosts(self.spec.cluster.hosts)
+        fidelity = self.spec.control.fidelity
+        if fidelity == RUN:
+            self.engine.ready(self.spec.on_nodes(self.spec.trial_nodes))
+        if fidelity == PROBE or (fidelity == RUN and self.spec.control.probes):
+            probing(self.engine).ready_to_probe(self.spec)
+        with self.watchers, ExitStack() as agents, loaded_plugins(self.without) as loaded:
+            if self.spec.on_each_host and runs:
+                loaded.use_devices(*self._use_hosts(agents))
+            dependencies = Dependencies(
+                plugins=loaded,
+                engine=self.engine,
+                launcher=self.launcher,
+                strategy=self.strategy,
+                open_store=self._open_store,
+                on_event=on_each,
+                past=lambda problem: past_of_problem(problem, loaded, self.name),
+                probe_strategy=plugins.strategy(PROBE_STRATEGY),
+            )
+            try:
+                result = run_loop(replace(self.spec, baseline=self._baseline()), dependencies)
+                outcome = self._save(result)
+                self.watchers.finish(outcome.data)
+            finally:
+                self.directory.close()
+        if isinstance(result.error, Interrupted):
+            raise Interrupted(_("interrupted; finished trials are in {folder}", folder=self.directory.path))
+        if result.error:
+            raise result.error
+        if result.plan.best is None:
+            error = EveryTrialFailed if result.plan.fastest is None else NothingFits
+            raise error(no_best(outcome.shown))
+        return outcome
+
+    def _use_hosts(self, agents: ExitStack) -> tuple[tuple[Device, ...], Callable[[Device], Telemetry | None]]:
+        """Reserve the spec's hosts. Return their devices, and telemetry until `agents` ends. Raises NoDevice."""
+        cluster = self.spec.cluster
+        variables = self.spec.envs if isinstance(self.spec.work, TrainSpec) else None
+        check = host_check(self._files(), variables, compare=self.spec.control.compare_hosts)
+        hosts = agents.enter_context(self.launcher.use_hosts(cluster, check))
+        cluster = replace(cluster, hosts=hosts.names)
+        identity = None if self.new else self.directory.identity()
+        if identity is not None:
+            self.network = identity["fixed"].get("network") or {}
+        elif hosts.network and cluster.with_measured(vars(hosts.network)) != cluster:
+            self.network = vars(hosts.network)
+            warn([hosts.network.note])
+        self.spec = replace(self.spec, cluster=cluster.with_measured(self.network))
+        return hosts.devices, hosts.telemetry
+
+    def _files(self) -> list[str]:
+        """Return the files that a `train.command` may read on every host: those that it names, and the model."""
+        words, directory = self.spec.work.command or (), self.spec.work.directory or ""
+        model = self.data.get("model")
+        named_files = [str(Path(directory, word)) for word in words if Path(directory, word).is_file()]
+        return named_files + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
+
+    def _baseline(self) -> Mapping[str, KnobValue] | None:
+        """Return the baseline of the resumed run, or else of the spec. Raises RunError if the storage differs."""
+        identity = None if self.new else self.directory.identity()
+        if identity is None:
+            return self.spec.baseline
+        fixed_fields = identity["fixed"]
+        if fixed_fields.get("storage") != self.storage:
+            storage = redact_text(fixed_fields.get("storage") or "its own journal")
+            text = N_("{folder} has its trials in {storage}: use the same --storage, or --new")
+            raise RunError(_(text, folder=self.directory.path, storage=storage))
+        same_spec = identity["task"].get("spec") == redact_data(with_fidelity(self.data))
+        baseline: Mapping[str, KnobValue] | None = fixed_fields.get("baseline")
+        return baseline if same_spec else self.spec.baseline
+
+    def _open_store(self, problem: Problem) -> OptunaStore:
+        """Lock the run's folder, claim it for this task, and return the store with the trials of earlier calls."""
+        from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+
+        directory, storage = self.directory, self.storage
+        directory.open(new=self.new)
+        warn_about_problem(problem)
+        warn(filter(None, [problem.platform.precision_reason]))
+        if self.spec.control.fidelity == RUN:
+            warn(filter(None, [crowded_baseline_text(problem)]))
+            warn(optional(self.engine, Advice).command_changes(problem.platform, problem.baseline))
+        warn(optional(self.engine, Installation).installation_notes(problem.platform))
+        fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage, "network": self.network}
+        self.name = directory.claim(fixed_task(self.data, problem), fixed_fields)
+        choices, objective = problem.space.choices, self.spec.objective
+        store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage)
+        _require_no_higher_fidelity(store, self.spec.control, directory.path)
+        if trials := store.trials():
+            finished_count = sum(trial.state is not TrialState.INTERRUPTED for trial in trials)
+            text = ngettext(
+                "resuming {folder}: {count} trial done",
+                "resuming {folder}: {count} trials done",
+                finished_count,
+                folder=directory.path,
+            )
+            warn([text + "; " + _("--new starts over")])
+        write_spec(directory.path, self.data, self.base)
+        self.watchers.begin(self.name, str(directory.path.resolve()), problem.platform.task, self.data)
+        return store
+
+    def _save(self, result: TuneResult) -> Outcome:
+        folder = self.directory.path
+        outcome = save(result, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
+        warn(noise_warnings(result.plan))
+        warn(outcome.data.get("notes", ()))
+        try:
+            self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
+        except RunError as error:
+            warn([_("later runs cannot use the measurements of this run: {reason}", reason=error)])
+        return replace(outcome, reported=save_report(folder, result, outcome.data))
+
+
+def _require_no_higher_fidelity(store: OptunaStore, control: Control, run_dir: Path) -> None:
+    """Raise RunError if the folder has trials of a higher fidelity, because their result would be overwritten."""
+    highest = max((FIDELITIES.index(trial.fidelity) for trial in store.trials() if not trial.source), default=0)
+    if highest > FIDELITIES.index(control.fidelity):
+        text = N_("{folder} has trials of fidelity {higher}, not {fidelity}: use another --run-dir, or --new")
+        raise RunError(_(text, folder=run_dir, higher=FIDELITIES[highest], fidelity=control.fidelity))
+
+
+WINNERS = ("best", "best.sh", "best.yaml")
+"""The files of the best configuration, which are copied from the folder of the best engine."""
+
+
+def each_engine(
+    data: Mapping[str, Any],
+    engines: tuple[str, ...],
+    run_dir: Path,
+    tune_one: Callable[[dict[str, Any], Path], Outcome],
+) -> Outcome:
+    """Tune `data` with each of `engines` in a folder below `run_dir`, and return the outcome of the best engine.
+
+    Each engine gets an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a
+    warning. If none can be tuned, an error of the first one's kind is raised.
+    """
+    done: dict[str, Outcome] = {}
+    failed: dict[str, FlagError] = {}
+    for engine in engines:
+        try:
+            done[engine] = tune_one(_budget_share(select_engine(data, engine), len(engines)), run_dir / engine)
+            if done[engine].plan.stopped_because == STOPPED:
+                break
+        except (Interrupted, HostLost):
+            raise
+        except FlagError as error:
+            same = next((name for name, other in failed.items() if str(other) == str(error)), None)
+            warn([f"{engine}: {error}" if same is None else _("{engine}: like {other}", engine=engine, other=same)])
+            failed[engine] = error
+    if not done:
+        first = next(iter(failed.values()))
+        kind = UsageError if isinstance(first, UsageError) else type(first)
+        raise kind(_("no engine can be tuned: {engines}", engines=", ".join(failed))) from first
+    order = sorted(done, key=lambda engine: _best_s(done[engine].plan))
+    winner = done[order[0]]
+    parts = {engine: done[engine].data for engine in order} | {e: {"error": str(failed[e])} for e in failed}
+    result = {**winner.data, "run_dir": str(run_dir), "engine": order[0], "engines": parts}
+    with writable(run_dir):
+        _copy_best(run_dir / order[0], run_dir)
+        write(run_dir / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        write_spec(run_dir, data, run_dir)
+    return replace(winner, run_dir=run_dir, data=result)
+
+
+def _copy_best(source: Path, target: Path) -> None:
+    for name in WINNERS:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+        elif (source / name).exists():
+            shutil.copy2(source / name, target / name)
+
+
+def _budget_share(data: dict[str, Any], parts: int) -> dict[str, Any]:
+    tuner = dict(data.get("auto_tuner") or {})
+    control = dict(tuner.get("control") or {})
+    if isinstance(control.get("max_trials", 20), int):
+        control["max_trials"] = max(1, control.get("max_trials", 20) // parts)
+    if isinstance(control.get("max_time"), (int, float)):
+        control["max_time"] = control["max_time"] / parts
+    return {**data, "auto_tuner": {**tuner, "control": control}}
+
+
+def _best_s(plan: Plan) -> float:
+    """Return the median step time of the best in seconds. If the objective is a rate, it is the inverse of the rate."""
+    best = plan.best
+    times = (plan.medians.get(best.number), best.step_seen_s, best.predicted_step_s) if best else ()
+    return next(filter(None, times), math.inf)

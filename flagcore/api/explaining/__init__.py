@@ -1,1 +1,0 @@
-"""Explains why a candidate won or lost, and how two candidates differ."""

@@ -1,0 +1,323 @@
+"""Predicts job records in groups that share a task, and reads measurements of earlier runs in the same format."""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flagcore import plugins
+from flagcore.api.inputs import loaded_plugins
+from flagcore.contracts import Costs, Engine, Platform, Problem
+from flagcore.contracts.capabilities import Sizes, optional, probing, records_of
+from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.engine import ValueRule
+from flagcore.domain.knob import Knob
+from flagcore.domain.prediction import Observations, PastMeasurements, Prediction, components_of_row, features
+from flagcore.domain.records import prediction_record, rank_record
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.space import Columns, KnobValue, Rule
+from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
+from flagcore.errors import FlagError, NotModelled, SpecError
+from flagcore.i18n import _
+from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.calibration import Experience
+from flagcore.tuner.feasibility import no_time
+from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
+from flagcore.tuner.problem import candidate_columns
+from flagcore.tuner.stages.build import canonical, legality
+from flagcore.tuner.stages.discover import costs
+from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, with_figures
+
+AT_ONCE = 1024
+
+OFF = (None, False, 0, 1)
+"""The values of knobs that messages leave out."""
+
+Answer = dict[str, Any]
+Line = Mapping[str, Any] | SpecError
+"""A job record, or the error of a line that has none."""
+
+
+def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_once: int = AT_ONCE) -> Iterator[Answer]:
+    """Yield the prediction of each job record, in order. An invalid record or line yields a status and a reason.
+
+    Records are predicted in batches of `at_once` lines.
+    """
+    with loaded_plugins(without) as loaded:
+        jobs, remaining_lines, seen_ids = _Jobs(loaded), iter(lines), set[str]()
+        while batch := list(islice(remaining_lines, at_once)):
+            for line, answer in zip(batch, jobs.answers(batch), strict=True):
+                name = _printable_id(line)
+                if name in seen_ids:
+                    duplicate_warning = f"an earlier record has the id {name}"
+                    answer = {**answer, "warnings": [*answer.get("warnings", ()), duplicate_warning]}
+                seen_ids |= {name} if name is not None else set()
+                yield {"id": name, **answer}
+
+
+def predict_records(records: Sequence[Mapping[str, Any]], loaded: LoadedPlugins) -> list[Answer]:
+    """Return the prediction of each job record, without details. An invalid record has a status and a reason."""
+    return _Jobs(loaded, details=False).answers(records)
+
+
+def _printable_id(line: object) -> str | None:
+    """Return the id of a job record as printable text."""
+    name = line.get("id") if isinstance(line, Mapping) else None
+    return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
+
+
+def _rejection(error: FlagError) -> Answer:
+    if isinstance(error, SpecError):
+        return {"status": "invalid", "reason": "; ".join(map(str, error.problems))}
+    return {"status": "unknown", "reason": str(error)}
+
+
+class _Row(NamedTuple):
+    """One valid job. `noted` are the settings that the notes in its source mention."""
+
+    place: int
+    task: Task
+    values: Mapping[str, KnobValue]
+    columns: Columns
+    warnings: tuple[str, ...]
+    noted: frozenset[str]
+    rank: int | None
+
+
+class _Jobs:
+    """Predicts job records. Plugins are asked for their facts only once per cluster."""
+
+    def __init__(self, loaded: LoadedPlugins, *, details: bool = True) -> None:
+        self._loaded, self._engines, self._details = loaded, plugins.engines(), details
+        self._hardware = lru_cache(maxsize=None)(self._load_hardware)
+        self._value_rules: dict[Hashable, tuple[ValueRule, ...]] = {}
+
+    def answers(self, lines: Sequence[Line]) -> list[Answer]:
+        """Return one answer per line: a status, and the predicted metrics or the reason for an error."""
+        from flagcore.spec.jobs import read_job  # takes long to import, and only job files need it
+
+        answers: dict[int, Answer] = {}
+        groups: dict[Hashable, tuple[Platform, list[_Row]]] = {}
+        for place, line in enumerate(lines):
+            try:
+                if isinstance(line, SpecError):
+                    raise line
+                self._group_jobs(place, read_job(line, self._engines), groups)
+            except FlagError as error:
+                answers[place] = _rejection(error)
+        for platform, rows in groups.values():
+            try:
+                answers |= _predicted(platform, rows, details=self._details)
+            except FlagError as error:
+                answers |= {row.place: _rejection(error) for row in rows}
+        return [answers[place] for place in range(len(lines))]
+
+    def _group_jobs(self, place: int, job: Job, groups: dict[Hashable, tuple[Platform, list[_Row]]]) -> None:
+        """Add a job to the group with the same task. Raises FlagError if the job is invalid."""
+        chip = self._loaded.find_chip(job.chip)
+        if chip is None:
+            hint = unknown_chip_hint(job.chip, self._loaded.chips())
+            raise NotModelled(_("no installed plugin lists the chip {chip!r}; {hint}", chip=job.chip, hint=hint))
+        devices = min(job.devices_per_node, job.devices)
+        if job.devices % devices:
+            problem = f"is not a multiple of cluster.devices_per_node = {job.devices_per_node}"
+            fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
+            raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
+        host = job.nic_bytes_per_second, job.cpus_per_node, job.work.engine, job.work.engine_version
+        cluster = (chip.name, job.devices // devices, devices, *host)
+        (group, group_costs), engine = self._hardware(*cluster), self._engines[job.work.engine]
+        spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
+        if isinstance(job.work, ServeSpec):
+            spec = replace(spec, objective="output_tokens_per_s")
+        plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))
+        if cluster not in self._value_rules:
+            self._value_rules[cluster] = self._loaded.check_task(plan_task).rules
+        records = records_of(engine)
+        task, values, noted = records.published(plan_task, job.candidate, job.notes)
+        settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
+        warnings = tuple(records.job_warnings(task, values, settings, noted))
+        row = _Row(place, task, values, engine.columns(task, values), warnings, noted, job.rank)
+        key = cluster, job.model, repr((task.spec.work, task.spec.space))
+        platform = Platform(task=task, engine=engine, costs=group_costs, value_rules=self._value_rules[cluster])
+        groups.setdefault(key, (platform, []))[1].append(row)
+
+    def _load_hardware(
+        self,
+        chip: str,
+        nodes: int,
+        devices: int,
+        network: float | None,
+        cpus: int | None,
+        engine: str,
+        engine_version: str | None,
+    ) -> tuple[NodeGroup, Costs]:
+        known_chip = self._loaded.find_chip(chip)
+        assert known_chip is not None
+        known_chip = with_network(known_chip, network)
+        group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
+        group_costs = costs(Cluster(groups=(group,)), self._loaded, engine, engine_version)
+        return group, group_costs
+
+
+def _predicted(platform: Platform, rows: Sequence[_Row], *, details: bool) -> dict[int, Answer]:
+    """Predict jobs with the same task. The keys of the result are the numbers of their lines."""
+    task, engine = platform.task, platform.engine
+    columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
+    broken: list[list[Rule]] = [[] for _ in rows]
+    for rule in legality(platform).rules:
+        for number in np.flatnonzero(rule.broken(columns)).tolist():
+            if rule.name not in rows[number].noted:
+                broken[number].append(rule)
+    answers: dict[int, Answer] = {
+        row.place: {"status": "invalid", "reason": _illegal_reason(rules, row.values, columns, number)}
+        for number, (row, rules) in enumerate(zip(rows, broken, strict=True))
+        if rules
+    }
+    legal = [number for number, rules in enumerate(broken) if not rules]
+    if not legal:
+        return answers
+    columns = canonical(_take(columns, legal), engine.merges(task))
+    for number, found in enumerate(detailed_predictions(platform, columns, details=details)):
+        row = rows[legal[number]]
+        warnings = {"warnings": list(row.warnings)} if row.warnings else {}
+        answers[row.place] = {"status": "ok", **warnings, **prediction_record(found)}
+        if row.rank is not None:
+            rank = probing(engine).rank(task, _take(columns, [number]), row.rank, platform.costs)
+            answers[row.place]["rank"] = rank_record(rank)
+    return answers
+
+
+def _take(columns: Columns, rows: list[int]) -> Columns:
+    return {knob: values[rows] for knob, values in columns.items()}
+
+
+def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
+    """Return the messages of the rules that a row breaks, with the values of their knobs that are not off or 1."""
+    knob_values: dict[str, KnobValue] = {}
+    for knob in (each for rule in rules for each in (*rule.knobs, *(knob for knob in values if knob in rule.message))):
+        value, is_column = values.get(knob), knob in columns
+        knob_values[knob] = int(columns[knob][row]) if is_column and not isinstance(value, (str, bool)) else value
+    known = {knob: value for knob, value in knob_values.items() if value is True or value not in OFF}
+    values_text = ", ".join(f"{knob} = {value}" for knob, value in known.items())
+    return "; ".join(rule.message for rule in rules) + (f" (here {values_text})" if values_text else "")
+
+
+GIB = 2**30
+MAX_PAST = 300
+"""Maximum number of earlier measurements. Chosen to limit the run time of the model, which is cubic in this number."""
+MAX_LOG_RATIO = 3.0
+"""A record is skipped if the logarithm of measured over predicted exceeds this (a factor of 20). Chosen by hand: such a
+factor is not a model error."""
+
+
+def past_of_problem(problem: Problem, loaded: LoadedPlugins, run: str) -> PastMeasurements:
+    """Return the measurements of earlier runs, except `run`, on the chip of a problem.
+
+    The result is empty if the spec disables them.
+    """
+    spec, chip = problem.task.spec, problem.task.cluster.groups[0].chip
+    if not spec.control.use_experience:
+        return PastMeasurements.empty()
+    records = Experience.of_user().records(chip, spec.work.engine, exclude_run=run)
+    return past(records, chip, loaded, problem.engine, spec.objective, problem.platform.knobs)
+
+
+def past(
+    records: Iterable[Mapping[str, Any]],
+    chip: Chip,
+    loaded: LoadedPlugins,
+    engine: Engine,
+    objective: str,
+    knobs: Sequence[Knob] = (),
+) -> PastMeasurements:
+    """Return observations from the measured records of `chip`.
+
+    Records that cannot be read or predicted, and records of servers with another `objective`, are skipped. `knobs` are
+    the plugins' knobs that a record may contain.
+    """
+    from flagcore.spec.jobs import read_job
+
+    tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
+    installed = plugins.engines()
+    for job_record in islice(records, MAX_PAST):
+        with suppress(FlagError, KeyError, TypeError, ValueError):
+            kind = job_record["kind"]
+            work_data = dict(job_record[kind])
+            command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for the command
+            if kind == "serve" and job_record["measured"]["objective"] != objective:
+                continue
+            engine_values = dict(job_record["candidate"])
+            own_knobs = tuple(knob for knob in knobs if knob.name in engine_values)
+            plugin_values = {knob.name: engine_values.pop(knob.name) for knob in own_knobs}
+            for knob in own_knobs:
+                knob.parse(plugin_values[knob.name], knob.name)
+            job = read_job({**job_record, kind: work_data, "candidate": engine_values}, installed)
+            work = replace(job.work, command=command)
+            nodes = job.devices // job.devices_per_node
+            group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
+            spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=work, objective=objective)
+            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=own_knobs)
+            key = repr((job.model, work, group, sorted(plugin_values)))
+            tasks[key].append((task, {**job.candidate, **plugin_values}, job_record["measured"]))
+    past_points = []
+    for number, members in enumerate(tasks.values(), start=1):
+        with suppress(FlagError, TypeError, ValueError, ArithmeticError):
+            past_points.append(_observations(number, members, loaded, engine))
+    return PastMeasurements(
+        time=Observations.join([time for time, _ in past_points]),
+        memory=Observations.join([memory for _, memory in past_points]),
+    )
+
+
+def _observations(
+    number: int,
+    members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
+    loaded: LoadedPlugins,
+    engine: Engine,
+) -> tuple[Observations, Observations]:
+    """Return the observed step times and memory of the records `members`, which are runs of task `number`."""
+    task = members[0][0]
+    group_costs = costs(task.cluster, loaded, task.spec.work.engine)
+    platform = Platform(task=task, engine=engine, costs=group_costs)
+    legal = legality(platform)
+    encoded = [candidate_columns(platform, candidate) for _, candidate, _ in members]
+    columns = {knob: np.concatenate([one_row[knob] for one_row in encoded]) for knob in encoded[0]}
+    columns = canonical(columns, legal.merges)
+    predictions = predict_columns(platform, columns)
+    sizes = optional(engine, Sizes).sizes(task.for_engine(), columns)
+    known_features = features(legal.axes, columns, predictions, sizes)
+    figures = (("step_time_s", predictions.step_time_s, 1.0), ("device_used_gib", predictions.device_used_bytes, GIB))
+    pairs = []
+    for name, expected, unit in figures:
+        measured_values = np.array([float(each.get(name) or math.nan) * unit for _, _, each in members])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.log(measured_values) - np.log(expected)
+        rows = np.flatnonzero(np.abs(ratio) < MAX_LOG_RATIO)
+        noise, numbers = np.full(rows.size, MIN_NOISE if unit == 1.0 else MEMORY_NOISE), np.full(rows.size, number)
+        pairs.append(Observations(known_features.take(rows), ratio[rows], noise, numbers))
+    return pairs[0], pairs[1]
+
+
+def detailed_predictions(platform: Platform, columns: Columns, *, details: bool = True) -> list[Prediction]:
+    """Return the prediction of each row, with `details` with the layers of each stage, and with the memory of the model
+    components on the stage that needs the most, which take as long again.
+
+    If a row has no predicted time, its prediction contains the reason.
+    """
+    predictions = predict_columns(platform, columns)
+    components = predict_components(platform, columns, predictions.worst_stage) if details else {}
+    layers = predict_stage_layers(platform, columns) if details else {}
+    found = []
+    for row in range(len(predictions.step_time_s)):
+        figures = replace(predictions.row(row), components=components_of_row(components, row))
+        if figures.step_time_s is None:
+            figures = replace(figures, reason=f"no time: {no_time(platform.task, platform.costs)}")
+        found.append(with_figures(platform.task, figures, layers.get(row, ())))
+    return found

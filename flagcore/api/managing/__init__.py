@@ -1,1 +1,0 @@
-"""Manages hosts, devices, calibrations, specs and runs."""

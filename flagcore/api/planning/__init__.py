@@ -1,1 +1,0 @@
-"""Predictions without trials, and probes of single ranks."""

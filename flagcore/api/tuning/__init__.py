@@ -1,1 +1,0 @@
-"""Tunes a spec, exports the best configuration and starts it."""

@@ -1,0 +1,137 @@
+"""Plans the trials of a search, and says why none starts."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flagcore.contracts import Choice, Problem, SearchContext
+from flagcore.domain.prediction import PastMeasurements
+from flagcore.domain.space import Candidate
+from flagcore.domain.trial import RUN, Role, Trial, TrialState
+from flagcore.errors import HostLost
+from flagcore.i18n import N_, Message, _
+from flagcore.tuner.budget import Budget, has_time_to_repeat, stop_reason
+from flagcore.tuner.hosts import Hosts, nodes_left
+from flagcore.tuner.limits import why_no_trial
+from flagcore.tuner.parallel import Parallelism
+from flagcore.tuner.progress import Progress
+from flagcore.tuner.shorten import shortened_steps
+from flagcore.tuner.stages.predict import predict_stage_layers, with_figures
+from flagcore.tuner.stages.rank import search_context
+
+STOPPED = N_("stopped by the program that called flagcore")
+"""The reason why the search ended, if a listener called `Event.stop`."""
+
+
+def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity: str) -> Trial:
+    """Return a new trial of a candidate, with its prediction."""
+    layers = predict_stage_layers(problem.platform, problem.columns_of(candidate))
+    return Trial(
+        number=0,
+        candidate=candidate,
+        role=role,
+        state=TrialState.RUNNING,
+        predicted=with_figures(problem.task, problem.predictions.row(problem.row_of(candidate)), layers.get(0, ())),
+        fidelity=fidelity,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans trials with what is left: candidates, time, devices and hosts. `past`: measurements of other tasks."""
+
+    progress: Progress
+    budget: Budget
+    parallel: Parallelism
+    hosts: Hosts
+    past: PastMeasurements
+
+    @property
+    def may_start(self) -> bool:
+        """Whether trials may start: nobody has stopped the search, and not too many trials were inconclusive."""
+        return not self.progress.is_stopped and not self.hosts.are_busy
+
+    def stop_reason(self) -> str | None:
+        """Return why no further trial starts, or None if one may."""
+        if self.progress.is_stopped:
+            return STOPPED
+        if self.hosts.are_busy:
+            text = N_("in {count} consecutive trials, devices were busy, processes were stopped or a host failed")
+            return Message(text, count=self.hosts.consecutive_busy)
+        control, state = self.budget.control, self.progress.state
+        no_trial = why_no_trial(self.context()) if control.fidelity == RUN else None
+        return no_trial or stop_reason(control, state, self.budget.elapsed, len(self.parallel.pending))
+
+    def may_compare(self) -> bool:
+        """Return whether a further trial may start, and several candidates are left."""
+        return self.stop_reason() is None and self.context().open_rows.size > 1
+
+    def is_done(self, baseline: Candidate) -> bool:
+        """Return whether the baseline already has a trial of this run, or cannot be probed."""
+        problem, state = self.progress.problem, self.progress.state
+        if baseline in state.settled and not state.by_candidate[baseline].source:
+            return True
+        step_time_s = problem.predictions.step_time_s[problem.row_of(baseline)]
+        return self.budget.control.fidelity != RUN and not np.isfinite(step_time_s)
+
+    @property
+    def nodes_left(self) -> int | None:
+        """The nodes for the next trial if hosts were lost. None if enough usable hosts are left."""
+        return nodes_left(self.parallel.platform, self.hosts.launcher)
+
+    def can_repeat(self, trial: Trial) -> bool:
+        """Return whether there are time and nodes to repeat a trial."""
+        has_nodes = self.may_start and self.hosts.can_run(trial.candidate, self.nodes_left)
+        return has_nodes and has_time_to_repeat(self.budget.control, trial, self.budget.elapsed)
+
+    def context(self) -> SearchContext:
+        """Return the input of the strategy."""
+        problem, state, left = self.progress.problem, self.progress.state, self.budget.seconds_left
+        context = search_context(problem, state, self.past, left, self.parallel.pending)
+        context = replace(context, open_rows=self.hosts.rows(context.open_rows, self.nodes_left))
+        return context if self.budget.control.fidelity == RUN else _only_with_predicted_time(context)
+
+    def context_for_probes(self, probed: Collection[Candidate]) -> SearchContext:
+        """Return the context for choosing a probe: without the trials of runs, and without the probed candidates."""
+        context = self.context()
+        probed_rows = [row for candidate in probed if (row := context.space.find(candidate)) is not None]
+        open_rows = np.setdiff1d(context.open_rows, np.array(probed_rows, dtype=np.int64))
+        interrupted = [trial for trial in self.progress.state.probes if trial.state is TrialState.INTERRUPTED]
+        return _only_with_predicted_time(replace(context, trials=interrupted, open_rows=open_rows))
+
+    def plan(
+        self,
+        candidate: Candidate,
+        role: Role,
+        choice: Choice | None = None,
+        *,
+        fidelity: str | None = None,
+        search_ended: str | None = None,
+    ) -> Trial:
+        """Return a trial of a candidate with its prediction, time limit and shortened steps.
+
+        Raises HostLost if the candidate cannot run on the nodes that are left.
+        """
+        fidelity, problem = fidelity or self.budget.control.fidelity, self.progress.problem
+        trial = replace(
+            predicted_trial(problem, candidate, role, fidelity),
+            began_s=self.budget.elapsed,
+            chosen_because=choice.because if choice else None,
+            believed=choice.belief if choice else None,
+            search_ended=search_ended,
+            group=self.parallel.group,
+        )
+        if fidelity == RUN:
+            nodes = self.nodes_left
+            if not self.hosts.can_run(candidate, nodes):
+                raise HostLost("", _("the candidate cannot run on the {nodes} nodes that are left", nodes=nodes))
+            trial = replace(trial, shortened=shortened_steps(problem, trial, nodes))
+        limit = self.budget.time_limit(problem, trial, self.progress.state, self.progress.candidates)
+        return replace(trial, time_limit=limit)
+
+
+def _only_with_predicted_time(context: SearchContext) -> SearchContext:
+    """Return `context` without the open rows that have no predicted time: probes do not run communication."""
+    has_time = np.isfinite(context.predictions.step_time_s[context.open_rows])
+    return replace(context, open_rows=context.open_rows[has_time])
