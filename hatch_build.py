@@ -34,7 +34,7 @@ EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
 INSTALLED = {
     "plugins": ("cpu",),
     "engines": ("llamacpp", "megatron", "serving", "sglang", "training", "vllm"),
-    "extras": ("hosts",),
+    "extras": ("hosts", "importers"),
 }
 """What comes with the core, by folder. Each is a distribution of its own, as those of VENDORS and EXTRAS are."""
 ENGINES = {
@@ -59,7 +59,7 @@ DEV = [
     "gguf>=0.10",
     "hatchling>=1.25",
     "hydra-core>=1.3",
-    "import-linter>=2.1",
+    "import-linter>=2.7",
     "mypy>=1.11",
     "pandas>=2",
     "pre-commit>=3.5",

@@ -4,24 +4,6 @@ The names of the Python interface (docs/python.md) are imported from `flagcore.a
 package is fast. `flagcore.errors` has the other exceptions.
 """
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from flagcore.api import (
-        CandidateReport,
-        Comparison,
-        Estimate,
-        Explanation,
-        Outcome,
-        Run,
-        compare,
-        estimate,
-        explain,
-        explain_candidate,
-        load_run,
-        tune,
-    )
-    from flagcore.errors import FlagError
-
 __version__ = "0.1.0"
 
 __all__ = [

@@ -13,13 +13,14 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from flagcore_megatron.reading import METRICS, STEPS
 from flagcore_serving.engine import ServingEngine
+from flagcore_training.reading import STEPS
 
 from docs.site import cli_page, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
 from flagcore.plugins import ENGINES, find_engine, names
+from flagcore.vendorkit.results import METRICS
 from tests.doc_pages import FENCE, PAGES, ROOT, TEXT, prose
 
 FILES = generate.files()

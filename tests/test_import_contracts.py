@@ -32,7 +32,6 @@ def contracts() -> dict[str, dict[str, Any]]:
     [
         ("the core knows no vendor", "source_modules", ""),
         (VENDORS, "forbidden_modules", "hooks vendorkit contracts domain errors physics"),
-        ("only the store knows optuna", "source_modules", ""),
         ("the core knows no torch", "source_modules", ""),
     ],
 )

@@ -6,6 +6,7 @@ implementation need not inherit from them.
 
 from flagcore.contracts.engine import Engine, HostSetup, Platform
 from flagcore.contracts.exchange import (
+    CommandReader,
     Exporter,
     ExportJob,
     FindCandidate,
@@ -32,6 +33,7 @@ __all__ = [
     "AttentionShape",
     "Choice",
     "CollectiveCosts",
+    "CommandReader",
     "Costs",
     "Engine",
     "Event",

@@ -361,6 +361,8 @@ class Commands(ABC):
     images: Mapping[str, Sequence[str]] = {}
     """The entry points of public container images that contain the engine. A key is a repository, optionally with the
     start of a tag, such as `example/server` or `example/server:cpu`."""
+    keeps_scripts: bool = False
+    """Whether trials can start the user's script around a command in place of the command alone."""
 
     @abstractmethod
     def starts(self, command: Sequence[str], directory: str) -> bool:

@@ -66,18 +66,22 @@ class Start:
     """A program that a user's command or file starts.
 
     `words`: the command.
-    `envs`: the environment variables whose values are known.
+    `image`: the container image if its entry point is not known. `words` are its arguments then.
+    `envs`: the environment variables whose values are known. `unset`: those that are read, but are not set.
     `devices`: the number of devices per host. None if it is unknown.
     `hosts`, `instances`: the number of hosts, and of copies of the program.
     `version`: the engine release in the tag of the container image.
     `script`: the script that contains the command.
     `job`: the environment variables that the batch system sets for the script.
-    `left_out`: the options and keys beside the command that are not read, with their values.
+    `left_out`: the options and keys beside the command that are not read, with their values. `absent`: those of these
+    that name objects outside of the input, which set variables.
     `role`: `prefill` or `decode` if the program does only that; `prefill`: the program that prefills for this one.
     """
 
     words: tuple[str, ...] = ()
+    image: str = ""
     envs: Mapping[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
     devices: int | None = None
     hosts: int = 1
     instances: int = 1
@@ -85,6 +89,7 @@ class Start:
     script: tuple[str, ...] = ()
     job: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
     role: str = ""
     prefill: Start | None = None
 

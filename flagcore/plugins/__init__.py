@@ -11,6 +11,7 @@ from flagcore.plugins.entry_points import (
     STRATEGIES,
     WATCHERS,
     benchmark,
+    command_reader,
     command_readers,
     engine_of,
     engines,

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from stevedore.named import NamedExtensionManager
 
-from flagcore.contracts import Engine, Importer, Launcher, Strategy, Watcher
+from flagcore.contracts import CommandReader, Engine, Importer, Launcher, Strategy, Watcher
 from flagcore.contracts.capabilities import Commands, Programs
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
@@ -170,10 +170,12 @@ ENGINES = "flagcore.engines"
 LAUNCHERS = "flagcore.launchers"
 STRATEGIES = "flagcore.strategies"
 IMPORTERS = "flagcore.importers"
+READERS = "flagcore.readers"
 WATCHERS = "flagcore.watchers"
 BENCHMARKS = "flagcore.benchmarks"
 """Programs that measure devices: `kernels` for `flag calibrate`, `links` for the network between hosts."""
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
+KINDS |= {READERS: "reader"}
 """The noun that messages use for the objects of each entry point group."""
 
 
@@ -308,6 +310,13 @@ def importer(name: str | None = None) -> Importer:
         listed = ", ".join(each.name for each in importers)
         raise UsageError(f"several importers of configs are installed: {listed}")
     return importers[0]
+
+
+def command_reader() -> CommandReader:
+    """Return the reader of commands. Raises NoDevice if it is missing or cannot be loaded."""
+    for name in names(READERS):
+        return _named(READERS, CommandReader, name, "command")
+    raise NoDevice("the reader of commands is not installed; install flagcore-importers")
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from flagcore import TYPE_CHECKING
 from flagcore.contracts import Event, OnEvent, Problem
 from flagcore.domain.trial import RUN, Trial, TrialState
 from flagcore.tuner.budget import Budget, seconds_left

@@ -9,6 +9,7 @@ from flagcore_cambricon.bridges import x8_topology
 from flagcore_cambricon.hooks import plugin as cambricon
 from flagcore_nvidia.hooks import plugin as nvidia
 from flagcore_testing import fakes
+from flagcore_testing.package import saved_outputs
 
 from flagcore import api
 from flagcore.domain.chip import Chip, with_network
@@ -105,7 +106,7 @@ def test_the_plugin_of_an_uncatalogued_chip_is_named() -> None:
     assert (device["chip"], device["plugin"]) == (None, "metax")
 
 
-H200 = (Path(__file__).parents[2] / "plugins/nvidia/tests/smi/nvidia-smi-5.txt").read_text("utf-8")
+H200 = saved_outputs(Path(__file__).parents[2] / "plugins/nvidia/tests/smi")["nvidia-smi-5.txt"]
 
 
 def chip(plugin: Any, name: str) -> Chip:

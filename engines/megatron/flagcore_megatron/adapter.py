@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flagcore_training.reading import FAILURES
 
 from flagcore import contracts
 from flagcore.contracts.capabilities import (
@@ -82,6 +83,7 @@ class Megatron(
     kind = "train"
     knobs: tuple[Knob, ...] = knob_rows.KNOBS
     modules: Mapping[str, str] = start.MODULES
+    keeps_scripts = True
 
     columns = staticmethod(knob_rows.columns)
     published = staticmethod(production.published)
@@ -198,7 +200,7 @@ class Megatron(
         return spec_of_command(start, directory, model)
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return reading.FAILURES
+        return FAILURES
 
 
 MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}

@@ -192,10 +192,10 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
         distinct_counts = train.options.splits.distinct_counts[split] * (split > 0)
     order = np.lexsort((np.minimum(layout.pipeline[first], 3.0), distinct_counts))
     place, results = np.empty((kinds.size, first.size), dtype=np.int64), []
-    for start in range(0, order.size, BATCH_ROWS):
+    for start in range(0, max(order.size, 1), BATCH_ROWS):
         batch = order[start : start + BATCH_ROWS]
         rows, size = first[batch], kinds.size * batch.size
-        place[:, batch] = kinds.size * start + np.arange(size).reshape(kinds.size, -1)
+        place[:, batch] = kinds.size * start + np.arange(size).reshape(kinds.size, batch.size)
         shared = layout[rows] if costs.further else replace(layout[rows], sharded_optimizer=kinds[:, None])
         results.append(_predict(train, shared, costs, blocks[rows]))
     return Predictions.join(results).take(place[kind, index])

@@ -6,7 +6,9 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from flagcore_training.reading import INVALID_JSON
 from flagcore_training.stages import stage
+from flagcore_training.start import program_launch
 
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.launch import Launch
@@ -16,10 +18,9 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.vendorkit.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore_megatron.predict import inputs, rank_figures
-from flagcore_megatron.reading import INVALID_JSON
 from flagcore_megatron.space.knobs import columns
 from flagcore_megatron.space.meshes import stage_devices
-from flagcore_megatron.start import job, program_launch, ready
+from flagcore_megatron.start import PROGRAM, job, ready
 
 
 def ready_to_probe(spec: Spec) -> None:
@@ -32,7 +33,7 @@ def ready_to_probe(spec: Spec) -> None:
 
 def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
     """Return the launch of a probe of one rank. Raises LaunchError if its job file cannot be written."""
-    return program_launch(job(platform, candidate, folder, {"rank": rank, "device": device}), folder)
+    return program_launch(job(platform, candidate, folder, {"rank": rank, "device": device}), folder, PROGRAM)
 
 
 def stage_ranks(task: Task, columns: Columns) -> tuple[int, ...]:

@@ -1,29 +1,22 @@
 """Reads the results of a trial: the files of the trial program, or the log of a user's own command.
 
 Sources: Megatron-LM core_v0.16 `training/training.py` (`training_log`), `training/utils.py` (`report_memory`) and
-`training/arguments.py` (`_print_args`); torch 2.13 `distributed/elastic/multiprocessing` for the prefixes of ranks.
+`training/arguments.py` (`_print_args`).
 """
 
-import json
 import math
 import re
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from flagcore.domain.chip import SPEED_TEST
-from flagcore.domain.files import open_regular, read_regular
-from flagcore.domain.launch import FailurePattern
+from flagcore_training.reading import MAX_MIB, LogFiles, measurement, program_progress, read_program
+
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Measurement, TrialState, warmup_of_fewer, warmup_steps
-from flagcore.spec.plain_data import package_yaml
-from flagcore.vendorkit.results import METRICS, NoMetrics, interquartile_range, read_metrics
+from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
+from flagcore.vendorkit.results import NoMetrics
 from flagcore_megatron.mixed.trials import as_asked, devices_of
 from flagcore_megatron.space.knobs import BY_NAME
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT
@@ -38,13 +31,6 @@ MEMORY = re.compile(
 )
 ARGUMENT = re.compile(r"^(?:\[\w+\]:|\d+:)?\s*([a-z_0-9]+) \.{3,}\s*(\S+|\[.*\])\s*$")
 MIB = 1 << 20
-MAX_MIB = 1 << 30
-"""Maximum plausible memory in MiB (1 PiB). Lines that report more are ignored."""
-LONGEST_LINE = 4096
-LARGEST_LOG = 64 << 20
-"""Maximum number of bytes that are read of one log. The rest is ignored."""
-MAX_FILES = 1024
-LOGS = ("stdout.log", "stderr.log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,40 +66,14 @@ class MegatronLog:
         return [loss for step in self.steps.values() for loss in step.losses]
 
 
-def log_files(folder: str) -> list[Path]:
-    """Return the logs of a trial: its own, and those that torchrun wrote into subfolders for each rank."""
-    trial_logs, rank_logs = [Path(folder, name) for name in LOGS], list[Path]()
-    with suppress(OSError):
-        for file in Path(folder).glob("**/*.log"):
-            if file.name in LOGS and file not in trial_logs and len(rank_logs) < MAX_FILES:
-                rank_logs.append(file)
-    return [*trial_logs, *sorted(rank_logs)]
-
-
 def read_logs(folder: str) -> MegatronLog:
-    """Return the metrics in the logs of a trial. Invalid bytes and missing files are ignored."""
+    """Return the metrics in the logs of a trial."""
     log = MegatronLog()
-    for file in log_files(folder):
-        read_on(file, 0, log, unfinished=True)
+    LogFiles(folder, partial(_read_line, log)).read(unfinished=True)
     return log
 
 
-def read_on(file: Path, offset: int, log: MegatronLog, *, unfinished: bool = False) -> int:
-    """Add the lines of `file` from byte `offset` on to `log`, and return the offset for the next call.
-
-    A last line without a line break is left for the next call. With `unfinished`, it is read, too.
-    """
-    with suppress(OSError), open_regular(file) as lines:
-        lines.seek(offset)
-        while offset < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
-            if not (line.endswith(b"\n") or unfinished or len(line) == LONGEST_LINE):
-                break
-            offset += len(line)
-            _read_line(line.decode("utf-8", errors="replace"), log)
-    return offset
-
-
-def _read_line(line: str, log: MegatronLog) -> None:
+def _read_line(log: MegatronLog, line: str) -> None:
     """Add one line to `log`. If several ranks print an iteration, it is added only once."""
     if step := ITERATION.search(line):
         seconds = _number(step[2])
@@ -144,36 +104,6 @@ def _number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-RANK_PREFIX = r"^(?:\[[\w:]+\]:\s*)*"
-"""Matches the prefixes that torchrun and torch add to a line of a rank: `[default0]:[rank0]: `."""
-PEER_FAILURE = r"\bgloo\b|DistBackendError|Connection (?:reset|closed)|Broken pipe"
-"""Matches errors of a rank that failed only because another rank failed, in the words of torch.
-
-Plugins add the words of their vendors' collective libraries, as weak patterns.
-"""
-
-
-FAILURES = tuple(
-    FailurePattern(
-        pattern=row.pop("pattern").format(rank=RANK_PREFIX, peer=PEER_FAILURE),
-        state=TrialState(row.pop("state")),
-        **row,
-    )
-    for row in package_yaml(__package__, "failures.yaml")
-)
-"""Patterns of failures in the log of a trial, from flagcore's trial program, Megatron-LM and torchrun.
-
-The first pattern that matches a line is used, so the most specific ones come first. torchrun prints its own error after
-the cause."""
-
-
-STEPS = "steps.jsonl"
-SEARCH_INTERVAL_SECONDS = 2.0
-"""Seconds between two searches for new log files."""
-INVALID_JSON = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""Exceptions that may be raised when the JSON of another program is read."""
-
-
 def progress(task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
     """Return a function that returns the seconds of each step that a running trial has finished so far."""
     if task.spec.train.command is not None:
@@ -185,28 +115,24 @@ def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False
     """Return the measurement of a trial. Raises NoMetrics if there are no metrics."""
     if task.spec.train.command is not None:
         return _read_command(task, candidate, folder)
-    return _read_program(task, candidate, folder, partial=partial)
-
-
-def program_progress(folder: str) -> tuple[float, ...]:
-    """Return the seconds of the steps that flagcore's trial program has finished so far."""
-    return tuple(step["step_time_s"] for step in _steps(Path(folder, STEPS)))
+    return read_program(
+        task,
+        folder,
+        partial=partial,
+        effective=lambda values: as_asked(task, candidate, dict(_program_values(candidate, values))),
+        devices=devices_of(task, candidate),
+    )
 
 
 class CommandProgress:
     """A callable that returns the seconds of the steps that a user's command has logged. Each line is read once."""
 
     def __init__(self, folder: str) -> None:
-        self._folder, self._log = folder, MegatronLog()
-        self._places: dict[Path, int] = {}
-        self._look_again = 0.0
+        self._log = MegatronLog()
+        self._files = LogFiles(folder, partial(_read_line, self._log))
 
     def __call__(self) -> tuple[float, ...]:
-        if time.monotonic() >= self._look_again:
-            self._places = {file: self._places.get(file, 0) for file in log_files(self._folder)}
-            self._look_again = time.monotonic() + SEARCH_INTERVAL_SECONDS
-        for file, place in self._places.items():
-            self._places[file] = read_on(file, place, self._log)
+        self._files.read()
         return tuple(self._log.step_times_s)
 
 
@@ -214,33 +140,6 @@ def step_limit(task: Task) -> int | None:
     """Return the number of steps after which a user's command is stopped, or None for flagcore's own program."""
     train, control = task.spec.train, task.spec.control
     return control.train_iters if train.command is not None else None
-
-
-def _read_program(task: Task, candidate: Candidate, folder: str, *, partial: bool) -> Measurement:
-    if partial:
-        steps = _steps(Path(folder, STEPS))
-        return measurement(task, [step["step_time_s"] for step in steps], losses=[step["loss"] for step in steps])
-    data = read_metrics(folder)
-    try:
-        ranks: list[dict[str, Any]] = data["ranks"]
-        of_ranks = devices_of(task, candidate)
-        return measurement(
-            task,
-            [float(step["step_time_s"]) for step in data["steps"]],
-            losses=[_loss(step) for step in data["steps"]],
-            peak_allocated_bytes=_max_over_ranks(ranks, "peak_allocated_bytes"),
-            peak_reserved_bytes=_max_over_ranks(ranks, "peak_reserved_bytes"),
-            device_used_bytes=_max_over_ranks(ranks, "device_used_bytes"),
-            effective=as_asked(task, candidate, dict(_program_values(candidate, data["effective"]))),
-            versions={name: str(version) for name, version in data["versions"].items()},
-            devices=tuple(
-                {"device": of_ranks.get(rank["rank"], int(rank["rank"])), SPEED_TEST: float(rank[SPEED_TEST])}
-                for rank in ranks
-                if rank.get(SPEED_TEST) is not None
-            ),
-        )
-    except INVALID_JSON as error:
-        raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None
 
 
 def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
@@ -260,61 +159,6 @@ def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
         peak_reserved_bytes=log.peak_reserved_bytes,
         effective=_command_values(candidate, log),
     )
-
-
-def measurement(task: Task, step_times_s: Sequence[float], warmup: int | None = None, **figures: Any) -> Measurement:
-    """Return the measurement of a run from the times of all its steps. Raises NoMetrics if all steps are warm-up.
-
-    `warmup` is the number of warm-up steps. If it is None, it is `warmup_iters`, or fewer if no further step is
-    finished. The step time is the median of the steps after the warm-up, the spread their interquartile range.
-    """
-    spec, control = task.spec, task.spec.control
-    warmup = warmup_of_fewer(len(step_times_s), control.warmup_iters) if warmup is None else warmup
-    measured_times_s = tuple(step_times_s[warmup:])
-    if not measured_times_s:
-        raise NoMetrics(f"the log has {len(step_times_s)} step times, and the first {warmup} are warm-up")
-    if not all(isinstance(step, float) and math.isfinite(step) and step > 0 for step in measured_times_s):
-        raise NoMetrics("a step time is not a positive number")
-    median = statistics.median(measured_times_s)
-    tokens = spec.train.global_batch_size * spec.train.seq_length
-    if not math.isfinite(tokens / median):
-        raise NoMetrics(f"a step time of {median} s is too small")
-    losses = tuple(figures.pop("losses"))
-    return Measurement(
-        step_times_s=measured_times_s,
-        step_time_s=median,
-        spread_s=interquartile_range(measured_times_s),
-        tokens_per_second_per_device=tokens / median / task.cluster.devices,
-        losses=losses,
-        warmup_steps=warmup if len(step_times_s) < control.train_iters else None,
-        **figures,
-    )
-
-
-def _steps(file: Path) -> list[dict[str, Any]]:
-    """Return the steps of a trial that may still be running. An incomplete last line is ignored."""
-    steps = []
-    try:
-        lines = read_regular(file).decode("utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            step = json.loads(line)
-            steps.append({"step_time_s": float(step["step_time_s"]), "loss": _loss(step)})
-        except INVALID_JSON:
-            break
-    return steps
-
-
-def _loss(step: Mapping[str, Any]) -> float | None:
-    loss = step["loss"]
-    return float(loss) if loss is not None and math.isfinite(loss) else None
-
-
-def _max_over_ranks(ranks: Sequence[Mapping[str, Any]], metric: str) -> int | None:
-    values = [int(rank[metric]) for rank in ranks if rank.get(metric) is not None]
-    return max(values) if values else None
 
 
 def _program_values(candidate: Candidate, effective: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

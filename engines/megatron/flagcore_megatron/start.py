@@ -1,20 +1,15 @@
 """Starts a candidate or a shorter step, with flagcore's trial program or with the user's own command."""
 
 import functools
-import json
 import math
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
-from packaging.requirements import Requirement
-from packaging.version import InvalidVersion
+from flagcore_training.start import installed, program_launch, shared_job
 
 from flagcore.contracts import Platform
 from flagcore.domain.launch import Launch
@@ -38,7 +33,6 @@ from flagcore_megatron.trial.job import Candidate as JobCandidate
 PROGRAM = "flagcore_megatron.trial"
 MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}
 """Modules that trials import, with their pip requirements."""
-SEED = 1234
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 PRECISIONS = ("bf16", "fp16", "fp32")
 EIGHT_BITS = ("fp8", "mxfp8")
@@ -134,20 +128,10 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
         meshes = hetero.mixed(platform, candidate.as_dict()) if values.get(MESHES) else None
         task = platform.task if meshes else on_groups(platform.task, candidate)
         return reference_launch(replace(task, spec=spec), values, folder, meshes)
-    planned = replace(program_launch(job(platform, candidate, folder), folder), warm=True)
+    planned = replace(program_launch(job(platform, candidate, folder), folder, PROGRAM), warm=True)
     if platform.task.spec.on_each_host:
         return replace(planned, hosts=hosts_of(platform.task, candidate))
     return planned
-
-
-def program_launch(job: Mapping[str, object], folder: str, program: str = PROGRAM) -> Launch:
-    """Write the job file of a trial program, and return its launch. Raises LaunchError if it cannot be written."""
-    file = Path(folder, "job.json")
-    try:
-        file.write_text(json.dumps(job, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
-    return Launch(argv=(sys.executable, "-m", program, str(file)), folder=folder)
 
 
 MIN_MICROBATCHES = 4
@@ -206,21 +190,6 @@ def trial_runs(key: str, value: SettingValue, layers: str = LOCAL) -> bool:
     if key in TRANSFORMER_ENGINE_SETTINGS and layers != TRANSFORMER_ENGINE:
         return is_harmless or (key == "moe_grouped_gemm" and installed("grouped_gemm"))
     return is_harmless or key in ACCEPTED_KEYS
-
-
-def installed(module: str, requirement: str = "") -> bool:
-    """Return whether a module is installed in a version that satisfies `requirement`. The module is not imported."""
-    try:
-        return find_spec(module) is not None and not (requirement and _excluded(Requirement(requirement)))
-    except (ImportError, ValueError):
-        return False
-
-
-def _excluded(requirement: Requirement) -> bool:
-    try:
-        return bool(requirement.specifier) and version(requirement.name) not in requirement.specifier
-    except (PackageNotFoundError, InvalidVersion):  # a vendor's build may have no valid version
-        return False
 
 
 def release() -> str | None:
@@ -289,31 +258,6 @@ def job(
         "probe": probe,
         "shares": shares(task, candidate),
         "nodes": len(hosts_of(task, candidate)) if spec.on_each_host and probe is None else 1,
-    }
-
-
-def shared_job(platform: Platform, folder: str) -> dict[str, Any]:
-    """Return the part of a trial program's job that does not depend on the candidate or on the engine."""
-    spec, train, support = platform.task.spec, platform.task.spec.train, platform.support
-    group = platform.task.cluster.groups[0]
-    cores = len(platform.cores) or group.chip.devices_per_node
-    return {
-        "model": asdict(replace(spec.model, vision=None, windows=None)),
-        "train": {
-            "seq_length": train.seq_length,
-            "global_batch_size": train.global_batch_size,
-            "precision": train.precision,
-            "train_iters": spec.control.train_iters,
-            "seed": SEED,
-        },
-        "device": {
-            "type": support.device_type,
-            "backend": support.distributed_backend,
-            "preload": list(support.preload),
-            "threads_per_rank": max(1, cores // group.devices_per_node) if support.shared_devices else 1,
-        },
-        "output": folder,
-        "end_after_s": spec.control.max_time_per_task,
     }
 
 

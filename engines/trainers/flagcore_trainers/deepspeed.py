@@ -88,6 +88,7 @@ PROGRAM: Mapping[str, Any] = {
 class DeepSpeed(Trainer, Commands):
     """Training with a script that calls `deepspeed.initialize`."""
 
+    keeps_scripts = True
     distribution = "deepspeed"
     releases = ">=0.10,<0.20"
 

@@ -7,16 +7,13 @@ and transformers 5 `trainer_callback.py` (`PrinterCallback`).
 
 import math
 import re
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
 
-from flagcore_megatron.reading import LARGEST_LOG, LONGEST_LINE, MAX_MIB, log_files
+from flagcore_training.reading import MAX_MIB, LogFiles
 
-from flagcore.domain.files import open_regular
 from flagcore.domain.spec import Task
 from flagcore_trainers.program import UNITS
 
@@ -48,8 +45,6 @@ ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\0\ufeff]")
 ARRIVAL = re.compile(r"^\[at (\d+\.\d{6})\] ?")
 """The prefix that `flagcore_trainers.clock` adds to a line: the seconds at which the line arrived."""
 GIB = 1 << 30
-SEARCH_INTERVAL_SECONDS = 2.0
-"""Seconds between two searches for new log files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,30 +185,10 @@ class Reading:
     """
 
     def __init__(self, folder: str, log: Log) -> None:
-        self.log = log
-        self._folder, self._search_at = folder, 0.0
-        self._places: dict[Path, int] = {}
+        self.log, self._files = log, LogFiles(folder, log.add)
 
     def __call__(self, *, unfinished: bool = False) -> tuple[float, ...]:
         """Read on. `unfinished`: whether to read a last line without a line break, too."""
-        if unfinished or time.monotonic() >= self._search_at:
-            self._places = {file: self._places.get(file, 0) for file in log_files(self._folder)}
-            self._search_at = time.monotonic() + SEARCH_INTERVAL_SECONDS
-        for file, place in self._places.items():
-            self._places[file] = self._read_on(file, place, unfinished)
+        self._files.read(unfinished=unfinished)
         unusable = len(self.log.unusable)
         return tuple(self.log.times.values()) or (math.inf,) * (unusable if unusable > 1 else 0)
-
-    def _read_on(self, file: Path, place: int, unfinished: bool) -> int:
-        with suppress(OSError), open_regular(file) as lines:
-            lines.seek(place)
-            while place < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
-                if not (line.endswith(b"\n") or unfinished or len(line) == LONGEST_LINE):
-                    line = line[: line.rfind(b"\r") + 1]
-                if not line:
-                    break
-                place += len(line)
-                lines.seek(place)
-                for part in line.decode("utf-8", errors="replace").split("\r"):
-                    self.log.add(part)
-        return place

@@ -80,6 +80,7 @@ PROGRAM: Mapping[str, Any] = {
 class TorchTitan(Trainer, Commands):
     """Training with torchtitan, whose replicas share weights with FSDP2."""
 
+    keeps_scripts = True
     distribution = "torchtitan"
     releases = ">=0.1,<0.4"
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from flagcore_megatron.reading import FAILURES, measurement
 from flagcore_training.commands import environment
+from flagcore_training.reading import FAILURES, measurement
 
 from flagcore.contracts import Costs, Engine, Platform
 from flagcore.contracts.capabilities import Advice, Programs, Pruning, RuleOfThumb, Steps

@@ -2,7 +2,7 @@
 
 Tensors are fake, except with tensor parallelism, whose lookup of the embedding needs values.
 
-`python -m extras.trainers.tests.counted` prints the errors of the predicted memory for jobs that are drawn at random.
+`python -m engines.trainers.tests.counted` prints the errors of the predicted memory for jobs that are drawn at random.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from flagcore_megatron.trial.job import Device, Train
 from flagcore_trainers.fsdp2.job import Candidate, Job
 from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
 from flagcore_trainers.fsdp2.rank import device_meshes
 from flagcore_trainers.fully_shard import SCHEDULES, memory
+from flagcore_training.trial.job import Device, Train
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor.parallel import loss_parallel

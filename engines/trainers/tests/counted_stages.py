@@ -1,6 +1,6 @@
 """Counts the storages of one rank of a pipeline, without the other ranks.
 
-`python -m extras.trainers.tests.counted_stages SEED COUNT` prints the errors of the predicted memory for random jobs.
+`python -m engines.trainers.tests.counted_stages SEED COUNT` prints the errors of the predicted memory for random jobs.
 """
 
 import random
@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from extras.trainers.tests.counted import LEVELS, job, predicted
 from flagcore_trainers.fsdp2 import rank
 from flagcore_trainers.fsdp2.job import Job
 from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
@@ -29,6 +28,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+
+from engines.trainers.tests.counted import LEVELS, job, predicted
 
 
 class Storages(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed

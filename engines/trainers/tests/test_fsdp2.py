@@ -140,7 +140,7 @@ def test_schedules_with_several_stages_keep_what_gloo_sends() -> None:
 )
 def test_memory_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str, Any]) -> None:
     pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
-    from extras.trainers.tests import counted, counted_stages
+    from engines.trainers.tests import counted, counted_stages
 
     job = counted.job({"num_layers": 2, **shape}, candidate)
     static, peak = counted_stages.counted(job, 1) if "pipeline" in candidate else counted.counted(job)

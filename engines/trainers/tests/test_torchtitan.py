@@ -97,7 +97,7 @@ def test_torchtitan_parses_the_options(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
 def test_the_trainer_runs_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from extras.trainers.tests import titan_on_cpu
+    from engines.trainers.tests import titan_on_cpu
 
     titan_on_cpu.write_assets(tmp_path)
     (tmp_path / "trial").mkdir()

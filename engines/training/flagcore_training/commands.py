@@ -7,15 +7,18 @@ from itertools import takewhile
 from pathlib import Path
 
 from flagcore.domain.space import KnobValue
-from flagcore.spec.containers import FORMS
-from flagcore.spec.script import SHELLS
 
 PLACEHOLDER = "{flags}"
 """A word of a command that is replaced by the flags of a trial. Commands that start Megatron-LM do not need it."""
 TORCHRUN_SWITCHES = {"standalone", "m", "module", "no-python", "run-path", "use-env", "virtual-local-rank"}
 """Options of torchrun without a value. Source: torch 2.13 `distributed/run.py`."""
 TRAINING_FLAGS = {"--num-layers", "--micro-batch-size", "--global-batch-size", "--seq-length", "--train-iters"}
-PYTHON = FORMS["python"]
+PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
+WRAPPERS = re.compile(
+    "env|nohup|setsid|nice|numactl|taskset|stdbuf|time|timeout|command|exec|srun|mpirun|mpiexec|orterun|jsrun|aprun|sudo"
+    "|nsys|singularity|apptainer|uv|conda|poetry"
+)
+"""Programs that run the rest of their command line as a command."""
 PROGRAM = re.compile(r"pretrain_\w+(\.py)?")
 
 
@@ -74,12 +77,12 @@ class UserCommand:
 def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] | None = None) -> UserCommand | None:
     """Return the parts of a command that starts a Python program, with torchrun or directly, or None."""
     # `bash -c '...; exec "$@"' NAME` executes the words that follow.
-    is_shell = len(words) > 4 and Path(words[0]).name in SHELLS and words[1] == "-c" and words[2].endswith('exec "$@"')
-    shell_words = 4 if is_shell else 0
+    is_text = len(words) > 4 and words[1] == "-c" and words[2].endswith('exec "$@"')
+    shell_words = 4 if is_text and Path(words[0]).name in ("bash", "sh", "dash") else 0
     for index, word in enumerate(words[shell_words:], start=shell_words):
         name = Path(word).name
         wrapper = next((each for each in words[shell_words:index] if "=" not in each), "env")
-        if not FORMS["wrapper"].fullmatch(Path(wrapper).name):
+        if not WRAPPERS.fullmatch(Path(wrapper).name):
             return None
         command = None
         if name == "torchrun":

@@ -30,11 +30,6 @@ class ArrayRecord:
     def __getitem__(self: R, rows: slice | IntArray) -> R:
         return type(self)(**{name: _rows(getattr(self, name), rows) for name in self.__dataclass_fields__})
 
-    def or_else(self: R, other: R, rows: BoolArray) -> R:
-        """Return a copy of this record in which the elements selected by `rows` are those of `other`."""
-        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
-        return type(self)(**{name: np.where(rows.reshape(-1, *[1] * (a.ndim - 1)), b, a) for name, a, b in pairs})
-
 
 def _rows(values: Any, rows: slice | IntArray) -> Any:
     """Return the rows `rows` of an array, of a record, or of each record in a tuple."""
@@ -307,19 +302,21 @@ class Mesh(ArrayRecord):
     layout: Layout
 
 
-def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
-    """Find the distinct rows of integer columns.
+def distinct(columns: Sequence[FloatArray | IntArray | BoolArray]) -> tuple[IntArray, IntArray]:
+    """Find the distinct rows of columns of integers, none of which is negative.
 
     Returns two arrays: the index of the first occurrence of each distinct row, and, for each row, the index of its
     distinct row in the first array.
     """
-    key = np.zeros(columns[0].shape, dtype=np.int64)
+    key, size = np.zeros(columns[0].shape, dtype=np.int64), 1
     for column in columns:
-        values = column.astype(np.int64)
-        value_count = int(values.max(initial=0)) + 1
-        if int(key.max(initial=0)) * value_count >= 1 << 62:
+        value_count = int(column.max(initial=0)) + 1
+        if value_count == 1:
+            continue
+        if size * value_count >= 1 << 62:
             key = np.unique(key, return_inverse=True)[1]
-        key = key * value_count + values
+            size = int(key.max(initial=0)) + 1
+        key, size = key * value_count + column.astype(np.int64), size * value_count
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     return first, inverse
 

@@ -23,7 +23,8 @@ import torch.optim.optimizer as optimizers
 from flagcore_megatron.trial import model as trial_model
 from flagcore_megatron.trial import rank, training
 from flagcore_megatron.trial.config import transformer_config
-from flagcore_megatron.trial.job import Candidate, Device, Job, Train
+from flagcore_megatron.trial.job import Candidate, Job
+from flagcore_training.trial.job import Device, Train
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from megatron.core.fusions import fused_bias_swiglu

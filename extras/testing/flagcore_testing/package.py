@@ -1,8 +1,9 @@
 """The parts of a plugin's distribution outside its package: metadata, and transcripts of the vendor's tools.
 
 The metadata is read from the source folder if available, else from the installation. The transcripts are outputs of
-tools on real machines, in `tests/smi`. `sources.yaml` in the same folder has one entry per file. An entry is the source
-of the file or, for a file that lists devices, a mapping:
+tools on real machines, in `tests/smi`: one file each, or several in a file, each after a line `==> acme-smi-1.txt <==`
+as `tail -n +1 acme-smi-*.txt` prints them. `sources.yaml` in the same folder has one entry per output. An entry is the
+source of the output or, if it lists devices, a mapping:
 
 ```yaml
 acme-smi-1.txt:
@@ -11,10 +12,10 @@ acme-smi-1.txt:
   lists: {chip: ACME A1, devices: 8, memory_mib: 65536, driver: "1.2"}   # or a list of these; missing: no device
   left_out: 1   # how many devices are reported as unusable; missing: none
   reads: {device: 0, used_mib: 120, watts: 60, limit_watts: 400, celsius: 41, percent: 7}   # as a person reads one
-acme-smi-1-lost.txt:   # no file: the text of another one with edits, for a state that no transcript has
+acme-smi-1-lost.txt:   # no output: the text of another one with edits, for a state that no transcript has
   of: acme-smi-1.txt
   edits: {"120MiB / 65536MiB": "ERR!"}
-  others: {metric: acme-smi-2.txt}   # the file that the tool prints instead if its arguments contain a word
+  others: {metric: acme-smi-2.txt}   # the output that the tool prints instead if its arguments contain a word
   source: what the tool prints then, with an address
   ...
 acme-smi-3.txt: {source: where it was printed, tool: acme-smi, matrix: 8}   # links of eight devices
@@ -121,6 +122,8 @@ def read_installed(distribution: Distribution) -> Package:
 
 FOLDER = Path("tests") / "smi"
 SOURCES = "sources.yaml"
+NAMED = re.compile(r"(?:\A|\n)==> (.+) <==\n")
+"""The line before an output in a file of several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +146,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """One transcript file. `tool` is the program that printed it; it is empty if the program does not list devices."""
+    """One transcript. `tool` is the program that printed it; it is empty if the program does not list devices."""
 
     name: str
     text: str
@@ -155,11 +158,11 @@ class Transcript:
     reads: Mapping[str, float] = field(default_factory=dict)
     """The figures of one device as a person reads them in the text, and the index of the device."""
     of: str = ""
-    """Name of the file whose text this is, with `edits`. It is empty for a file of its own."""
+    """Name of the transcript whose text this is, with `edits`. It is empty for an output of its own."""
     edits: Mapping[str, str] = field(default_factory=dict)
-    """What replaces the first occurrence of each text in the file."""
+    """What replaces the first occurrence of each text in it."""
     matrix: int = 0
-    """Number of devices whose links the file shows, if the tool prints a matrix of links."""
+    """Number of devices whose links the text shows, if the tool prints a matrix of links."""
     others: Mapping[str, str] = field(default_factory=dict)
     """What the tool prints instead of `text` if its arguments contain a word, by that word."""
 
@@ -169,31 +172,39 @@ class Transcript:
         return sum(listed.devices for listed in self.lists)
 
 
+def saved_outputs(folder: Path) -> dict[str, str]:
+    """Return the texts of the outputs in a folder `tests/smi`, by name."""
+    found = dict[str, str]()
+    for path in sorted(folder.iterdir()):
+        if path.name != SOURCES:
+            text, *named = NAMED.split(path.read_text("utf-8", "replace"))
+            found.update(zip(named[::2], named[1::2], strict=True) if named else {path.name: text})
+    return found
+
+
 def read_transcripts(folder: Path) -> tuple[Transcript, ...]:
     """Return the transcripts in a plugin's source folder, if there are any. Raises SpecError."""
     file = folder / FOLDER / SOURCES
     if not file.is_file():
         return ()
-    location = str(FOLDER / SOURCES)
+    location, texts = str(FOLDER / SOURCES), saved_outputs(file.parent)
     content = read_yaml(file.read_text("utf-8"), location)
-    return tuple(_transcript(file.parent / str(name), entry, location) for name, entry in content.items())
+    return tuple(_transcript(str(name), entry, texts, location) for name, entry in content.items())
 
 
-def _transcript(path: Path, entry: object, where: str) -> Transcript:
+def _transcript(name: str, entry: object, texts: Mapping[str, str], where: str) -> Transcript:
     fields = dict(entry) if isinstance(entry, Mapping) else {"source": entry}
     fields = {key: value for key, value in fields.items() if value is not None}
     lists = fields.get("lists", [])
     fields["lists"] = lists if isinstance(lists, list) else [lists]
-    file = path.with_name(str(fields.get("of") or path.name))
-    text = file.read_text("utf-8", "replace") if file.is_file() else ""
-    edits = fields.get("edits")
+    origin = str(fields.get("of") or name)
+    text, edits = texts.get(origin, ""), fields.get("edits")
     for old, new in edits.items() if isinstance(edits, Mapping) else ():
         if str(old) not in text:
-            raise SpecError(file=where, key=f"{path.name}.edits", value=old, problem=f"is not in {file.name}")
+            raise SpecError(file=where, key=f"{name}.edits", value=old, problem=f"is not in {origin}")
         text = text.replace(str(old), str(new), 1)
     others = fields.get("others")
     if isinstance(others, Mapping):
-        files = {str(word): path.with_name(str(name)) for word, name in others.items()}
-        fields["others"] = {word: each.read_text("utf-8", "replace") for word, each in files.items() if each.is_file()}
-    made: Transcript = build(Transcript, {"name": path.name, "text": text, **fields}, where, f"{path.name}.")
+        fields["others"] = {str(word): texts[str(other)] for word, other in others.items() if str(other) in texts}
+    made: Transcript = build(Transcript, {"name": name, "text": text, **fields}, where, f"{name}.")
     return made

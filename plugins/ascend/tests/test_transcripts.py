@@ -5,6 +5,7 @@ from pathlib import Path
 from flagcore_ascend import smi
 from flagcore_ascend.hooks import plugin
 from flagcore_testing.examples import group_of
+from flagcore_testing.package import saved_outputs
 
 from flagcore.contracts import communicator_bytes
 from flagcore.vendorkit.matrix import islands, read_matrix
@@ -13,7 +14,7 @@ SMI = Path(__file__).parent / "smi"
 
 
 def text(name: str) -> str:
-    return (SMI / name).read_text("utf-8")
+    return saved_outputs(SMI)[name]
 
 
 def test_readings_have_power_memory_temperature_and_load() -> None:

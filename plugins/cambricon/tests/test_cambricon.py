@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flagcore_cambricon import smi
 from flagcore_cambricon.hooks import plugin
+from flagcore_testing.package import saved_outputs
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, with_network
@@ -64,7 +65,7 @@ SMI = Path(__file__).parent / "smi"
 
 
 def text(name: str) -> str:
-    return (SMI / name).read_text("utf-8")
+    return saved_outputs(SMI)[name]
 
 
 def test_readings_have_power_memory_temperature_and_load() -> None:

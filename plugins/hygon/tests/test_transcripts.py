@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from flagcore_hygon import smi
 from flagcore_hygon.discover import DETECTOR
+from flagcore_testing.package import saved_outputs
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.machine import TorchReport
@@ -13,7 +14,7 @@ SMI = Path(__file__).parent / "smi"
 
 
 def text(name: str) -> str:
-    return (SMI / name).read_text("utf-8")
+    return saved_outputs(SMI)[name]
 
 
 def test_readings_are_read_though_commas_are_missing() -> None:

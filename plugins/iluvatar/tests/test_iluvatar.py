@@ -7,6 +7,7 @@ import pytest
 from flagcore_iluvatar import smi
 from flagcore_iluvatar.hooks import plugin
 from flagcore_testing.examples import task_on
+from flagcore_testing.package import saved_outputs
 
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import RefusedValues
@@ -63,7 +64,7 @@ SMI = Path(__file__).parent / "smi"
 
 
 def text(name: str) -> str:
-    return (SMI / name).read_text("utf-8")
+    return saved_outputs(SMI)[name]
 
 
 def test_only_the_second_chip_of_a_card_reports_power() -> None:

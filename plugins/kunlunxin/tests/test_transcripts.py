@@ -6,6 +6,7 @@ import pytest
 from flagcore_kunlunxin import discover, smi
 from flagcore_kunlunxin.discover import DETECTOR
 from flagcore_testing import fakes
+from flagcore_testing.package import saved_outputs
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.machine import TorchReport
@@ -21,7 +22,7 @@ INTEL = """
 
 
 def text(name: str) -> str:
-    return (SMI / name).read_text("utf-8")
+    return saved_outputs(SMI)[name]
 
 
 def test_readings_have_power_memory_temperature_and_load() -> None:

@@ -8,6 +8,7 @@ from flagcore_metax.discover import peer_memory_problem
 from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import c500_topology, island_size
 from flagcore_testing.examples import task_on
+from flagcore_testing.package import saved_outputs
 
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -54,7 +55,7 @@ def test_without_islands_in_the_matrix_the_published_ones_are_used(matrix: str) 
 
 
 def test_network_adapters_come_from_the_user_then_the_machine_then_published(tmp_path: Path) -> None:
-    text = (Path(__file__).parent / "smi/mx-smi-3.txt").read_text("utf-8")
+    text = saved_outputs(Path(__file__).parent / "smi")["mx-smi-3.txt"]
     matrix = read_matrix(text)
     assert matrix is not None
     assert adapter_share(matrix, text, tmp_path) is None

@@ -10,6 +10,7 @@ from flagcore_metax.discover import DETECTOR
 from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import ISLAND
 from flagcore_testing import fakes
+from flagcore_testing.package import saved_outputs
 
 from flagcore.vendorkit.matrix import devices_per_adapter, islands, near_adapters, read_matrix
 
@@ -17,7 +18,7 @@ SMI = Path(__file__).parent / "smi"
 
 
 def text(name: str) -> str:
-    return (SMI / name).read_text("utf-8")
+    return saved_outputs(SMI)[name]
 
 
 def test_readings_have_power_with_and_without_a_cap_memory_temperature_and_load() -> None:
@@ -121,8 +122,8 @@ def test_uuids_are_queried_if_visible_devices_use_them() -> None:
         assert [device.index for device in DETECTOR.devices()] == [5, 1]
 
 
-TABLE = (Path(__file__).parent / "smi/mx-smi-1.txt").read_text("utf-8")
-OLD = (Path(__file__).parent / "smi/mx-smi-4.txt").read_text("utf-8")
+TABLE = saved_outputs(SMI)["mx-smi-1.txt"]
+OLD = saved_outputs(SMI)["mx-smi-4.txt"]
 FIRST = "| 57W / 350W       | 35C          P0 | 826/65536 MiB       | Available            |"
 
 

@@ -4,12 +4,13 @@ from pathlib import Path
 
 from flagcore_mthreads import discover, smi
 from flagcore_testing import fakes
+from flagcore_testing.package import saved_outputs
 
 SMI = Path(__file__).parent / "smi"
 
 
 def text(name: str) -> str:
-    return (SMI / name).read_text("utf-8")
+    return saved_outputs(SMI)[name]
 
 
 def test_readings_have_memory_temperature_and_load() -> None:

@@ -8,6 +8,7 @@ from flagcore_nvidia import smi
 from flagcore_nvidia.discover import DETECTOR
 from flagcore_nvidia.hooks import plugin
 from flagcore_testing import fakes
+from flagcore_testing.package import saved_outputs
 
 from flagcore.domain.chip import DeviceUse
 from flagcore.vendorkit.matrix import devices_per_adapter, islands, near_adapters, read_matrix
@@ -18,7 +19,7 @@ QUERY = "\n".join(f"{i}, NVIDIA H200, 143771, 570.211.01, GPU-{i}aaa, 0x233510DE
 
 
 def text(name: str) -> str:
-    return (SMI / name).read_text("utf-8")
+    return saved_outputs(SMI)[name]
 
 
 def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_requested() -> None:
@@ -280,7 +281,7 @@ FOUR_GPUS = "".join(f"{i}, NVIDIA H200, 143771, 570.2, GPU-{i}abcdef, 0x233510DE
 
 
 def test_without_support_for_the_query_the_table_is_read() -> None:
-    table = fakes.prints((Path(__file__).parent / "smi/nvidia-smi-2.txt").read_text("utf-8"))
+    table = fakes.prints(saved_outputs(SMI)["nvidia-smi-2.txt"])
     with fakes.machine({"nvidia-smi": f'[ $# -gt 0 ] && {{ echo "not a valid field"; exit 2; }}\n{table}'}):
         assert len(DETECTOR.devices()) == 6
 
@@ -304,7 +305,7 @@ esac"""
 
 
 def test_a_tool_that_cannot_list_processes_reports_no_use() -> None:
-    table = fakes.prints((Path(__file__).parent / "smi/nvidia-smi-2.txt").read_text("utf-8"))
+    table = fakes.prints(saved_outputs(SMI)["nvidia-smi-2.txt"])
     with fakes.machine({"nvidia-smi": table}):
         assert DETECTOR.uses_now() == {}
     with fakes.machine({"nvidia-smi": "exit 9"}):

@@ -4,7 +4,7 @@ import importlib.abc
 import importlib.util
 import sys
 
-NAME = "flagcore_training.rank_device"
+NAME = "flagcore_training.trial.rank_device"
 
 
 class _SmallSpeedTest(importlib.abc.MetaPathFinder):

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.shell import SHELLS
 from flagcore_training.commands import Option, UserCommand, environment, expand_command
 
 from flagcore.contracts import Platform
@@ -22,7 +23,6 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SLOTS, Spec, Task
 from flagcore.errors import LaunchError
 from flagcore.spec.plain_data import package_yaml
-from flagcore.spec.script import SHELLS
 from flagcore_megatron.command.trial import (
     RENDEZVOUS_OPTIONS,
     Change,

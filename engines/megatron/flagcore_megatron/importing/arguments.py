@@ -6,17 +6,14 @@ They determine a baseline, the options of the job, and the shape of the model wi
 import math
 import re
 from collections.abc import Iterable
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from flagcore.errors import join_errors
 from flagcore.spec.importing import Notes
-from flagcore_megatron.space.knobs import LOADER
+from flagcore.spec.plain_data import package_yaml
 from flagcore_megatron.space.split import SPLIT
 
-TABLES: Any = yaml.load(files(__package__).joinpath("arguments.yaml").read_text("utf-8"), LOADER)
+TABLES: Any = package_yaml(__package__, "arguments.yaml")
 
 
 class Flags:

@@ -13,12 +13,10 @@ from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote, SettingValue, Spec
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.containers import FORMS
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import load_json
 from flagcore.spec.public import public_models, public_name
-from flagcore.spec.script import UNSET
 from flagcore_megatron.importing.arguments import (
     SIZES,
     TABLES,
@@ -34,6 +32,14 @@ from flagcore_megatron.space.flags import parse_settings
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS, in_space
 from flagcore_megatron.space.split import EXPERT_TENSOR, TP
 from flagcore_megatron.space.stages import VIRTUAL_STAGES
+
+STARTERS = re.compile("(^|[ /])(srun|mpirun|mpiexec|orterun|jsrun|aprun)( |$)")
+"""Programs that start ranks. Their options: tasks, tasks of a host, hosts."""
+TASKS = re.compile(r" (?:-np|--np|-n|--ntasks)(?:[ =]+(\S*)|(?=\d)(\d+))")
+TASKS_PER_HOST = re.compile(
+    r" (?:-{1,2}npernode|-{1,2}ppn|--ntasks-per-node|--gpus-per-node|\S*ppr)[ =:]+(?:\w+:)?(\d+)\b"
+)
+HOSTS = re.compile(r" (?:--nodes[ =]|-N ?)(\d+)")
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
@@ -144,9 +150,9 @@ def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, An
     note_empty(command, notes)
     option = command.option("nproc-per-node", "nproc_per_node")
     hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances, start.devices or 0)
-    has_starter = hosts > 1 or bool(FORMS["starters"].search(" ".join(command.prefix)))
+    has_starter = hosts > 1 or bool(STARTERS.search(" ".join(command.prefix)))
     default = "1" if option is None and (command.launcher or not has_starter) else "auto"
-    ranks = re.findall(r"\w+_(?:RANK|PROCID|SIZE)\b", start.envs.get(UNSET, ""))
+    ranks = [name for name in start.unset if re.search("._(RANK|PROCID|SIZE)$", name)]
     if ranks and not command.launcher and not has_starter:
         fix = "give the command that starts it, as in `flag import -- mpirun -np N bash FILE`, or set these variables"
         notes.report("command", f"is one rank of a job, which {', '.join(ranks)} number", fix=fix)
@@ -173,14 +179,14 @@ def _of_launcher(command: UserCommand, notes: Notes, hosts: int, devices: int) -
     """Return the number of hosts, by default `hosts`, and the ranks per host (or 0) that srun or mpirun start.
     `devices`: those of a host, or 0. Several times as many ranks are on several hosts."""
     text = f" {' '.join(command.prefix)}"
-    starter = FORMS["starters"].search(text)
+    starter = STARTERS.search(text)
     if starter is None:
         return hosts, 0
     text = text[starter.end() - 1 :]
     if starter[2] == "jsrun":
         sets, size, per_host_of = (int(each[1]) if (each := re.search(rf" -{n} ?(\d+)", text)) else 1 for n in "nar")
         return max(1, sets // max(1, per_host_of)), 0 if command.launcher else size * per_host_of
-    tasks, per_host, given = (FORMS[name].search(text) for name in ("tasks", "tasks per host", "hosts"))
+    tasks, per_host, given = (each.search(text) for each in (TASKS, TASKS_PER_HOST, HOSTS))
     per = int(per_host[1]) if per_host and not command.launcher else 0
     if starter[2] == "srun":
         return (int(given[1]) if given else hosts), per

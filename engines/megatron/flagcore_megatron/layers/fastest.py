@@ -48,8 +48,9 @@ def split_layers(
     splits = best_splits(train, unique, paces)
     if train.options.early_mtp and not costs.further:
         early = best_splits(train, unique, paces, early=True)
-        splits = splits.or_else(early, early.seconds * EQUAL + shape_seconds(train, unique, costs) < splits.seconds)
-    fill_sooner(train, unique, paces, splits)
+        sooner = np.flatnonzero(early.seconds * EQUAL + shape_seconds(train, unique, costs) < splits.seconds)
+        splits = splits.replaced(sooner, early[sooner])
+    splits = fill_sooner(train, unique, paces, splits)
     even = (splits.seconds == np.inf) | _even(train, unique, splits)
     train, number = with_splits(train, unique, splits)
     column = np.zeros_like(layout.pipeline)
@@ -59,13 +60,12 @@ def split_layers(
 
 def _even(train: Training, layout: Layout, splits: LayerSplit) -> BoolArray:
     """Return a mask of the candidates whose split in `splits` is the even split."""
-    mean_layers, place = train.model.num_layers / layout.pipeline, np.arange(splits.layers.shape[1])
-    is_mean = (splits.layers == mean_layers[:, None]) | (place >= layout.pipeline[:, None])
-    even: BoolArray = is_mean.all(axis=1) & (mean_layers % layout.virtual == 0) & ~splits.early
+    mean_layers, most = train.model.num_layers / layout.pipeline, splits.layers.max(axis=1)[splits.number]
+    even: BoolArray = (most == mean_layers) & (mean_layers % layout.virtual == 0) & ~splits.early
     if train.model.num_moe_experts is not None:
-        for index in range(min(place.size, leading_layers(train) + 1)):
-            stage_index = np.minimum(float(index), layout.pipeline - 1.0)
-            even &= stage(train.model, layout, stage_index, train.options).dense == splits.leading[:, index]
+        for index in range(min(splits.leading.shape[1], leading_layers(train) + 1)):
+            stage_index, leading = np.minimum(float(index), layout.pipeline - 1.0), splits.leading[:, index]
+            even &= stage(train.model, layout, stage_index, train.options).dense == leading[splits.number]
     return even
 
 
@@ -77,14 +77,16 @@ def _few_microbatches(train: Training, layout: Layout) -> BoolArray:
 
 def fill_sooner(
     train: Training, layout: Layout, paces: Paces, split: LayerSplit, most: FloatArray | None = None
-) -> None:
-    """Improve splits on several kinds of chips, in place, for steps with few micro-batches.
+) -> LayerSplit:
+    """Return better splits on several kinds of chips for steps with few micro-batches, and the other splits as before.
 
     Single layers are moved as long as this shortens the step: with a slower stage, the pipeline may fill sooner. `most`
     is the maximum number of layers of each stage, as in `best_splits`.
     """
     if not paces.starts:
-        return
+        return split
+    own = split.layers[split.number], split.leading[split.number]
+    split = LayerSplit(split.seconds, np.arange(split.number.size), split.early, *own)
     rows = np.flatnonzero(_few_microbatches(train, layout) & np.isfinite(split.seconds))
     counts = np.arange(train.model.num_layers + 1.0)[:, None]
     for length in np.unique(layout.pipeline[rows]).astype(np.int64).tolist():
@@ -114,6 +116,7 @@ def fill_sooner(
             least, limits, times = least[better], limits[better], times[better]
             split.layers[moving, :length] = held
             tried = held + moves[:, None]
+    return split
 
 
 def _step_seconds(layers: FloatArray, times: FloatArray, microbatches: FloatArray) -> FloatArray:
@@ -152,24 +155,25 @@ def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Tra
     With multi-token prediction, the final norm is on the stage of the last layer, else on the stage with the loss.
     """
     before, model = train.options.splits, train.model
-    columns = [layout.pipeline, layout.virtual, *split.layers.T, *split.leading.T, split.early.astype(np.float64)]
-    rows, split_index = distinct(columns)
+    rows, first_index = distinct([layout.pipeline, layout.virtual, split.number, split.early])
     layout, split = layout[rows], split[rows]
-    place, end = np.arange(split.layers.shape[1]), layout.pipeline[:, None] - 1.0
+    layers, leading = split.layers[split.number], split.leading[split.number]
+    rows, split_index = distinct([layout.pipeline, layout.virtual, *layers.T, *leading.T, split.early])
+    layout, early, layers, leading = layout[rows], split.early[rows], layers[rows], leading[rows]
+    place, end = np.arange(layers.shape[1]), layout.pipeline[:, None] - 1.0
     first, last = (place == 0) & (end >= 0), place == end
-    norm, mtp = last, (place == end - split.early[:, None]) * float(model.mtp_num_layers)
+    norm, mtp = last, (place == end - early[:, None]) * float(model.mtp_num_layers)
     if model.mtp_num_layers:
         norm = np.zeros_like(last)
         lengths = layout.pipeline.astype(int), layout.virtual.astype(int)
-        for row, (stage_layers, dense, length, virtual, early) in enumerate(
-            zip(split.layers, split.leading, *lengths, split.early, strict=True)
-        ):
-            chunks = _chunks(stage_layers, dense, length, virtual, early=early)
+        splits_of_rows = enumerate(zip(layers, leading, *lengths, early, strict=True))
+        for row, (stage_layers, dense, length, virtual, is_early) in splits_of_rows:
+            chunks = _chunks(stage_layers, dense, length, virtual, early=is_early)
             norm[row, np.flatnonzero(chunks)[-1] % length] = True
-    dense = split.layers if model.num_moe_experts is None else split.leading
-    table = np.stack((first, last, norm, split.layers, dense, mtp), axis=2).astype(np.float64)
+    dense = layers if model.num_moe_experts is None else leading
+    table = np.stack((first, last, norm, layers, dense, mtp), axis=2).astype(np.float64)
     splits = Splits.from_contents(table, layout.pipeline, before)
-    number = (1 if before is None else len(before.stage_counts)) + split_index
+    number = (1 if before is None else len(before.stage_counts)) + split_index[first_index]
     return replace(train, options=replace(train.options, splits=splits)), number.astype(np.float64)
 
 
@@ -273,12 +277,8 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, paces: Paces) -
         other_splits = _splits_with_mtp(train, subset, costs, paces[rows], limits, early=early, is_empty=is_empty)
         seconds = other_splits.seconds + extra[rows]
         faster = np.flatnonzero(seconds < splits.seconds[rows])
-        rows = rows[faster]
-        splits.seconds[rows], splits.early[rows] = seconds[faster], other_splits.early[faster]
-        splits.layers[rows, :longest] = other_splits.layers[faster]
-        splits.leading[rows, :longest] = other_splits.leading[faster]
-    fill_sooner(train, layout, paces, splits, most)
-    return splits
+        splits = splits.replaced(rows[faster], replace(other_splits[faster], seconds=seconds[faster]))
+    return fill_sooner(train, layout, paces, splits, most)
 
 
 def _splits_with_mtp(

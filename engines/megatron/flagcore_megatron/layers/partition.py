@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import numpy as np
-from flagcore_training.layout import ArrayRecord, Layout, Placement, Training, pick
+from flagcore_training.layout import ArrayRecord, Layout, Placement, Training, distinct, pick
 from flagcore_training.time.step import Blocks, Pace, StagePace
 
 from flagcore.contracts import Costs
-from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_megatron.space.stages import may_start_empty
 
 EQUAL = 1.0 + 1e-9
@@ -29,18 +29,41 @@ numbers per stage are."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSplit(ArrayRecord):
+class LayerSplit:
     """The best split of each candidate.
 
-    `seconds` is the time of the slowest stage, inf if no split is possible. `layers` is the number of layers of each
-    stage, `leading` the number of leading dense layers among them: (candidates, stages). `early` is whether multi-token
-    prediction is on the stage before the last.
+    `seconds` is the time of the slowest stage, inf if no split is possible. `number` is the row of the candidate's
+    split in `layers`, the number of layers of each stage, and `leading`, the number of leading dense layers among them:
+    (splits, stages). `early` is whether multi-token prediction is on the stage before the last.
     """
 
     seconds: FloatArray
+    number: IntArray
+    early: BoolArray
     layers: FloatArray
     leading: FloatArray
-    early: BoolArray
+
+    def __getitem__(self, rows: IntArray) -> LayerSplit:
+        return LayerSplit(self.seconds[rows], self.number[rows], self.early[rows], self.layers, self.leading)
+
+    def replaced(self, rows: IntArray, other: LayerSplit) -> LayerSplit:
+        """Return a copy in which the candidates `rows` have the splits of `other`."""
+        used, number = np.unique(other.number, return_inverse=True)
+        result = LayerSplit(
+            self.seconds.copy(),
+            self.number.copy(),
+            self.early.copy(),
+            *(
+                np.concatenate((old, np.pad(new[used], [(0, 0), (0, old.shape[1] - new.shape[1])])))
+                for old, new in ((self.layers, other.layers), (self.leading, other.leading))
+            ),
+        )
+        result.seconds[rows], result.early[rows], result.number[rows] = (
+            other.seconds,
+            other.early,
+            number + len(self.layers),
+        )
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +252,8 @@ def best_splits(
     stage or, with `early`, the one before it.
     """
     size, leading = layout.pipeline.size, leading_layers(train)
-    layers, dense = np.zeros((2, size, int(layout.pipeline.max())))
-    result = LayerSplit(np.full(size, np.inf), layers, dense, np.full(size, early))
+    none = np.zeros((1, int(layout.pipeline.max())))
+    result = LayerSplit(np.full(size, np.inf), np.zeros(size, dtype=np.int64), np.full(size, early), none, none)
     possible, at_least = np.ones(size, dtype=np.bool_), np.broadcast_to(least, result.seconds.shape)
     if early:  # Megatron does not sum the gradients of two copies of the embedding on the first device
         possible &= (layout.pipeline > 2) | (layout.virtual == 1)
@@ -247,15 +270,14 @@ def best_splits(
         rows = np.flatnonzero(possible & fronts.fit(layout.pipeline))
         if number and not early and most is None:
             # Without virtual stages, a first stage that also has other layers must have all leading layers.
-            is_other_split = (dense[rows, 0] < leading) | (layers[rows, 0] <= leading)
+            split = result.number[rows]
+            is_other_split = (result.leading[split, 0] < leading) | (result.layers[split, 0] <= leading)
             rows = rows[(layout.virtual[rows] > 1) | is_other_split]
         if not rows.size:
             continue
         best = _search(train, layout[rows], paces[rows], fronts, None if most is None else most[rows], at_least[rows])
         better = np.flatnonzero(best.seconds * EQUAL < result.seconds[rows])
-        rows, best = rows[better], best[better]
-        wide = best.layers.shape[1]
-        result.seconds[rows], layers[rows, :wide], dense[rows, :wide] = best.seconds, best.layers, best.leading
+        result = result.replaced(rows[better], best[better])
     return result
 
 
@@ -287,12 +309,13 @@ def _search(
         stages.append(paces.at(place).on_stage(count, **is_end))
     pace = StagePace.of_stages([*stages, *(each.on_stage() for each in paces.groups)])
     slowest = _move_layers(pace, middles, layers, (least, limits), possible)
-    split = np.zeros((2, last.size, int(layout.pipeline.max())))
-    for column, count, number in zip(columns, fronts.leading, layers[ends], strict=True):
-        split[:, row, column] = number, np.full(last.size, float(count))
-    for group_stages, number in zip(middles, layers[len(places) :], strict=True):
-        split[0] += group_stages.spread(number, split.shape[2])
-    return LayerSplit(slowest, split[0], split[1], np.full(last.size, fronts.early))
+    first, split_number = (row, row) if most is not None else distinct([layout.pipeline, *paces.starts, *layers])
+    split = np.zeros((2, first.size, int(layout.pipeline.max())))
+    for column, count, end_layers in zip(columns, fronts.leading, layers[ends, first], strict=True):
+        split[:, np.arange(first.size), column[first]] = end_layers, np.full(first.size, float(count))
+    for group_stages, group_layers in zip(middles, layers[len(places) :, first], strict=True):
+        split[0] += group_stages[first].spread(group_layers, split.shape[2])
+    return LayerSplit(slowest, split_number, np.full(last.size, fronts.early), *split)
 
 
 def _start(

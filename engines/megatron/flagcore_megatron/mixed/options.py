@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
+from flagcore_training.knobs import divisors
 from flagcore_training.layout import ArrayRecord, Layout, Training
 from flagcore_training.memory.training import split_parameters, stages_in_use
 from flagcore_training.stages import Stage, stage_of, stage_parameters
@@ -18,7 +19,7 @@ from flagcore.domain.spec import AUTO, Task
 from flagcore_megatron.mixed.rules import OF_BATCH, WHOLE_CLUSTER
 from flagcore_megatron.predict import layout_of, training
 from flagcore_megatron.space import rules as legality
-from flagcore_megatron.space.knobs import BY_NAME, candidate_columns, divisors
+from flagcore_megatron.space.knobs import BY_NAME, candidate_columns
 from flagcore_megatron.space.meshes import (
     MBS,
     RECOMPUTE_CODES,

@@ -12,14 +12,13 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from flagcore_importers.shell import SCRIPT_FIX, is_script, trace_script
 from flagcore_training.commands import PYTHON, UserCommand, parse, parse_flags
 from packaging.version import InvalidVersion, Version
 
 from flagcore.domain.files import read_regular
 from flagcore.domain.spec import Spec
 from flagcore.errors import SpecError
-from flagcore.spec.containers import variables_of
-from flagcore.spec.script import SCRIPT_FIX, is_script, trace_script
 from flagcore_megatron.program.arguments import FORK, ArgumentTable, release_table
 
 DISTRIBUTION = "megatron-core"
@@ -81,7 +80,8 @@ def _installed_release(directory: str, python: str | None, path: str | None) -> 
         return None
 
 
-MASTER_VARIABLES = variables_of("first rank")
+MASTER_VARIABLES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "SLURM_JOB_NODELIST": "localhost"}
+MASTER_VARIABLES |= {"SLURM_JOB_ID": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 """Default environment variables of a traced script, whose values differ between hosts or jobs."""
 
 

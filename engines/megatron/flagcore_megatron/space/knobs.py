@@ -4,16 +4,13 @@ Specs and job records use these names. They are the names in Megatron-core, exce
 flagcore has.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from importlib.resources import files
-from math import gcd
-from typing import Any
 
 import numpy as np
-import yaml
+from flagcore_training.knobs import read_knobs
 
-from flagcore.domain.knob import Flag, Knob, Requirement
+from flagcore.domain.knob import Knob
 from flagcore.domain.model import Model
 from flagcore.domain.space import Axis, Candidate, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Spec, Task
@@ -23,49 +20,7 @@ from flagcore_megatron.space.meshes import DP, MBS, MESHES, OWN, PP, SPLIT, Mesh
 
 SELECTIVE, FULL = 1, 2
 UNIFORM, BLOCK = 1, 2
-AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
-    "divisors": lambda task: divisors(task.cluster.devices),
-    "linked_divisors": lambda task: [n for n in divisors(task.cluster.devices) if n <= task.cluster.linked_devices],
-    "batch_divisors": lambda task: divisors(task.spec.train.global_batch_size),
-    "expert_divisors": lambda task: divisors(gcd(task.spec.model.num_moe_experts or 1, task.cluster.devices)),
-    "virtual_stages": lambda task: (None, *_virtual_stage_lengths(task.spec.model.num_layers)),
-    "layers": lambda task: tuple(range(1, task.spec.model.num_layers + 1)),
-}
-"""Functions that return the values of `auto`, by their name in `knobs.yaml`."""
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def knob_of_row(name: str, row: dict[str, Any]) -> Knob:
-    """Return the knob for a row of `knobs.yaml`. The keys of a row are fields of Knob, or these:
-
-    - `flag`: its flag, by default its name with hyphens; an empty text means that it has none.
-    - `since`: the first release with the flag, if that differs from `versions`.
-    - `others`: alternative flags, as the fields of Flag.
-    - `compare`: a space may list values of this setting. Then a switch is off by default.
-    - `auto`: a key of AUTOS, or the values besides the engine's default. By default these are all words, or both values
-      of a switch, if a space may contain the knob.
-    The default kind is a switch, the default scope a setting.
-    """
-    kind, words = row.pop("kind", "flag"), tuple(row.pop("words", ()))
-    spelled, since = row.pop("flag", name.replace("_", "-")), row.pop("since", "")
-    versions = f">={since}" if since else row.get("versions", "")
-    flags = [Flag(name=spelled, versions=versions)] if spelled else []
-    flags += [Flag(**each) for each in row.pop("others", ())]
-    scope = (*row.pop("scope", ("setting",)), *(("space",) if row.pop("compare", False) else ()))
-    requires = tuple(Requirement(knob=each["knob"], one_of=tuple(each["one_of"])) for each in row.pop("requires", ()))
-    auto = row.pop("auto", words if "space" in scope and kind == "word" else ())
-    values = auto if isinstance(auto, str) or "setting" not in scope else (None, *auto)
-    if "space" in scope and kind == "flag":
-        row["neutral"], values = row.get("neutral", False), auto or (False, True)
-    if isinstance(values, str):
-        row["auto"] = AUTOS[values]
-    elif values not in ((), (None,)):
-        row["auto"] = lambda task: values
-    return Knob(name=name, kind=kind, scope=scope, flags=tuple(flags), words=words, requires=requires, **row)
-
-
-_ROWS = yaml.load(files(__package__).joinpath("knobs.yaml").read_text("utf-8"), LOADER)
-_KNOBS = tuple(knob_of_row(name, dict(row)) for name, row in _ROWS.items())
+_KNOBS = read_knobs(__package__)
 SPACE_KNOBS = tuple(knob for knob in _KNOBS if knob.searchable)
 """The knobs of a space, in the order of enumeration."""
 SETTINGS = tuple(knob for knob in _KNOBS if "setting" in knob.scope)
@@ -170,13 +125,3 @@ def in_space(values: Mapping[str, KnobValue], model: Model) -> Mapping[str, Knob
     stages = number * int(values.get("pipeline_model_parallel_size") or 1)
     length = -(-model.num_layers // stages)
     return {**values, "num_layers_per_virtual_pipeline_stage": length} if number > 1 else values
-
-
-def _virtual_stage_lengths(layers: int) -> list[int]:
-    return sorted({*divisors(layers), *divisors(-(-layers // 4) * 4)})
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of `number` in ascending order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)}))

@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import megatron.core
 import torch
+from flagcore_training.trial.job import JobError
 from megatron.core import parallel_state as groups
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from flagcore_megatron.trial.job import Job, JobError
+from flagcore_megatron.trial.job import Job
 
 T = TypeVar("T")
 

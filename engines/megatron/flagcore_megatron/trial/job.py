@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flagcore_training.layout import StageLayers
+from flagcore_training.trial.job import Device, JobError, Train
 
 from flagcore.domain.model import Model
 from flagcore_megatron.space.stages import parse_layout
@@ -20,27 +21,6 @@ T = TypeVar("T")
 
 _MIN_MICROBATCHES = 4
 """Minimum number of micro-batches of a probe. The first micro-batches take longer."""
-
-
-class JobError(ValueError):
-    """The job cannot be run. The message has one line."""
-
-
-@dataclass(frozen=True)
-class Train:
-    """The part of a job that all candidates share: the work of one step and the number of steps.
-
-    `balanced_routing` assigns tokens to experts evenly at random, because an untrained router prefers a few experts.
-    `implementation` is `local` for megatron-core's layers, or `transformer_engine`.
-    """
-
-    seq_length: int
-    global_batch_size: int
-    precision: str
-    train_iters: int
-    seed: int
-    balanced_routing: bool = False
-    implementation: str = "local"
 
 
 @dataclass(frozen=True)
@@ -89,19 +69,6 @@ class Candidate:
     def recomputes(self) -> bool:
         """Whether activations are recomputed; by default if a granularity is set."""
         return self.recompute_granularity is not None if self.use_recompute is None else self.use_recompute
-
-
-@dataclass(frozen=True)
-class Device:
-    """The type of device and the backend of its collectives, as torch names them.
-
-    `preload` are the modules that register the device. They are imported in this order after torch.
-    """
-
-    type: str = "cpu"
-    backend: str = "gloo"
-    preload: tuple[str, ...] = ()
-    threads_per_rank: int = 1
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,15 @@ from typing import Any
 import megatron.core
 import torch
 import torch.distributed as dist
-from flagcore_training.rank_device import TIMEOUT, RankDevice, append_step, join, open_device, speed_test, write_metrics
+from flagcore_training.trial.rank_device import (
+    TIMEOUT,
+    RankDevice,
+    append_step,
+    join,
+    open_device,
+    speed_test,
+    write_metrics,
+)
 from megatron.core import parallel_state
 
 from flagcore.domain.chip import SPEED_TEST

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flagcore_training.rank_device import RankDevice
+from flagcore_training.trial.rank_device import RankDevice
 from megatron.core import parallel_state as groups
 from megatron.core.pipeline_parallel import get_forward_backward_func
 

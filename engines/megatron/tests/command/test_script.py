@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+from flagcore_importers import shell
 from flagcore_megatron.program.user_command import user_command
 
 from engines.megatron.tests.command.scripts import LAUNCH, MODEL, read, spec_of
 from flagcore.errors import SpecError
-from flagcore.spec import script
 
 EXPECTED = tuple(MODEL.split())
 FORMS = {
@@ -157,7 +157,7 @@ def test_missing_script_is_refused(tmp_path: Path) -> None:
 
 
 def test_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(shell, "TIMEOUT_SECONDS", 0.5)
     began = time.monotonic()
     with pytest.raises(SpecError, match="did not end"):
         read("while true; do i=1; done", tmp_path)
@@ -204,7 +204,7 @@ def test_a_script_of_another_machine_runs_no_program(command: str, tmp_path: Pat
     (tmp_path / "date").write_text("#!/usr/bin/python3\nopen('written', 'w')\n")
     (tmp_path / "date").chmod(0o755)
     (tmp_path / "run.sh").write_text(f"N=$({command})\ntouch $N\n")
-    records, _ = script.trace_script(("bash", "run.sh"), str(tmp_path), {script.ELSEWHERE: "1"})
+    records, _ = shell.trace_script(("bash", "run.sh"), str(tmp_path), {}, elsewhere=1)
     assert any(record.words[0] == "touch" for record in records)
     assert not (tmp_path / "written").exists()
 

@@ -4,7 +4,7 @@ The lines are those of Megatron-LM 0.15 and torch 2.13, from runs on a CPU.
 """
 
 import pytest
-from flagcore_megatron.reading import FAILURES
+from flagcore_training.reading import FAILURES
 
 from flagcore.domain.launch import Exit, classify
 

@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 import pytest
-from flagcore_megatron import reading
 from flagcore_megatron.reading import MegatronLog, read_logs
+from flagcore_training import reading
 
 ARGUMENTS = """\
 using world size: 4, data-parallel size: 2, context-parallel size: 1, tensor-model-parallel size: 2

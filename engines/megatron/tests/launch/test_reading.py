@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from flagcore_megatron.adapter import ENGINE
-from flagcore_megatron.reading import CommandProgress, program_progress
+from flagcore_megatron.reading import CommandProgress
+from flagcore_training.reading import program_progress
 
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control

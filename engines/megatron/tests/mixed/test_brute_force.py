@@ -12,9 +12,9 @@ from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.mixed.planner import planned
 from flagcore_megatron.predict import stage_layers
 from flagcore_megatron.space.knobs import columns as row_of
-from flagcore_megatron.space.knobs import divisors
 from flagcore_megatron.space.meshes import MESHES, SIZES
 from flagcore_megatron.space.stages import LAYOUT
+from flagcore_training.knobs import divisors
 
 from engines.megatron.tests.layers import test_mixed_split as test_mixed
 from engines.megatron.tests.mixed.test_meshes import EXPERTS, MODEL

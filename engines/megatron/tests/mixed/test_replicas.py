@@ -11,8 +11,9 @@ from flagcore_megatron.mixed.hetero import mixed
 from flagcore_megatron.mixed.options import share_sizes
 from flagcore_megatron.mixed.planner import planned_replicas, with_meshes
 from flagcore_megatron.mixed.trials import require_runnable, shares
-from flagcore_megatron.space.knobs import divisors, plain_values
+from flagcore_megatron.space.knobs import plain_values
 from flagcore_megatron.space.meshes import MESHES, SIZES
+from flagcore_training.knobs import divisors
 
 from engines.megatron.tests.mixed.test_meshes import (
     EXPERTS,

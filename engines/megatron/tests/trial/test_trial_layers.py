@@ -10,7 +10,8 @@ import pytest
 from flagcore_megatron import start
 from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.predict import training
-from flagcore_megatron.trial.job import JobError, parse_job
+from flagcore_megatron.trial.job import parse_job
+from flagcore_training.trial.job import JobError
 
 from engines.megatron.tests.trial import trial_jobs
 from flagcore.contracts import Platform

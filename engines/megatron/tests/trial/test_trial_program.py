@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.trial import __main__ as failures
-from flagcore_megatron.trial.job import JobError, parse_job
-from flagcore_training import forked_ranks as ranks
+from flagcore_megatron.trial.job import parse_job
+from flagcore_training.trial import forked_ranks as ranks
+from flagcore_training.trial import program as failures
+from flagcore_training.trial.job import JobError
 
 from engines.megatron.tests.trial import trial_jobs
 from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS
@@ -229,7 +230,7 @@ def test_steps_are_written_while_the_trial_runs_and_sigterm_ends_its_ranks(tmp_p
 
 SLEEPING = """
 import sys, time
-from flagcore_training import forked_ranks
+from flagcore_training.trial import forked_ranks
 sys.exit(forked_ranks.run_ranks(2, lambda rank, listener: time.sleep(300) or 0))
 """
 

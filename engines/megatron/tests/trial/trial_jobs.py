@@ -96,9 +96,11 @@ def _end(process: subprocess.Popen[str], folder: Path) -> None:
 
 
 def _main() -> None:
-    from flagcore_megatron.trial import __main__ as program
-    from flagcore_megatron.trial.job import JobError, parse_job
-    from flagcore_training import forked_ranks as ranks
+    from flagcore_megatron.trial.__main__ import RANK
+    from flagcore_megatron.trial.job import parse_job
+    from flagcore_training.trial import forked_ranks as ranks
+    from flagcore_training.trial import program
+    from flagcore_training.trial.job import JobError
 
     for line in sys.stdin:
         folder, jobs = json.loads(line)
@@ -118,8 +120,8 @@ def _main() -> None:
                 continue
             program.prepare(job)
             program.clear_output(job.output)
-            import_s = program.import_rank(job)
-            codes[name] = ranks.run_ranks(job.processes, partial(program.run_forked_rank, job, import_s))
+            import_s = program.import_rank(job, RANK)
+            codes[name] = ranks.run_ranks(job.processes, partial(program.run_forked_rank, job, import_s, rank=RANK))
         sys.stderr.flush()
         print(json.dumps(codes), flush=True)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from flagcore.domain.chip import USUAL_DEVICES
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.domain.serving import CLIENTS_PER_DEVICE, Load
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.containers import FORMS
 from flagcore.spec.importing import Notes
 from flagcore.spec.plain_data import read_mapping
 from flagcore.spec.public import find_public
@@ -32,6 +32,16 @@ LENGTHS = ("max_model_len", "context_length", "ctx_size")
 """Arguments whose value may have a unit, such as 32k."""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HOSTS = "nnodes"
+_PASSES = re.compile("exec|nohup|sudo|time|env|setsid|uv|run")
+"""Words in front of a program without effect."""
+_NO_TEXT = re.compile("(?i)embed(?!ded)|rerank|(^|/)(bge|gte|e5)-")
+"""Names of models that generate no text."""
+_MODEL_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|.*(\{\w+\}|\{\{.*\}\}|\$[({].*[)}]|\$\w+|__[A-Z]\w*__).*")
+_PLACEHOLDER = re.compile(r"[\w./:-]*(\{\w+\}|\{\{.*\}\}|\$\{\w+\}|\$\w+|__[A-Z]\w*__|\[[A-Za-z]\w+\])[\w./:-]*")
+_PATH = re.compile("[^={/]*/[^={]*$")
+_PATH_FLAG = re.compile("file|path|dir|template|preset")
+_NAME_FLAG = re.compile("-[stnS]|-dmS|--(target|name|container)")
+"""Flags of other programs whose value may be the name of a server."""
 Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
 
@@ -47,50 +57,31 @@ def spec_of_command(
         raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
     program = words[place[0] : place[1]]
     notes = Notes()
-    if before := " ".join(each for each in words[: place[0]] if not FORMS["passes"].fullmatch(each)):
+    front = [f"image {start.image}", *words[: place[0]]] if start.image else words[: place[0]]
+    if before := " ".join(each for each in front if not _PASSES.fullmatch(each)):
         notes.note("command", f"is left out in front of the program: {redact_text(before)[:100]}")
     is_default = tuple(program) == tuple(engine.program.program)
     flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
     pairs = _with_config(engine, list(_split(engine, words[place[1] :])), directory, notes)
     pairs = [*_of_variables(engine, start.envs), *pairs]
     pairs = [*pairs, ("", [model])] if model else _with_model(engine, pairs, notes)
-    path, arguments, hosts, local = _arguments(engine, pairs, flags, version, notes)
-    path = model or _weights(path, directory, notes)
-    if path and FORMS["no text"].search(os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))):
-        problem, fix = "generates no text, which flagcore cannot tune", "give the command of a server that does"
-        raise SpecError(key="model", value=path, problem=problem, fix=fix)
-    check_text(arguments, "--")
-    if not (path or "").strip("/ "):
-        names = ("", *engine.program.model_flags)
-        empty = any(strip_dashes(flag) in names and not any(values) for flag, values in pairs)
-        problem, fix = "is not in the command", f"write it after {' '.join(program)}, set its variable, or add --model"
-        raise SpecError(key="model", problem="is empty: its variable is not set" if empty else problem, fix=fix)
-    baseline, engine_args = _divide(engine, arguments, version, directory, notes)
-    shares, by_rows = str(engine_args.get(engine.program.share_flag, "")).count(",") + 1, baseline.get("split_mode")
-    if by_rows in ("row", "tensor") and not {TP, PP} & baseline.keys():
-        baseline[TP] = max(shares, start.devices or 2)
-        notes.note("--split-mode", f"{baseline[TP]} devices: set their number", f"auto_tuner.baseline.{TP}")
-    elif shares > 1 and not {TP, PP} & baseline.keys():
-        baseline[engine.split_by] = shares
-    formats = (str(each.get(QUANTIZATION)) for each in (baseline, engine_args))
-    if (precision := next(filter(None, map(engine.program.stored.get, formats)), "")) and path:
-        public = find_public(path)
-        precision = public[1] if public and public[1] in ("int8", "int4") else precision
-        notes.note(f"--{QUANTIZATION}", f"{precision} is assumed: set the precision of the weights", "serve.precision")
+    found = _Arguments(engine, pairs, flags, version, notes)
+    path = model or _weights(found.model, directory, notes) or ""
+    check_text(found.values, "--")
+    _check_model(engine, path, pairs, program)
+    baseline, engine_args = _divide(engine, found.values, version, directory, notes)
+    _add_shares(engine, baseline, engine_args, start, notes)
+    precision = _precision(engine, path, baseline, engine_args, notes)
     notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
     load = {**_lengths(baseline), "concurrency": CLIENTS_PER_DEVICE}
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
-    if precision:
-        serve["precision"] = precision
-    if not is_default:
-        serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
+    own = [os.path.abspath(directory / each) if "/" in each else each for each in program]
+    given = {"precision": precision, "command": [] if is_default else own, "engine_version": start.version}
+    serve |= {key: value for key, value in given.items() if value}
     if start.version:
-        serve["engine_version"] = start.version
         notes.note("serve.engine_version", "is the tag of the image", "serve.engine_version")
     devices = math.prod(baseline.get(name, 1) for name in (INSTANCES, TP, PP, DP))
-    is_spread = devices > (start.devices or devices) and devices == start.instances * (start.devices or 0)
-    if (hosts == start.instances and start.hosts <= 1) or is_spread:  # each pod is a host of the same server
-        start = replace(start, instances=1, hosts=start.instances)
+    start = _of_one_server(start, devices, found.hosts)
     if start.instances > 1:
         baseline = {INSTANCES: start.instances * baseline.get(INSTANCES, 1), **baseline}
         notes.note("replicas", f"{start.instances}: the instances of the baseline", f"auto_tuner.baseline.{INSTANCES}")
@@ -100,17 +91,68 @@ def spec_of_command(
     if engine_args.pop(engine.program.expert_switch, False):
         baseline[EP] = devices // (baseline.get(PP, 1) * baseline.get(INSTANCES, 1))
     if devices > 1 or engine.split_by == TP:
-        cluster |= _cluster(devices, hosts, local * devices // baseline.get(DP, 1), start, notes)
+        cluster |= _cluster(devices, found.hosts, found.local * devices // baseline.get(DP, 1), start, notes)
         baseline = {TP: 1, **baseline}
     data = {"model": path, "cluster": cluster, "serve": serve, "auto_tuner": {"baseline": baseline}}
     if start.prefill:
         _add_prefill(engine, data, spec_of_command(engine, start.prefill, directory, path)[0], notes)
     elif half := start.role or role(engine, words):
-        for name in _of_role(engine, engine_args):
-            notes.note(f"--{name}", f"dropped: a {half} half that runs alone transfers nothing", "serve.engine_args")
-            del engine_args[name]
-        notes.note("command", f"is only the {half} half of a pair: give both halves in one file to tune them", "serve")
+        _drop_transfers(engine, engine_args, half, notes)
     return data, notes.notes
+
+
+def _drop_transfers(engine: EngineProfile, engine_args: dict[str, Any], half: str, notes: Notes) -> None:
+    """Drop the flags that only servers of a pair need."""
+    for name in _of_role(engine, engine_args):
+        notes.note(f"--{name}", f"dropped: a {half} half that runs alone transfers nothing", "serve.engine_args")
+        del engine_args[name]
+    notes.note("command", f"is only the {half} half of a pair: give both halves in one file to tune them", "serve")
+
+
+def _check_model(engine: EngineProfile, path: str, pairs: Sequence[Pair], program: Sequence[str]) -> None:
+    """Raise SpecError if a model is missing or generates no text."""
+    if _NO_TEXT.search(os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))):
+        problem, fix = "generates no text, which flagcore cannot tune", "give the command of a server that does"
+        raise SpecError(key="model", value=path, problem=problem, fix=fix)
+    if not path.strip("/ "):
+        names = ("", *engine.program.model_flags)
+        empty = any(strip_dashes(flag) in names and not any(values) for flag, values in pairs)
+        problem, fix = "is not in the command", f"write it after {' '.join(program)}, set its variable, or add --model"
+        raise SpecError(key="model", problem="is empty: its variable is not set" if empty else problem, fix=fix)
+
+
+def _add_shares(
+    engine: EngineProfile, baseline: dict[str, Any], engine_args: Mapping[str, Any], start: Start, notes: Notes
+) -> None:
+    """Add the devices of a server that splits matrices, or has a list with the share of each device, to `baseline`."""
+    shares = str(engine_args.get(engine.program.share_flag, "")).count(",") + 1
+    if {TP, PP} & baseline.keys():
+        return
+    if baseline.get("split_mode") in ("row", "tensor"):
+        baseline[TP] = max(shares, start.devices or 2)
+        notes.note("--split-mode", f"{baseline[TP]} devices: set their number", f"auto_tuner.baseline.{TP}")
+    elif shares > 1:
+        baseline[engine.split_by] = shares
+
+
+def _precision(
+    engine: EngineProfile, path: str, baseline: Mapping[str, Any], engine_args: Mapping[str, Any], notes: Notes
+) -> str:
+    """Return the precision of weights in another format, or an empty text."""
+    formats = (str(each.get(QUANTIZATION)) for each in (baseline, engine_args))
+    precision = next(filter(None, map(engine.program.stored.get, formats)), "")
+    if precision:
+        public = find_public(path)
+        precision = public[1] if public and public[1] in ("int8", "int4") else precision
+        notes.note(f"--{QUANTIZATION}", f"{precision} is assumed: set the precision of the weights", "serve.precision")
+    return precision
+
+
+def _of_one_server(start: Start, devices: int, hosts: int) -> Start:
+    """Return `start` with its instances as hosts if each pod is a host of the same server."""
+    is_spread = devices > (start.devices or devices) and devices == start.instances * (start.devices or 0)
+    is_one = (hosts == start.instances and start.hosts <= 1) or is_spread
+    return replace(start, instances=1, hosts=start.instances) if is_one else start
 
 
 def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, Any], notes: Notes) -> None:
@@ -184,9 +226,9 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
     """Return the start and end index of the engine's program in a command, or None if it is not there."""
     for start, word in enumerate(words):
         name, rest = os.path.basename(word), start + 1
-        if start and FORMS["name flag"].fullmatch(words[start - 1]):
+        if start and _NAME_FLAG.fullmatch(words[start - 1]):
             continue
-        if FORMS["python"].fullmatch(name):
+        if re.fullmatch(r"python(\d+(\.\d+)*)?", name):
             name = "python"
             while rest < len(words) and re.fullmatch("-[uBEIsSO]+", words[rest]):  # options of the interpreter
                 rest += 1
@@ -206,15 +248,14 @@ def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, note
         return pairs
     file, *model = found  # the model may follow the file
     notes.note(f"--{name}", f"the flags of {file} are part of the command", "serve")
-    config_flags = {f"--{key}": value for key, value in read_mapping(directory / file, file=file).items()}
-    for key in [key for key, value in config_flags.items() if value is False]:
-        notes.note(key, f"dropped: as in {engine.program.title}, false in a configuration file has no effect", "serve")
-        del config_flags[key]
-    lists = {key: value if isinstance(value, list) else [value] for key, value in config_flags.items()}
-    added = [
-        (key, [json.dumps(each) if isinstance(each, Mapping) else str(each) for each in value if each is not True])
-        for key, value in lists.items()
-    ]
+    added = list[Pair]()
+    for key, value in read_mapping(directory / file, file=file).items():
+        if value is False:
+            problem = f"dropped: as in {engine.program.title}, false in a configuration file has no effect"
+            notes.note(f"--{key}", problem, "serve")
+            continue
+        given = [each for each in (value if isinstance(value, list) else [value]) if each is not True]
+        added.append((f"--{key}", [json.dumps(each) if isinstance(each, Mapping) else str(each) for each in given]))
     first = [pair for pair in [*pairs, ("", model)] if not pair[0] and pair[1]]
     return [*first, *added, *(pair for pair in pairs if pair[0] and strip_dashes(pair[0]) != name)]
 
@@ -227,79 +268,114 @@ def _of_variables(engine: EngineProfile, envs: Mapping[str, str]) -> Iterator[Pa
             yield f"--{engine.program.env_flags.get(flag, flag)}", [value]
 
 
-def _arguments(
-    engine: EngineProfile, pairs: Sequence[Pair], installed_flags: Collection[str], version: str, notes: Notes
-) -> tuple[str | None, dict[str, Any], int, int]:
-    """Return a command line's model, flags with values (True if none), hosts, and data-parallel ranks per host (or 0).
-    `installed_flags`: as in `Program.check`. Raises SpecError for misspelt flags."""
-    model, arguments, hosts, local, problems = None, dict[str, Any](), 1, 0, list[SpecError]()
-    for flag, values in pairs:
+class _Arguments:
+    """What a command line sets: the model, flags with values (True if none), hosts, and data-parallel ranks per host
+    (or 0). Raises SpecError for misspelt flags. `installed_flags`: as in `Program.check`."""
+
+    def __init__(
+        self, engine: EngineProfile, pairs: Sequence[Pair], installed_flags: Collection[str], version: str, notes: Notes
+    ) -> None:
+        self._program, self._version, self._notes = engine.program, version, notes
+        self.model: str | None = None
+        self.hosts, self.local = 1, 0
+        self.values: dict[str, Any] = {}
+        self._problems = list[SpecError]()
+        for flag, values in pairs:
+            self._add(flag, values)
+        if self.model and _MODEL_PLACEHOLDER.fullmatch(self.model):
+            fix = "write the name or the path of the model in its place, or give it as --model"
+            self._problems.insert(0, SpecError(key="model", value=self.model, problem="is a placeholder", fix=fix))
+        written, self.values = self.values, self._program.known_args(self.values)
+        for name in [name for name in self.values if self._program.knob_of(name)[0] is None]:
+            if not self._is_known(name, installed_flags):
+                del self.values[name]
+                written.pop(name, None)
+        if self._problems:
+            raise join_errors(self._problems)
+        added = " and ".join(name for name in self.values if name not in (*written, EP))
+        for name in (name for name in written if name not in self.values):
+            notes.note(
+                f"--{name}", f"is replaced with {added}" if added else "dropped: has no effect", "serve.engine_args"
+            )
+
+    def _add(self, flag: str, values: list[str]) -> None:
+        """Add a flag with its values."""
+        name, knob = self._named(flag)
+        if self.model is None and knob is not None and len(values) > (knob.kind != "flag"):
+            self.model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
+        if not flag and len(values) > 1:
+            fix = f"write only the model after {' '.join(self._program.commands[0])}"
+            raise SpecError(key="model", value=" ".join(values), problem="is several words", fix=fix)
+        if not flag or name in self._program.model_flags:
+            self.model = values[0] if values else self.model
+        elif name in (_HOSTS, self._program.local_flag) and len(values) == 1 and values[0].isdecimal():
+            self._count(flag, name, int(values[0]))
+        elif reason := self._program.reserved.get(name) or ("secrets are not copied" if is_secret(name) else ""):
+            self._notes.note(flag, f"dropped: {reason}", "serve.engine_args")
+        elif problem := _problem(flag, name, values):
+            self._problems.append(problem)
+        elif len(values) > 1 and knob is not None:
+            self._notes.note(flag, f"dropped ({' '.join(values)}): a knob has a single value", "serve.engine_args")
+        else:
+            self.values[name] = _argument(name, values, is_switch=knob is not None and knob.kind == "flag")
+
+    def _count(self, flag: str, name: str, count: int) -> None:
+        if name == _HOSTS:
+            self.hosts, what = count, "hosts of the cluster"
+        else:
+            self.local, what = count, "data-parallel ranks per host"
+        self._notes.note(flag, f"is the number of {what}", "cluster")
+
+    def _named(self, flag: str) -> tuple[str, Knob | None]:
+        """Return the name of a flag, in full, and its knob."""
         name = strip_dashes(flag)
-        knob, _ = engine.program.knob_of(name)
+        knob, _ = self._program.knob_of(name)
         if knob is None and flag:
             is_short = not flag.startswith("--")
-            name = engine.program.full_name(name) if is_short else engine.program.unabbreviated(name, version)
-            knob, _ = engine.program.knob_of(name)
+            name = self._program.full_name(name) if is_short else self._program.unabbreviated(name, self._version)
+            knob, _ = self._program.knob_of(name)
             if not is_short and name != strip_dashes(flag):
-                notes.note(flag, f"is short for --{name}", "serve")
+                self._notes.note(flag, f"is short for --{name}", "serve")
         elif knob is not None and flag[1:2] != "-" and knob.flags:
             name = strip_dashes(knob.flags[0].name)
-        if model is None and knob is not None and len(values) > (knob.kind != "flag"):
-            model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
-        if not flag and len(values) > 1:
-            fix = f"write only the model after {' '.join(engine.program.commands[0])}"
-            raise SpecError(key="model", value=" ".join(values), problem="is several words", fix=fix)
-        if not flag or name in engine.program.model_flags:
-            model = values[0] if values else model
-        elif name == _HOSTS and len(values) == 1 and values[0].isdecimal():
-            hosts = int(values[0])
-            notes.note(flag, "is the number of hosts of the cluster", "cluster")
-        elif name == engine.program.local_flag and len(values) == 1 and values[0].isdecimal():
-            local = int(values[0])
-            notes.note(flag, "is the number of data-parallel ranks per host", "cluster")
-        elif reason := engine.program.reserved.get(name):
-            notes.note(flag, f"dropped: {reason}", "serve.engine_args")
-        elif is_secret(name):
-            notes.note(flag, "dropped: secrets are not copied", "serve.engine_args")
-        elif unfilled := next(filter(FORMS["value placeholder"].fullmatch, values), ""):
-            fix = "write its value: give the file after `envsubst`, `helm template` or the like has filled it"
-            problems.append(SpecError(key=flag, value=unfilled, problem="is a placeholder", fix=fix))
-        elif not values and name.replace("-", "_") in LENGTHS:
-            fix = "write its value, which may be a variable that is not set"
-            problems.append(SpecError(key=flag, problem="has no value", fix=fix))
-        elif len(values) > 1 and knob is not None:
-            notes.note(flag, f"dropped ({' '.join(values)}): a knob has a single value", "serve.engine_args")
-        else:
-            given = [_value(name, each) for each in values] or [True]
-            if knob is not None and knob.kind == "flag" and str(given[0]).lower() in ("true", "false", "1", "0"):
-                given[0] = str(given[0]).lower() in ("true", "1")
-            arguments[name] = given if len(given) > 1 else given[0]
-    if model and FORMS["model placeholder"].fullmatch(model):
-        problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
-        problems.insert(0, SpecError(key="model", value=model, problem=problem, fix=fix))
-    known_arguments = engine.program.known_args(arguments)
-    for name in [name for name in known_arguments if engine.program.knob_of(name)[0] is None]:
-        flag = as_words({name: True}, has_negation=True)[0]
-        found = engine.program.flag_problem(name, installed_flags, version)
+        return name, knob
+
+    def _is_known(self, name: str, installed_flags: Collection[str]) -> bool:
+        """Return whether an argument that is no knob stays. Add a problem or a note if it is not known."""
+        flag, program = as_words({name: True}, has_negation=True)[0], self._program
+        found = program.flag_problem(name, installed_flags, self._version)
         if found and not found.removed:
             fix = found.fix.replace("did you mean ", "did you mean --")
-            problems.append(SpecError(key=flag, problem=found.problem, fix=fix))
+            self._problems.append(SpecError(key=flag, problem=found.problem, fix=fix))
         elif found and found.is_certain:
-            notes.note(flag, f"dropped: {found.problem}; {found.fix}", "serve.engine_args")
-            del known_arguments[name]
-            arguments.pop(name, None)
+            self._notes.note(flag, f"dropped: {found.problem}; {found.fix}", "serve.engine_args")
+            return False
         elif found:
             problem = f"{found.problem}; {found.fix}, or set serve.engine_version to your release"
-            notes.note(flag, problem, f"serve.engine_args.{name}")
-        elif not engine.program.knows_flag(name) and name not in installed_flags:
+            self._notes.note(flag, problem, f"serve.engine_args.{name}")
+        elif not program.knows_flag(name) and name not in installed_flags:
             problem = "is not known to flagcore: it is passed to the engine unchanged"
-            notes.note(flag, problem, f"serve.engine_args.{name}")
-    if problems:
-        raise join_errors(problems)
-    added = " and ".join(name for name in known_arguments if name not in (*arguments, EP))
-    for name in (name for name in arguments if name not in known_arguments):
-        notes.note(f"--{name}", f"is replaced with {added}" if added else "dropped: has no effect", "serve.engine_args")
-    return model, known_arguments, hosts, local
+            self._notes.note(flag, problem, f"serve.engine_args.{name}")
+        return True
+
+
+def _problem(flag: str, name: str, values: Sequence[str]) -> SpecError | None:
+    """Return the error for a flag whose value is a placeholder or missing, or None."""
+    if unfilled := next(filter(_PLACEHOLDER.fullmatch, values), ""):
+        fix = "write its value: give the file after `envsubst`, `helm template` or the like has filled it"
+        return SpecError(key=flag, value=unfilled, problem="is a placeholder", fix=fix)
+    if not values and name.replace("-", "_") in LENGTHS:
+        fix = "write its value, which may be a variable that is not set"
+        return SpecError(key=flag, problem="has no value", fix=fix)
+    return None
+
+
+def _argument(name: str, values: Sequence[str], *, is_switch: bool) -> Any:
+    """Return the value of an argument, or its list of values."""
+    given = [_value(name, each) for each in values] or [True]
+    if is_switch and str(given[0]).lower() in ("true", "false", "1", "0"):
+        given[0] = str(given[0]).lower() in ("true", "1")
+    return given if len(given) > 1 else given[0]
 
 
 def _with_model(engine: EngineProfile, pairs: list[Pair], notes: Notes) -> list[Pair]:
@@ -309,9 +385,9 @@ def _with_model(engine: EngineProfile, pairs: list[Pair], notes: Notes) -> list[
         knob, _ = engine.program.knob_of(name)
         if not flag or name in engine.program.model_flags or (knob and len(values) > (knob.kind != "flag")):
             return pairs
-    is_path = FORMS["path"].match
+    is_path = _PATH.match
     long = [pair for pair in pairs if len(pair[1]) > 1 and is_path(pair[1][-1])]
-    last = [pair for pair in pairs[-1:] if any(map(is_path, pair[1])) and not FORMS["path flag"].search(pair[0])]
+    last = [pair for pair in pairs[-1:] if any(map(is_path, pair[1])) and not _PATH_FLAG.search(pair[0])]
     if not (long or last):
         return pairs
     flag, values = pair = (long or last)[-1]
@@ -380,7 +456,7 @@ def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
 
 def _value(name: str, text: str) -> Any:
     """Convert a command-line value to a number if it is one; otherwise return `text`."""
-    if FORMS["number"].fullmatch(text):
+    if re.fullmatch(r"-?(\d+|\d*\.\d+)", text):
         return float(text) if "." in text else int(text)
     return parse_length(text) if name.replace("-", "_") in LENGTHS else text
 

@@ -1,13 +1,10 @@
-"""Entry point of the trial program: `python -m flagcore_trainers.fsdp2 JOB.json`.
-
-It starts, ends and reports as `flagcore_megatron.trial` does.
-"""
+"""Entry point of the trial program: `python -m flagcore_trainers.fsdp2 JOB.json`."""
 
 import sys
 from functools import partial
 
-from flagcore_megatron.trial import __main__ as program
-from flagcore_training.forked_ranks import exit_at_once
+from flagcore_training.trial import program
+from flagcore_training.trial.forked_ranks import exit_at_once
 
 from flagcore_trainers.fsdp2.job import read_job
 

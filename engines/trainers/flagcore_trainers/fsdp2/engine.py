@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
-from flagcore_megatron import reading
-from flagcore_megatron.start import installed, program_launch, shared_job
+from flagcore_training.reading import FAILURES, program_progress, read_program
+from flagcore_training.start import installed, program_launch, shared_job
 
 from flagcore.contracts import Engine, Platform
 from flagcore.contracts.capabilities import Advice, Pruning, RuleOfThumb, Steps
@@ -16,6 +17,7 @@ from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
+from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, NoDevice, SpecError
 from flagcore_trainers.fsdp2 import space
 from flagcore_trainers.fully_shard import (
@@ -67,8 +69,6 @@ class Fsdp2(Engine, Advice, Pruning, RuleOfThumb, Steps):
 
     merges = staticmethod(space.merges)
     predict = staticmethod(prediction.predict)
-    progress = staticmethod(reading.progress)
-    read = staticmethod(reading.read)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)
@@ -129,8 +129,14 @@ class Fsdp2(Engine, Advice, Pruning, RuleOfThumb, Steps):
         environment = {"GLOO_SOCKET_IFNAME": "{interface}"} if hosts and backend.endswith("gloo") else {}
         return replace(program_launch(job, folder, PROGRAM), warm=True, hosts=hosts, environment=environment)
 
+    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
+        return partial(program_progress, folder)
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        return read_program(task, folder, partial=partial)
+
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return reading.FAILURES
+        return FAILURES
 
 
 FSDP2 = Fsdp2()

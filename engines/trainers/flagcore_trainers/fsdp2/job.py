@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flagcore_megatron.trial.job import Device, JobError, Train
+from flagcore_training.trial.job import Device, JobError, Train
 
 from flagcore.domain.model import Model
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flagcore_training.rank_device import RankDevice, append_step, join, open_device, speed_test, write_metrics
+from flagcore_training.trial.rank_device import RankDevice, append_step, join, open_device, speed_test, write_metrics
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.pipelining import PipelineStage

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-
 import numpy as np
-import yaml
-from flagcore_megatron.space.knobs import LOADER, knob_of_row
+from flagcore_training.knobs import read_knobs
 
-from flagcore.domain.knob import Knob
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
@@ -35,10 +31,7 @@ from flagcore_trainers.fully_shard import (
     parts,
 )
 
-_ROWS = yaml.load(files(__package__).joinpath("knobs.yaml").read_text("utf-8"), LOADER)
-KNOBS: tuple[Knob, ...] = tuple(
-    knob_of_row(name, {"scope": ["space"], "flag": "", **row}) for name, row in _ROWS.items()
-)
+KNOBS = read_knobs(__package__, scope=["space"], flag="")
 
 
 def check_model(task: Task) -> None:

@@ -12,8 +12,8 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from flagcore_training.forked_ranks import OUT_OF_MEMORY, ran_out_of_memory, run_ranks
 from flagcore_training.microbench import Job, load
+from flagcore_training.trial.forked_ranks import OUT_OF_MEMORY, ran_out_of_memory, run_ranks
 
 
 def main(arguments: list[str]) -> int:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from flagcore_training.microbench import Job, kernels
 from flagcore_training.microbench.kernels import Bench, Item
-from flagcore_training.rank_device import join_group
+from flagcore_training.trial.rank_device import join_group
 
 SHARES = {
     "gemm": 0.35,

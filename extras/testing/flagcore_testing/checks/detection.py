@@ -17,7 +17,7 @@ from flagcore.vendorkit.machine import TorchReport
 from flagcore_testing import fakes
 from flagcore_testing.hook_runner import seconds_without_waiting
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
-from flagcore_testing.package import FOLDER, SOURCES, Transcript
+from flagcore_testing.package import FOLDER, SOURCES, Transcript, saved_outputs
 
 SECONDS = 15.0
 TOTAL_SECONDS = 30.0
@@ -163,7 +163,7 @@ SLOW_SECONDS = 1.0
 @check()
 def transcripts_have_sources(plugin: Subject) -> Problems:
     listed_files = {each.of or each.name for each in plugin.transcripts}
-    present_files = {path.name for path in (plugin.source / FOLDER).iterdir()} - {SOURCES}
+    present_files = saved_outputs(plugin.source / FOLDER).keys()
     for name in sorted(present_files - listed_files):
         yield Problem(f"{FOLDER / SOURCES} has no entry for {name}", "add where it was printed")
     for name in sorted(listed_files - present_files):

@@ -212,7 +212,7 @@ PATCHES = {
     "megatron.core.transformer.moe.moe_utils": experts,
     "megatron.core.pipeline_parallel.schedules": schedules,
     "megatron.training.initialize": start,
-    "flagcore_training.rank_device": device,
+    "flagcore_training.trial.rank_device": device,
 }
 
 

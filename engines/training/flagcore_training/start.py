@@ -1,0 +1,69 @@
+"""Starts a trial program: its job file, its launch, and whether what it imports is installed."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
+
+from flagcore.contracts import Platform
+from flagcore.domain.launch import Launch
+from flagcore.errors import LaunchError
+
+SEED = 1234
+
+
+def program_launch(job: Mapping[str, object], folder: str, program: str) -> Launch:
+    """Write the job file of a trial program, and return its launch. Raises LaunchError if it cannot be written."""
+    file = Path(folder, "job.json")
+    try:
+        file.write_text(json.dumps(job, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
+    return Launch(argv=(sys.executable, "-m", program, str(file)), folder=folder)
+
+
+def installed(module: str, requirement: str = "") -> bool:
+    """Return whether a module is installed in a version that satisfies `requirement`. The module is not imported."""
+    try:
+        return find_spec(module) is not None and not (requirement and _excluded(Requirement(requirement)))
+    except (ImportError, ValueError):
+        return False
+
+
+def _excluded(requirement: Requirement) -> bool:
+    try:
+        return bool(requirement.specifier) and version(requirement.name) not in requirement.specifier
+    except (PackageNotFoundError, InvalidVersion):  # a vendor's build may have no valid version
+        return False
+
+
+def shared_job(platform: Platform, folder: str) -> dict[str, Any]:
+    """Return the part of a trial program's job that does not depend on the candidate or on the engine."""
+    spec, train, support = platform.task.spec, platform.task.spec.train, platform.support
+    group = platform.task.cluster.groups[0]
+    cores = len(platform.cores) or group.chip.devices_per_node
+    return {
+        "model": asdict(replace(spec.model, vision=None, windows=None)),
+        "train": {
+            "seq_length": train.seq_length,
+            "global_batch_size": train.global_batch_size,
+            "precision": train.precision,
+            "train_iters": spec.control.train_iters,
+            "seed": SEED,
+        },
+        "device": {
+            "type": support.device_type,
+            "backend": support.distributed_backend,
+            "preload": list(support.preload),
+            "threads_per_rank": max(1, cores // group.devices_per_node) if support.shared_devices else 1,
+        },
+        "output": folder,
+        "end_after_s": spec.control.max_time_per_task,
+    }

@@ -1,0 +1,1 @@
+"""What trial programs share: the job that they read, how they start, end and report, their ranks and their devices."""

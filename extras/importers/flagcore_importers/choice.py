@@ -1,0 +1,188 @@
+"""Finds the only engine among the programs of an input, or says what the input starts instead."""
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from flagcore.contracts.capabilities import Commands
+from flagcore.domain.launch import Start
+from flagcore.domain.secrets import is_secret, redact_text
+from flagcore.errors import SpecError
+from flagcore.i18n import _
+from flagcore_importers.declared import read_table
+from flagcore_importers.starts import FailedScript, Program
+from flagcore_importers.values import KEYS, left_out
+
+Found: TypeAlias = Mapping[tuple[str, str, str], Start]
+"""The programs that are engines, by engine, role and command."""
+_OF_COPY = re.compile(r"\s--([\w-]*port|host|node.rank|data-parallel-(start-)?rank)[=\s]\S+|\s--headless")
+"""Arguments that copies of a server have of their own."""
+_FOLLOWER = re.compile(r"--(node|data-parallel|data-parallel-start).rank[=\s][1-9]|--headless")
+"""Arguments of the other hosts of a server."""
+_SCRIPT = re.compile(r"\b(?:ba|da)?sh\s(?:-\w+\s)*([^\s'\"]+\.(?:sh|bash|slurm|sbatch))\b")
+_OF_MACHINE = re.compile(
+    r"^(BASH_FUNC_.*|PATH|PWD|HOME|HOSTNAME|USER|TMPDIR|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY|HOSTS"
+    r"|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|(MASTER|\w+_SIDE_CHANNEL)_(ADDR|HOST|PORT)|\w+_HOST_IP|(FLAGCORE|LWS|PET)_\w+)$"
+)
+_OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|(JOB_)?NODELIST)")
+
+
+def is_of_machine(name: str) -> bool:
+    """Return whether a variable belongs to a machine or a container."""
+    return bool(_OF_MACHINE.search(name))
+
+
+def is_of_host(name: str) -> bool:
+    """Return whether a variable differs between the hosts of a job, or between jobs."""
+    return bool(_OF_HOST.fullmatch(name))
+
+
+def unset_names(program: Program) -> list[str]:
+    """Return the names of the variables in a program's script that are not set, without those of a machine."""
+    return [each for each in program.unset if not (is_secret(each) or is_of_machine(each) or is_of_host(each))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """The programs that an input starts.
+
+    `shown`: the input in errors. `text`: the content of its file, or empty. `engines`: those that may be started.
+    `known`: returns the names of all engines whose commands can be read.
+    """
+
+    programs: Sequence[Program]
+    shown: str | None
+    text: str
+    engines: Mapping[str, Commands]
+    known: Callable[[], Sequence[str]]
+
+    @property
+    def starts(self) -> list[Start]:
+        """The programs without failed scripts."""
+        return [each for each in self.programs if isinstance(each, Start)]
+
+    @property
+    def failure(self) -> FailedScript | None:
+        """The first script that could not be read to its end."""
+        return next((each for each in self.programs if isinstance(each, FailedScript)), None)
+
+    def found(self, *, before_failure: bool = False) -> Found:
+        """Return the engines among the programs, or among those before the first failure. Those of one server are a
+        single one."""
+        found = dict[tuple[str, str, str], Start]()
+        count = self.programs.index(self.failure) if before_failure and self.failure else len(self.programs)
+        starts = [each for each in self.programs[:count] if isinstance(each, Start) and each.words]
+        for name, engine in self.engines.items():
+            for start in sorted(starts, key=_follows):
+                if engine.starts(start.words, os.getcwd()) and not KEYS.tools.match(_text(start)):
+                    key = name, start.role or engine.role(start.words), _OF_COPY.sub("", shlex.join(start.words))
+                    found[key] = _joined(found[key], start) if key in found else start
+        bare = [[*entry] for each in self.engines.values() for entry in each.images.values()]  # beside the server's
+        found = {key: each for key, each in found.items() if [*each.words] not in bare} or found
+        roles = {role: start for (_name, role, _words), start in found.items()}
+        if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
+            return {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
+        return found
+
+    def untuned(self, found: Found) -> SpecError | None:
+        """Return the error for an input that starts what flagcore does not tune, by its name, or None."""
+        unknown = [each for each in self.starts if each.image and each.words]
+        is_image = len(self.programs) > 1 and bool(unknown)
+        commands = [each for each in map(_text, unknown if is_image else self.starts) if not KEYS.tools.match(each)]
+        for name, row in read_table("untuned").items():
+            if found and not row.get("always"):
+                continue
+            in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
+            is_read = "text" in row and (not is_image or row.get("always"))
+            if in_words or (is_read and re.search(row["text"], self.text, re.MULTILINE)):
+                fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
+                problem = _("starts {name}, which `flag import` does not read", name=name)
+                if row.get("is"):
+                    problem = _("is {name}, which `flag import` does not read", name=name)
+                return self._error(problem, row.get("fix") or fix)
+        return None
+
+    def not_one(self, found: Found) -> SpecError | None:
+        """Return the error for an input that does not start exactly one engine, or None."""
+        if len(found) == 1:
+            return None
+        return (None if found else self._nothing_read()) or self._not_one(found)
+
+    def _error(self, problem: str, fix: str) -> SpecError:
+        return SpecError(key="command", value=self.shown, problem=problem, fix=fix)
+
+    def _nothing_read(self) -> SpecError | None:
+        """Return the error for an input whose scripts could not be read, or None."""
+        if failure := self.failure:
+            problem = _("starts no engine: it {failure}", failure=redact_text(f"ends with {failure.reason}"))
+            fix = _(
+                "give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command"
+            )
+            return self._error(problem, self._with_unset(fix))
+        scripts = [hit[1] for hit in map(_SCRIPT.search, [*map(_text, self.starts)] or [self.text]) if hit]
+        for file in [each for each in scripts if not os.path.isfile(each)]:
+            problem = _("starts no engine: the script {file}, which it starts, is not here", file=redact_text(file))
+            fix = _("give that script, or start from the folder to which its path belongs")
+            return self._error(problem, self._with_unset(fix))
+        return None
+
+    def _with_unset(self, fix: str) -> str:
+        """Return a fix with the names of the variables of a script that are not set."""
+        names = dict.fromkeys(name for each in self.programs for name in unset_names(each))
+        return _("{fix}; not set: {names}", fix=fix, names=", ".join([*names][:6])) if names else fix
+
+    def _not_one(self, found: Found) -> SpecError:
+        texts = [redact_text(_text(each)) for each in [*(found.values() or self.starts)][-4:]]
+        common = next((n for n, each in enumerate(zip(*texts, strict=False)) if len({*each}) > 1), 0) * (len(found) > 1)
+        common = texts[0].rfind(" ", 0, common) + 1 if texts else 0
+        shown = ", ".join(f"{'... ' if common > 40 else ''}{each[common * (common > 40) :][:60]}" for each in texts)
+        shown = shown or _("nothing")
+        problem = _(
+            "must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown
+        )
+        return self._error(problem, self._fix(found))
+
+    def _fix(self, found: Found) -> str:
+        unknown = [each.image for each in self.starts if each.image and (each.words or len(self.programs) == 1)]
+        if found:
+            return _("give one of them: flag import -- COMMAND")
+        if not self.programs and self.text:
+            return _(
+                "it starts no program, and only sets variables at most: give the file or the command that starts one"
+            )
+        if any("$" in each or "{" in each or "__" in each for each in unknown):
+            return _(
+                "its image is a placeholder: give the file after `envsubst`, `helm template` or the like has filled it"
+            )
+        if unknown:
+            return _("the entry point of the image is not known: write the program before its arguments")
+        return _("give the command of one of {engines}", engines=", ".join(self.known()))
+
+
+def _text(start: Start) -> str:
+    """Return a program as one text."""
+    return shlex.join((f"image {start.image}", *start.words) if start.image else start.words)
+
+
+def _follows(start: Start) -> bool:
+    """Return whether a program is not the first one of its server."""
+    return bool(_FOLLOWER.search(" ".join(start.words)))
+
+
+def _joined(start: Start, other: Start) -> Start:
+    """Return a server that is also started as `other`: on another host, or as a copy."""
+    envs = {name: value for name, value in other.envs.items() if start.envs.get(name) == value}
+    unset = start.unset if start.unset == other.unset else ()
+    copies = 0 if _follows(other) else other.instances
+    return replace(start, instances=start.instances + copies, envs=envs, unset=unset)
+
+
+def others(engine: Commands, starts: Sequence[Start]) -> dict[str, str]:
+    """Return the other programs of an input, with their arguments, that may change speed."""
+    words = [(each.image, *each.words) if each.image else each.words for each in starts
+             if not (each.words and engine.starts(each.words, os.getcwd()))]  # fmt: skip
+    named = {os.path.basename(each[0]): " ".join(each[1:]) for each in reversed(words)}
+    return left_out(KEYS.programs, {name: text or name for name, text in named.items()})

@@ -1,0 +1,188 @@
+"""Reads manifests of Kubernetes and of its operators: LeaderWorkerSet, Kubeflow, Volcano, KServe."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flagcore.domain.launch import Start
+from flagcore_importers.containers import Images, container
+from flagcore_importers.values import KEYS, count_devices, left_out, literal_variables, positive, text_of
+
+_SCALERS = (
+    "HorizontalPodAutoscaler", "VerticalPodAutoscaler", "ScaledObject", "AutoscalingRunner", "PodAutoscaler"
+)  # fmt: skip
+_HALVES = ("prefill", "decode")
+
+
+def pods_of(node: Any, images: Images, pod: Start = Start()) -> Iterator[Start]:  # noqa: B008 (it is frozen)
+    """Yield the containers of a manifest. `pod`: the number of hosts and copies, and the role, of those in `node`."""
+    if isinstance(node, list):
+        for each in node:
+            yield from pods_of(each, images, pod)
+    if not isinstance(node, Mapping):
+        return
+    if node.get("name") in _HALVES and "template" in node:
+        pod = replace(pod, role=str(node["name"]))
+    if "containers" in node:
+        yield from _containers(node, images, pod)
+    elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
+        template = group.get("leaderTemplate") or group.get("workerTemplate")
+        size = positive(group.get("size")) or 1
+        pod = replace(pod, hosts=size, instances=positive(node.get("replicas")) or 1)
+        for start in pods_of(template, images, pod):
+            yield replace(start, job={"LWS_GROUP_SIZE": str(size)})
+    elif replicas := next((each for key, each in node.items() if str(key).endswith("ReplicaSpecs")), None):
+        yield from _replicas([*replicas.values()], images)
+    elif (tasks := _tasks(node)) and not {*_HALVES} & {str(each.get("name")) for each in tasks}:
+        yield from _replicas(tasks, images, is_any=True)
+    else:
+        hosts, copies = (positive(node.get(name)) or 1 for name in ("parallelism", "replicas"))
+        pod = replace(pod, hosts=pod.hosts * hosts, instances=pod.instances * copies)
+        yield from pods_of([*node.values()], images, pod)
+
+
+def _tasks(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the tasks of a job of Volcano."""
+    tasks = node["tasks"] if isinstance(node.get("tasks"), list) else []
+    return [each for each in tasks if isinstance(each, Mapping) and isinstance(each.get("template"), Mapping)]
+
+
+def _containers(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator[Start]:
+    """Yield the containers of a pod."""
+    given = node["containers"]
+    for each in given.values() if isinstance(given, Mapping) else given:
+        resources, absent = each.get("resources") or {}, _maps_of(each)
+        start = replace(
+            pod,
+            envs=literal_variables(each.get("env")),
+            devices=count_devices(resources.get("limits") or resources.get("requests")),
+            instances=pod.instances * (positive(node.get("minReplicas")) or 1),  # a predictor of KServe
+            left_out=left_out(KEYS.pod, node) | left_out(KEYS.container, each) | absent | _secrets_of(each),
+            absent=tuple(absent),
+        )
+        yield container(start, each.get("image") or "", each.get("command"), each.get("args"), images)
+
+
+def _replicas(specs: Sequence[Mapping[str, Any]], images: Images, *, is_any: bool = False) -> Iterator[Start]:
+    """Yield the containers of a job with several kinds of pods: of all kinds, or of the one that starts the others."""
+    counts = [positive(each.get("replicas")) or 1 for each in specs]
+    pods = [[*pods_of(each.get("template"), images)] for each in specs]
+    sizes = [max((each.devices or 0 for each in pod), default=0) for pod in pods]  # 0 for one that only starts
+    hosts = sum([n for n, size in zip(counts, sizes, strict=True) if size] or counts)
+    launcher = ([pod for pod, size in zip(pods, sizes, strict=True) if not size] or pods)[0]
+    programs = {each.words: each for pod in reversed(pods) for each in pod}
+    for start in programs.values() if is_any else launcher:
+        devices = start.devices or max(sizes) or None
+        yield replace(start, hosts=hosts, devices=devices, job=_job_of_kubeflow(str(hosts), str(devices or "auto")))
+
+
+def _job_of_kubeflow(hosts: str, devices: str) -> dict[str, str]:
+    """Return the variables that Kubeflow's training-operator sets for the first pod."""
+    job = {"WORLD_SIZE": hosts, "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "23456"}
+    job |= {"PET_NNODES": hosts, "PET_NPROC_PER_NODE": devices, "PET_NODE_RANK": "0"}
+    return job | {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "23456"}
+
+
+def _sources(container: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Yield the variables of a container, or `envFrom`, each with what sets it."""
+    for each in (*(container.get("env") or ()), *(container.get("envFrom") or ())):
+        if isinstance(each, Mapping):
+            yield each.get("name", "envFrom"), each.get("valueFrom") or each
+
+
+def _maps_of(container: Mapping[str, Any]) -> dict[str, str]:
+    """Return the ConfigMaps outside of a manifest that set variables of its container."""
+    maps = [(name, each.get("configMapKeyRef") or each.get("configMapRef")) for name, each in _sources(container)]
+    return {f"ConfigMap {each.get('name')}": f"of {name}; it is not here" for name, each in maps if each}
+
+
+def _secrets_of(container: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables of a container that secrets set, without the names of these."""
+    return {name: "of a secret" for name, each in _sources(container) if {"secretKeyRef", "secretRef"} & each.keys()}
+
+
+def scalers_of(documents: Sequence[Any]) -> dict[str, str]:
+    """Return the documents that change the number of pods: they are not read."""
+    found = (each for each in documents if isinstance(each, Mapping) and str(each.get("kind")).startswith(_SCALERS))
+    return {str(each["kind"]): str(each.get("spec")) for each in found}
+
+
+def with_runtimes(documents: Sequence[Any]) -> list[Any]:
+    """Return documents without the serving runtimes of KServe that services among them name, but with their container.
+
+    The arguments of the runtime precede those of the service (KServe, `MergeRuntimeContainers`).
+    """
+    found = [each for each in documents if isinstance(each, Mapping) and "kind" in each]
+    runtimes = {
+        str(each.get("metadata", {}).get("name")): each for each in found if "ServingRuntime" in str(each["kind"])
+    }
+    for service in [each for each in found if each["kind"] == "InferenceService"]:
+        model = service["spec"]["predictor"].get("model") or {}
+        if runtime := runtimes.get(str(model.get("runtime"))):
+            container, name = runtime["spec"]["containers"][0], str((service.get("metadata") or {}).get("name"))
+            args = [re.sub(r"\{\{ *\.Name *\}\}", name, str(each)) for each in container.get("args") or ()]
+            model |= {**container, **model, "args": [*args, *(model.get("args") or ())]}
+            documents = [each for each in documents if each is not runtime]
+    return list(documents)
+
+
+def with_maps(documents: Sequence[Any], folder: Path) -> Sequence[Any]:
+    """Return documents whose containers have the variables and the scripts of the ConfigMaps in them or in `folder`."""
+    others = _maps_in(folder) if "configMap" in str(documents) else ()
+    found = [each for each in (*others, *documents) if isinstance(each, Mapping) and each.get("kind") == "ConfigMap"]
+    maps = {str((each.get("metadata") or {}).get("name")): each.get("data") or {} for each in found}
+    scripts = {name: text for data in maps.values() for name, text in data.items() if str(text).startswith("#!")}
+    return [_filled_in(each, maps, scripts) for each in documents] if maps else documents
+
+
+def _maps_in(folder: Path) -> Iterator[Any]:
+    """Yield the documents of the YAML files with ConfigMaps in a folder."""
+    for file in sorted(folder.glob("*.y*ml")):
+        with suppress(yaml.YAMLError, ValueError):  # ValueError: an impossible date
+            if re.search(r"(?m)^kind: ConfigMap", text := text_of(file)):
+                yield from yaml.safe_load_all(text)
+
+
+def _filled_in(node: Any, maps: Mapping[str, Mapping[str, Any]], scripts: Mapping[str, str]) -> Any:
+    """Return a part of a document with the variables of `maps`, the data of ConfigMaps, and the `scripts` in them."""
+    if isinstance(node, list):
+        return [_filled_in(each, maps, scripts) for each in node]
+    if not isinstance(node, Mapping):
+        return node
+    node = {key: _filled_in(value, maps, scripts) for key, value in node.items()}
+    if isinstance(reference := node.get("configMapKeyRef"), Mapping) and reference.get("name") in maps:
+        return {"value": maps[reference["name"]].get(str(reference.get("key")))}  # of `valueFrom`
+    if isinstance((node.get("valueFrom") or {}).get("value"), str):
+        return {**node.pop("valueFrom"), **node}
+    if isinstance(node.get("image"), str):
+        _add_variables(node, maps)
+    for key in ("command", "args"):
+        words = node.get(key)
+        names = [os.path.basename(str(each)) for each in words] if isinstance(words, list) and len(words) < 3 else []
+        if script := next((scripts[each] for each in names if each in scripts), ""):
+            node |= {"command": ["bash", "-c", script], "args": None}
+    return node
+
+
+def _add_variables(container: dict[str, Any], maps: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give a container the variables of the ConfigMaps in its `envFrom` in place of these."""
+    for source in [*(container.get("envFrom") or ())]:
+        if data := maps.get(str((source.get("configMapRef") or {}).get("name"))):
+            container["envFrom"].remove(source)
+            variables = ({"name": key, "value": value} for key, value in data.items() if key.isidentifier())
+            container["env"] = [*variables, *(container.get("env") or ())]
+
+
+def containers_in(node: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of a document that look like a container, whatever their key, each as a pod."""
+    if isinstance(node, Mapping) and isinstance(node.get("image", ""), str) and {"command", "args"} & node.keys():
+        yield {"containers": [node]}
+    elif isinstance(node, (Mapping, list)):
+        for each in node.values() if isinstance(node, Mapping) else node:
+            yield from containers_in(each)

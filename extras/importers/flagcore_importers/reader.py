@@ -1,0 +1,174 @@
+"""Converts the command, or the file, that starts an engine to a spec."""
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flagcore.contracts import ImportedSpec
+from flagcore.contracts.capabilities import Commands
+from flagcore.domain.launch import Start
+from flagcore.domain.secrets import is_secret, redact_text
+from flagcore.errors import SpecError, UsageError, join_errors
+from flagcore.i18n import _
+from flagcore.spec.importing import Notes
+from flagcore.spec.plain_data import read_text
+from flagcore.spec.validate import LONGEST_TEXT
+from flagcore_importers.choice import Input, is_of_host, is_of_machine, others, unset_names
+from flagcore_importers.declared import read_table
+from flagcore_importers.starts import Reader
+from flagcore_importers.values import split_words
+
+_DEVICES = "VISIBLE_DEVICES"
+_OF_NETWORK = re.compile("_(IFNAME|HCA)$")
+_THIS_HOST = re.compile(r"127\.0\.0\.1|localhost|//:")
+
+
+def read_command(
+    engines: Mapping[str, Commands],
+    words: Sequence[str],
+    text: str,
+    model: str | None,
+    known: Callable[[], Sequence[str]],
+) -> ImportedSpec:
+    """Return the spec whose baseline is a command; see `flagcore.contracts.CommandReader`."""
+    words, content = _command(words, text)
+    images = {image: entry for each in engines.values() for image, entry in each.images.items()}
+    reader = Reader(images=images, tables=read_table("declared"), directory=os.getcwd())
+    shown = " ".join(words[1:] if content else words) or None
+    programs = [*reader.programs(words, content)]
+    given = Input(programs=programs, shown=shown, text=content or "", engines=engines, known=known)
+    first = given.found(before_failure=True)
+    found = first or given.found()
+    failure, gave_up = given.failure, None if first or not given.failure else given.not_one({})
+    if error := given.untuned(found):
+        raise error
+    if error := given.not_one(found):
+        raise gave_up or error
+    ((name, _role, _words), start) = next(iter(found.items()))
+    conversion = _Conversion(
+        engine=engines[name],
+        start=start,
+        model=model,
+        text=content or shlex.join(words),
+        others=others(engines[name], given.starts),
+        failure=f"ends with {failure.reason}: what follows is {'not ' if first else ''}read" if failure else "",
+        gave_up=gave_up.problems if gave_up else (),
+    )
+    return conversion.spec()
+
+
+def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
+    """Return the words of a command, and the content of its file, if it is one. Raises UsageError."""
+    if text or len(words) != 1:
+        return list(words), text or None
+    if os.path.isfile(words[0]):
+        return ["bash", words[0]], read_text(Path(words[0]), file=words[0], key="file")
+    command = split_words(words[0])
+    if {">", ">>", "2>&1", "|", "&", "&&", ";"} & set(command):
+        return [], words[0]  # a shell has to read it
+    if not command:
+        raise UsageError(_("the command is empty"))
+    if len(command) == 1 and re.search(r"\.\w{2,7}$", command[0]):
+        raise UsageError(_("{file} is not a file", file=command[0]))
+    return command, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Conversion:
+    """The conversion of `start`, which starts `engine`, to a spec. `text`: the whole input.
+
+    `model`: the path of the model if the user gave it. `others`: the other programs, and `failure`: how a script
+    failed, for notes. `gave_up`: the errors of a script that is not read to its end.
+    """
+
+    engine: Commands
+    start: Start
+    model: str | None
+    text: str
+    others: Mapping[str, str]
+    failure: str
+    gave_up: Sequence[SpecError]
+
+    def spec(self) -> ImportedSpec:
+        """Return the spec, with the script around the command if trials can start it. Raises SpecError."""
+        script = self.start.script if self.engine.keeps_scripts else ()
+        is_long = bool(script) and max(map(len, script)) > LONGEST_TEXT  # a template, given as text
+        return self._read((), "is long") if is_long else self._read(script)
+
+    def _read(self, script: tuple[str, ...], reason: str = "") -> ImportedSpec:
+        """Return the spec with `script` as the command, or with the program alone. `reason`: why without the script."""
+        start, notes = self.start, self._notes(script, reason)
+        envs = self._envs({**start.envs, **(start.job if script else {})}, notes)
+        read = replace(start, envs={**start.job, **envs}, words=script) if script else replace(start, envs=envs)
+        try:
+            data, engine_notes = self.engine.read_command(read, Path.cwd(), self.model)
+        except SpecError as error:
+            if script and error.key == "train.command":
+                return self._read((), "cannot start it in trials")
+            raise join_errors([*self.gave_up, *error.problems, *self._missing()]) from None
+        unset = unset_names(start)
+        if unset and str(data["model"]).endswith("/") and not os.path.isdir(data["model"]):
+            problem = _("ends with a variable that is not set: {names}", names=", ".join(unset))
+            raise SpecError(key="model", value=data["model"], problem=problem, fix=_("set it, or add --model"))
+        return ImportedSpec(data={**data, **({"envs": envs} if envs else {})}, notes=(*engine_notes, *notes.notes))
+
+    def _notes(self, script: tuple[str, ...], reason: str) -> Notes:
+        """Return the notes on what is not read."""
+        notes = Notes()
+        if self.failure:
+            notes.note("command", f"the script {self.failure}")
+        if reason:
+            notes.note("train.command", f"is the program without the script, which {reason}", "train.command")
+        for key, value in {**self.start.left_out, **({} if script else self.others)}.items():
+            text = "is a secret: not copied" if is_secret(key) else f"is left out: {redact_text(value)[:100]}"
+            notes.note(key, text)
+        return notes
+
+    def _missing(self) -> list[SpecError]:
+        """Return errors for what the input needs, but does not have."""
+        problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
+        missing = [SpecError(key=each, problem=problem, fix=fix) for each in unset_names(self.start)]
+        problem, fix = _("is not here"), _("give its manifest in the same file or folder")
+        return missing + [SpecError(key=each, problem=problem, fix=fix) for each in self.start.absent]
+
+    def _envs(self, variables: Mapping[str, str], notes: Notes) -> dict[str, str]:
+        """Return `variables` without those that trials cannot have. Add a note on each variable."""
+        envs = dict[str, str]()
+        for name in unset_names(self.start):
+            notes.note(name, "is not set: it is empty in the command")
+        for name, value in variables.items():
+            if reason := self._reason_against(name, value):
+                notes.note(name, reason)
+            else:
+                envs[name] = value
+                effect = "restricts the devices of all trials" if name.endswith(_DEVICES) else "is set in all trials"
+                notes.note(name, effect, f"envs.{name}")
+        return envs
+
+    def _reason_against(self, name: str, value: str) -> str:
+        """Return why a variable is not in the spec, or an empty text. If there are several instances, each has its own
+        devices. A network device that is not in the text of the input was computed here."""
+        start, text = self.start, self.text
+        is_here = _OF_NETWORK.search(name) or _THIS_HOST.search(value)
+        if is_secret(name) or redact_text(value) != value:
+            return "is a secret: not copied"
+        if (start.hosts > 1 and is_of_host(name)) or (is_here and not (value and value in text)):
+            return "dropped: differs between hosts"
+        is_of_one = name.endswith(_DEVICES) and (start.instances > 1 or not re.match("[0-9]", value))
+        if is_of_machine(name) or is_of_one:
+            return "dropped: belongs to the machine or the container"
+        if not value and start.script:
+            return "dropped: its value is not known here"
+        return "dropped: it is part of the command" if _is_word(name, value, start.words, text) else ""
+
+
+def _is_word(name: str, value: str, words: Sequence[str], text: str) -> bool:
+    """Return whether a variable only has a word of the command: a path, the value of a flag of its name, or `$NAME`."""
+    values = [word.partition("=")[2 if word.startswith("-") else 0] for word in words]
+    flags = [re.sub("^--?|=.*", "", word) for n, word in enumerate(words)
+             if word.startswith("-") and value in values[n : n + 2]]  # fmt: skip
+    is_named = any(name.lower().replace("_", "-").endswith(flag) for flag in flags if len(flag) > 1)
+    return value in values and ("/" in value or is_named or bool(re.search(rf"\$[{{(]?{name}\b", text)))

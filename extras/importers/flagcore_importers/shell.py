@@ -1,0 +1,181 @@
+"""Finds the external commands that a shell script starts.
+
+bash runs the script, and `trace.bash` records and skips the commands.
+"""
+
+import fcntl
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flagcore.domain.files import open_regular, read_regular
+from flagcore.errors import SpecError
+
+TIMEOUT_SECONDS = 10.0
+SCRIPT_FIX = "give the command that the script starts, such as torchrun, instead of the script"
+SHELLS = ("bash", "sh", "dash")
+HOSTS_FUNCTION = "() { local i; for ((i = 0; i < ${SLURM_NNODES:-1}; i++)); do echo localhost; done; }"
+"""A shell function that replaces Slurm's `scontrol` outside an allocation. Scripts list their hosts with it."""
+TRACE_FUNCTIONS = tuple(f"BASH_FUNC_{name}%%" for name in ("scontrol", "tee", "xargs"))
+"""Functions that the tracer defines. A script may export its own, for the shells that it starts."""
+HOSTS = "NHOSTS"
+"""The number of hosts that batch systems other than Slurm allocate. A trace has a file with their names."""
+_HOSTS_FILES = ("PBS_NODEFILE", "SGE_JOB_HOSTLIST", "PE_HOSTFILE", "PJM_O_NODEINF", "LSB_DJOB_HOSTFILE")
+_UNSET = "TRACE_UNSET"
+IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_", _UNSET)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A command that a script would run: its words, its folder, and the environment variables that the script set.
+
+    `unset`: the names of the variables that the script had read by then, but that are not set.
+    """
+
+    words: tuple[str, ...]
+    directory: str
+    environment: Mapping[str, str]
+    unset: tuple[str, ...] = ()
+
+
+def is_script(command: Sequence[str], directory: str | None) -> bool:
+    """Return whether a command runs a shell script."""
+    return Path(command[0]).name in SHELLS or _names_shell(Path(directory or ".", command[0]))
+
+
+def names_script(command: Sequence[str], directory: str | None) -> bool:
+    """Return whether a command is a shell with the path of a file, or the path of a shell script."""
+    if Path(command[0]).name in SHELLS:
+        return _names_file(command[1:], directory) and "-c" not in command[1:]
+    return "/" in command[0] and _names_shell(Path(directory or ".", command[0]))
+
+
+def trace_script(
+    command: Sequence[str],
+    directory: str | None,
+    variables: Mapping[str, str],
+    *,
+    elsewhere: int = 0,
+    unset: Iterable[str] = (),
+) -> tuple[tuple[Record, ...], str]:
+    """Return the external commands that a script would run, in order, and why it failed (empty if it succeeded).
+
+    `variables` are added to the environment. `elsewhere`: 1 if the script is for another machine, 2 if it also goes on
+    where it gives up. `unset`: the variables that are not set, as far as the caller of the script knows. Raises
+    SpecError if the script cannot be traced.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        raise _script_error(command, "is a script, but bash is not installed to read it")
+    words = list(command[1:] if Path(command[0]).name in SHELLS else command)
+    if not _names_file(words, directory):
+        raise _script_error(command, "is a script that does not exist")
+    file = next(word for word in words if word == "-c" or not word.startswith("-"))
+    with suppress(OSError):  # bash reports a file that cannot be read
+        if file != "-c" and b"\r\n" in read_regular(Path(directory or ".", file)):
+            problem, fix = "is a script with Windows line ends", f"remove them: sed -i 's/\\r$//' {file}"
+            raise SpecError(key="train.command", value=" ".join(command), problem=problem, fix=fix)
+    environment = {"USER": os.path.basename(os.path.expanduser("~")), **os.environ, **variables}
+    environment |= {"TRACE_ELSEWHERE": str(elsewhere or ""), _UNSET: " ".join(unset)}
+    with (
+        tempfile.TemporaryDirectory(prefix="flagcore-trace-") as folder,
+        tempfile.NamedTemporaryFile("w", prefix="flagcore-hosts-") as names,
+    ):
+        if HOSTS in variables:
+            names.writelines(f"localhost{n or ''}\n" for n in range(int(variables[HOSTS])))  # scripts count names
+            names.flush()
+            environment |= dict.fromkeys(_HOSTS_FILES, names.name)
+        hosts = {} if "SLURM_JOB_NODELIST" in os.environ else {"BASH_FUNC_scontrol%%": HOSTS_FUNCTION}
+        trace_variables = {**hosts, "BASH_ENV": str(Path(__file__).with_name("trace.bash")), "FLAGCORE_TRACE": folder}
+        problem = _run_traced([bash, *words], directory, {**environment, **trace_variables})
+        files = sorted(Path(folder).iterdir(), key=lambda file: (file.stat().st_mtime_ns, file.name))
+        records = [found for file in files if (found := _read_record(file, environment)) is not None]
+    for kind, record in records:
+        if kind == "block":
+            location = record.words[0].replace(":", ", line ", 1)
+            raise _script_error(command, f"redirects a block to a file, which cannot be skipped: {location}")
+    return tuple(record for _, record in records), problem
+
+
+def _names_file(words: Sequence[str], directory: str | None) -> bool:
+    for word in words:
+        if word == "-c" or not word.startswith("-"):
+            return word == "-c" or Path(directory or ".", word).is_file()
+    return False
+
+
+def _names_shell(file: Path) -> bool:
+    with suppress(OSError), open_regular(file) as script:
+        first_line = script.readline(200).decode("utf-8", errors="replace")
+        return first_line.startswith("#!") and any(Path(word).name in SHELLS for word in first_line[2:].split())
+    return False
+
+
+def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping[str, str]) -> str:
+    """Run a traced script until all its processes end. Return why it failed, or an empty string if it succeeded.
+    Processes of a pipeline may outlive the script. They inherit a pipe, which closes when the last process ends."""
+    read_end, write_end = os.pipe()
+    inherited_pipe = fcntl.fcntl(write_end, fcntl.F_DUPFD, 100)  # scripts use lower file descriptors
+    os.close(write_end)
+    with os.fdopen(read_end), tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                argv,
+                cwd=directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(inherited_pipe,),
+            )
+        except OSError as error:
+            return str(error.strerror or error)
+        finally:
+            os.close(inherited_pipe)
+        try:
+            has_ended = select.select([read_end], [], [], TIMEOUT_SECONDS)[0]
+        finally:  # also if a signal interrupts flagcore
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.wait() == 0 or not has_ended:
+            return "" if has_ended else f"it did not end in {TIMEOUT_SECONDS:g} s"
+        output.seek(0)
+        text = re.sub(r"\x1b\[[\d;]*m|[^\S\n]|[^\s -\uffff]", " ", output.read().decode("utf-8", errors="replace"))
+        lines = re.findall(r"^(?!\+|Try ).*\S", text, re.MULTILINE)
+    return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
+
+
+def _read_record(file: Path, environment: Mapping[str, str]) -> tuple[str, Record] | None:
+    """Return the kind of a record, and the record, or None if the record of a killed script is incomplete."""
+    text = file.read_bytes().decode("utf-8", errors="surrogateescape")
+    if not text.endswith("\0"):
+        return None
+    kind, directory, count, *fields = text.split("\0")
+    words, variables = tuple(fields[: int(count)]), dict(_variables(fields[int(count) :]))
+    script_variables = {
+        name: value
+        for name, value in variables.items()
+        if environment.get(name) != value and name not in IGNORED_VARIABLES
+    }
+    unset = tuple(variables.get(_UNSET, "").split())
+    return kind, Record(words=words, directory=directory, environment=script_variables, unset=unset)
+
+
+def _variables(entries: Iterable[str]) -> Iterable[tuple[str, str]]:
+    for entry in entries:
+        name, equals, value = entry.partition("=")
+        if equals and name not in TRACE_FUNCTIONS and not name.startswith("__fc_"):  # `set -a` exports all
+            yield name, value
+
+
+def _script_error(command: Sequence[str], problem: str) -> SpecError:
+    return SpecError(key="train.command", value=" ".join(command), problem=problem, fix=SCRIPT_FIX)

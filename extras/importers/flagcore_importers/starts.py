@@ -1,0 +1,254 @@
+"""Finds the programs that a command or a file starts: which form it has, and what its containers and scripts start."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from flagcore.domain.launch import Start
+from flagcore.errors import SpecError, UsageError
+from flagcore.i18n import _
+from flagcore.spec.plain_data import SafeLoader
+from flagcore_importers.batch import batch_job
+from flagcore_importers.containers import CONTAINERS, Images, container, container_run, image_start, services_of
+from flagcore_importers.declared import Table, servers_of
+from flagcore_importers.kubernetes import containers_in, pods_of, scalers_of, with_maps, with_runtimes
+from flagcore_importers.shell import SHELLS, Record, is_script, names_script, trace_script
+from flagcore_importers.units import UNIT, programs_of
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_APPTAINER = ("apptainer", "singularity")
+_MPI = ("mpirun", "mpiexec", "orterun", "jsrun", "aprun")
+_LAUNCHERS = ("srun", *_MPI, *_APPTAINER, "numactl", "taskset", "timeout", "time", "sudo")
+_TERMINALS = ("tmux", "screen", "pm2")  # they start the commands in their arguments, each in one word
+_IMAGE_FILE = re.compile(r"^docker://|\.sif$")
+_IMAGE_OF_LAUNCHER = re.compile(r"(?:^docker://|^--(?:container-)?image=(?:docker:)?)(\S+)")
+_HERE_DOCUMENT = re.compile(
+    r"kubectl .*<<-? *['\"]?(\w+)['\"]?.*\n((?:.*\n)*?)\1\b|<<-? *['\"]?(\w+)['\"]? *\| *kubectl .*\n((?:.*\n)*?)\3\b"
+)
+"""Manifests in a script that gives them to kubectl."""
+_MARKDOWN = re.compile(r"(?m)^ {0,3}```(?:bash|sh|shell|console|yaml|yml|dockerfile)?[ \t]*\n((?:.*\n)*?) *```")
+_MANIFEST = re.compile(r"""\s*((#.*|\.\.\.)\n\s*)*(---|\{?\s*[\w"'./-]+\s*:(\s|$)|\{\s*["'])""")
+"""The start of YAML."""
+_BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
+"""The end of a line that should continue: pages often have blanks or comments after the backslash."""
+_BLOCK = re.compile(
+    r"(?m)((?:^|;)[ \t]*(?:\}|\)|done|fi|esac)[ \t]*(?:<[^>\n]*)?)(?:\d*|&)>+\|?[ \t]*(?!/dev/|[&(|>\s])"
+    r"(?:\"[^\"\n]*\"|[^\s;&|])+"
+)
+"""The end of a block whose output goes to a file: nothing of it is written."""
+_PLACEHOLDER = re.compile(r"""(?<![<\w)])<([A-Za-z][^<>|&;()$`'"\n]*(?<![\s=-]))>""")
+"""`<words>` that the user should replace, which a shell would read as redirections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedScript:
+    """A script that could not be read to its end. `unset`: its variables that are not set."""
+
+    reason: str
+    unset: tuple[str, ...]
+
+
+Program: TypeAlias = Start | FailedScript
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Reads commands and files in `directory`.
+
+    `images`: the entry points of known images. `tables`: the servers that keys describe (see `servers_of`).
+    """
+
+    images: Images
+    tables: Mapping[str, Table]
+    directory: str
+
+    def programs(self, words: Sequence[str], text: str | None) -> Iterator[Program]:
+        """Yield the programs that a command, or a file with `text`, starts. Raises SpecError, UsageError."""
+        file = Path(self.directory, words[-1] if words else "")
+        starts: Iterable[Program]
+        if text is None:
+            starts = [Start(words=tuple(words))]
+        elif parts := _parts(words, text, is_page=file.suffix not in (".yaml", ".yml")):
+            starts = [start for part in parts for start in self.programs(*part)]
+        elif UNIT.search(text):
+            starts = programs_of(text, file.parent, self.images)
+        elif re.search(r"(?m)^FROM\s", text) and re.search(r"(?m)^(CMD|ENTRYPOINT)\s", text):
+            starts = [image_start(text, self.images)]
+        elif _MANIFEST.match(text):
+            starts = self._manifest(text, file.parent)
+        else:
+            starts = self._of_script(tuple(words), text)
+        for start in starts:
+            if isinstance(start, Start):
+                yield from self._inner(_with_files(start, file.parent))
+            else:
+                yield start
+
+    def _of_script(self, words: tuple[str, ...], text: str) -> list[Start]:
+        """Return a script with its batch job, or, if its hosts have servers of their own, what it starts on each."""
+        joined = _readable(text.replace("\r\n", "\n"))
+        script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else words
+        batch = replace(batch_job(text, self.directory), words=script)
+        if not (1 < batch.hosts <= 16 and 'case "$NODE_RANK" in' in text):  # each host takes time
+            return [batch]
+        jobs = [{**batch.job, "SLURM_NODEID": str(rank)} for rank in range(batch.hosts)]
+        programs = [each for job in jobs for each in self._inner(replace(batch, job=job, hosts=1))]
+        return [each for each in programs if isinstance(each, Start)]
+
+    def _manifest(self, text: str, folder: Path) -> list[Start]:
+        """Return the programs of manifests, Helm values or a compose file in `folder`. Raises UsageError."""
+        try:
+            text = re.sub(r"(?m)^\.\.\.$", "", text)  # parts of pages
+            text = re.sub(r"(?m): \{\{ *\.?([\w.]+) *\}\}", r": '[\1]'", text)  # placeholders
+            documents = with_maps(with_runtimes([*yaml.load_all(text, SafeLoader)]), folder)
+            scalers = scalers_of(documents)
+            return [
+                replace(start, left_out={**start.left_out, **scalers})
+                for each in documents
+                for start in [*servers_of(each, self.images, self.tables)]
+                or (*services_of(text, each, self.images, folder), *pods_of(each, self.images))
+            ] or [start for each in containers_in(documents) for start in pods_of(each, self.images)]
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
+            problem = _("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))
+            if re.search(r"(?m)\{\{|^\s*[$]?\{\w+\}", text):
+                problem = _(
+                    "the file is a template: give it after `envsubst`, `helm template` or the like has filled it"
+                )
+            raise UsageError(problem) from None
+        except (AttributeError, LookupError, TypeError, RecursionError) as error:  # types are not checked
+            problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
+            raise UsageError(problem) from None
+
+    def _inner(self, start: Start, depth: int = 0) -> Iterator[Program]:
+        """Yield the programs that a container, a shell or a script starts. Yield any other program itself."""
+        start = _unwrapped(start)
+        words, names = start.words, [os.path.basename(word) for word in start.words]
+        verb, file = _verb(names), _image_file(words, names)
+        shell = next((n for n, name in enumerate(names) if name in SHELLS and _shell_text(words[n + 1 :])), None)
+        lines = [word for word in words if " " in word] if names and names[0] in _TERMINALS else []
+        if verb is not None and (shell is None or verb < shell):
+            yield from self._inner(container_run(start, words[verb + 1 :], self.images))
+        elif file is not None:
+            yield container(start, self._image_of(words[file]), None, words[file + 1 :], self.images)
+        elif depth < 3 and lines:
+            for line in lines:
+                yield from self._inner(replace(start, words=("bash", "-c", line)), depth + 1)
+        elif depth < 3 and (found := self._script(words, names, shell)):
+            yield from self._traced(start, *found, depth + 1)
+        elif words or start.image:
+            named = (_IMAGE_OF_LAUNCHER.search(word) for word in words)
+            releases = [container(Start(), each[1], None, None, self.images).version for each in named if each]
+            yield replace(start, version=start.version or "".join(releases[:1]))
+
+    def _image_of(self, file: str) -> str:
+        """Return the image that apptainer runs from a file, which it names REPOSITORY_TAG.sif, or from an address."""
+        image = file.removeprefix("docker://")
+        name, _mark, tag = os.path.basename(image).removesuffix(".sif").partition("_")
+        return next((f"{each.partition(':')[0]}:{tag}" for each in self.images if f"/{name}:" in f"{each}:"), image)
+
+    def _script(
+        self, words: Sequence[str], names: Sequence[str], shell: int | None
+    ) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """Return the words of a launcher of MPI before a script, and the script, or None if a command runs none.
+        `shell`: the position of the shell with a text, if there is one."""
+        if shell is not None:
+            return (), ("bash", "-c", *_shell_text(words[shell + 1 :]))
+        for n in range(1, len(words)) if names[:1] and names[0] in _LAUNCHERS else ():
+            if names_script(words[n:], self.directory):
+                return tuple(words[:n]) if names[0] in _MPI else (), tuple(words[n:])
+        is_file = len(words) > 1 or (bool(words) and names[0] not in SHELLS)
+        return ((), tuple(words)) if is_file and is_script(words, self.directory) else None
+
+    def _traced(self, start: Start, before: tuple[str, ...], script: tuple[str, ...], depth: int) -> Iterator[Program]:
+        """Yield the programs that a script starts, each after the words `before`."""
+        tasks = re.search(r" -{1,2}(?:np?|ntasks|nrs)[ =]?(\d+)", " ".join(before))
+        sizes = dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), tasks[1]) if tasks else {}
+        ranks = dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK"), "0") if tasks else {}
+        variables = {**start.job, **sizes, **ranks, **start.envs}  # each task is a rank
+        trace = partial(trace_script, script, self.directory, variables, unset=start.unset)
+
+        def inner(record: Record) -> Iterator[Program]:
+            new = replace(start, words=(*before, *record.words), envs={**start.envs, **record.environment}, image="")
+            yield from self._inner(
+                replace(new, unset=record.unset, script=start.script or (() if before else script)), depth
+            )
+
+        try:
+            records, failure = trace(elsewhere=1)
+            more, _failure = trace(elsewhere=2) if failure else ((), "")
+        except SpecError as error:
+            raise SpecError(key="command", value=error.value, problem=error.problem, fix=error.fix) from None
+        for record in records:
+            yield from inner(record)
+        if failure:
+            yield FailedScript(reason=failure, unset=start.unset)
+        for record in more[len(records) :]:
+            yield from inner(record)
+
+
+def _with_files(start: Start, folder: Path) -> Start:
+    """Return `start` with the path of a script of another machine or image replaced by the file here of that name."""
+    words = list(start.words)
+    for n, word in enumerate(words[:3]):
+        if re.fullmatch(r"\S*/\S+\.(sh|bash)|\[?\S*/\S+\.sh", word) and not os.path.isfile(word):
+            places = (folder, folder / "scripts", folder.parent, folder.parent / "scripts")
+            words[n] = next(
+                (str(each / Path(word).name) for each in places if (each / Path(word).name).is_file()), word
+            )
+            if words[n] != word and os.path.basename(words[max(0, n - 1)]) not in SHELLS:
+                words.insert(n, "bash")
+                break
+    return replace(start, words=tuple(words))
+
+
+def _unwrapped(start: Start) -> Start:
+    """Return `start` with the variables that its command sets first, and with python in front of `-m` of `uv run`."""
+    words, envs = list(start.words), dict(start.envs)
+    while words and (words[0] == "env" or _ASSIGNMENT.match(words[0])):
+        name, equals, value = words.pop(0).partition("=")
+        envs |= {name: value} if equals else {}
+    if words[:2] == ["uv", "run"] and "-m" in words and not any(re.fullmatch(r"python[\d.]*", each) for each in words):
+        words.insert(words.index("-m"), "python")
+    return replace(start, words=tuple(words), envs=envs)
+
+
+def _parts(words: Sequence[str], text: str, *, is_page: bool) -> list[tuple[Sequence[str], str]]:
+    """Return the parts of a text that are read on their own, each with its command: manifests in a script, or blocks of
+    Markdown in a page."""
+    if manifests := _HERE_DOCUMENT.findall(text):
+        return [(words, re.sub(r"\\(?=\$)", "", each[1] or each[3])) for each in manifests]
+    blocks = _MARKDOWN.findall(text) if is_page else ()
+    return [((), re.sub(r"(?m)^ *\$ ", "", each)) for each in blocks]
+
+
+def _verb(names: Sequence[str]) -> int | None:
+    """Return the position of the verb of a command that runs a container."""
+    verbs = (n for n, name in enumerate(names) if name in ("run", "create"))
+    return next((n for n in verbs if {*CONTAINERS} & {*names[max(0, n - 2) : n]}), None)
+
+
+def _image_file(words: Sequence[str], names: Sequence[str]) -> int | None:
+    """Return the position of the image that `apptainer run` starts."""
+    files = (n for n, word in enumerate(words) if _IMAGE_FILE.search(word) and {*_APPTAINER} & {*names[:n]})
+    return next((n for n in files if "run" in names[:n]), None)
+
+
+def _shell_text(words: Sequence[str]) -> Sequence[str]:
+    """Return the text of `-c` and the words that follow it, from the arguments of a shell; empty without `-c`."""
+    count = next((n for n, word in enumerate(words) if not word.startswith("-")), len(words))
+    is_text = any(re.fullmatch(r"-\w*c", word) for word in words[:count]) and count < len(words)
+    return [_readable(words[count]), *words[count + 1 :]] if is_text else ()
+
+
+def _readable(text: str) -> str:
+    """Return the text of a script with `[words]` for its placeholders, whole lines in place of broken ones, and blocks
+    that write no file.
+    """
+    text = _BLOCK.sub(lambda m: f"{m[1]}> /dev/null", _BROKEN_LINE.sub("\\\n", text))
+    return _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", text)
