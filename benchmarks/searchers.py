@@ -21,7 +21,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.tuner.budget import stop_reason
-from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
+from flagcore.tuner.learning import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.probe import combine, trial_of_probe
 from flagcore.tuner.search_state import SearchState
 from flagcore.tuner.stages.learn import learn

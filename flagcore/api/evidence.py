@@ -16,7 +16,7 @@ from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import PublishedRun
-from flagcore.tuner.published import nearest_runs
+from flagcore.tuner.problem import nearest_runs
 from flagcore.tuner.stages.build import legality
 from flagcore.tuner.stages.predict import predict_columns
 

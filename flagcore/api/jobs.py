@@ -29,7 +29,7 @@ from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.feasibility import no_time
-from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
+from flagcore.tuner.learning import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical, legality
 from flagcore.tuner.stages.discover import costs

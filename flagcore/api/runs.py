@@ -23,9 +23,9 @@ from flagcore.report.result import SCHEMA_VERSION, read_plan
 from flagcore.report.result import trial as trial_data
 from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec.plain_data import spec_as_data
+from flagcore.tuner.run_folder import RunDirectory
 from flagcore.tuner.search_state import SearchState, gains
 from flagcore.tuner.stages.learn import learn
-from flagcore.tuner.store.directory import RunDirectory
 
 RESULT, SPEC = "result.json", "spec.yaml"
 RUNNING, FINISHED, INTERRUPTED = N_("running"), N_("finished"), N_("interrupted")
@@ -140,7 +140,7 @@ def read_run(path: Path) -> Run:
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
         return _run_of_several_engines(path, data)
-    from flagcore.tuner.store.trials import stored_trials  # importing optuna is slow
+    from flagcore.tuner.store import stored_trials  # importing optuna is slow
 
     identity = RunDirectory(path).identity()
     if identity is None:

@@ -17,11 +17,11 @@ from flagcore.domain.trial import RUN, Trial
 from flagcore.errors import RunError, UsageError
 from flagcore.i18n import _
 from flagcore.plugins.loaded import LoadedPlugins
+from flagcore.tuner.run_folder import RunDirectory
 from flagcore.tuner.search_state import SearchState
 from flagcore.tuner.stages.predict import predict_columns
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import search_context
-from flagcore.tuner.store.directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,8 +76,8 @@ class CandidateReport(Notebook):
     - `because`: the reasons for the state.
     - `rules`: the rules that cause the state, each with `rule`, `message`, the `values` that it uses, and the `trial`
       of a learned rule.
-    - `predicted`: the prediction, or None for an illegal candidate. It is typed, in bytes and seconds; `as_data` returns
-      it in GiB.
+    - `predicted`: the prediction, or None for an illegal candidate. Its sizes are in bytes, and in GiB in
+      `as_data()`.
     - `published`: the prediction with the settings of the published run that `name` stands for.
     - `believed`: the prediction corrected by trials.
     - `trials`: the trials of the candidate.

@@ -20,7 +20,7 @@ from flagcore.domain.spec import AUTO, PRECISIONS, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
-from flagcore.tuner.limits import SLACK, UNKNOWN_SECONDS
+from flagcore.tuner.budget import SLACK, UNKNOWN_SECONDS
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, summarize
 from flagcore.tuner.stages.predict import with_figures

@@ -11,9 +11,8 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
 from flagcore.errors import HostLost
 from flagcore.i18n import N_, Message, _
-from flagcore.tuner.budget import Budget, has_time_to_repeat, stop_reason
+from flagcore.tuner.budget import Budget, has_time_to_repeat, stop_reason, why_no_trial
 from flagcore.tuner.hosts import Hosts, nodes_left
-from flagcore.tuner.limits import why_no_trial
 from flagcore.tuner.parallel import Parallelism
 from flagcore.tuner.progress import Progress
 from flagcore.tuner.shorten import shortened_steps

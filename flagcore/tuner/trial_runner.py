@@ -25,7 +25,7 @@ from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure, stop_above_s
 
 if TYPE_CHECKING:
-    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+    from flagcore.tuner.store import OptunaStore  # importing optuna is slow
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0

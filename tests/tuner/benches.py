@@ -17,7 +17,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Control
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.loop import Dependencies, TuneResult, tune
-from flagcore.tuner.store.trials import OptunaStore
+from flagcore.tuner.store import OptunaStore
 from flagcore.tuner.strategies import PREDICTED
 from tests import tasks
 

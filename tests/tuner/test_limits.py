@@ -13,8 +13,7 @@ from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.i18n import choose, from_record
-from flagcore.tuner.feasibility import search_time
-from flagcore.tuner.limits import (
+from flagcore.tuner.budget import (
     SLACK,
     START_SLACK,
     UNKNOWN_SECONDS,
@@ -24,6 +23,7 @@ from flagcore.tuner.limits import (
     why_no_trial,
     with_target,
 )
+from flagcore.tuner.feasibility import search_time
 from flagcore.tuner.search_state import EXTRA_ROUNDS
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.learn import learn

@@ -11,7 +11,7 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, TrialState
 from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
 from flagcore.report.result import result
-from flagcore.tuner.limits import seconds_used
+from flagcore.tuner.budget import seconds_used
 from tests.tuner.benches import Bench, Instant, at, knobs, plain, sound
 
 CRASH = Exit(code=1, ended_by=None, duration_s=1.0)

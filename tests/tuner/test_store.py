@@ -16,8 +16,8 @@ from flagcore.domain.records import belief_record
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
-from flagcore.tuner.store.directory import RunDirectory
-from flagcore.tuner.store.trials import OptunaStore, stored_trials
+from flagcore.tuner.run_folder import RunDirectory
+from flagcore.tuner.store import OptunaStore, stored_trials
 from tests import tasks
 
 CHOICES: dict[str, tuple[KnobValue, ...]] = {

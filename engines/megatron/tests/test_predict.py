@@ -17,7 +17,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.prediction import components_of_row
 from flagcore.domain.spec import Task
 from flagcore.physics.cost_stack import PlainMemory
-from flagcore.physics.pipelines import SCHEDULES
+from flagcore.physics.transformer import SCHEDULES
 from tests import tasks
 
 DENSE = dataclasses.replace(

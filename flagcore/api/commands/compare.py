@@ -29,8 +29,8 @@ from flagcore.report.candidate_report import (
     median_latencies,
 )
 from flagcore.report.explanation import memory_parts
+from flagcore.tuner.run_folder import differences
 from flagcore.tuner.search_state import noise, significant
-from flagcore.tuner.store.directory import differences
 
 
 def compare(

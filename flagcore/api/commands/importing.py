@@ -31,11 +31,11 @@ from flagcore.domain.trial import Role, Trial
 from flagcore.errors import RunError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import N_, _
 from flagcore.spec.convert import engines_of
-from flagcore.spec.public import absolute_model
+from flagcore.spec.models import absolute_model
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.problem import candidate_columns
+from flagcore.tuner.run_folder import RunDirectory
 from flagcore.tuner.stages.predict import with_figures
-from flagcore.tuner.store.directory import RunDirectory
 
 
 def read_tree(
@@ -160,7 +160,7 @@ def _save(
     experience: bool,
 ) -> tuple[Trial, ...]:
     """Write the trials to the folder of a run and, with `experience`, their measurements for use by other runs."""
-    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+    from flagcore.tuner.store import OptunaStore  # importing optuna is slow
 
     directory.open()
     try:

@@ -24,9 +24,9 @@ from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
+from flagcore.tuner.budget import time_limit
 from flagcore.tuner.devices import parallel_probe_ranks, require_devices
 from flagcore.tuner.feasibility import require_candidate
-from flagcore.tuner.limits import time_limit
 from flagcore.tuner.planner import predicted_trial
 from flagcore.tuner.probe import combine
 from flagcore.tuner.probe import probe as probe_candidate

@@ -47,14 +47,13 @@ from flagcore.report.page.summary import no_best
 from flagcore.report.result import result
 from flagcore.report.text import duration_text, heading
 from flagcore.spec.plain_data import spec_as_data
-from flagcore.tuner.budget import seconds_left
+from flagcore.tuner.budget import seconds_left, seconds_used
 from flagcore.tuner.effects import effects_of_row
-from flagcore.tuner.limits import seconds_used
 from flagcore.tuner.loop import TuneResult
+from flagcore.tuner.run_folder import IDENTITY, LOCK
 from flagcore.tuner.search_state import summarize
 from flagcore.tuner.stages.predict import with_figures
 from flagcore.tuner.stages.rank import untried
-from flagcore.tuner.store.directory import IDENTITY, LOCK
 
 REPORT = "report.html"
 

@@ -7,7 +7,7 @@ from flagcore.domain.prediction import MEMORY, Passes, Prediction
 from flagcore.domain.records import read_prediction
 from flagcore.domain.trial import Trial
 from flagcore.i18n import N_, _
-from flagcore.physics.pipelines import SCHEDULES
+from flagcore.physics.transformer import SCHEDULES
 from flagcore.report.explanation import by_component, memory_parts
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.page.blocks import Block, Collapsed, Section, Table, Text, cell, percent, size, table

@@ -13,8 +13,7 @@ from flagcore.domain.prediction import Belief, Features, Observations
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.i18n import Message
-from flagcore.tuner.learning.ratios import MEMORY, QUANTILE_90, Posterior, Ratios, time_scales
-from flagcore.tuner.learning.trials import (
+from flagcore.tuner.learning import (
     SUCCESS_STATES,
     expected_gain,
     expected_seconds,
@@ -28,6 +27,7 @@ from flagcore.tuner.learning.trials import (
     success_probability,
     trial_rows,
 )
+from flagcore.tuner.ratios import MEMORY, QUANTILE_90, Posterior, Ratios, time_scales
 from flagcore.tuner.search_state import MIN_NOISE, indifference, noise
 
 TRIALS_PER_DEVIATION = 95

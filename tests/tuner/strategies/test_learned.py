@@ -15,7 +15,7 @@ from flagcore.domain.prediction import Belief, Observations, PastMeasurements, P
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
-from flagcore.tuner.learning.trials import (
+from flagcore.tuner.learning import (
     MAX_EXCESS,
     MIN_EXCESS,
     MIN_NOISE,

@@ -11,8 +11,7 @@ import numpy as np
 from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.pipelines import SCHEDULES
-from flagcore.physics.transformer import widths
+from flagcore.physics.transformer import SCHEDULES, widths
 from flagcore_training.layout import ArrayRecord, Layout, Placement, Training
 from flagcore_training.stages import layer_input_bytes
 

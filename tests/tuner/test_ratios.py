@@ -7,7 +7,7 @@ import pytest
 
 from flagcore.domain.prediction import Observations
 from flagcore.domain.space import FloatArray
-from flagcore.tuner.learning.ratios import MEMORY, TIME, Points, Ratios, covariance, time_scales, variance
+from flagcore.tuner.ratios import MEMORY, TIME, Points, Ratios, covariance, time_scales, variance
 from tests.tuner.strategies.contexts import SPACE, predictions, search_context
 
 KNOWN = predictions()

@@ -8,7 +8,7 @@ import pytest
 
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
-from flagcore.tuner.learning.trials import (
+from flagcore.tuner.learning import (
     expected_seconds,
     expected_step_times,
     full_trial_seconds,

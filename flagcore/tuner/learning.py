@@ -17,7 +17,7 @@ from flagcore.domain.prediction import Features, Observations
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import FAILED_STATES, PROBE, RUN, Measurement, Trial, TrialState
-from flagcore.tuner.learning.ratios import MEMORY, Posterior, Ratios, Scales, time_scales
+from flagcore.tuner.ratios import MEMORY, Posterior, Ratios, Scales, time_scales
 
 MAX_ROWS = 4096
 """The maximum number of open candidates (neither tried nor pruned) to evaluate, fastest predictions first. Chosen to
