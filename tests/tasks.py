@@ -11,7 +11,7 @@ from flagcore.contracts import Costs, Platform, Problem, PruningRule, SearchCont
 from flagcore.domain.chip import Chip, Device, DeviceUse, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model, Vision
-from flagcore.domain.prediction import Prediction, Predictions
+from flagcore.domain.prediction import Belief, Prediction, Predictions
 from flagcore.domain.space import Candidate, KnobValue, Legality, Space
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
@@ -156,6 +156,12 @@ def prediction(used: float = 1.0, capacity: float | None = 100.0, **time_s: floa
         worst_stage=0,
         model_flops=1.0,
     )
+
+
+def belief(step_time_s: float, chance_to_fit: float = 1.0, **figures: float) -> Belief:
+    """A corrected prediction without an interval."""
+    times = {"step_time_s": step_time_s, "low_s": step_time_s, "high_s": step_time_s}
+    return Belief(**times, chance_to_fit=chance_to_fit, **figures)
 
 
 def plugin(**hooks: Callable[..., object]) -> SimpleNamespace:

@@ -116,7 +116,7 @@ def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
     assert {trial.state for trial in plan.trials} == {TrialState.PREDICTED}
     assert plan.counts.balanced
     assert plan.counts.measured == 0
-    steps = {trial.number: trial.predicted["step_time_s"]["value"] for trial in plan.trials}  # type: ignore[index]
+    steps = {trial.number: trial.predicted_step_s for trial in plan.trials}
     assert steps[plan.best.number] == min(steps.values())
     assert plan.gain == pytest.approx(steps[plan.baseline.number] / steps[plan.best.number] - 1)
     data = result(plan, "run")
@@ -143,7 +143,7 @@ def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench:
     assert plan.counts.balanced
     for trial in plan.trials:
         assert (trial.fidelity, trial.state) == ("probe", TrialState.MEASURED)
-        measured, predicted = trial.measurement, trial.predicted
+        measured = trial.measurement
         assert measured.modelled_s is not None
         stages, micro = layout(trial)
         ranks = [0, 3] if stages > 1 else [0]
@@ -152,7 +152,7 @@ def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench:
         assert measured.step_time_s == pytest.approx(probed + measured.modelled_s)
         assert measured.low_s < measured.step_time_s < measured.high_s
         assert measured.device_used_bytes > 3 * GIB
-        assert predicted["step_time_s"]["value"] != measured.step_time_s  # type: ignore[index]
+        assert trial.predicted_step_s != measured.step_time_s
         assert (bench.folder / trial.log).parent.joinpath("metrics.json").exists()
     assert result(plan, "run")["best"]["measured"]["step_time_s"]["modelled"] > 0
 
@@ -161,7 +161,7 @@ def test_candidates_without_a_predicted_time_are_not_probed(bench: Bench) -> Non
     bench.engine = OnlyPipelines()
     plan = probe(bench, 100)
     assert plan.trials
-    assert all("step_time_s" in trial.predicted for trial in plan.trials)
+    assert all(trial.predicted_step_s for trial in plan.trials)
     assert plan.baseline is None
     assert plan.gain is None
     assert plan.counts.untried > 0

@@ -35,7 +35,7 @@ START = 300.0
 
 
 def planned(value: float = 10.0, high: float = 12.0, **extra: Any) -> Trial:
-    predicted = {"step_time_s": {"value": value, "low": value / 2, "high": high}}
+    predicted = replace(tasks.prediction(compute_s=value), high_s=high)
     return tasks.trial(9, tasks.candidate(), None, state=TrialState.RUNNING, predicted=predicted, **extra)
 
 
@@ -61,7 +61,7 @@ def test_a_limit_is_the_setting_or_the_start_and_the_steps_and_names_its_origin(
     control: dict[str, float], step: dict[str, float] | None, seconds: float, words: list[str]
 ) -> None:
     task = tasks.task(control=Control(train_iters=5, **control))
-    trial = planned(**step) if step else replace(planned(), predicted={})
+    trial = planned(**step) if step else replace(planned(), predicted=None)
     limit = time_limit(tasks.platform(task), trial, ())
     assert limit.seconds == seconds
     assert all(each in limit.because for each in words)
@@ -143,7 +143,7 @@ def after(*trials: Trial, rates: dict[str, float] | None = None, **control: Any)
 def cut_short(row: int, times: float, **changes: Any) -> Trial:
     """A trial whose only step took `times` as long as predicted."""
     step = float(KNOWN.step_time_s[row])
-    trial = replace(trial_of(row, None, row), predicted={"step_time_s": {"value": step}})
+    trial = replace(trial_of(row, None, row), predicted=tasks.prediction(compute_s=step))
     changes = {"duration_s": times * step, "finished_steps_s": (times * step,), **changes}
     return replace(trial, state=TrialState.TIMED_OUT, **changes)
 

@@ -17,7 +17,8 @@ from flagcore.contracts import Platform
 from flagcore.domain.chip import Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
-from flagcore.domain.prediction import Probe, RankMeasurement, RankPrediction, RankProbe
+from flagcore.domain.prediction import RankPrediction
+from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.errors import HostLost

@@ -398,7 +398,7 @@ def test_devices_of_different_chips_are_not_compared(tmp_path: Path) -> None:
 LIMITED = replace(
     TRIAL,
     time_limit=TimeLimit(seconds=100.0, because="max_time_per_task", target_s=60.0),
-    predicted={"step_time_s": {"value": 2.0}},
+    predicted=tasks.prediction(compute_s=2.0),
 )
 ON_CPU = tasks.platform(TASK, support=EngineSupport(support=Support.YES, shared_devices=True))
 
