@@ -29,7 +29,7 @@ from flagcore.spec.importing import commented_yaml
 from tests.cli.conftest import Ran
 from tests.cli.conftest import flag as flag
 from tests.doc_pages import ROOT
-from tests.tasks import ENGINES
+from tests.product.tasks import ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 

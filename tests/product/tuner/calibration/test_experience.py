@@ -14,8 +14,8 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.spec.jobs import read_job
 from flagcore.tuner.calibration import Experience
-from tests import tasks
-from tests.tasks import ENGINES
+from tests.product import tasks
+from tests.product.tasks import ENGINES
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from flagcore import api
 from flagcore.errors import NothingFits
-from tests.tasks import LLAMA_8B
+from tests.product.tasks import LLAMA_8B
 
 
 def spec(load: dict[str, Any], slo: dict[str, Any], **tuner: Any) -> dict[str, Any]:
