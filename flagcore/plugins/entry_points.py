@@ -185,15 +185,19 @@ def names(group: str) -> tuple[str, ...]:
 
 
 def missing_extra(group: str, name: str) -> str:
-    """Return the pip command that installs the object `name`, if one of flagcore's extras contains it.
+    """Return the pip command that installs the object `name`, if a distribution of flagcore may contain it.
 
-    Returns an empty string if it is already installed in `group`, or if there is no such extra.
+    That is the extra with this name, or else those that come with flagcore and are missing. Returns an empty string if
+    it is already installed in `group`, or if there is no such distribution.
     """
     if name in installed(group):
         return ""
-    end, required = f"extra == '{name}'", requires("flagcore") or ()
-    is_extra = any(each.startswith("flagcore-") and each.replace('"', "'").endswith(end) for each in required)
-    return f'pip install "flagcore[{name}]"' if is_extra else ""
+    needs = [Requirement(each) for each in requires("flagcore") or () if each.startswith("flagcore-")]
+    if any(str(each.marker).endswith(f'extra == "{name}"') for each in needs):
+        return f'pip install "flagcore[{name}]"'
+    missing = [each.name for each in needs if not (each.marker or any(distributions(name=each.name)))]
+    own = [each for each in missing if each == f"flagcore-{name}"]
+    return f"pip install {' '.join(own or missing)}" if missing else ""
 
 
 def find_engine(name: str, key: str = "engine") -> Engine:

@@ -17,7 +17,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.spec.convert import parse_spec
-from tests import tasks
+from tests.product import tasks
 
 pytestmark = pytest.mark.spread
 

@@ -16,7 +16,7 @@ from flagcore_training.commands import UserCommand, parse
 
 from engines.megatron.tests.command.scripts import LAUNCH, MODEL, spec_of
 from flagcore.domain.launch import Launch
-from tests import tasks
+from tests.product import tasks
 
 PLAIN = tasks.candidate(data_parallel_size=4)
 TABLE = release_table("0.16.0")

@@ -29,7 +29,7 @@ from flagcore.domain.model import Model
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
-from tests.tasks import CHIP, SOURCE
+from tests.product.tasks import CHIP, SOURCE
 
 TIMES = 2.5
 """How much slower the slow chip is in all that it does."""

@@ -25,7 +25,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
-from tests import tasks
+from tests.product import tasks
 
 MODEL = Model(
     name="llama-1b-like",

@@ -32,7 +32,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.errors import LaunchError, SpecError
-from tests import tasks
+from tests.product import tasks
 
 
 def every(job: Task) -> list[str]:

@@ -26,8 +26,8 @@ from flagcore.domain.serving import Images, Load
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import SpecError, UsageError
-from tests.tasks import SOURCE
-from tests.tasks import platform as small_platform
+from tests.product.tasks import SOURCE
+from tests.product.tasks import platform as small_platform
 
 VISIBLE = "SOME_VISIBLE_DEVICES"
 PICTURES = Images(buckets=((8, 16, 1.0),), base_items_per_request=2)
