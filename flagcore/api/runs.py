@@ -16,7 +16,7 @@ from flagcore.domain.plan import Speedup
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Trial
 from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _
-from flagcore.report.formats import COLUMNS, Notebook, lookup, render
+from flagcore.report.formats import COLUMNS, Notebook, render
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import SCHEMA_VERSION, read_plan
@@ -262,6 +262,6 @@ def _prediction_record(trial: Trial) -> Mapping[str, Any]:
         "candidate": trial.candidate.as_dict(),
         "state": trial.state.value,
         "measured": trial.measurement.step_time_s if trial.measurement else None,
-        "predicted": lookup(trial.predicted, "step_time_s.value"),
-        "believed": lookup(trial.believed or {}, "step_time_s.value"),
+        "predicted": trial.predicted_step_s,
+        "believed": trial.believed.step_time_s if trial.believed else None,
     }

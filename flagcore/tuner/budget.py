@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from flagcore.contracts import Platform, Problem, SearchContext
 from flagcore.contracts.capabilities import Shortening, optional
 from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
-from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.spec import Control, Task, TrainSpec
 from flagcore.domain.trial import FAILED_STATES, MIN_STEPS, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
@@ -245,18 +243,17 @@ def cap_limit(limit: TimeLimit, seconds_left: float, key: str) -> TimeLimit:
 
 def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
     """Return the longest likely step time of a trial in seconds, or None if the time is not predicted."""
-    step: Any = trial.predicted.get("step_time_s")
-    if not isinstance(step, Mapping) or not math.isfinite(step["high"]):
+    step = trial.predicted.step if trial.predicted else None
+    if step is None or not math.isfinite(step.high):
         return None
     measured = (each for each in earlier if each.state in (TrialState.MEASURED, TrialState.STOPPED))
-    ratios = [ratio for each in measured if (ratio := measured_to_predicted(each, "predicted"))]
+    ratios = [ratio for each in measured if (ratio := each.measured_over(each.predicted))]
     ratios += [
         max(each.finished_steps_s) / (each.predicted_step_s or math.inf)
         for each in earlier
         if each.has_only_finished_steps
     ]
-    high: float = max([step["high"], *(ratio * step["value"] for ratio in ratios)])
-    return high / trial.scale
+    return max([step.high, *(ratio * step.value for ratio in ratios)]) / trial.scale
 
 
 def seconds_used(trials: Sequence[Trial]) -> float:

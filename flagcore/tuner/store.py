@@ -16,6 +16,7 @@ from optuna.trial import TrialState as OptunaState
 from pydantic import TypeAdapter
 
 from flagcore.domain.files import open_regular, read_regular, writable
+from flagcore.domain.records import prediction_record, read_belief, read_prediction
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import is_rate, objective_value
 from flagcore.domain.trial import Trial, TrialState
@@ -78,7 +79,7 @@ class OptunaStore:
             "candidate": values,
             "role": planned.role.value,
             "fidelity": planned.fidelity,
-            "predicted": dict(planned.predicted),
+            "predicted": prediction_record(planned.predicted) if planned.predicted else {},
             **planned.search_fields,
         }
         params = {knob: values[knob] for knob in self._distributions if knob in values}
@@ -215,6 +216,9 @@ def from_frozen(frozen: FrozenTrial) -> Trial:
     for knob, value in values.items():
         if not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and abs(value) > MAX_INT):
             raise ValueError(f"trial {frozen.number} has {knob} = {value}, which is not a valid value")
+    if predicted := attributes.get("predicted"):
+        predicted = read_prediction(predicted)
+    attributes |= {"predicted": predicted or None, "believed": read_belief(attributes.get("believed") or {})}
     unfinished = {"state": TrialState.RUNNING, "log": f"trials/{frozen.number}/stdout.log"}
     trial = TRIAL.validate_python(
         {**unfinished, **attributes, **result, "number": frozen.number, "candidate": Candidate.of(values)}

@@ -15,7 +15,7 @@ from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins import ENGINES, STRATEGIES, find_engine, load_plugins, names, strategy
 from flagcore.tuner.stages.complete import engine_version
-from tests import tasks
+from tests.product import tasks
 
 Install = Callable[..., None]
 

@@ -17,6 +17,7 @@ from flagcore.tuner.learning import (
     overhead_seconds,
     success_probability,
 )
+from tests import tasks
 from tests.tuner.strategies.contexts import SPACE, predictions, search_context, trial_of
 
 KNOWN = predictions()
@@ -68,8 +69,7 @@ def test_a_timed_out_probe_does_not_bound_the_step() -> None:
 
 def test_finished_steps_of_a_trial_without_a_measurement_count() -> None:
     step = float(KNOWN.step_time_s[7])
-    known = {"step_time_s": {"value": step}}
-    slow = timed_out(7, 0.1, 20.0, predicted=known, finished_steps_s=(30 * step,))
+    slow = timed_out(7, 0.1, 20.0, predicted=tasks.prediction(compute_s=step), finished_steps_s=(30 * step,))
     assert reported(slow) == [pytest.approx(np.log(30.0))]
     assert reported(replace(slow, finished_steps_s=(90 * step, 30 * step))) == [pytest.approx(np.log(30.0))]
     context = search_context(KNOWN, [slow])

@@ -45,7 +45,7 @@ def test_the_gain_is_relative_to_the_users_own_baseline(bench: Bench) -> None:
 def test_a_baseline_above_the_memory_by_less_than_the_error_runs_alone(bench: Bench) -> None:
     own = {"micro_batch_size": 1, "tensor_model_parallel_size": 2, "data_parallel_size": 1}
     predicted = bench.tune(baseline=own).plan.baseline.predicted
-    used = predicted["memory"]["device_used_gib"] * 2**30
+    used = predicted.device_used_bytes
     for share, runs in ((0.5, False), (0.97, True)):
         bench.beside(str(share))
         bench.cluster = ClusterSpec(memory_bytes_per_device=int(share * used))
