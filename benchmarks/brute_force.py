@@ -23,7 +23,7 @@ from flagcore.api.inputs import loaded_plugins
 from flagcore.domain.trial import RUN, Role
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.plain_data import spec_as_data
-from flagcore.tuner.limits import time_limit
+from flagcore.tuner.budget import time_limit
 from flagcore.tuner.planner import predicted_trial
 from flagcore.tuner.problem import build_problem
 from flagcore.tuner.stages.launch import launch

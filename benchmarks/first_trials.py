@@ -21,8 +21,8 @@ from flagcore_serving.model.predict import predict
 
 from flagcore import plugins
 from flagcore.domain.prediction import Features, Observations, features
-from flagcore.tuner.learning.ratios import TIME, Ratios
-from flagcore.tuner.learning.trials import MIN_NOISE
+from flagcore.tuner.learning import MIN_NOISE
+from flagcore.tuner.ratios import TIME, Ratios
 
 MIN_RECORDS, COUNTS = 4, (1, 2, 3)
 

@@ -52,9 +52,8 @@ class Watch:
         self.marks.append((event.kind, time.monotonic(), time.process_time(), event.trial))
         if event.kind == "trial_started":
             self.idle_bytes = self.idle_bytes or resident_bytes(os.getpid())
-            predicted = event.trial.predicted["step_time_s"]
             model_error = random.Random(f"{self.seed} {event.trial.candidate}").uniform(0.9, 1.1)
-            self.true[event.trial.candidate] = float(predicted["value"]) * model_error
+            self.true[event.trial.candidate] = (event.trial.predicted_step_s or 0.0) * model_error
             self.control.send(json.dumps({"step_s": self.true[event.trial.candidate]}).encode())
 
 

@@ -35,7 +35,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.plain_data import spec_as_data
-from flagcore.tuner.limits import time_limit
+from flagcore.tuner.budget import time_limit
 from flagcore.tuner.planner import predicted_trial
 from flagcore.tuner.probe import probe
 from flagcore.tuner.problem import build_problem

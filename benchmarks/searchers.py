@@ -21,12 +21,12 @@ from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.tuner.budget import stop_reason
-from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
+from flagcore.tuner.learning import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.probe import combine, trial_of_probe
 from flagcore.tuner.search_state import SearchState
 from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.stages.measure import EARLY_STOP_RATIO
-from flagcore.tuner.stages.predict import record
+from flagcore.tuner.stages.predict import with_figures
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import rank, search_context
 
@@ -204,8 +204,8 @@ def _replay_trial(sweep: Sweep, choice: Choice, number: int, role: Role, best_tr
         candidate=problem.space.candidate(row),
         role=role,
         state=TrialState.OUT_OF_MEMORY,
-        predicted=record(task, problem.predictions.row(row)),
-        believed=dict(choice.belief),
+        predicted=with_figures(task, problem.predictions.row(row)),
+        believed=choice.belief,
         reason="it ran out of memory",
         duration_s=cost(sweep, row),
     )

@@ -28,10 +28,11 @@ from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.records import prediction_record
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec.jobs import read_job
-from flagcore.tuner.stages.predict import record
+from flagcore.tuner.stages.predict import with_figures
 
 SOFT = 0.1
 """Relative error above which a point has less weight."""
@@ -271,7 +272,7 @@ def simulated(points: Points, values: Mapping[str, float]) -> list[dict]:
         columns = {knob: column[row : row + 1] for knob, column in points.columns.items()}
         engine = plugins.find_engine(points.engine)
         found = predict(task, engine.settings(task, columns), costs, overheads)
-        answers.append({"id": line["id"], "status": "ok", **record(task, found.row(0))})
+        answers.append({"id": line["id"], "status": "ok", **prediction_record(with_figures(task, found.row(0)))})
     return answers
 
 

@@ -14,7 +14,7 @@ from flagcore.domain.model import Model
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
-from tests import tasks
+from tests.product import tasks
 
 SOURCE = tasks.SOURCE
 PEAKS = {"bf16": 9e14, "fp8": 1.8e15}

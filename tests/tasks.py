@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from flagcore_megatron.space.knobs import SPACE_KNOBS
+from flagcore_testing import toy
 
 from flagcore.contracts import Costs, Platform, Problem, PruningRule, SearchContext, Telemetry
 from flagcore.domain.chip import Chip, Device, DeviceUse, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model, Vision
-from flagcore.domain.prediction import Prediction, Predictions
+from flagcore.domain.prediction import Belief, Prediction, Predictions
 from flagcore.domain.space import Candidate, KnobValue, Legality, Space
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
@@ -19,11 +19,7 @@ from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
-from flagcore.plugins import engines
 from flagcore.tuner.stages.prune import prune
-
-ENGINES = {name: engines()[name] for name in ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")}
-"""The engines of this repository."""
 
 SOURCE = Source(kind="datasheet", detail="made up for these tests")
 CHIP = Chip(
@@ -46,15 +42,8 @@ LLAMA_8B = {
     "vocab_size": 128256,
 }
 """The shape of Llama 3 8B."""
-PLAIN_SPACE = {
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "use_distributed_optimizer": False,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "use_recompute": False,
-}
-"""The space of a spec that varies only DP, TP, PP and the micro-batch size."""
+PLAIN_SPACE = {"use_distributed_optimizer": False, "use_recompute": False}
+"""The space of a spec of the toy engine that varies only DP, TP, PP and the micro-batch size."""
 DENSE = Model(
     name="dense",
     num_layers=4,
@@ -108,7 +97,7 @@ def task(
     **train: Any,
 ) -> Task:
     """A task on one node; `train` overrides seq_length 128, global_batch_size 8, bf16."""
-    job = {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "bf16", **train}
+    job = {"engine": "toy", "seq_length": 128, "global_batch_size": 8, "precision": "bf16", **train}
     spec = Spec(
         model=model, cluster=ClusterSpec(), work=TrainSpec(**job), control=control or Control(), space=space or {}
     )
@@ -128,7 +117,7 @@ def costs(task: Task, capacity: float | None = 80e9) -> Costs:
 
 def platform(task: Task, **changes: Any) -> Platform:
     """A platform without plugins' answers."""
-    return Platform(task=task, **{"engine": ENGINES[task.spec.work.engine], "costs": costs(task), **changes})
+    return Platform(task=task, **{"engine": toy.ENGINE, "costs": costs(task), **changes})
 
 
 def problem(
@@ -169,6 +158,12 @@ def prediction(used: float = 1.0, capacity: float | None = 100.0, **time_s: floa
     )
 
 
+def belief(step_time_s: float, chance_to_fit: float = 1.0, **figures: float) -> Belief:
+    """A corrected prediction without an interval."""
+    times = {"step_time_s": step_time_s, "low_s": step_time_s, "high_s": step_time_s}
+    return Belief(**times, chance_to_fit=chance_to_fit, **figures)
+
+
 def plugin(**hooks: Callable[..., object]) -> SimpleNamespace:
     """A plugin of functions, by the names of their hooks without `flagcore_`."""
     return SimpleNamespace(**{f"flagcore_{name}": hookimpl(function) for name, function in hooks.items()})
@@ -194,8 +189,8 @@ class Readings:
 
 
 def candidate(**values: KnobValue) -> Candidate:
-    """A candidate of the megatron engine; knobs that are not given are neutral."""
-    return Candidate.of({knob.name: values.get(knob.name, knob.neutral) for knob in SPACE_KNOBS})
+    """A candidate of the toy engine; knobs that are not given are neutral."""
+    return Candidate.of({knob.name: values.get(knob.name, knob.neutral) for knob in toy.SPACE_KNOBS})
 
 
 def trial(

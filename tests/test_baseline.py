@@ -10,7 +10,7 @@ from flagcore.contracts import Problem
 from flagcore.tuner.feasibility import crowded_baseline_text
 from flagcore.tuner.problem import UNUSUAL_SHARE, build_problem, rows_by_time
 from flagcore.tuner.stages.build import PLANNED_SHARE
-from tests import tasks
+from tests.product import tasks
 from tests.tuner.stages.test_discover import loaded, plugin, spec
 
 

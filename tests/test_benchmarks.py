@@ -12,7 +12,7 @@ import yaml
 from benchmarks.scores import kendall, ranking
 from flagcore.domain.chip import Chip
 from flagcore.vendorkit.chip_file import cost_file
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 ROOT = Path(__file__).parent.parent
 

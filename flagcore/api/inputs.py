@@ -38,9 +38,8 @@ from flagcore.plugins import (
 from flagcore.report.formats import as_yaml
 from flagcore.spec.clusters import without_spares
 from flagcore.spec.convert import check_engines, engines_of, parse_spec, select_engine
-from flagcore.spec.models import model_from
+from flagcore.spec.models import absolute_model, model_from, public_name
 from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
-from flagcore.spec.public import absolute_model, public_name
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
 from flagcore.tuner.problem import OnUsual, build_problem, rows_by_time

@@ -19,19 +19,20 @@ from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
-from flagcore.domain.prediction import Observations, PastMeasurements, components_of_row, features
+from flagcore.domain.prediction import Observations, PastMeasurements, Prediction, components_of_row, features
+from flagcore.domain.records import prediction_record, rank_record
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, KnobValue, Rule
-from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
+from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.feasibility import no_time
-from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
+from flagcore.tuner.learning import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical, legality
-from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, rank_record, record
+from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, with_figures
 
 AT_ONCE = 1024
 
@@ -117,7 +118,7 @@ class _Jobs:
                 answers |= {row.place: _rejection(error) for row in rows}
         return [answers[place] for place in range(len(lines))]
 
-    def _group_jobs(self, place: int, job: Job, groups: dict[Hashable, tuple[Platform, list[_Row]]]) -> None:
+    def _group_jobs(self, place: int, job: JobRecord, groups: dict[Hashable, tuple[Platform, list[_Row]]]) -> None:
         """Add a job to the group with the same task. Raises FlagError if the job is invalid."""
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
@@ -182,9 +183,10 @@ def _predicted(platform: Platform, rows: Sequence[_Row], *, details: bool) -> di
     if not legal:
         return answers
     columns = canonical(_take(columns, legal), engine.merges(task))
-    for number, known in enumerate(prediction_records(platform, columns, details=details)):
+    for number, found in enumerate(detailed_predictions(platform, columns, details=details)):
         row = rows[legal[number]]
-        answers[row.place] = {"status": "ok", **({"warnings": list(row.warnings)} if row.warnings else {}), **known}
+        warnings = {"warnings": list(row.warnings)} if row.warnings else {}
+        answers[row.place] = {"status": "ok", **warnings, **prediction_record(found)}
         if row.rank is not None:
             rank = probing(engine).rank(task, _take(columns, [number]), row.rank, platform.costs)
             answers[row.place]["rank"] = rank_record(rank)
@@ -302,23 +304,19 @@ def _observations(
     return pairs[0], pairs[1]
 
 
-def prediction_records(platform: Platform, columns: Columns, *, details: bool = True) -> list[dict[str, Any]]:
+def detailed_predictions(platform: Platform, columns: Columns, *, details: bool = True) -> list[Prediction]:
     """Return the prediction of each row, with `details` with the layers of each stage, and with the memory of the model
     components on the stage that needs the most, which take as long again.
 
-    If a row has no predicted time, its record contains the reason.
+    If a row has no predicted time, its prediction contains the reason.
     """
     predictions = predict_columns(platform, columns)
     components = predict_components(platform, columns, predictions.worst_stage) if details else {}
     layers = predict_stage_layers(platform, columns) if details else {}
-    records = []
+    found = []
     for row in range(len(predictions.step_time_s)):
         figures = replace(predictions.row(row), components=components_of_row(components, row))
-        prediction_record = record(platform.task, figures, layers.get(row, ()))
-        has_time = figures.step_time_s is not None
-        records.append(
-            prediction_record
-            if has_time
-            else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **prediction_record}
-        )
-    return records
+        if figures.step_time_s is None:
+            figures = replace(figures, reason=f"no time: {no_time(platform.task, platform.costs)}")
+        found.append(with_figures(platform.task, figures, layers.get(row, ())))
+    return found

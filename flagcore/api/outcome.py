@@ -15,7 +15,8 @@ from flagcore.contracts import ExportJob, Problem
 from flagcore.contracts.exchange import comments
 from flagcore.domain.files import writable, write
 from flagcore.domain.launch import Launch
-from flagcore.domain.plan import COST, Plan, cost_figures
+from flagcore.domain.plan import Plan, cost_figures
+from flagcore.domain.records import COSTS
 from flagcore.domain.secrets import (
     is_secret,
     redact_data,
@@ -106,7 +107,7 @@ def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) ->
     """
     predicted, measured = trial["predicted"], trial["measured"]
     if not measured:
-        return {name: predicted[name] for name in COST if name in predicted}
+        return {name: predicted[name] for name in COSTS if name in predicted}
     rate = measured.get("figures", {}).get("output_tokens_per_s_per_device", measured["tokens_per_second_per_device"])
     step_s = measured["step_time_s"]["median"]
     seconds = median_s or step_s

@@ -16,16 +16,16 @@ from flagcore.domain.plan import Speedup
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Trial
 from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _
-from flagcore.report.formats import COLUMNS, Notebook, lookup, render
+from flagcore.report.formats import COLUMNS, Notebook, render
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import SCHEMA_VERSION, read_plan
 from flagcore.report.result import trial as trial_data
 from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec.plain_data import spec_as_data
+from flagcore.tuner.run_folder import RunDirectory
 from flagcore.tuner.search_state import SearchState, gains
 from flagcore.tuner.stages.learn import learn
-from flagcore.tuner.store.directory import RunDirectory
 
 RESULT, SPEC = "result.json", "spec.yaml"
 RUNNING, FINISHED, INTERRUPTED = N_("running"), N_("finished"), N_("interrupted")
@@ -140,7 +140,7 @@ def read_run(path: Path) -> Run:
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
         return _run_of_several_engines(path, data)
-    from flagcore.tuner.store.trials import stored_trials  # importing optuna is slow
+    from flagcore.tuner.store import stored_trials  # importing optuna is slow
 
     identity = RunDirectory(path).identity()
     if identity is None:
@@ -262,6 +262,6 @@ def _prediction_record(trial: Trial) -> Mapping[str, Any]:
         "candidate": trial.candidate.as_dict(),
         "state": trial.state.value,
         "measured": trial.measurement.step_time_s if trial.measurement else None,
-        "predicted": lookup(trial.predicted, "step_time_s.value"),
-        "believed": lookup(trial.believed or {}, "step_time_s.value"),
+        "predicted": trial.predicted_step_s,
+        "believed": trial.believed.step_time_s if trial.believed else None,
     }

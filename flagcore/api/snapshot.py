@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.api.inputs import UNNAMED, LoadedSpec, OpenedSpec, SpecLike, open_spec
-from flagcore.api.jobs import past_of_problem, prediction_records
+from flagcore.api.jobs import detailed_predictions, past_of_problem
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.contracts import Problem, SearchContext
-from flagcore.domain.prediction import PastMeasurements
+from flagcore.domain.prediction import PastMeasurements, Prediction
 from flagcore.domain.space import Axis, Candidate, Columns, Pruned
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import RUN, Trial
 from flagcore.errors import RunError, UsageError
 from flagcore.i18n import _
 from flagcore.plugins.loaded import LoadedPlugins
+from flagcore.tuner.run_folder import RunDirectory
 from flagcore.tuner.search_state import SearchState
 from flagcore.tuner.stages.predict import predict_columns
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import search_context
-from flagcore.tuner.store.directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,9 @@ class Snapshot:
             f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predictions).any()
         ]
 
-    def record(self, columns: Columns) -> dict[str, Any]:
-        """Return the prediction of a candidate, which may be outside the space, like `prediction_records`."""
-        return prediction_records(self.problem.platform, columns)[0]
+    def predicted(self, columns: Columns) -> Prediction:
+        """Return the prediction of a candidate, which may be outside the space, like `detailed_predictions`."""
+        return detailed_predictions(self.problem.platform, columns)[0]
 
 
 def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -> Snapshot:

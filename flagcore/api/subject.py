@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from flagcore.api.candidate_parser import broken_rules_of, parse_candidate
 from flagcore.api.runs import no_best_error
 from flagcore.api.snapshot import Snapshot, all_trials
+from flagcore.domain.prediction import Belief
 from flagcore.domain.space import Axis, Candidate, Columns, FloatArray, IntArray, KnobValue, as_candidate
-from flagcore.domain.trial import Trial, TrialState, step_value
+from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.report.candidate_report import causes_text
@@ -61,8 +61,8 @@ class Subject:
         self.columns = columns if self.broken else canonical(columns, problem.legality.merges)
         self.requested, self.candidate = as_candidate(axes, columns), as_candidate(axes, self.columns)
         self.row = None if self.broken else problem.space.find(self.candidate)
-        self.predicted = None if self.broken else snapshot.record(self.columns)
-        self.predicted_s = step_value(self.predicted)
+        self.predicted = None if self.broken else snapshot.predicted(self.columns)
+        self.predicted_s = self.predicted.step_time_s if self.predicted else None
         self.trials = [trial for trial in all_trials(snapshot.run) if trial.candidate == self.candidate]
         self.runs = snapshot.search_state.runs_of(self.candidate)
 
@@ -87,7 +87,7 @@ class Subject:
         return 1.0 / speed if speed else None
 
     @cached_property
-    def believed(self) -> Mapping[str, Any] | None:
+    def believed(self) -> Belief | None:
         """The prediction corrected by trials of this and of earlier runs.
 
         It is None for a spec, or if the run has no trials.
@@ -114,7 +114,7 @@ class Subject:
             return self.measured_s or self.scaled_s
         lower_bound_s = _stopped_at(self.snapshot, self.candidate)
         predicted_s = self.snapshot.problem.predictions.row(self.row).step_time_s
-        step = step_value(self.believed) if self.believed else predicted_s
+        step = self.believed.step_time_s if self.believed else predicted_s
         return max((each for each in (step, lower_bound_s) if each is not None), default=None)
 
     def differing(self, other: Candidate) -> dict[str, tuple[KnobValue, KnobValue]]:

@@ -7,7 +7,7 @@ from typing import TextIO
 
 from flagcore.cli.options import patience
 from flagcore.contracts import Event, OnEvent
-from flagcore.domain.spec import objective_value
+from flagcore.domain.spec import SERVING, objective_value
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.i18n import _
 from flagcore.report.text import (
@@ -52,13 +52,12 @@ def _name(trial: Trial) -> str:
 
 def _predicted(event: Event) -> str:
     trial = event.trial
-    step = (trial.believed or {}).get("step_time_s", trial.predicted.get("step_time_s"))
-    if not isinstance(step, dict):
+    seconds = trial.expected_step_s
+    if seconds is None:
         return ""
-    if "objective" in trial.predicted:
-        value = objective_text(event.objective, objective_value(event.objective, step["value"]))
-    else:
-        value = f"{step['value']:.3g} s"
+    value = f"{seconds:.3g} s"
+    if event.objective in SERVING:
+        value = objective_text(event.objective, objective_value(event.objective, seconds))
     text = ", " + _("predicted ~{value}", value=value)
     short = event.trial.shortened
     if short and short.nodes:

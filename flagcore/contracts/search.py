@@ -11,9 +11,9 @@ from flagcore.contracts.engine import Engine, Platform
 from flagcore.contracts.plugin import Costs, PruningRule
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import SearchTime
-from flagcore.domain.prediction import Features, PastMeasurements, Predictions, features
+from flagcore.domain.prediction import Belief, Features, PastMeasurements, Predictions, features
 from flagcore.domain.space import LEARNED_MESSAGES, Candidate, IntArray, Legality, Pruned, Space
-from flagcore.domain.spec import Job, Task
+from flagcore.domain.spec import JobRecord, Task
 from flagcore.domain.trial import RunEvent, Trial
 
 
@@ -38,7 +38,7 @@ class Problem:
     rules: tuple[PruningRule, ...] = ()
     knobs: Knobs = field(default_factory=dict)
     adds_baseline: bool = False
-    published: tuple[tuple[Job, Mapping[str, Any]], ...] = ()
+    published: tuple[tuple[JobRecord, Mapping[str, Any]], ...] = ()
 
     @property
     def task(self) -> Task:
@@ -125,12 +125,12 @@ class Choice:
 
     `row`: the candidate's row, or None to stop the search.
     `because`: the reason for the choice in one line.
-    `belief`: the strategy's corrected prediction for the candidate, as plain data in the format of `Trial.predicted`.
+    `belief`: the strategy's corrected prediction for the candidate. None if it has none.
     """
 
     row: int | None
     because: str
-    belief: Mapping[str, object] = field(default_factory=dict)
+    belief: Belief | None = None
 
 
 class Strategy(Protocol):

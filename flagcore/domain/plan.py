@@ -9,11 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
 
 from flagcore.domain.knob import Knobs
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import RUN, Trial, TrialState, step_value
+from flagcore.domain.trial import RUN, Trial, TrialState
 from flagcore.i18n import N_, Message
 
 MAX_SLOWDOWN = 0.05
@@ -57,8 +56,6 @@ class Interference:
 
 
 HOUR, DAY = 3600.0, 86400.0
-COST = ("cost_per_million_tokens", "planned_days", "planned_cost")
-"""The names of the figures that `cost_figures` returns."""
 
 
 def cost_figures(task: Task, step_time_s: float, tokens_per_s_per_device: float | None) -> dict[str, float]:
@@ -168,7 +165,7 @@ class Plan:
     @property
     def prediction_error(self) -> PredictionError | None:
         """The errors of predicted step times over the trials with a corrected prediction. None without such trials."""
-        pairs = [[measured_to_predicted(trial, name) for name in ("predicted", "believed")] for trial in self.trials]
+        pairs = [[each.measured_over(found) for found in (each.predicted, each.believed)] for each in self.trials]
         log_errors = [[abs(math.log(ratio)) for ratio in pair if ratio] for pair in pairs if None not in pair]
         if not log_errors:
             return None
@@ -209,15 +206,6 @@ class PredictionError:
     before: float
     after: float
     trials: int
-
-
-def measured_to_predicted(trial: Trial, field: Literal["predicted", "believed"]) -> float | None:
-    """Return the ratio of a trial's measured to its predicted step time, or None if one of them is unknown.
-
-    `field`: which prediction to use, as in `Trial`.
-    """
-    predicted = step_value(trial.believed if field == "believed" else trial.predicted)
-    return trial.measurement.step_time_s / predicted if trial.measurement and predicted else None
 
 
 def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:

@@ -1,7 +1,4 @@
-"""Predictions of candidates and ranks, pass times of pipelines, and the measurements that correct predictions.
-
-A probe measures single ranks of a larger job on one device.
-"""
+"""Predictions of candidates and ranks, pass times of pipelines, and the measurements that correct predictions."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray
-from flagcore.domain.trial import TrialState
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray
 from flagcore.i18n import N_
 
 MEMORY_ERROR = 0.10
@@ -34,6 +30,15 @@ PART_NAMES = {
 """The display names of the parts of a training step. An engine may have other parts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A predicted figure and the bounds of its 80% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """The prediction of one candidate in seconds, bytes and flops. Unknown values are None or absent.
@@ -44,6 +49,14 @@ class Prediction:
     `time_s`: the seconds of each part of the step, by the part's name in job records (`compute_s`, `tp_comm_s`, ...).
     `components`: the figures of the worst stage by model component.
     `figures`: the other metrics of a server, by the names in `flagcore.domain.serving`.
+
+    What follows from the task, in predictions that are shown or stored:
+
+    `objective`: of a server, in the unit of the objective.
+    `costs`: the result of `flagcore.domain.plan.cost_figures`.
+    `limit`: the bottleneck of a training step. Empty if unknown.
+    `stage_layers`: the number of layers of each pipeline stage, if the engine chose the split.
+    `reason`: why the time is unknown.
     """
 
     step_time_s: float | None
@@ -58,9 +71,46 @@ class Prediction:
     capacity_bytes: float | None
     fits: bool | None
     worst_stage: int
-    model_flops: float
+    model_flops: float = 0.0
     components: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
+    objective: Interval | None = None
+    tokens_per_second_per_device: Interval | None = None
+    costs: Mapping[str, float] = field(default_factory=dict)
+    model_tflops_per_device: float | None = None
+    mfu: float | None = None
+    limit: str = ""
+    stage_layers: tuple[int, ...] = ()
+    reason: str = ""
+
+    @property
+    def parts_s(self) -> Mapping[str, float]:
+        """The seconds of each part of a step, or of a server's mean request. Empty if unknown."""
+        figures = self.figures.items()
+        return self.time_s or {name[5:]: seconds for name, seconds in figures if name.startswith("time.")}
+
+    @property
+    def step(self) -> Interval | None:
+        """The step time in seconds. None if unknown."""
+        if self.step_time_s is None or self.low_s is None or self.high_s is None:
+            return None
+        return Interval(self.step_time_s, self.low_s, self.high_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Belief:
+    """The strategy's corrected prediction of a candidate, in seconds, and the figures on which it decided.
+
+    `low_s` and `high_s`: the bounds of the 80% interval of `step_time_s`.
+    `chance_to_fit`: the probability that the candidate fits in memory.
+    `max_expected_gain`: the largest expected gain of an untried candidate, as a fraction. None if unknown.
+    """
+
+    step_time_s: float
+    low_s: float
+    high_s: float
+    chance_to_fit: float
+    max_expected_gain: float | None = None
 
 
 MEMORY = ("static_bytes", "activation_bytes", "peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
@@ -244,7 +294,7 @@ def components_of_row(components: Components, row: int) -> dict[str, dict[str, f
 class Passes:
     """The pass times of a pipeline: seconds per micro-batch on each stage, summed over virtual stages.
 
-    `schedule`: a name in `flagcore.physics.pipelines.SCHEDULES`.
+    `schedule`: a name in `flagcore.physics.transformer.SCHEDULES`.
     `microbatches`: the number of micro-batches of a step.
     `virtual`: the number of virtual stages per device.
     `backward_s`: the time of the backward pass, with recomputation and the gradients of activations and weights.
@@ -415,75 +465,3 @@ def features(
 
 def _octaves(codes: IntArray) -> FloatArray:
     return np.asarray(np.sign(codes) * np.log2(1.0 + np.abs(codes)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMeasurement:
-    """The measurement of one rank. Times are medians over the timed steps, and spreads are interquartile ranges.
-
-    `static_bytes`: the memory that stays allocated between steps.
-    `reserved_bytes`: the memory that the caching allocator reserves. None if there is no caching allocator.
-    `device_used_bytes`: the memory in use on the device, without the buffers of collectives.
-    `compute_time_s`: the time of the forward and backward passes of a whole step, without communication. If
-    `microbatches_run` is less than `microbatches`, the measured time is scaled up.
-    """
-
-    stage: int
-    static_bytes: int
-    peak_forward_backward_bytes: int
-    peak_optimizer_bytes: int
-    peak_allocated_bytes: int
-    reserved_bytes: int | None
-    device_used_bytes: int
-    compute_time_s: float
-    compute_spread_s: float
-    optimizer_time_s: float
-    optimizer_spread_s: float
-    steps: int
-    microbatches: int
-    microbatches_run: int
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankProbe:
-    """The probe of one global rank, with its measurement or the reason why it failed.
-
-    `device`: the index of the device that ran it, counted over all hosts.
-    `inconclusive`: whether the host was lost, so that the probe shows nothing about the candidate.
-    """
-
-    rank: int
-    state: TrialState
-    predicted: RankPrediction
-    measured: RankMeasurement | None = None
-    reason: str | None = None
-    duration_s: float = 0.0
-    device: int = 0
-    inconclusive: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """The probed ranks of one candidate."""
-
-    candidate: Candidate
-    ranks: tuple[RankProbe, ...]
-
-    @property
-    def measured(self) -> tuple[RankMeasurement, ...]:
-        """The measurements of the ranks whose probe succeeded."""
-        return tuple(rank.measured for rank in self.ranks if rank.measured is not None)
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether a probed rank ran out of memory."""
-        return any(rank.state is TrialState.OUT_OF_MEMORY for rank in self.ranks)
-
-    @property
-    def duration_s(self) -> float:
-        """The duration of the probe in seconds: that of the busiest device, because devices run in parallel."""
-        by_device: dict[int, float] = {}
-        for rank in self.ranks:
-            by_device[rank.device] = by_device.get(rank.device, 0.0) + rank.duration_s
-        return max(by_device.values(), default=0.0)

@@ -60,6 +60,15 @@ def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
+def flat_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics with flat names such as `ttft_s.p50`. This reverses `nest_statistics`."""
+    data: dict[str, Any] = {}
+    for name, value in figures.items():
+        is_nested = isinstance(value, Mapping)
+        data |= {f"{name}.{each}": figure for each, figure in value.items()} if is_nested else {name: value}
+    return data
+
+
 MAX_LENGTH_RATIO = 5
 """The maximum of log-normal lengths relative to their mean. Benchmarks with filtered ShareGPT prompts have a similar
 ratio (a maximum of 1,024 tokens and a mean of 217)."""

@@ -8,6 +8,8 @@ from statistics import median
 from typing import Any
 
 from flagcore.domain.chip import share_of_others
+from flagcore.domain.prediction import Belief, Prediction
+from flagcore.domain.records import belief_record, read_belief
 from flagcore.domain.serving import HighestLoad
 from flagcore.domain.space import Candidate
 
@@ -196,14 +198,14 @@ class Shortened:
 class Trial:
     """One run or probe of a candidate.
 
-    - `predicted`: the prediction made before any trial.
+    - `predicted`: the prediction made before any trial. None for a trial that has none.
     - `reason`: why the trial failed or was stopped.
     - `log`: the path of its output, relative to the folder of the run.
     - `fidelity`: one of FIDELITIES.
     - `source`: the file from which the trial was imported. None if flagcore ran it.
     - `began_s`: the time of its start, in seconds since the start of the search.
     - `chosen_because`: why the strategy chose the candidate.
-    - `believed`: the strategy's corrected prediction when it chose the candidate, and the figures on which it decided.
+    - `believed`: the strategy's belief when it chose the candidate.
     - `search_ended`: for a repeat, the reason why the search ended before it.
     - `shortened`: how its steps were shortened. None if they were whole.
     - `group`: the number of its group of devices, if other trials ran at the same time. None if it ran alone.
@@ -221,7 +223,7 @@ class Trial:
     candidate: Candidate
     role: Role
     state: TrialState
-    predicted: Mapping[str, object] = field(default_factory=dict)
+    predicted: Prediction | None = None
     measurement: Measurement | None = None
     reason: str | None = None
     duration_s: float = 0.0
@@ -230,7 +232,7 @@ class Trial:
     source: str | None = None
     began_s: float | None = None
     chosen_because: str | None = None
-    believed: Mapping[str, object] | None = None
+    believed: Belief | None = None
     search_ended: str | None = None
     time_limit: TimeLimit | None = None
     shortened: Shortened | None = None
@@ -245,9 +247,12 @@ class Trial:
     @property
     def search_fields(self) -> dict[str, object]:
         """The fields named in SEARCH_FIELDS that are not None, as plain data."""
-        values = {name: value for name in SEARCH_FIELDS if (value := getattr(self, name)) is not None}
+        values = {name: getattr(self, name) for name in SEARCH_FIELDS}
+        if self.believed or (self.role is Role.SEARCH and self.chosen_because is not None):
+            values["believed"] = belief_record(self.believed)
         records = (TimeLimit, Shortened)
-        return {name: asdict(value) if isinstance(value, records) else value for name, value in values.items()}
+        plain = {name: asdict(value) if isinstance(value, records) else value for name, value in values.items()}
+        return {name: value for name, value in plain.items() if value is not None}
 
     @property
     def scale(self) -> float:
@@ -262,7 +267,17 @@ class Trial:
     @property
     def predicted_step_s(self) -> float | None:
         """The time of a whole step in seconds, as predicted before any trial. None if unknown."""
-        return step_value(self.predicted)
+        return self.predicted.step_time_s if self.predicted else None
+
+    @property
+    def expected_step_s(self) -> float | None:
+        """The time of a whole step in seconds, as believed when the candidate was chosen, or else as predicted."""
+        return self.believed.step_time_s if self.believed else self.predicted_step_s
+
+    def measured_over(self, found: Prediction | Belief | None) -> float | None:
+        """Return the measured over the predicted step time of `predicted` or `believed`. None if one is unknown."""
+        predicted_s = found.step_time_s if found else None
+        return self.measurement.step_time_s / predicted_s if self.measurement and predicted_s else None
 
     @property
     def is_conclusive(self) -> bool:
@@ -332,17 +347,10 @@ def is_disturbed(runs: Sequence[Trial]) -> bool:
     return bool(runs) and all(run.share_of_others for run in runs)
 
 
-def step_value(record: Mapping[str, object] | None) -> float | None:
-    """Return the step time in seconds from a prediction in the format of job records, or None if it is unknown."""
-    step: Any = (record or {}).get("step_time_s")
-    is_known = isinstance(step, Mapping) and math.isfinite(step["value"])
-    return float(step["value"]) if is_known else None
-
-
 SEARCH_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "began_s": float,
     "chosen_because": str,
-    "believed": dict,
+    "believed": read_belief,
     "search_ended": str,
     "time_limit": lambda data: TimeLimit(**data),
     "shortened": lambda data: Shortened(**data),

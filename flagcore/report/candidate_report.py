@@ -6,10 +6,11 @@ from math import isclose
 from typing import Any
 
 from flagcore.domain.knob import Knobs
+from flagcore.domain.prediction import Belief, Prediction
+from flagcore.domain.records import GIB
 from flagcore.domain.serving import LATENCIES
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SERVING, objective_value
-from flagcore.domain.trial import step_value
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, used_text
 from flagcore.report.formats import IF_KNOWN, NAMES, Notebook, hardware_text, shown, table
@@ -59,7 +60,7 @@ class Alternative:
 
     candidate: Mapping[str, KnobValue]
     differs: Mapping[str, tuple[KnobValue, KnobValue]]
-    predicted: Mapping[str, Any]
+    predicted: Prediction
     expected_s: float | None
     trial: int | None
     measured: bool
@@ -75,7 +76,8 @@ class CandidateReport(Notebook):
     - `because`: the reasons for the state.
     - `rules`: the rules that cause the state, each with `rule`, `message`, the `values` that it uses, and the `trial`
       of a learned rule.
-    - `predicted`: the prediction, or None for an illegal candidate.
+    - `predicted`: the prediction, or None for an illegal candidate. Its sizes are in bytes, and in GiB in
+      `as_data()`.
     - `published`: the prediction with the settings of the published run that `name` stands for.
     - `believed`: the prediction corrected by trials.
     - `trials`: the trials of the candidate.
@@ -99,9 +101,9 @@ class CandidateReport(Notebook):
     because: tuple[str, ...]
     rules: tuple[ExcludingRule, ...] = ()
     requested: Mapping[str, KnobValue] | None = None
-    predicted: Mapping[str, Any] | None = None
-    published: Mapping[str, Any] | None = field(default=None, metadata=IF_KNOWN)
-    believed: Mapping[str, Any] | None = None
+    predicted: Prediction | None = None
+    published: Prediction | None = field(default=None, metadata=IF_KNOWN)
+    believed: Belief | None = None
     expected_s: float | None = None
     trials: tuple[Mapping[str, Any], ...] = ()
     changes: Mapping[str, Alternative] = field(default_factory=dict)
@@ -159,29 +161,28 @@ def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
 
 def _predicted(report: CandidateReport) -> Iterator[str]:
     """Yield lines with the predicted time, its 80% interval, and the memory of a candidate."""
-    if report.predicted is None:
+    predicted = report.predicted
+    if predicted is None:
         yield _("No prediction, because it breaks a rule.")
         return
-    predicted, memory, step_s = report.predicted, report.predicted["memory"], step_value(report.predicted)
-    used = f"~{used_text(memory, '.4g')} GiB"
+    used, step_s = f"~{used_text(predicted, '.4g')} GiB", predicted.step_time_s
     if step_s is None:
-        yield _("Predicted: {value}", value=f"{used}; {predicted.get('reason', _('time unknown'))}")
-    else:
-        bounds = predicted.get("objective", predicted["step_time_s"])
-        interval = _("(80%: {low} to {high})", low=shown(bounds["low"]), high=shown(bounds["high"]))
+        yield _("Predicted: {value}", value=f"{used}; {predicted.reason or _('time unknown')}")
+    elif bounds := predicted.objective or predicted.step:
+        interval = _("(80%: {low} to {high})", low=shown(bounds.low), high=shown(bounds.high))
         yield _("Predicted: {value}", value=f"~{seconds_text(report.objective, step_s)} {interval}, {used}")
-    latencies = {name: predicted[name]["p50"] for name in LATENCIES if name in predicted}
+    latencies = {name.removesuffix(".p50"): seconds for name, seconds in median_latencies(predicted).items()}
     if medians := [f"{latency_name(name)} {seconds:.3g} s" for name, seconds in latencies.items()]:
         yield "  p50: " + ", ".join(medians)
-    time = {part: seconds for part, seconds in predicted.get("time", {}).items() if seconds}
+    time = {part: seconds for part, seconds in predicted.parts_s.items() if seconds}
     if parts := [f"{_(part_name(part))} {seconds:.3g} s" for part, seconds in time.items()]:
-        yield f"  {_('time of a request') if 'objective' in predicted else _('time')}: " + ", ".join(parts)
-    sizes = ", ".join(f"{_(name)} {gib:.3g}" for name, gib in memory_parts(memory).items())
+        yield f"  {_('time of a request') if predicted.objective else _('time')}: " + ", ".join(parts)
+    sizes = ", ".join(f"{_(name)} {size / GIB:.3g}" for name, size in memory_parts(predicted).items())
     yield f"  {_('memory')}: {sizes} GiB"
-    if layers := predicted.get("stage_layers"):
+    if layers := predicted.stage_layers:
         yield "  " + _("Layers of each pipeline stage: {layers}", layers=layers_text(layers))
     if report.believed is not None:
-        seconds, chance = report.believed["step_time_s"]["value"], report.believed["chance_to_fit"]
+        seconds, chance = report.believed.step_time_s, report.believed.chance_to_fit
         value = seconds_text(report.objective, seconds)
         text = N_("Predicted after trials: ~{value}, probability of fitting in memory {chance:.0%}")
         yield _(text, value=value, chance=chance) + _gain(seconds, step_s)
@@ -207,7 +208,7 @@ def _changes(report: CandidateReport) -> Iterator[str]:
         yield _("Possible changes:")
     for kind, change in changes.items():
         trial = "" if change.trial is None else f", {_('trial')} {change.trial}"
-        used = f"~{change.predicted['memory']['device_used_gib']:.3g} GiB{trial}"
+        used = f"~{change.predicted.device_used_bytes / GIB:.3g} GiB{trial}"
         differs = differs_text(change.differs, report.knobs)
         yield f"  {_(names[kind])}: {differs}: {_time(report, change)}{_gain(change.expected_s, expected_s)}, {used}"
 
@@ -261,8 +262,8 @@ class Side:
     devices: int
     state: str
     because: tuple[str, ...]
-    predicted: Mapping[str, Any] | None
-    believed: Mapping[str, Any] | None
+    predicted: Prediction | None
+    believed: Belief | None
     measured: MeasuredRuns | None
 
 
@@ -326,7 +327,7 @@ def compared_text(both: Comparison) -> str:
 def _rows(both: Comparison) -> Iterator[list[str]]:
     """Yield the rows of the table. The row of a metric that neither candidate has is empty."""
     sides = (both.a, both.b)
-    measured = [side.measured for side in sides]
+    measured, predicted = [side.measured for side in sides], [side.predicted for side in sides]
     is_served = both.objective in SERVING
     name = heading(both.objective) if is_served else _("step s")
 
@@ -341,14 +342,14 @@ def _rows(both: Comparison) -> Iterator[list[str]]:
         yield [_("spread between runs"), *map(shown, between), "-", "-"]
         yield [_("runs"), *(shown(each.runs if each else None) for each in measured), "-", "-"]
         yield _row(_("in use GiB"), [each.device_used_gib if each else None for each in measured])
-    yield _row(f"~{name}", speed(step_value(side.predicted) for side in sides))
-    yield _row(f"~{name} {_('(after trials)')}", speed(step_value(side.believed) for side in sides))
+    yield _row(f"~{name}", speed(each.step_time_s if each else None for each in predicted))
+    believed = [side.believed.step_time_s if side.believed else None for side in sides]
+    yield _row(f"~{name} {_('(after trials)')}", speed(believed))
     for part, pair in both.time.items():
         yield _row(f"~  {_(part_name(part))} s", pair)
     for figure, pair in both.figures.items():
         yield _row(f"~{latency_name(figure)} s", pair)
-    used = [side.predicted["memory"]["device_used_gib"] if side.predicted else None for side in sides]
-    yield _row(_("~in use GiB"), used)
+    yield _row(_("~in use GiB"), [each.device_used_bytes / GIB if each else None for each in predicted])
     for part, pair in both.memory.items():
         yield _row(f"~  {_(part)} GiB", pair)
 
@@ -370,7 +371,12 @@ SAME_TIME = 5e-4
 """The relative difference below which two times are shown as equal."""
 
 
-def figure_pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+def median_latencies(found: Prediction) -> dict[str, float]:
+    """Return the predicted medians of a server's latencies, by names such as `ttft_s.p50`."""
+    return {name: found.figures[name] for each in LATENCIES if (name := f"{each}.p50") in found.figures}
+
+
+def figure_pairs(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """Return pairs of the values in `a` and `b` with the same name. A value that one of them lacks is 0."""
     names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) or b.get(name)]
     return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
@@ -391,7 +397,7 @@ def causes_text(
     objective: str,
     other: str,
     seconds: tuple[float, float],
-    predictions: Sequence[Mapping[str, Any] | None],
+    predictions: tuple[Prediction | None, Prediction | None],
     source: str,
     *,
     has_rounds: bool = False,
@@ -418,8 +424,8 @@ def causes_text(
     figures = {"value": shown(values[1]), "before": shown(values[0]), "change": values[1] / values[0] - 1.0}
     names = {"unit": heading(objective), "other": other, "source": source}
     paragraph = _(text_without_change if has_rounds else text, **figures, **names)
-    times = figure_pairs(*((each or {}).get("time", {}) for each in predictions))
-    predicted_before, predicted_after = map(step_value, predictions)
+    times = figure_pairs(*(each.parts_s if each else {} for each in predictions))
+    predicted_before, predicted_after = (each.step_time_s if each else None for each in predictions)
     if predicted_before is None or predicted_after is None or not (differences := largest_differences(times)):
         return paragraph
     if (predicted_after - predicted_before) * (after - before) <= 0.0:

@@ -8,6 +8,7 @@ from flagcore.domain.chip import Fact
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import Counts, SearchTime
 from flagcore.domain.prediction import Labels
+from flagcore.domain.records import read_prediction
 from flagcore.domain.space import KnobValue
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.formats import Notebook, hardware_text, known_columns, render, shown, table, table_columns
@@ -15,10 +16,10 @@ from flagcore.report.text import (
     assumed_text,
     bottleneck_text,
     candidate_columns,
-    candidate_line,
     funnel,
     interval_text,
     part_name,
+    record_line,
     search_time_text,
     slo_text,
     values_text,
@@ -146,7 +147,7 @@ class Estimate(Notebook):
     labels: Labels = field(default_factory=Labels)
 
     def __repr__(self) -> str:
-        best = candidate_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
+        best = record_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
         return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
 
     def __str__(self) -> str:
@@ -186,13 +187,13 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         yield "\n" + _(text, mean=mean, low=low, high=high, factor=f"{factor:.2f}"), False
     if estimate.assumed:
         yield "\n" + assumed_text(estimate.assumed), True
-    if bottleneck := bottleneck_text(estimate.candidates[0]):
+    if bottleneck := bottleneck_text(read_prediction(estimate.candidates[0])):
         yield "\n" + bottleneck, False
-    lines = [candidate_line(_("baseline"), estimate.baseline, estimate.knobs)]
+    lines = [record_line(_("baseline"), estimate.baseline, estimate.knobs)]
     if estimate.defaults:
-        lines.append(candidate_line(_("engine defaults"), estimate.defaults, estimate.knobs))
+        lines.append(record_line(_("engine defaults"), estimate.defaults, estimate.knobs))
     if estimate.crowded:
-        lines.append(candidate_line(_("faster, but without a margin of memory"), estimate.crowded, estimate.knobs))
+        lines.append(record_line(_("faster, but without a margin of memory"), estimate.crowded, estimate.knobs))
     yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
     if estimate.mixing:
         yield "\n" + mixing_text(estimate.mixing, estimate.knobs), True
@@ -263,7 +264,7 @@ def probed_text(number: int | None, probed: Mapping[str, Any], knobs: Knobs) -> 
     extrapolated = [each["microbatches"] for each in measured if each["microbatches_run"] < each["microbatches"]]
     lines += [_("Times are extrapolated to {count} micro-batches.", count=count) for count in extrapolated[:1]]
     names = {"predicted": _("predicted"), "combined": _("with probe")}
-    lines += [candidate_line(prefix + name, {**probed, **probed[key]}, knobs) for key, name in names.items()]
+    lines += [record_line(prefix + name, {**probed, **probed[key]}, knobs) for key, name in names.items()]
     return "\n".join(lines)
 
 

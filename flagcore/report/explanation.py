@@ -6,8 +6,9 @@ from typing import Any
 
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import Counts
-from flagcore.domain.prediction import Labels
-from flagcore.domain.serving import STATISTICS
+from flagcore.domain.prediction import Labels, Prediction
+from flagcore.domain.records import GIB, read_prediction
+from flagcore.domain.serving import STATISTICS, nest_statistics
 from flagcore.domain.trial import RUN
 from flagcore.i18n import N_, _
 from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, table, table_columns
@@ -18,8 +19,9 @@ OTHER = N_("other")
 """The difference of the peak and the sum of the components: temporary memory, or a negative value if memory is freed
 before the peak."""
 
-MIN_SHOWN = 0.0005
-"""The minimum size of a part of the memory that is shown, in GiB."""
+MIB = 2**20
+MIN_SHOWN = 0.0005 * GIB
+"""The minimum size of a part of the memory that is shown, in bytes."""
 
 
 VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unknown")}
@@ -76,11 +78,12 @@ def explanation_text(explanation: Explanation) -> str:
 
 def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
     """Format a prediction as text: the parts of the model, of the memory and of the time, with the engine's labels."""
-    if "objective" in record:
-        return served_text(record)
-    layers = record.get("stage_layers")
+    found = read_prediction(record)
+    if found.objective:
+        return served_text(found)
+    layers = found.stage_layers
     split = [_("Layers of each pipeline stage: {layers}", layers=layers_text(layers))] if layers else []
-    return "\n\n".join([model_text(record["model"]), *split, memory_text(record["memory"], labels), time_text(record)])
+    return "\n\n".join([model_text(record["model"]), *split, memory_text(found, labels), time_text(found)])
 
 
 def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Labels) -> str:
@@ -92,9 +95,9 @@ def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Lab
     return "\n\n".join(filter(None, [*parts, prediction_text(record, labels), notes_text(record.get("notes", ()))]))
 
 
-def served_text(data: Mapping[str, Any]) -> str:
+def served_text(found: Prediction) -> str:
     """Return the predicted rates and latencies of a server, the parts of a request's time, and the memory."""
-    time = data.get("time", {})
+    time, data = found.parts_s, nest_statistics(found.figures)
     total_s = sum(time.values())
     rates = [
         f"~{shown(data[name])} {_(words)}"
@@ -110,27 +113,28 @@ def served_text(data: Mapping[str, Any]) -> str:
         heading = _("Mean time of a request: ~{seconds} s", seconds=shown(total_s))
         parts.append(f"{heading}\n{table([_('part'), '~s', _('share'), _('description')], shares)}")
     else:
-        parts.append(str(data.get("reason", "")))
-    return "\n\n".join(filter(None, [*parts, _served_memory(data["memory"])]))
+        parts.append(found.reason)
+    return "\n\n".join(filter(None, [*parts, _served_memory(found)]))
 
 
-def _served_memory(memory: Mapping[str, Any]) -> str:
-    cache, tokens = memory.get("kv_cache_gib", 0.0), memory.get("kv_cache_tokens")
-    parts = {_("weights"): memory["static_gib"] - cache, _("activations and graphs"): memory["activation_gib"]}
+def _served_memory(found: Prediction) -> str:
+    cache, tokens = found.figures.get("kv_cache_bytes", 0.0), found.figures.get("kv_cache_tokens")
+    parts = {_("weights"): found.static_bytes - cache, _("activations and graphs"): found.activation_bytes}
     if cache:
         name = _("KV cache") if tokens is None else _("KV cache ({count:,.0f} tokens in all instances)", count=tokens)
         parts[name] = cache
     return _(
         "Memory per device: {parts} GiB; in use ~{used} GiB ({verdict})",
-        parts=", ".join(f"{name} ~{gib:.2f}" for name, gib in parts.items()),
-        used=used_text(memory),
-        verdict=_(VERDICT[memory.get("fits")]),
+        parts=", ".join(f"{name} ~{size / GIB:.2f}" for name, size in parts.items()),
+        used=used_text(found),
+        verdict=_(VERDICT[found.fits]),
     )
 
 
-def used_text(memory: Mapping[str, Any], digits: str = ".2f") -> str:
-    """Format the memory in use of a device, and its capacity if it is known."""
-    return " / ".join(f"{memory[name]:{digits}}" for name in ("device_used_gib", "capacity_gib") if name in memory)
+def used_text(found: Prediction, digits: str = ".2f") -> str:
+    """Format the memory in use of a device in GiB, and its capacity if it is known."""
+    sizes = (found.device_used_bytes, found.capacity_bytes)
+    return " / ".join(f"{size / GIB:{digits}}" for size in sizes if size is not None)
 
 
 def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
@@ -143,16 +147,15 @@ def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
     return table(["", "per-layer param(B)", "num layers", "params(B)"], rows)
 
 
-def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
+def memory_text(found: Prediction, labels: Labels) -> str:
     """Return the memory of the worst stage by component, with its totals.
 
     The components sum to static memory and activations, which may reach their maximum at different times. The row
     `OTHER` contains the peak minus this sum.
     """
-    components = memory.get("components", {})
-    static, activation = memory["static_gib"], memory["activation_gib"]
+    components, static, activation = found.components, found.static_bytes, found.activation_bytes
     parts = [(labels.components.get(name, name), components[name]) for name in by_component(components, labels)]
-    parts.append((_(OTHER), {"activation_gib": memory["peak_allocated_gib"] - static - activation}))
+    parts.append((_(OTHER), {"activation_bytes": found.peak_allocated_bytes - static - activation}))
     figures = [key for key in HEADINGS if any(key in part for part in components.values())]
     totals = {key: sum(part.get(key, 0.0) for _name, part in parts) for key in ("params", *figures)}
     rows = [
@@ -160,14 +163,14 @@ def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
         for name, part in [*parts, (_("Total"), totals)]
     ]
     line = labels.memory_line.format(
-        static_mb=static * 1024, activation_mb=activation * 1024, total_mb=(static + activation) * 1024
+        static_mb=static / MIB, activation_mb=activation / MIB, total_mb=(static + activation) / MIB
     )
-    peak, reserved = (f"{memory[name]:.2f}" for name in ("peak_allocated_gib", "reserved_gib"))
-    names = {"used": used_text(memory), "verdict": _(VERDICT[memory.get("fits")])}
+    peak, reserved = (f"{size / GIB:.2f}" for size in (found.peak_allocated_bytes, found.reserved_bytes))
+    names = {"used": used_text(found), "verdict": _(VERDICT[found.fits])}
     text = N_("Peak allocated {peak} GiB, reserved {reserved} GiB, in use {used} GiB ({verdict})")
     return "\n".join(
         [
-            _("Memory of a device of pipeline stage {number} (highest):", number=memory["worst_stage"]),
+            _("Memory of a device of pipeline stage {number} (highest):", number=found.worst_stage),
             table([_("Item"), _("Params"), *(_(HEADINGS[key]) for key in figures)], rows),
             "",
             *([line] if line else []),
@@ -182,14 +185,14 @@ def by_component(names: Iterable[str], labels: Labels) -> list[str]:
     return sorted(names, key=lambda name: (order.get(name, len(order)), name))
 
 
-def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parts of the memory in use of a device in GiB. Their names are in English.
+def memory_parts(found: Prediction) -> dict[str, float]:
+    """Return the parts of the memory in use of a device in bytes. Their names are in English.
 
-    The parts sum to `device_used_gib`. Parts below `MIN_SHOWN` are left out.
+    The parts sum to `device_used_bytes`. Parts below `MIN_SHOWN` are left out.
     """
-    components, static, peak = memory.get("components", {}), memory["static_gib"], memory["peak_allocated_gib"]
-    if "kv_cache_gib" in memory:
-        states = {N_("weights"): static - memory["kv_cache_gib"], N_("cache"): memory["kv_cache_gib"]}
+    components, static, peak = found.components, found.static_bytes, found.peak_allocated_bytes
+    if (cache := found.figures.get("kv_cache_bytes")) is not None:
+        states = {N_("weights"): static - cache, N_("cache"): cache}
     elif components:
         names = NAMES["component_states"]
         states = {name: sum(part.get(key, 0.0) for part in components.values()) for key, name in names.items()}
@@ -198,33 +201,33 @@ def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
         states = {N_("weights and optimizer"): static}
     parts = {
         **states,
-        N_("activations"): memory["activation_gib"],
-        OTHER: peak - static - memory["activation_gib"],
-        N_("allocator"): memory["reserved_gib"] - peak,
-        N_("context and libraries"): memory["device_used_gib"] - memory["reserved_gib"],
+        N_("activations"): found.activation_bytes,
+        OTHER: peak - static - found.activation_bytes,
+        N_("allocator"): found.reserved_bytes - peak,
+        N_("context and libraries"): found.device_used_bytes - found.reserved_bytes,
     }
-    return {name: gib for name, gib in parts.items() if abs(gib) >= MIN_SHOWN}
+    return {name: size for name, size in parts.items() if abs(size) >= MIN_SHOWN}
 
 
-def needs_text(memory: Mapping[str, Any]) -> str:
+def needs_text(found: Prediction) -> str:
     """Return the memory in use of a device, its capacity and its parts in one line."""
-    sizes = ", ".join(f"{_(name)} {gib:.2f}" for name, gib in memory_parts(memory).items())
-    stage = "" if "kv_cache_gib" in memory else ", " + _("stage {number}", number=memory["worst_stage"])
-    return _("needs {used} GiB per device", used=used_text(memory)) + f"{stage}: {sizes}"
+    sizes = ", ".join(f"{_(name)} {size / GIB:.2f}" for name, size in memory_parts(found).items())
+    stage = "" if "kv_cache_bytes" in found.figures else ", " + _("stage {number}", number=found.worst_stage)
+    return _("needs {used} GiB per device", used=used_text(found)) + f"{stage}: {sizes}"
 
 
-def time_text(data: Mapping[str, Any]) -> str:
+def time_text(found: Prediction) -> str:
     """Return the parts of a step with their shares, the 80% interval of its time, and its bottleneck."""
-    if "step_time_s" not in data:
-        reason = str(data.get("reason", "")).removeprefix("no time: ")
+    step, rate = found.step, found.tokens_per_second_per_device
+    if step is None or rate is None:
+        reason = found.reason.removeprefix("no time: ")
         return _("Time: unknown ({reason})", reason=reason) if reason else _("Time: unknown")
-    step = data["step_time_s"]
-    rows = [[_(part_name(n)), f"{s:.4g}", f"{s / step['value']:.1%}"] for n, s in data["time"].items()]
-    rows.append([_("step"), f"{step['value']:.4g}", ""])
-    interval = _("80% interval: {low:.4g} to {high:.4g} s", low=step["low"], high=step["high"])
-    mfu = f", MFU {data['mfu']:.1%}" if "mfu" in data else ""
-    speed = f"{data['tokens_per_second_per_device']['value']:,.0f} tokens/s/device{mfu}"
-    limit = _("Bottleneck: {limit}", limit=_(data["limit"]))
+    rows = [[_(part_name(n)), f"{s:.4g}", f"{s / step.value:.1%}"] for n, s in found.time_s.items()]
+    rows.append([_("step"), f"{step.value:.4g}", ""])
+    interval = _("80% interval: {low:.4g} to {high:.4g} s", low=step.low, high=step.high)
+    mfu = "" if found.mfu is None else f", MFU {found.mfu:.1%}"
+    speed = f"{rate.value:,.0f} tokens/s/device{mfu}"
+    limit = _("Bottleneck: {limit}", limit=_(found.limit))
     return "\n".join([table([_("Time"), "s", _("share")], rows), "", f"{interval}; {speed}", limit])
 
 
@@ -267,7 +270,7 @@ def notes_text(notes: Sequence[str]) -> str:
 
 
 def _gib(size: float) -> str:
-    return f"{size:.3f}".replace("-0.000", "0.000")
+    return f"{size / GIB:.3f}".replace("-0.000", "0.000")
 
 
 def _billions(count: float) -> str:

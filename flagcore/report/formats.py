@@ -13,6 +13,8 @@ from html import escape
 from itertools import zip_longest
 from typing import Any
 
+from flagcore.domain.prediction import Belief, Prediction
+from flagcore.domain.records import belief_record, prediction_record
 from flagcore.i18n import _, left, pieces, right, wrapped
 from flagcore.i18n import columns as columns_of
 from flagcore.spec.plain_data import dump_yaml, package_yaml
@@ -136,13 +138,13 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def size_text(gib: float | None) -> str:
-    """Format a size in GiB with a suitable unit, such as `8 KiB` or `1.5 GiB`. None becomes `-`."""
-    if gib is None:
+def size_text(size: float | None) -> str:
+    """Format a number of bytes with a suitable unit, such as `8 KiB` or `1.5 GiB`. None becomes `-`."""
+    if size is None:
         return "-"
-    size, units = abs(gib) * 2**30, ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(int(math.log2(size) // 10), len(units) - 1) if size >= 1.0 else 0
-    return f"{gib * 2**30 / 2 ** (10 * power):.4g} {units[power]}" if size else "0"
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log2(abs(size)) // 10), len(units) - 1) if abs(size) >= 1.0 else 0
+    return f"{size / 2 ** (10 * power):.4g} {units[power]}" if size else "0"
 
 
 def hardware_text(devices: int, chips: str) -> str:
@@ -173,6 +175,8 @@ IF_KNOWN = {"if_known": True}
 
 def as_data(value: Any) -> Any:
     """Return a dataclass as plain data, with the dataclasses in its fields. A field `knobs` is left out."""
+    if isinstance(value, (Prediction, Belief)):
+        return prediction_record(value) if isinstance(value, Prediction) else belief_record(value)
     if is_dataclass(value):
         field_values = {each.name: getattr(value, each.name) for each in fields(value) if each.name != "knobs"}
         left_out = {

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.plan import Counts, Plan, measured_to_predicted
-from flagcore.domain.serving import PER_DEVICE, PER_USER, HighestLoad, nest_statistics
+from flagcore.domain.plan import Counts, Plan
+from flagcore.domain.records import prediction_record, read_prediction
+from flagcore.domain.serving import PER_DEVICE, PER_USER, HighestLoad, flat_statistics, nest_statistics
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SERVING, is_rate, objective_value, pareto
 from flagcore.domain.trial import SEARCH_FIELDS, Measurement, Role, Trial, TrialState
@@ -146,11 +147,11 @@ def trial(each: Trial) -> dict[str, Any]:
         "inconclusive": each.inconclusive,
         "warm": each.warm,
         **run_fields,
-        "predicted": {**each.predicted, **search_fields},
+        "predicted": {**(prediction_record(each.predicted) if each.predicted else {}), **search_fields},
         "measured": _measured(each.measurement) if each.measurement else None,
         "measured_over": {
-            "predicted": measured_to_predicted(each, "predicted"),
-            "believed": measured_to_predicted(each, "believed"),
+            "predicted": each.measured_over(each.predicted),
+            "believed": each.measured_over(each.believed),
         },
         "duration_s": each.duration_s,
         "log": each.log,
@@ -195,8 +196,8 @@ def read_trial(data: Mapping[str, Any]) -> Trial:
 
     Raises TypeError, LookupError, ValueError, AttributeError for other data.
     """
-    predicted, measured = dict(data.get("predicted") or {}), data.get("measured")
-    saved = {**data, **{name: predicted.pop(name) for name in SEARCH_FIELDS if name in predicted}}
+    predicted, measured = data.get("predicted") or {}, data.get("measured")
+    saved = {**data, **{name: predicted[name] for name in SEARCH_FIELDS if name in predicted}}
     search_fields = {n: parse(saved[n]) for n, parse in SEARCH_FIELDS.items() if saved.get(n) is not None}
     names = ("reason", "fidelity", "inconclusive", "warm", "duration_s", "log", "source", "telemetry")
     return Trial(
@@ -204,7 +205,7 @@ def read_trial(data: Mapping[str, Any]) -> Trial:
         candidate=Candidate.of(data["candidate"]),
         role=Role(data.get("role", Role.SEARCH.value)),
         state=TrialState(data.get("state", TrialState.MEASURED.value)),
-        predicted=predicted,
+        predicted=read_prediction(predicted) if "memory" in predicted else None,
         measurement=_read_measured(measured) if measured else None,
         finished_steps_s=tuple(data.get("finished_steps_s") or ()),
         **{name: data[name] for name in names if name in data},
@@ -225,20 +226,13 @@ def _read_measured(data: Mapping[str, Any]) -> Measurement:
         losses=tuple(data.get("losses") or ()),
         devices=tuple(data.get("devices") or ()),
         slow=tuple(data.get("slow_devices") or ()),
-        figures=_flat(data.get("figures") or {}),
-        points=tuple(_flat(point) for point in data.get("points") or ()),
+        figures=flat_statistics(data.get("figures") or {}),
+        points=tuple(flat_statistics(point) for point in data.get("points") or ()),
         highest=HighestLoad(**data["highest"]) if data.get("highest") else None,
         broken=tuple(data.get("broken") or ()),
         **{name: data[name] for name in names if name in data},
         **optional_fields,
     )
-
-
-def _flat(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics with flat names such as `ttft_s.p50`. This reverses `nest_statistics`."""
-    nested = {name: value for name, value in figures.items() if isinstance(value, Mapping)}
-    statistics = {f"{name}.{each}": figure for name, value in nested.items() for each, figure in value.items()}
-    return {name: value for name, value in figures.items() if name not in nested} | statistics
 
 
 def read_plan(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from flagcore.domain import prediction
 from flagcore.domain.chip import disturbances
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, Plan, SearchTime, Speedup
-from flagcore.domain.prediction import MEMORY_ERROR
+from flagcore.domain.prediction import MEMORY_ERROR, Prediction
+from flagcore.domain.records import GIB, read_prediction
 from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, HighestLoad, ServeSpec, nest_statistics
 from flagcore.domain.space import DOES_NOT_FIT, Candidate
 from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
-from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, is_disturbed, step_value
+from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, is_disturbed
 from flagcore.i18n import N_, _, columns, left, ngettext
 from flagcore.report.formats import NAMES, shown, size_text
 
@@ -167,14 +168,20 @@ def layers_text(layers: Sequence[int]) -> str:
     return ", ".join(f"{number} x {count}" if number > 1 else str(count) for count, number in runs)
 
 
-def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
+def record_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
+    """Return a candidate of an estimate with its predicted time and memory in one line."""
+    return candidate_line(name, record["candidate"], read_prediction(record), knobs)
+
+
+def candidate_line(name: str, candidate: Mapping[str, Any], found: Prediction, knobs: Knobs) -> str:
     """Return a candidate with its predicted time and memory in one line."""
-    seconds, rate, memory = step_value(record), record.get("output_tokens_per_s"), record["memory"]
+    seconds, rate = found.step_time_s, found.figures.get("output_tokens_per_s")
     speed = _("time unknown") if seconds is None else _("~{seconds} s/step", seconds=f"{seconds:.4g}")
     speed = _("~{rate} output tokens/s", rate=shown(rate)) if rate is not None else speed
-    values = values_text(record["candidate"], knobs)
+    values = values_text(candidate, knobs)
     text = f"{name}: {speed}" if values == name else f"{name}: {values}: {speed}"
-    return f"{text}, ~{memory['device_used_gib']:.4g} GiB" + (", " + _(excess) if (excess := _excess(memory)) else "")
+    text += f", ~{found.device_used_bytes / GIB:.4g} GiB"
+    return text + (", " + _(excess) if (excess := _excess(found)) else "")
 
 
 def part_name(part: str) -> str:
@@ -182,11 +189,11 @@ def part_name(part: str) -> str:
     return NAMES["parts"].get(part) or prediction.part_name(part)
 
 
-def bottleneck_text(predicted: Mapping[str, Any]) -> str:
+def bottleneck_text(found: Prediction) -> str:
     """Return the bottleneck of a predicted training step, with its share. Empty if the bottleneck is unknown."""
-    name, time = predicted.get("limit"), predicted.get("time") or {}
+    name, time = found.limit, found.time_s
     if name == "memory":
-        used, capacity = (size_text(predicted["memory"].get(each)) for each in ("device_used_gib", "capacity_gib"))
+        used, capacity = map(size_text, (found.device_used_bytes, found.capacity_bytes))
         return _("Bottleneck: memory, ~{used} of {capacity}.", used=used, capacity=capacity)
     seconds = next((value for part, value in time.items() if part_name(part) == name), None)
     if not seconds:
@@ -194,14 +201,14 @@ def bottleneck_text(predicted: Mapping[str, Any]) -> str:
     text = N_("Bottleneck: {limit}, ~{share:.0%} of a step.")
     if name != "compute":
         text = N_("Bottleneck besides compute: {limit}, ~{share:.0%} of a step.")
-    return _(text, limit=_(str(name)), share=seconds / sum(time.values()))
+    return _(text, limit=_(name), share=seconds / sum(time.values()))
 
 
-def _excess(memory: Mapping[str, Any]) -> str:
+def _excess(found: Prediction) -> str:
     """Return a phrase for a prediction that does not fit in memory, or an empty string for one that fits."""
-    if memory.get("fits") is not False:
+    if found.fits is not False:
         return ""
-    if memory["device_used_gib"] <= memory["capacity_gib"] * (1.0 + MEMORY_ERROR):
+    if found.device_used_bytes <= (found.capacity_bytes or 0.0) * (1.0 + MEMORY_ERROR):
         return N_("over memory by less than the error of predictions: flag tune tries it as the baseline")
     return N_("does not fit")
 

@@ -21,9 +21,8 @@ from flagcore.domain.spec import AUTO, COST, SERVING, ServePrecision
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.knobs import Engines, knobs_of_engine, section_of, serving_types, serving_values
-from flagcore.spec.models import model_of
+from flagcore.spec.models import find_public, model_of
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.public import find_public
 from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, document_of, with_fields
 from flagcore.spec.shapes import Shape
 from flagcore.spec.validate import (

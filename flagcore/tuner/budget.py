@@ -1,4 +1,4 @@
-"""What a search may spend: its trials and its time, when it stops, and how many seconds are left."""
+"""What a search and its trials may spend: the budget of the run, time limits, and why the search stops."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from statistics import median
 
-from flagcore.contracts import Problem
-from flagcore.domain.spec import Control
-from flagcore.domain.trial import FAILED_STATES, PROBE, RUN, TimeLimit, Trial, TrialState
+import numpy as np
+
+from flagcore.contracts import Platform, Problem, SearchContext
+from flagcore.contracts.capabilities import Shortening, optional
+from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
+from flagcore.domain.spec import Control, Task, TrainSpec
+from flagcore.domain.trial import FAILED_STATES, MIN_STEPS, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
-from flagcore.tuner.limits import cap_limit, seconds_used, share_of_time, time_limit, with_target
+from flagcore.tuner.effects import engine_candidate
+from flagcore.tuner.learning import expected_step_times, fastest_open_rows, overhead_seconds, overheads
+from flagcore.tuner.probe import ranks_to_probe
 from flagcore.tuner.search_state import EXTRA_ROUNDS, SearchState, min_repeats
 
 MAX_FAILED_AT_START = 5
@@ -162,3 +170,232 @@ class Budget:
             return limit
         share = share_of_time(self.control, state, trial.role, candidates, seconds_left)
         return with_target(limit, problem.task, trial, share, earlier)
+
+
+SLACK = 3.0
+"""The time limit of a trial's steps, relative to the upper bound of their predicted time. It allows for other jobs,
+slow file systems and compilation. Chosen by hand: the limit ends trials that hang, not slow ones."""
+
+UNKNOWN_SECONDS = 3600.0
+"""The time limit of a trial whose step time is not predicted. Chosen by hand."""
+
+START_SLACK = 2.0
+"""The time limit of a trial's start, relative to the longest start of the run so far. Chosen by hand."""
+
+RESERVE = 0.05
+"""The share of a trial's time limit that is reserved for the time after its steps: writing results, and the end of its
+processes. Chosen by hand."""
+
+
+def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], ranks: int | None = None) -> TimeLimit:
+    """Return the time limit of a trial, given the `earlier` trials of the run.
+
+    `ranks`: the number of ranks of a probe, which are launched one after the other and do not depend on `earlier`
+    trials; by default, as many as `ranks_to_probe` returns.
+
+    It is `control.max_time_per_task` if this is set. Otherwise, each launch gets the time to start plus SLACK times the
+    upper bound of its steps. Both are increased if `earlier` trials took longer, including trials that ended before
+    they were measured.
+    """
+    task, control = platform.task, platform.task.spec.control
+    if (limit_s := control.max_time_per_task) is not None:
+        return TimeLimit(seconds=limit_s, because=f"auto_tuner.control.max_time_per_task = {limit_s:g} s")
+    start, launches = platform.engine.start_seconds, 1
+    if trial.fidelity == PROBE:
+        earlier, launches = (), ranks or len(ranks_to_probe(platform, trial.candidate))
+    longest = START_SLACK * max(overheads(control, earlier), default=0.0)
+    because = f"{start:g} s to start" if start >= longest else f"{longest:.0f} s to start, twice the longest so far"
+    steps = 0.0
+    if isinstance(task.spec.work, TrainSpec):
+        step = _slowest_step(trial, earlier)
+        if step is None:
+            return TimeLimit(seconds=UNKNOWN_SECONDS, because=f"{UNKNOWN_SECONDS:g} s without a predicted step time")
+        steps = SLACK * control.train_iters * step
+        because += f" + {SLACK:g} x {control.train_iters} steps of at most ~{step:.3g} s"
+    because = because if launches == 1 else f"{launches} x ({because})"
+    return TimeLimit(seconds=launches * (max(start, longest) + steps), because=because)
+
+
+def with_target(limit: TimeLimit, task: Task, trial: Trial, share_s: float, earlier: Sequence[Trial]) -> TimeLimit:
+    """Return `limit` with a target, the time after which a training trial ends with fewer steps.
+
+    The target is `share_s`, the trial's share of the remaining time of the search. It is at least the predicted
+    duration of the trial, and leaves RESERVE of the limit for the end of the trial. The trial is assumed to start in
+    the median time of the `earlier` trials.
+    """
+    if not isinstance(task.spec.work, TrainSpec):
+        return limit
+    control, step = task.spec.control, _slowest_step(trial, ())
+    start = median(overheads(control, earlier) or [0.0])
+    expected = start + control.train_iters * step if step else limit.seconds
+    return replace(limit, target_s=min(max(share_s, expected), (1.0 - RESERVE) * limit.seconds))
+
+
+def cap_limit(limit: TimeLimit, seconds_left: float, key: str) -> TimeLimit:
+    """Return `limit`, reduced to `seconds_left` if that is less, but to no less than a second.
+
+    `key`: the option that limits the remaining time. The reason for the limit names it.
+    """
+    if seconds_left >= limit.seconds:
+        return limit
+    return TimeLimit(seconds=max(1.0, seconds_left), because=f"the rest of {key}")
+
+
+def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
+    """Return the longest likely step time of a trial in seconds, or None if the time is not predicted."""
+    step = trial.predicted.step if trial.predicted else None
+    if step is None or not math.isfinite(step.high):
+        return None
+    measured = (each for each in earlier if each.state in (TrialState.MEASURED, TrialState.STOPPED))
+    ratios = [ratio for each in measured if (ratio := each.measured_over(each.predicted))]
+    ratios += [
+        max(each.finished_steps_s) / (each.predicted_step_s or math.inf)
+        for each in earlier
+        if each.has_only_finished_steps
+    ]
+    return max([step.high, *(ratio * step.value for ratio in ratios)]) / trial.scale
+
+
+def seconds_used(trials: Sequence[Trial]) -> float:
+    """Return the seconds that earlier calls of a run took, including the time between its trials."""
+    ends = [trial.began_s + trial.duration_s for trial in trials if trial.began_s is not None]
+    return max([*ends, math.fsum(trial.duration_s for trial in trials if trial.group is None)])
+
+
+MIN_TRIALS = 4
+"""The number of trials, including the baseline, that share the time of a search with slow steps. Messages advise enough
+time for this number. Chosen by hand: fewer trials compare too little."""
+
+MAX_WITHOUT_STEP = 2
+"""The search ends if this number of trials reach their time limit, and no trial has finished a step. Chosen by hand."""
+
+SUGGESTED_SLACK = 1.2
+"""The time that messages advise, relative to the expected time. Chosen by hand."""
+
+
+def share_of_time(control: Control, state: SearchState, role: Role, candidates: int, left: float | None) -> float:
+    """Return the part of the `left` seconds of a search that its next trial may use. It is infinite if `left` is None.
+
+    `candidates`: the number of candidates, including those that already have a trial.
+    """
+    if left is None:
+        return math.inf
+    minimum = min_repeats(control, state)
+    repeats = sum(max(0, runs - len(state.repeats_of(candidate))) for candidate, runs in minimum.items())
+    if role is Role.REPEAT:
+        return left / max(1, repeats)
+    trials = max(1, min(MIN_TRIALS, control.max_trials, candidates) - len(state.settled))
+    return left / (trials + max(repeats, 2 * control.repeats))
+
+
+def why_no_trial(context: SearchContext) -> Message | None:
+    """Return why no further trial has enough time for a measurement, and what to change. Returns None if one has.
+
+    The result is None unless the last trial ended before its last step. Otherwise, the search ends if fp32 is much
+    faster than the precision of the job. If nothing is measured, it also ends if no open candidate is expected to
+    finish two steps in a trial, or if MAX_WITHOUT_STEP trials finished no step or hung. A search for servers ends if
+    MAX_WITHOUT_STEP trials reached their time limit, and nothing is measured.
+    """
+    task, control = context.task, context.task.spec.control
+    trials = [trial for trial in context.trials if not trial.source]
+    if not trials or not is_cut_short(trials[-1]):
+        return None  # this function is called after every trial, so the cheap test comes first
+    if not isinstance(task.spec.work, TrainSpec):
+        return _why_no_load(trials)
+    last, start = trials[-1], overhead_seconds(context)
+    last_row = context.space.find(last.candidate)
+    rows = fastest_open_rows(context)
+    rows = rows if last_row is None else np.append(rows, last_row)
+    steps = expected_step_times(context, rows)
+    row, step = int(rows[np.argmin(steps)]), float(steps.min())
+    seconds_left = math.inf if context.seconds_left is None else context.seconds_left
+    limit = min(control.max_time_per_task or math.inf, seconds_left)
+    is_measured = any(trial.state is TrialState.MEASURED for trial in trials)
+    if not is_measured and sum(trial.silent_s > 0 for trial in trials) >= MAX_WITHOUT_STEP:
+        return _about(last, N_("trials hang after their first step; trial {number}: {reason}"))
+    if len(trials) >= MAX_WITHOUT_STEP and not any(trial.step_seen_s for trial in trials):
+        step = max(step, last.duration_s - start)
+    faster = _faster_precision(task)
+    if faster is None and (is_measured or start + MIN_STEPS * step <= limit):
+        return None
+    longest = max(step, last.step_seen_s or 0.0)
+    causes, changes = list(disturbances((last.measurement or last).telemetry)), _more_time(control, longest, start)
+    if faster is not None:
+        causes.insert(0, faster[0])
+        changes.insert(0, faster[1])
+    fits = (limit - start) / control.train_iters
+    if change := _shorter_steps(context, row, step, fits):
+        changes.append(change)
+    if not changes:
+        return None  # the settings are long enough: only the rest of the search is too short
+    text = _about(last, N_("trial {number}: {reason}"))
+    if causes:
+        text = Message("{trial}; {why}", trial=text, why=joined(causes, N_("{first}; {second}")))
+    changes_text = joined(changes, N_("{first}, or {second}"))
+    return Message("too little time for the steps of trials; {trial}; set {changes}", trial=text, changes=changes_text)
+
+
+def _why_no_load(trials: Sequence[Trial]) -> Message | None:
+    timed_out = [trial for trial in trials if trial.state is TrialState.TIMED_OUT]
+    if len(timed_out) < MAX_WITHOUT_STEP or any(trial.state is TrialState.MEASURED for trial in trials):
+        return None
+    longest = max(timed_out, key=lambda trial: trial.duration_s)  # its reason has the best estimate of the needed time
+    return _about(longest, N_("trials have too little time to send their load; trial {number}: {reason}"))
+
+
+def _about(trial: Trial, template: str) -> Message:
+    """Return a message with the number of a trial, and with the reason for its end, or else its state."""
+    return Message(template, number=trial.number, reason=trial.reason or trial.state.value)
+
+
+def is_cut_short(trial: Trial) -> bool:
+    """Return whether a trial ended before its last step because its time was over."""
+    return trial.state is TrialState.TIMED_OUT or (trial.measurement is not None and trial.measurement.few_steps)
+
+
+def joined(texts: Sequence[str], template: str) -> str:
+    """Join several messages to one with `template`, which contains the fields `first` and `second`."""
+    return reduce(lambda first, second: Message(template, first=first, second=second), texts)
+
+
+def _faster_precision(task: Task) -> tuple[Message, Message] | None:
+    """Return a message with the rates of the task's precision and of fp32, and the change to fp32.
+
+    Returns None unless fp32 is much faster on the chip.
+    """
+    chip, name = task.cluster.groups[0].chip, task.spec.train.precision
+    if (factor := slowness(chip, name)) < MUCH_SLOWER:
+        return None
+    slow, fast = (chip.dense_flops_per_second[each].value / 1e9 for each in (name, "fp32"))
+    text = N_("matrix products reach {slow:.3g} GFLOP/s in {name} and {fast:.3g} in {best}")
+    why = Message(text, slow=slow, name=name, fast=fast, best="fp32")
+    return why, Message("train.precision: {best} ({factor:.0f} times faster here)", best="fp32", factor=factor)
+
+
+def _more_time(control: Control, step: float, start: float) -> list[str]:
+    """Return the keys and values of a spec, such as `max_time: 120`, that give trials enough time for all steps.
+
+    `step`: the seconds of a step. `start`: the seconds from the start of a trial to its first step.
+    """
+    trial_s = 10 * math.ceil(SUGGESTED_SLACK * (start + control.train_iters * step) / 10.0)
+    changes = list[str]()
+    if control.max_time_per_task is not None and control.max_time_per_task < trial_s:
+        changes.append(f"auto_tuner.control.max_time_per_task: {trial_s}")
+    if control.max_time is not None and control.max_time < MIN_TRIALS * trial_s:
+        longer = f"auto_tuner.control.max_time: {MIN_TRIALS * trial_s}"
+        changes = [joined([*changes, longer], N_("{first} and {second}"))]
+    return changes
+
+
+def _shorter_steps(context: SearchContext, row: int, step: float, fits: float) -> Message | None:
+    """Return the change that shortens steps to about `fits` seconds, with fewer micro-batches.
+
+    `step`: seconds of a whole step. Returns None if the candidate's steps cannot be shortened.
+    """
+    if fits <= 0.0:
+        return None
+    task, candidate = context.task.for_engine(), engine_candidate(context.task, context.space.candidate(row))
+    if optional(context.problem.engine, Shortening).shorter_batch(task, candidate, fits / step) is None:
+        return None
+    text = N_("auto_tuner.control.max_step_time: {seconds:.2g} (steps of fewer micro-batches)")
+    return Message(text, seconds=fits)

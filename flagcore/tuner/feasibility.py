@@ -20,10 +20,10 @@ from flagcore.domain.spec import AUTO, PRECISIONS, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
-from flagcore.tuner.limits import SLACK, UNKNOWN_SECONDS
+from flagcore.tuner.budget import SLACK, UNKNOWN_SECONDS
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, summarize
-from flagcore.tuner.stages.predict import record
+from flagcore.tuner.stages.predict import with_figures
 
 
 def require_feasible(problem: Problem) -> None:
@@ -227,7 +227,7 @@ def dry_run(problem: Problem) -> Plan:
             candidate=problem.space.candidate(each),
             role=Role.SEARCH if number else Role.BASELINE,
             state=TrialState.PREDICTED,
-            predicted=record(task, problem.predictions.row(each)),
+            predicted=with_figures(task, problem.predictions.row(each)),
             fidelity=ESTIMATE,
         )
         for number, each in enumerate(rows)

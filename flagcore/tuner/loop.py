@@ -29,7 +29,7 @@ from flagcore.tuner.stages.rank import rank, untried
 from flagcore.tuner.trial_runner import TrialRunner
 
 if TYPE_CHECKING:
-    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+    from flagcore.tuner.store import OptunaStore  # importing optuna is slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,12 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
 from flagcore.errors import HostLost
 from flagcore.i18n import N_, Message, _
-from flagcore.tuner.budget import Budget, has_time_to_repeat, stop_reason
+from flagcore.tuner.budget import Budget, has_time_to_repeat, stop_reason, why_no_trial
 from flagcore.tuner.hosts import Hosts, nodes_left
-from flagcore.tuner.limits import why_no_trial
 from flagcore.tuner.parallel import Parallelism
 from flagcore.tuner.progress import Progress
 from flagcore.tuner.shorten import shortened_steps
-from flagcore.tuner.stages.predict import predict_stage_layers, record
+from flagcore.tuner.stages.predict import predict_stage_layers, with_figures
 from flagcore.tuner.stages.rank import search_context
 
 STOPPED = N_("stopped by the program that called flagcore")
@@ -32,7 +31,7 @@ def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity
         candidate=candidate,
         role=role,
         state=TrialState.RUNNING,
-        predicted=record(problem.task, problem.predictions.row(problem.row_of(candidate)), layers.get(0, ())),
+        predicted=with_figures(problem.task, problem.predictions.row(problem.row_of(candidate)), layers.get(0, ())),
         fidelity=fidelity,
     )
 
@@ -118,7 +117,7 @@ class Planner:
             predicted_trial(problem, candidate, role, fidelity),
             began_s=self.budget.elapsed,
             chosen_because=choice.because if choice else None,
-            believed=dict(choice.belief) if choice else None,
+            believed=choice.belief if choice else None,
             search_ended=search_ended,
             group=self.parallel.group,
         )

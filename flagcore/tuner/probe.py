@@ -13,7 +13,8 @@ import numpy as np
 from flagcore.contracts import Launcher, MemoryModel, Platform, RunningLaunch, communicator_bytes
 from flagcore.contracts.capabilities import probing
 from flagcore.domain.launch import INCONCLUSIVE, Exit, Launch, failure
-from flagcore.domain.prediction import Prediction, Probe, RankMeasurement, RankProbe
+from flagcore.domain.prediction import Prediction
+from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, TimeLimit, Trial, TrialState

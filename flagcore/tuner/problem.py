@@ -1,26 +1,29 @@
 """The search problem of a spec before any trial: its platform, space, predictions and baseline."""
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from flagcore import plugins
 from flagcore.contracts import Engine, Platform, Problem
 from flagcore.contracts.capabilities import Production, Pruning, RuleOfThumb, Servers, Shortening, optional
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Legality, Space, as_candidate
-from flagcore.domain.spec import Spec, Task, TrainSpec
+from flagcore.domain.spec import JobRecord, Spec, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, Trial
-from flagcore.errors import NothingFits, SpecError
+from flagcore.errors import FlagError, NothingFits, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.effects import has_user_command, plugin_columns
-from flagcore.tuner.published import distance, nearest_runs
 from flagcore.tuner.shorten import smaller_task
 from flagcore.tuner.stages.build import NOT_LIKELY, PLANNED_SHARE, bounds, build, check, legality
 from flagcore.tuner.stages.complete import complete
@@ -240,3 +243,35 @@ def _nothing_legal(space: Space, legal: Legality) -> str:
     counts = ", ".join(f"{name} {number:,} ({_(messages[name])})" for name, number in removed)
     reason = counts or _("the space is empty")
     return _("no legal candidate among {count:,} combinations: {why}", count=space.combinations, why=reason)
+
+
+def nearest_runs(
+    task: Task, loaded: LoadedPlugins, *, others: bool = False
+) -> tuple[tuple[JobRecord, Mapping[str, Any]], ...]:
+    """Return the published training runs on the task's kinds of chips (or on `others`), the nearest first."""
+    from flagcore.spec.jobs import read_job  # takes long to import
+
+    chips, engines, found = {group.chip.name for group in task.cluster.groups}, plugins.engines(), []
+    for record in () if isinstance(task.spec.work, ServeSpec) else loaded.published_runs():
+        with suppress(FlagError, KeyError):
+            chip = loaded.find_chip(record["cluster"]["chip"])
+            if chip is None or (chip.name in chips) == others:
+                continue
+            job = read_job(record, engines)
+            if not isinstance(job.work, ServeSpec):
+                found.append((distance(task, job), job, record))
+    return tuple((job, record) for _, job, record in sorted(found, key=lambda each: each[0]))
+
+
+def distance(task: Task, job: JobRecord) -> float:
+    """Return how much a published job differs from `task`: in model, precision, devices and length of the sequences.
+
+    The weights were chosen by hand: a run of the same model and precision at another scale is nearer than another
+    model's.
+    """
+    model, train = task.spec.model, task.spec.train
+    assert not isinstance(job.work, ServeSpec)
+    sizes = [math.log2(each.num_layers * each.hidden_size**2) for each in (model, job.model)]
+    is_other_kind = (model.num_moe_experts is None) != (job.model.num_moe_experts is None)
+    scale = abs(math.log2(task.cluster.devices / job.devices)) + abs(math.log2(train.seq_length / job.work.seq_length))
+    return abs(sizes[0] - sizes[1]) + 2 * is_other_kind + (train.precision != job.work.precision) + scale / 4

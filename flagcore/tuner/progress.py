@@ -16,7 +16,7 @@ from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import untried
 
 if TYPE_CHECKING:
-    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+    from flagcore.tuner.store import OptunaStore  # importing optuna is slow
 
 
 class Progress:

@@ -18,7 +18,7 @@ from flagcore.contracts.capabilities import Shortening, optional
 from flagcore.domain.prediction import Prediction, Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray, Merge, Rule, as_candidate
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Role, Shortened, Trial, step_value
+from flagcore.domain.trial import Role, Shortened, Trial
 from flagcore.errors import SpecError
 from flagcore.tuner.effects import engine_candidate, engine_legality
 from flagcore.tuner.stages.build import canonical
@@ -206,4 +206,4 @@ def shortened_steps(problem: Problem, trial: Trial, most_nodes: int | None = Non
         return SmallerTask(problem.platform, nodes).shortened(columns, whole_prediction)
     if trial.role is Role.REPEAT:
         return None
-    return shorten(problem.platform, trial.candidate, columns, step_value(trial.believed) or trial.predicted_step_s)
+    return shorten(problem.platform, trial.candidate, columns, trial.expected_step_s)

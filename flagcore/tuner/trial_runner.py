@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flagcore.contracts import Launcher, Platform, Problem
 from flagcore.domain.spec import Task, TrainSpec
@@ -23,10 +23,9 @@ from flagcore.tuner.probe import probe, trial_of_probe
 from flagcore.tuner.shorten import SmallerTask
 from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure, stop_above_s
-from flagcore.tuner.stages.predict import GIB
 
 if TYPE_CHECKING:
-    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+    from flagcore.tuner.store import OptunaStore  # importing optuna is slow
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -39,11 +38,11 @@ def memory_needed(task: Task, trial: Trial) -> float:
 
     For servers and probes, which may use fewer devices, it is the memory of one device.
     """
-    used: Any = (trial.predicted.get("memory") or {}).get("device_used_gib")  # type: ignore[attr-defined]
-    if not isinstance(used, float) or not math.isfinite(used):
+    used_bytes = trial.predicted.device_used_bytes if trial.predicted else 0.0
+    if not math.isfinite(used_bytes):
         return 0.0
     uses_whole_node = isinstance(task.spec.work, TrainSpec) and trial.fidelity != PROBE
-    return used * GIB * (task.cluster.groups[0].devices_per_node if uses_whole_node else 1)
+    return used_bytes * (task.cluster.groups[0].devices_per_node if uses_whole_node else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

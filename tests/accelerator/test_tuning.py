@@ -13,8 +13,8 @@ import yaml
 
 from engines.megatron.tests.trial import trial_jobs
 from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS, make_job
-from tests import tasks
 from tests.accelerator.machine import MEMORY_BYTES, Machine
+from tests.product import tasks
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),

@@ -138,5 +138,5 @@ def test_an_assumed_setting_that_needs_too_much_memory_is_named() -> None:
     spec = {**SPEC, "model": "mistralai/Mixtral-8x7B-v0.1", "train": train, "cluster": cluster}
     report = api.explain_candidate(spec, "tp=8, pp=2, mbs=3, dist-opt, sp")
     assert report.predicted is not None
-    assert not report.predicted["memory"]["fits"]
+    assert not report.predicted.fits
     assert [line for line in report.because if "expert_tensor_parallel_size=1" in line] == [report.because[-1]]

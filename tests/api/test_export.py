@@ -25,7 +25,7 @@ from flagcore import api
 from flagcore.errors import UsageError
 from flagcore.launchers import network
 from tests.doc_pages import ROOT
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 EXPORTED = Path(__file__).parent / "exported"
 SCHEMAS = json.loads(gzip.decompress((EXPORTED / "schemas.json.gz").read_bytes()))

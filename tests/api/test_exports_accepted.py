@@ -25,7 +25,7 @@ from flagcore.errors import FlagError
 from tests.api.test_export import DYNAMO, SCHEMAS, server, started, written
 from tests.cli.conftest import Project
 from tests.doc_pages import ROOT
-from tests.tasks import LLAMA_8B
+from tests.product.tasks import LLAMA_8B
 
 TARGETS = ("megatron", "flagscale", "vllm", "sglang", "llamacpp", "slurm", "kubernetes", "compose", "dynamo")
 EXPERTS = {**LLAMA_8B, "num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 14336}

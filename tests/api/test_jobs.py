@@ -10,7 +10,7 @@ from flagcore.api import estimate_jobs
 from flagcore.api.jobs import past
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.shapes import Shape
-from tests import tasks
+from tests.product import tasks
 
 MODEL = {
     "num_layers": 8,

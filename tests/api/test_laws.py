@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.api.snapshot import load_snapshot
 from flagcore.tuner.stages import build
-from tests.tasks import LLAMA_8B
+from tests.product.tasks import LLAMA_8B
 
 EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 3584, "moe_router_topk": 2}
 

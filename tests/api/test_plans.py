@@ -9,11 +9,12 @@ import pytest
 from flagcore import api
 from flagcore.api.commands.explain import REMOVED
 from flagcore.api.snapshot import load_snapshot
+from flagcore.domain.records import read_prediction
 from flagcore.errors import NothingFits
 from flagcore.plugins import load_plugins
 from flagcore.report.text import bottleneck_text
 from flagcore.tuner.stages import build as build_module
-from tests.tasks import LLAMA_8B
+from tests.product.tasks import LLAMA_8B
 
 SPACE = {
     "pipeline_model_parallel_size": [1, 2],
@@ -53,7 +54,7 @@ def test_each_layout_is_listed_once_with_its_number_among_all_candidates() -> No
 
 def test_the_bottleneck_of_the_fastest_candidate_is_named() -> None:
     found = api.estimate(spec())
-    assert str(found.candidates[0]["limit"]) in bottleneck_text(found.candidates[0])
+    assert str(found.candidates[0]["limit"]) in bottleneck_text(read_prediction(found.candidates[0]))
 
 
 def test_a_family_name_means_one_chip_in_specs_only(caplog: pytest.LogCaptureFixture) -> None:

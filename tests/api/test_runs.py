@@ -16,7 +16,7 @@ from flagcore.contracts import Event
 from flagcore.errors import RunError, UsageError
 from flagcore.report.formats import lookup
 from flagcore.tuner.planner import STOPPED
-from flagcore.tuner.store.trials import OptunaStore
+from flagcore.tuner.store import OptunaStore
 from tests.cli.conftest import Project
 
 

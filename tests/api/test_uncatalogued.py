@@ -14,7 +14,7 @@ from flagcore.errors import NoDevice
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.calibration import Calibration
 from flagcore.vendorkit.machine import TorchReport
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 pytestmark = pytest.mark.slow
 

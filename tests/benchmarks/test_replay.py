@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 from flagcore import api
 from flagcore.api.inputs import loaded_plugins
 from flagcore.plugins import LoadedPlugins
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 

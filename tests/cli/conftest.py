@@ -20,7 +20,7 @@ import yaml
 from flagcore import api
 from flagcore.cli import main
 from flagcore.launchers import guard
-from tests import tasks
+from tests.product import tasks
 
 SERVER = Path(__file__).parents[2] / "engines" / "serving" / "tests" / "trial" / "server.py"
 FLAG = (sys.executable, "-c", "from flagcore.cli import main; main()")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Flag, Project, Ran
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 
 def refused(ran: Ran, code: int, *words: str) -> None:

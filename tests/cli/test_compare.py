@@ -13,8 +13,8 @@ from flagcore.domain.trial import TrialState
 from flagcore.report.candidate_report import CORRECTED, PREDICTED
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.learn import learn
-from tests import tasks
 from tests.cli.conftest import Answer, Flag, Project
+from tests.product import tasks
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import yaml
 
 from flagcore.domain.prediction import PART_NAMES
 from tests.cli.conftest import FLAG, Answer, Flag, Project, Ran
-from tests.tasks import LLAMA_8B
+from tests.product.tasks import LLAMA_8B
 
 LIMITS = {"memory", *PART_NAMES.values()}
 MODEL = "deepseek-ai/DeepSeek-V2-Lite"

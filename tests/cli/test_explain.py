@@ -18,8 +18,8 @@ from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
 from flagcore.report.text import values_text
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.learn import learn
-from tests import tasks
 from tests.cli.conftest import Answer, Flag, Project
+from tests.product import tasks
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from flagcore_megatron.space.knobs import BY_NAME
 from flagcore.cli.progress import line, status_line
 from flagcore.contracts import Event
 from flagcore.domain.trial import Trial, TrialState
-from tests import tasks
+from tests.product import tasks
 
 CANDIDATE = tasks.candidate(use_recompute=True, recompute_granularity="full", use_distributed_optimizer=True)
 
@@ -43,6 +43,5 @@ def test_the_line_has_the_most_important_parts_first() -> None:
 @pytest.mark.parametrize(("objective", "value"), [("output_tokens_per_s", "50 "), ("e2e_s.mean", "0.02 ")])
 def test_a_trial_starts_with_the_prediction_that_earlier_trials_corrected(objective: str, value: str) -> None:
     found, trial = event()
-    predicted = {"step_time_s": {"value": 0.001}, "objective": {"value": 1000.0}}
-    trial = replace(trial, predicted=predicted, believed={"step_time_s": {"value": 0.02}})
+    trial = replace(trial, predicted=tasks.prediction(compute_s=0.001), believed=tasks.belief(0.02))
     assert f"~{value}" in line(replace(found, trial=trial, objective=objective))

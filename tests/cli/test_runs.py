@@ -12,7 +12,7 @@ from flagcore import api
 from flagcore.api.runs import state_of_ended
 from flagcore.contracts import Event
 from flagcore.errors import EveryTrialFailed, Interrupted
-from flagcore.tuner.store.directory import RunDirectory
+from flagcore.tuner.run_folder import RunDirectory
 from tests.cli.conftest import Flag, Project
 from tests.report.page.reading import run_data
 

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.domain.plan import Counts, Plan, measured_to_predicted
+from flagcore.domain.plan import Counts, Plan
 from flagcore.domain.trial import PROBE, Role, Trial, TrialState
 from flagcore.tuner.search_state import gains, interference
 from flagcore.tuner.stages.learn import learn
+from tests import tasks
 from tests.tuner.test_search_state import trial
 
 FIRST = (trial(0, "baseline", 100.0, Role.BASELINE), trial(1, "best", 150.0, Role.SEARCH))
@@ -43,20 +44,21 @@ def test_an_incomplete_round_does_not_count() -> None:
 
 
 def reported(predicted: float | None, believed: float | None, measured: float = 1.0) -> Trial:
-    record: dict[str, object] = {"step_time_s": {"value": predicted}} if predicted else {}
     trial_ = trial(0, "x", 1.0 / measured, Role.SEARCH)
     assert trial_.measurement is not None
-    correction = {"step_time_s": {"value": believed}} if believed else None
     return replace(
-        trial_, predicted=record, believed=correction, measurement=replace(trial_.measurement, step_time_s=measured)
+        trial_,
+        predicted=tasks.prediction(compute_s=predicted) if predicted else None,
+        believed=tasks.belief(believed) if believed else None,
+        measurement=replace(trial_.measurement, step_time_s=measured),
     )
 
 
 def test_a_measured_time_takes_precedence_over_predictions() -> None:
     one = reported(predicted=0.5, believed=0.8)
-    assert (measured_to_predicted(one, "predicted"), measured_to_predicted(one, "believed")) == (2.0, 1.25)
-    assert measured_to_predicted(reported(0.5, None), "believed") is None
-    assert measured_to_predicted(replace(one, measurement=None), "predicted") is None
+    assert (one.measured_over(one.predicted), one.measured_over(one.believed)) == (2.0, 1.25)
+    assert one.measured_over(None) is None
+    assert replace(one, measurement=None).measured_over(one.predicted) is None
 
 
 NO_RULES: dict[str, object] = {"illegal": {}, "pruned": {}}

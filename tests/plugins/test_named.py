@@ -15,7 +15,7 @@ from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins import ENGINES, STRATEGIES, find_engine, load_plugins, names, strategy
 from flagcore.tuner.stages.complete import engine_version
-from tests import tasks
+from tests.product import tasks
 
 Install = Callable[..., None]
 
@@ -65,6 +65,15 @@ def test_an_engine_that_does_not_inherit_the_base_class_is_refused(install: Inst
     with pytest.raises(NoDevice) as caught:
         find_engine("half")
     assert "flagcore.contracts.Engine" in str(caught.value)
+
+
+def test_a_name_of_a_missing_distribution_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = ["flagcore-cpu==0.1.0", "flagcore-fleet @ file:///there", 'flagcore-ring==0.1.0; extra == "ring"', "pluggy"]
+    monkeypatch.setattr("flagcore.plugins.entry_points.requires", lambda name: needs)
+    for name, fix in {"fleet": "flagcore-fleet", "rsh": "flagcore-fleet", "ring": '"flagcore[ring]"'}.items():
+        with pytest.raises(SpecError) as caught:
+            plugins.launcher(name)
+        assert caught.value.fix == f"pip install {fix}"
 
 
 def test_an_engine_does_the_work_of_a_spec_or_is_refused_with_its_key() -> None:

@@ -1,5 +1,6 @@
 """One candidate explained, and compared with another."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ from flagcore_megatron.predict import LABELS
 from flagcore_megatron.space.knobs import BY_NAME
 
 from flagcore.domain.prediction import Labels
+from flagcore.domain.records import GIB, read_prediction
 from flagcore.report.candidate_report import causes_text, differs_text, largest_differences
 from flagcore.report.explanation import memory_parts, needs_text, prediction_text
+from tests import tasks
 
 RECORD: dict[str, Any] = {
     "step_time_s": {"value": 2.0, "low": 1.5, "high": 2.5},
@@ -100,14 +103,15 @@ def test_parts_of_memory_add_up_for_training_and_for_servers() -> None:
         "worst_stage": 3,
         "components": {"ffn": {"params": 1.0, "weights_gib": 2.0, "optimizer_gib": 3.5, "activation_gib": 2.0}},
     }
-    parts = memory_parts(training)
-    assert sum(parts.values()) == 10.0
-    assert parts["other states"] == 0.5
-    text = needs_text(training)
+    found = read_prediction({"memory": training})
+    parts = memory_parts(found)
+    assert sum(parts.values()) == 10.0 * GIB
+    assert parts["other states"] == 0.5 * GIB
+    text = needs_text(found)
     assert all(each in text for each in ("10.00 / 8.00 GiB", "stage 3: weights 2.00, "))
-    server = {key: figure for key, figure in training.items() if key != "components"} | {"kv_cache_gib": 4.0}
-    assert sum(memory_parts(server).values()) == 10.0
-    assert memory_parts(server)["weights"] == 2.0
+    server = replace(found, components={}, figures={"kv_cache_bytes": 4.0 * GIB})
+    assert sum(memory_parts(server).values()) == 10.0 * GIB
+    assert memory_parts(server)["weights"] == 2.0 * GIB
     assert "stage" not in needs_text(server)
 
 
@@ -119,10 +123,9 @@ def text(
     seconds: tuple[float, float], predicted: tuple[float | None, float], objective: str = STEP, **more: bool
 ) -> str:
     """Return the causes of a time, with TIME as the parts of the predictions."""
-    steps = [{} if each is None else {"step_time_s": {"value": each}} for each in predicted]
-    times = [{"time": {part: pair[place] for part, pair in TIME.items()}} for place in (0, 1)]
-    predictions = [{**step, **time} for step, time in zip(steps, times, strict=True)]
-    return causes_text(objective, "the baseline", seconds, predictions, "measured", **more)
+    times = [{part: pair[place] for part, pair in TIME.items()} for place in (0, 1)]
+    before, after = (replace(tasks.prediction(**t), step_time_s=s) for t, s in zip(times, predicted, strict=True))
+    return causes_text(objective, "the baseline", seconds, (before, after), "measured", **more)
 
 
 def test_only_parts_with_the_sign_of_the_total_are_causes_the_largest_first() -> None:

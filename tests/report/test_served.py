@@ -17,6 +17,7 @@ from flagcore.report.result import read_trial, result
 from flagcore.report.text import candidate_line, highest_text
 from flagcore.tuner.search_state import gains
 from flagcore.tuner.stages.learn import learn
+from tests import tasks
 from tests.serving_trials import LIMITS, OBJECTIVE, trial
 
 COUNTS = Counts(
@@ -148,8 +149,8 @@ def test_a_latency_objective_is_reported_in_seconds_and_less_is_better() -> None
 
 
 def test_a_rate_above_ten_thousand_is_a_plain_number() -> None:
-    record = {"candidate": {}, "output_tokens_per_s": 10_891.4, "memory": {"device_used_gib": 1.0}}
-    assert "10,891" in candidate_line("baseline", record, {})
+    found = dataclasses.replace(tasks.prediction(), figures={"output_tokens_per_s": 10_891.4})
+    assert "10,891" in candidate_line("baseline", {}, found, {})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from flagcore.domain.knob import Effect, Knob
 from flagcore.report.candidate_report import differs_text
 from flagcore.report.formats import fitted, render, table
 from flagcore.report.text import candidate_columns, candidate_text, values_text
-from tests import tasks
+from tests.product import tasks
 
 LLAMACPP = {knob.name: knob for knob in KNOBS}
 

@@ -10,7 +10,7 @@ from docs.site import spec_tables
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.serving import json_schema
 from flagcore.spec.validate import keys_of
-from tests.tasks import ENGINES
+from tests.product.tasks import ENGINES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, SERVE_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("spec.md", "spec-serve.md"))

@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from flagcore.errors import SpecError
-from flagcore.spec.models import model_from
-from flagcore.spec.public import find_public
+from flagcore.spec.models import find_public, model_from
 from tests.spec.test_models import parameters
 
 BILLIONS: dict[str, float] = yaml.safe_load(Path(__file__).with_name("parameters.yaml").read_text())

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import Megatron
+from flagcore_testing.toy import Toy
 
 from flagcore.contracts import Costs, Launcher
 from flagcore.domain.launch import Exit, Launch
@@ -23,7 +23,7 @@ from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.strategies import RANDOM, learned
 from tests import tasks
-from tests.tuner.benches import Bench, Ended, at, plugin, size_of, sizes_of, write_steps
+from tests.tuner.benches import Bench, Ended, at, job_of, plugin, write_steps
 
 pytestmark = pytest.mark.slow
 
@@ -49,55 +49,32 @@ class Ranks(Launcher):
         self.rank = rank
         self.probed: list[tuple[str, int]] = []
         self.devices: list[int] = []
-        self.ran: list[tuple[int, int, int]] = []
+        self.ran: list[dict[str, Any]] = []
 
     def start(self, launch: Launch) -> Ended:
-        file = Path(launch.argv[-1])
-        if file.name != "job.json":
-            return self._run(launch)
-        job = json.loads(file.read_text())
-        rank = int(job["probe"]["rank"])
-        answer = self.rank(job["candidate"], rank)
-        self.devices.append(int(job["probe"]["device"]))
-        self.probed.append((json.dumps(job["candidate"], sort_keys=True), rank))
+        job = job_of(launch)
+        if "rank" not in job:
+            self.ran.append(job["knobs"])
+            write_steps(launch, 1000 * compute(job["knobs"], 1))
+            return Ended(Exit(code=0, ended_by=None, duration_s=1.0))
+        answer = self.rank(job["knobs"], job["rank"])
+        self.devices.append(job["device"])
+        self.probed.append((json.dumps(job["knobs"], sort_keys=True), job["rank"]))
         if isinstance(answer, BaseException):
             raise answer
         if answer is None:
             ended = Exit(code=-9, ended_by="memory", duration_s=1.0)
         else:
-            Path(launch.folder, "metrics.json").write_text(json.dumps(metrics(rank, answer)))
+            write_steps(launch, 1000 * answer)
             ended = Exit(code=0, ended_by=None, duration_s=1.0)
         Path(launch.folder, "exit.json").write_text(json.dumps({"code": ended.code, "ended_by": ended.ended_by}))
         return Ended(ended)
-
-    def _run(self, launch: Launch) -> Ended:
-        tensor, micro = sizes_of(launch)
-        pipeline = size_of(launch, "pipeline_model_parallel_size")
-        self.ran.append((tensor, pipeline, micro))
-        write_steps(launch, 1000 * compute({"pipeline_model_parallel_size": pipeline, "micro_batch_size": micro}, 1))
-        return Ended(Exit(code=0, ended_by=None, duration_s=1.0))
-
-
-def metrics(rank: int, seconds: float) -> dict[str, Any]:
-    return {
-        "stage": rank,
-        "steps": [{"compute_s": seconds, "optimizer_s": 0.001}] * 3,
-        "static_bytes": GIB,
-        "peak_forward_backward_bytes": 2 * GIB,
-        "peak_optimizer_bytes": GIB,
-        "peak_allocated_bytes": 2 * GIB,
-        "peak_reserved_bytes": 3 * GIB,
-        "device_used_bytes": 3 * GIB,
-        "num_microbatches": 8,
-        "microbatches_run": 8,
-        "versions": {"torch": "2"},
-    }
 
 
 ONE_DEVICE, FOUR_DEVICES = (plugin(tasks.CHIP, count) for count in (1, 4))
 
 
-class OnlyPipelines(Megatron):
+class OnlyPipelines(Toy):
     """Predicts no time without a pipeline."""
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
@@ -139,7 +116,7 @@ def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
     assert {trial.state for trial in plan.trials} == {TrialState.PREDICTED}
     assert plan.counts.balanced
     assert plan.counts.measured == 0
-    steps = {trial.number: trial.predicted["step_time_s"]["value"] for trial in plan.trials}  # type: ignore[index]
+    steps = {trial.number: trial.predicted_step_s for trial in plan.trials}
     assert steps[plan.best.number] == min(steps.values())
     assert plan.gain == pytest.approx(steps[plan.baseline.number] / steps[plan.best.number] - 1)
     data = result(plan, "run")
@@ -166,7 +143,7 @@ def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench:
     assert plan.counts.balanced
     for trial in plan.trials:
         assert (trial.fidelity, trial.state) == ("probe", TrialState.MEASURED)
-        measured, predicted = trial.measurement, trial.predicted
+        measured = trial.measurement
         assert measured.modelled_s is not None
         stages, micro = layout(trial)
         ranks = [0, 3] if stages > 1 else [0]
@@ -175,7 +152,7 @@ def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench:
         assert measured.step_time_s == pytest.approx(probed + measured.modelled_s)
         assert measured.low_s < measured.step_time_s < measured.high_s
         assert measured.device_used_bytes > 3 * GIB
-        assert predicted["step_time_s"]["value"] != measured.step_time_s  # type: ignore[index]
+        assert trial.predicted_step_s != measured.step_time_s
         assert (bench.folder / trial.log).parent.joinpath("metrics.json").exists()
     assert result(plan, "run")["best"]["measured"]["step_time_s"]["modelled"] > 0
 
@@ -184,7 +161,7 @@ def test_candidates_without_a_predicted_time_are_not_probed(bench: Bench) -> Non
     bench.engine = OnlyPipelines()
     plan = probe(bench, 100)
     assert plan.trials
-    assert all("step_time_s" in trial.predicted for trial in plan.trials)
+    assert all(trial.predicted_step_s for trial in plan.trials)
     assert plan.baseline is None
     assert plan.gain is None
     assert plan.counts.untried > 0

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_testing.toy import ENGINE, Toy
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import Fact
@@ -13,8 +13,7 @@ from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.i18n import choose, from_record
-from flagcore.tuner.feasibility import search_time
-from flagcore.tuner.limits import (
+from flagcore.tuner.budget import (
     SLACK,
     START_SLACK,
     UNKNOWN_SECONDS,
@@ -24,6 +23,7 @@ from flagcore.tuner.limits import (
     why_no_trial,
     with_target,
 )
+from flagcore.tuner.feasibility import search_time
 from flagcore.tuner.search_state import EXTRA_ROUNDS
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.learn import learn
@@ -35,7 +35,7 @@ START = 300.0
 
 
 def planned(value: float = 10.0, high: float = 12.0, **extra: Any) -> Trial:
-    predicted = {"step_time_s": {"value": value, "low": value / 2, "high": high}}
+    predicted = replace(tasks.prediction(compute_s=value), high_s=high)
     return tasks.trial(9, tasks.candidate(), None, state=TrialState.RUNNING, predicted=predicted, **extra)
 
 
@@ -61,7 +61,7 @@ def test_a_limit_is_the_setting_or_the_start_and_the_steps_and_names_its_origin(
     control: dict[str, float], step: dict[str, float] | None, seconds: float, words: list[str]
 ) -> None:
     task = tasks.task(control=Control(train_iters=5, **control))
-    trial = planned(**step) if step else replace(planned(), predicted={})
+    trial = planned(**step) if step else replace(planned(), predicted=None)
     limit = time_limit(tasks.platform(task), trial, ())
     assert limit.seconds == seconds
     assert all(each in limit.because for each in words)
@@ -77,8 +77,10 @@ def test_steps_slower_than_predicted_and_longer_starts_make_later_limits_longer(
 
 def test_the_ranks_of_a_probe_add_up_and_the_start_of_a_server_comes_from_its_engine() -> None:
     assert seconds(planned(), launches=3) == 3 * (START + SLACK * 5 * 12.0)
-    serving = replace(TASK, spec=replace(TASK.spec, work=ServeSpec(engine="vllm", loads=(Load(),))))
-    assert seconds(planned(), task=serving) == 1200.0
+    serving = replace(TASK, spec=replace(TASK.spec, work=ServeSpec(engine="server", loads=(Load(),))))
+    server = Toy()
+    server.start_seconds = 1200.0
+    assert time_limit(tasks.platform(serving, engine=server), planned(), ()).seconds == 1200.0
 
 
 def test_shortened_steps_get_less_time_and_have_their_own_start() -> None:
@@ -141,7 +143,7 @@ def after(*trials: Trial, rates: dict[str, float] | None = None, **control: Any)
 def cut_short(row: int, times: float, **changes: Any) -> Trial:
     """A trial whose only step took `times` as long as predicted."""
     step = float(KNOWN.step_time_s[row])
-    trial = replace(trial_of(row, None, row), predicted={"step_time_s": {"value": step}})
+    trial = replace(trial_of(row, None, row), predicted=tasks.prediction(compute_s=step))
     changes = {"duration_s": times * step, "finished_steps_s": (times * step,), **changes}
     return replace(trial, state=TrialState.TIMED_OUT, **changes)
 
@@ -167,7 +169,7 @@ def test_a_search_ends_if_no_candidate_has_time_for_two_steps() -> None:
 def test_a_search_of_servers_ends_if_two_loads_had_too_little_time() -> None:
     def why(*trials: Trial) -> str | None:
         context = after(*trials)
-        spec = replace(context.task.spec, work=ServeSpec(engine="vllm", loads=(Load(),)))
+        spec = replace(context.task.spec, work=ServeSpec(engine="server", loads=(Load(),)))
         return why_no_trial(tasks.with_task(context, replace(context.task, spec=spec)))
 
     longest, other = (cut_short(row, 20.0, reason=f"row {row}", duration_s=9.0 - row) for row in (0, 1))

@@ -11,7 +11,7 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, TrialState
 from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
 from flagcore.report.result import result
-from flagcore.tuner.limits import seconds_used
+from flagcore.tuner.budget import seconds_used
 from tests.tuner.benches import Bench, Instant, at, knobs, plain, sound
 
 CRASH = Exit(code=1, ended_by=None, duration_s=1.0)
@@ -45,7 +45,7 @@ def test_the_gain_is_relative_to_the_users_own_baseline(bench: Bench) -> None:
 def test_a_baseline_above_the_memory_by_less_than_the_error_runs_alone(bench: Bench) -> None:
     own = {"micro_batch_size": 1, "tensor_model_parallel_size": 2, "data_parallel_size": 1}
     predicted = bench.tune(baseline=own).plan.baseline.predicted
-    used = predicted["memory"]["device_used_gib"] * 2**30
+    used = predicted.device_used_bytes
     for share, runs in ((0.5, False), (0.97, True)):
         bench.beside(str(share))
         bench.cluster = ClusterSpec(memory_bytes_per_device=int(share * used))

@@ -12,11 +12,12 @@ from typing import Any
 import optuna
 import pytest
 
+from flagcore.domain.records import belief_record
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
-from flagcore.tuner.store.directory import RunDirectory
-from flagcore.tuner.store.trials import OptunaStore, stored_trials
+from flagcore.tuner.run_folder import RunDirectory
+from flagcore.tuner.store import OptunaStore, stored_trials
 from tests import tasks
 
 CHOICES: dict[str, tuple[KnobValue, ...]] = {
@@ -37,6 +38,9 @@ MEASURED = Measurement(
 )
 
 
+PREDICTED = replace(tasks.prediction(compute_s=1.0), limit="compute", model_flops=0.0)
+
+
 def candidate(micro_batch_size: int = 1) -> Candidate:
     return Candidate.of({"micro_batch_size": micro_batch_size, "sequence_parallel": False, "recompute_method": None})
 
@@ -50,7 +54,7 @@ def planned(candidate: Candidate, role: Role = Role.SEARCH, **fields: Any) -> Tr
 
 
 def run(into: OptunaStore, micro_batch_size: int = 1, state: TrialState = TrialState.MEASURED) -> Trial:
-    trial = into.begin(planned(candidate(micro_batch_size), predicted={"step_time_s": {"value": 1.0}}))
+    trial = into.begin(planned(candidate(micro_batch_size), predicted=PREDICTED))
     measured = MEASURED if state is TrialState.MEASURED else None
     done = replace(trial, state=state, measurement=measured, reason=None if measured else "why", duration_s=3.5)
     into.finish(done)
@@ -86,11 +90,14 @@ def test_trials_are_read_without_the_lock_and_without_writing(tmp_path: Path) ->
 
 
 def test_notes_of_the_search_are_read_back(tmp_path: Path) -> None:
-    notes: Any = {"began_s": 1.5, "chosen_because": "fast", "believed": {"chance_to_fit": 1.0}, "search_ended": "done"}
-    first = store(tmp_path)
-    first.finish(first.begin(planned(candidate(1), predicted={"limit": "x"}, **notes)))
-    (trial,) = store(tmp_path).trials()
-    assert (trial.search_fields, trial.predicted) == (notes, {"limit": "x"})
+    notes: Any = {"began_s": 1.5, "chosen_because": "fast", "search_ended": "done"}
+    first, belief = store(tmp_path), tasks.belief(2.0, max_expected_gain=0.5)
+    first.finish(first.begin(planned(candidate(1), predicted=PREDICTED, believed=belief, **notes)))
+    first.finish(first.begin(planned(candidate(2), chosen_because="fast")))
+    believed, other = store(tmp_path).trials()
+    assert (believed.predicted, believed.believed) == (PREDICTED, belief)
+    assert believed.search_fields == {**notes, "believed": belief_record(belief)}
+    assert (other.predicted, other.believed, other.search_fields["believed"]) == (None, None, {})
 
 
 def test_a_running_trial_is_closed_as_interrupted_at_the_next_start(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ UNKNOWN = (
 def exchange(chip: str, tensor: int) -> float:
     account = api.explain_candidate(SPEC, f"tp={tensor}, mbs=1, sp", chip=chip)
     assert account.predicted is not None
-    return float(account.predicted["time"]["tp_comm_s"])
+    return float(account.predicted.time_s["tp_comm_s"])
 
 
 def test_tensor_parallelism_over_both_islands_of_a_c500_costs_more_than_on_a_full_mesh() -> None:

@@ -18,7 +18,7 @@ import yaml
 from flagcore_testing import fakes
 
 from tests.cli.conftest import Flag, flag  # noqa: F401 (fixture)
-from tests.tasks import PLAIN_SPACE, SHAPE
+from tests.product.tasks import PLAIN_SPACE, SHAPE
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),

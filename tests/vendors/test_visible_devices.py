@@ -27,7 +27,7 @@ from flagcore.tuner.launches import with_selected_devices
 from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.rows import Listing, Row
-from tests import tasks
+from tests.product import tasks
 from tests.vendors.test_simulated_nodes import METAX
 
 

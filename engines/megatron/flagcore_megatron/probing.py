@@ -12,7 +12,7 @@ from flagcore_training.start import program_launch
 
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.launch import Launch
-from flagcore.domain.prediction import RankMeasurement
+from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Candidate, Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError

@@ -37,7 +37,7 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, Int
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
-from flagcore.spec.public import find_public
+from flagcore.spec.models import find_public
 from flagcore.vendorkit.installed import release
 from flagcore_serving.launch import importing, start
 from flagcore_serving.launch.profile import EngineProfile

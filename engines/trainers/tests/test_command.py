@@ -22,8 +22,8 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from tests.tasks import CHIP, SHAPE, SOURCE, costs
-from tests.tasks import task as small_task
+from tests.product.tasks import CHIP, SHAPE, SOURCE, costs
+from tests.product.tasks import task as small_task
 
 pytestmark = pytest.mark.spread
 

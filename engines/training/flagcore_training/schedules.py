@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from flagcore.domain.space import FloatArray
-from flagcore.physics.pipelines import SCHEDULES
+from flagcore.physics.transformer import SCHEDULES
 from flagcore_training import critical_path
 from flagcore_training.critical_path import StageTimes
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.pipelines import SCHEDULES
-from flagcore.physics.transformer import attended, latent_widths, projection_weights, widths
+from flagcore.physics.transformer import SCHEDULES, attended, latent_widths, projection_weights, widths
 from flagcore_training import schedules
 from flagcore_training.layout import DEFAULTS, ArrayRecord, Layout, Options, Splits, StageLayers, Training, pick
 

@@ -5,7 +5,7 @@ from itertools import zip_longest
 from typing import TypeAlias
 
 from flagcore.domain.prediction import Passes
-from flagcore.physics.pipelines import SCHEDULES
+from flagcore.physics.transformer import SCHEDULES
 
 Pass: TypeAlias = tuple[str, int, int]
 """A pass: its kind, its part of the model and its micro-batch. The kinds are F for a forward pass, B for the gradients

@@ -26,7 +26,7 @@ from engines.training.tests.candidates import (
     training_memory,
 )
 from flagcore.domain.model import Model
-from flagcore.physics.pipelines import SCHEDULES
+from flagcore.physics.transformer import SCHEDULES
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from flagcore_training.schedules import deferred, in_flight, makespan
 from engines.training.tests.simulation import Pass, orders_of, step_seconds
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray
-from flagcore.physics.pipelines import SCHEDULES
+from flagcore.physics.transformer import SCHEDULES
 
 FOLDED_SCHEDULES = [name for name, schedule in SCHEDULES.items() if schedule.folded]
 WHOLE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")

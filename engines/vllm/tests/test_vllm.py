@@ -11,7 +11,7 @@ from engines.serving.tests.engines.tasks import GIB, LOAD, figures, merged, plan
 from flagcore import api
 from flagcore.domain.serving import Load
 from flagcore.errors import SpecError
-from tests.tasks import DENSE
+from tests.product.tasks import DENSE
 
 
 def cards(**arguments: Any) -> Any:
@@ -244,7 +244,7 @@ def test_weights_that_are_converted_to_fp8_are_predicted_like_weights_in_fp8() -
     converted, stored = figures(cards(), quantization="fp8"), figures(cards(precision="fp8"))
     assert converted == stored
     assert stored["requests_per_s"] > figures(cards())["requests_per_s"]
-    assert stored["kv_cache_gib"] > figures(cards())["kv_cache_gib"]
+    assert stored["kv_cache_bytes"] > figures(cards())["kv_cache_bytes"]
 
 
 def test_shares_of_a_load_are_increases_of_counters() -> None:

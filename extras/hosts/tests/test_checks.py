@@ -32,7 +32,7 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from tests.cli.conftest import Flag
 from tests.cli.conftest import flag as flag
-from tests.tasks import SHAPE, Readings
+from tests.product.tasks import SHAPE, Readings
 
 FOUR = tuple(Device(index=index, chip="Chip-A") for index in range(4))
 GOOD = HostReport(

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -11,7 +11,9 @@ from flagcore.api.commands.explain import MAX_DIFFERENCES, RAN, state_of
 from flagcore.api.inputs import SpecLike
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.subject import Subject
-from flagcore.domain.serving import LATENCIES, ServeSpec
+from flagcore.domain.prediction import Prediction
+from flagcore.domain.records import GIB
+from flagcore.domain.serving import ServeSpec
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import (
@@ -24,10 +26,11 @@ from flagcore.report.candidate_report import (
     MeasuredRuns,
     Side,
     figure_pairs,
+    median_latencies,
 )
 from flagcore.report.explanation import memory_parts
+from flagcore.tuner.run_folder import differences
 from flagcore.tuner.search_state import noise, significant
-from flagcore.tuner.store.directory import differences
 
 
 def compare(
@@ -65,8 +68,10 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
         raise UsageError(_("{a} and {b} cannot be compared: one is a training job, the other a server", **places))
     seconds, certainty = _times(a, b)
-    predictions = [a.predicted, b.predicted] if a.predicted and b.predicted else [{}, {}]
-    latencies = [{f"{name}.p50": each[name]["p50"] for name in LATENCIES if name in each} for each in predictions]
+
+    def pairs(figures: Callable[[Prediction], Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+        return figure_pairs(figures(a.predicted), figures(b.predicted)) if a.predicted and b.predicted else {}
+
     sides = _side(a), _side(b)
     return Comparison(
         a=sides[0],
@@ -74,9 +79,9 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         objective=specs[0].objective,
         differs=a.differing(b.candidate),
         tasks=_task_differences(a.snapshot, b.snapshot),
-        time=figure_pairs(*(each.get("time", {}) for each in predictions)),
-        memory=figure_pairs(*(memory_parts(each["memory"]) if each else {} for each in predictions)),
-        figures=figure_pairs(*latencies),
+        time=pairs(lambda found: found.parts_s),
+        memory=pairs(lambda found: {name: size / GIB for name, size in memory_parts(found).items()}),
+        figures=pairs(median_latencies),
         gap=None if seconds is None else _relative(a, b, *seconds),
         certainty=certainty,
         because=tuple(_reasons(a, b, sides, seconds, certainty)),

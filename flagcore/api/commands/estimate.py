@@ -10,12 +10,13 @@ import numpy as np
 
 from flagcore.api.evidence import NEAREST, expected_seconds, published_runs
 from flagcore.api.inputs import SpecLike, changed_spec, open_spec
-from flagcore.api.jobs import prediction_records
+from flagcore.api.jobs import detailed_predictions
 from flagcore.contracts import Platform, Problem
 from flagcore.contracts.capabilities import Details, MixedClusters, Production, RuleOfThumb, optional
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions, idle_of
+from flagcore.domain.records import model_table, prediction_record
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import IntArray, KnobValue, Space
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
@@ -23,7 +24,6 @@ from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
-from flagcore.report.formats import lookup
 from flagcore.report.text import candidate_line, serving_load_text
 from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.feasibility import (
@@ -36,7 +36,7 @@ from flagcore.tuner.feasibility import (
 )
 from flagcore.tuner.problem import build_problem, candidate_columns, lacks_margin, no_launch_reason, rows_by_time
 from flagcore.tuner.search_state import SearchState, count
-from flagcore.tuner.stages.predict import limit, model_table, record
+from flagcore.tuner.stages.predict import limit, with_figures
 
 
 def estimate(
@@ -113,8 +113,9 @@ def _first_line(report: Callable[[str], object], platform: Platform, space: Spac
     seconds = np.where(has_margin & np.isfinite(predictions.step_time_s), predictions.step_time_s, np.inf)
     if seconds.size and np.isfinite(seconds.min()):
         row, knobs = int(seconds.argmin()), {each.name: each for each in platform.engine.knobs}
-        found = {"candidate": space.candidate(row).as_dict(), **record(platform.task, predictions.row(row))}
-        report(candidate_line(_("fastest of {count} usual layouts, so far", count=len(space)), found, knobs))
+        found = with_figures(platform.task, predictions.row(row))
+        name, candidate = _("fastest of {count} usual layouts, so far", count=len(space)), space.candidate(row)
+        report(candidate_line(name, candidate.as_dict(), found, knobs))
 
 
 def _listed(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[IntArray, list[dict[str, Any]]]:
@@ -181,15 +182,15 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
     """
     task, space, limits = problem.task, problem.space, problem.task.spec.limits
     records = []
-    for row, known in zip(rows, prediction_records(problem.platform, space.columns(rows)), strict=True):
+    for row, found in zip(rows, detailed_predictions(problem.platform, space.columns(rows)), strict=True):
         candidate = space.candidate(int(row))
         more: dict[str, Any] = {}
         if _assumed(task):
             more["assumed"] = optional(problem.engine, Production).assumed(task, candidate)
         if limits:
-            figures = {name: lookup(known, name) or 0.0 for name in limits}
+            figures = {name: found.figures.get(name, 0.0) for name in limits}
             more = {"slo": {name: figure for name, figure in figures.items() if figure > limits[name]}, **more}
-        records.append({"candidate": candidate.as_dict(), **known, **more})
+        records.append({"candidate": candidate.as_dict(), **prediction_record(found), **more})
     return records
 
 
@@ -200,7 +201,7 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
     if values == problem.baseline.as_dict():
         return None
     columns = candidate_columns(problem.platform, values)
-    return {"candidate": values, **prediction_records(problem.platform, columns)[0]}
+    return {"candidate": values, **prediction_record(detailed_predictions(problem.platform, columns)[0])}
 
 
 def _crowded(problem: Problem, order: IntArray) -> IntArray:

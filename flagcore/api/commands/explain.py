@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -38,7 +37,7 @@ from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import lacks_margin, rows_by_time
 from flagcore.tuner.search_state import count
 from flagcore.tuner.stages.build import PLANNED_SHARE
-from flagcore.tuner.stages.predict import predict_columns, record
+from flagcore.tuner.stages.predict import predict_columns, with_figures
 from flagcore.tuner.stages.prune import needed_share
 
 ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
@@ -63,11 +62,11 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]
         messages = {each.name: each.message for each in bounds}
         rules = [PruningRule(rule=name, message=message, trial=None) for name, message in messages.items()]
         if rules and not list(_values_outside_space(subject)):
-            return REMOVED, [*map(str, rules), needs_text(predicted["memory"])], rules
+            return REMOVED, [*map(str, rules), needs_text(predicted)], rules
         not_listed = [_("not in the space: the values in auto_tuner.space cannot be combined to this candidate")]
-        lines = [*(list(_values_outside_space(subject)) or not_listed), _(LEGAL[predicted["memory"].get("fits")])]
+        lines = [*(list(_values_outside_space(subject)) or not_listed), _(LEGAL[predicted.fits])]
         pruned_by = snapshot.pruned_by(subject.columns)
-        lines += [needs_text(predicted["memory"]), *(_("it would be removed: {rule}", rule=each) for each in pruned_by)]
+        lines += [needs_text(predicted), *(_("it would be removed: {rule}", rule=each) for each in pruned_by)]
         return OUTSIDE, lines, []
     rules = _pruning_rules(snapshot, subject.row)
     own = (trial for trial in subject.trials if trial.role is not Role.IMPORTED)
@@ -158,7 +157,7 @@ def _removal(subject: Subject, rule: PruningRule) -> str:
     snapshot, state, predictions = subject.snapshot, subject.snapshot.search_state, subject.snapshot.problem.predictions
     if rule.rule == DOES_NOT_FIT:
         assert subject.predicted is not None
-        line = f"{DOES_NOT_FIT}: {needs_text(subject.predicted['memory'])}"
+        line = f"{DOES_NOT_FIT}: {needs_text(subject.predicted)}"
         least_share = needed_share(snapshot.problem.space, predictions, (*state.trials, *state.probes))
         needed_gib = float(predictions.device_used_bytes[subject.row]) * least_share / 2**30
         return line if least_share == 1.0 else line + "; " + _("after trials at least {gib:.2f} GiB", gib=needed_gib)
@@ -259,9 +258,9 @@ def explain_like(
     prediction = predicted_like(problem, job)
     if prediction is None or prediction.step_time_s is None or not order.size:
         return replace(report, name=title)
-    published: dict[str, Any] = record(problem.task, prediction)
+    published = with_figures(problem.task, prediction)
     best_s = float(problem.predictions.step_time_s[order[0]])
-    figures = {"seconds": prediction.step_time_s, "used": used_text(published["memory"], ".4g")}
+    figures = {"seconds": prediction.step_time_s, "used": used_text(published, ".4g")}
     text = N_(
         "with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the best, ~{used} GiB"
     )
@@ -301,8 +300,8 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
 
 def _fits_without(subject: Subject) -> Iterator[str]:
     """Yield each assumed setting without which a candidate that does not fit would fit."""
-    platform, memory = subject.snapshot.problem.platform, (subject.predicted or {}).get("memory", {})
-    if memory.get("fits") is not False:
+    platform, predicted = subject.snapshot.problem.platform, subject.predicted
+    if predicted is None or predicted.fits is not False:
         return
     for name, value in optional(platform.engine, Production).assumed(platform.task, subject.candidate).items():
         train = platform.task.spec.train
@@ -319,7 +318,7 @@ def _change(subject: Subject, row: int) -> Alternative:
     return Alternative(
         candidate=other.candidate.as_dict(),
         differs=subject.differing(other.candidate),
-        predicted=record(snapshot.task, snapshot.problem.predictions.row(row)),
+        predicted=with_figures(snapshot.task, snapshot.problem.predictions.row(row)),
         expected_s=other.expected_s,
         trial=next(trials, None),
         measured=other.measured_s is not None,

@@ -25,18 +25,17 @@ from flagcore.api.inputs import (
 from flagcore.contracts import HistoryReader, ImportedSpec, Problem
 from flagcore.contracts.capabilities import commands_of
 from flagcore.domain.knob import Knobs
-from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.secrets import redact_data
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.trial import Role, Trial
 from flagcore.errors import RunError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import N_, _
 from flagcore.spec.convert import engines_of
-from flagcore.spec.public import absolute_model
+from flagcore.spec.models import absolute_model
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.problem import candidate_columns
-from flagcore.tuner.stages.predict import record
-from flagcore.tuner.store.directory import RunDirectory
+from flagcore.tuner.run_folder import RunDirectory
+from flagcore.tuner.stages.predict import with_figures
 
 
 def read_tree(
@@ -126,7 +125,7 @@ def import_history(
         raise UsageError(_("no row of {file} can be imported: {reasons}", file=path, reasons=reasons))
     role, source = Role.SEARCH if same_machine else Role.IMPORTED, str(path.resolve())
     rows = [problem.predictions.row(problem.row_of(each.candidate)) for each in found]
-    predicted = [record(problem.task, each) for each in rows]
+    predicted = [with_figures(problem.task, each) for each in rows]
     trials = [replace(each, role=role, source=source, predicted=p) for each, p in zip(found, predicted, strict=True)]
     folder = Path(run_dir) if run_dir else RUNS / name.stem
     saved_trials = _save(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
@@ -161,7 +160,7 @@ def _save(
     experience: bool,
 ) -> tuple[Trial, ...]:
     """Write the trials to the folder of a run and, with `experience`, their measurements for use by other runs."""
-    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+    from flagcore.tuner.store import OptunaStore  # importing optuna is slow
 
     directory.open()
     try:
@@ -184,7 +183,7 @@ def _save(
 
 def _plausibility_warning(trials: list[Trial]) -> list[str]:
     """Return a warning if all measured times are far from the predictions."""
-    ratios = [ratio for trial in trials if (ratio := measured_to_predicted(trial, "predicted"))]
+    ratios = [ratio for trial in trials if (ratio := trial.measured_over(trial.predicted))]
     median_ratio = float(np.median(ratios)) if ratios else 1.0
     if 1.0 / MAX_FACTOR < median_ratio < MAX_FACTOR:
         return []

@@ -14,8 +14,7 @@ from flagcore.domain.spec import ImportNote
 from flagcore.errors import FlagError
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.huggingface import context_of, model_of_config
-from flagcore.spec.models import model_from
-from flagcore.spec.public import absolute_model, public_models
+from flagcore.spec.models import absolute_model, model_from, public_models
 from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.serving import ProfileSection, ServeSection
 from flagcore.spec.validate import Section

@@ -14,7 +14,8 @@ from flagcore.api.inputs import LoadedSpec, loaded_plugins, read_spec, warn_abou
 from flagcore.contracts import Engine, Problem
 from flagcore.contracts.capabilities import probing
 from flagcore.domain.knob import Knobs
-from flagcore.domain.prediction import Probe, RankProbe
+from flagcore.domain.probe import Probe, RankProbe
+from flagcore.domain.records import in_gib, prediction_record, rank_record
 from flagcore.domain.space import Candidate, as_candidate
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import PROBE, Role
@@ -23,14 +24,14 @@ from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
+from flagcore.tuner.budget import time_limit
 from flagcore.tuner.devices import parallel_probe_ranks, require_devices
 from flagcore.tuner.feasibility import require_candidate
-from flagcore.tuner.limits import time_limit
 from flagcore.tuner.planner import predicted_trial
 from flagcore.tuner.probe import combine
 from flagcore.tuner.probe import probe as probe_candidate
 from flagcore.tuner.problem import build_problem, require_launchable, rows_by_time
-from flagcore.tuner.stages.predict import in_gib, rank_record, record
+from flagcore.tuner.stages.predict import with_figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +148,8 @@ def _probed_record(problem: Problem, probed: Probe) -> Probed:
     prediction = problem.predictions.row(row)
     return Probed(
         candidate=probed.candidate.as_dict(),
-        predicted=record(task, prediction),
-        combined=record(task, combine(prediction, probed, problem.platform)),
+        predicted=prediction_record(with_figures(task, prediction)),
+        combined=prediction_record(with_figures(task, combine(prediction, probed, problem.platform))),
         ranks=tuple(rank_probe_record(rank) for rank in probed.ranks),
         chip=task.cluster.groups[0].chip.name,
         devices=task.cluster.devices,

@@ -32,6 +32,7 @@ from flagcore.contracts.capabilities import Details, Probes, optional
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.files import write
 from flagcore.domain.prediction import MEMORY, components_of_row
+from flagcore.domain.records import in_gib, prediction_record
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
 from flagcore.domain.space import LEARNED_MESSAGES, Candidate
 from flagcore.domain.spec import Task
@@ -46,14 +47,13 @@ from flagcore.report.page.summary import no_best
 from flagcore.report.result import result
 from flagcore.report.text import duration_text, heading
 from flagcore.spec.plain_data import spec_as_data
-from flagcore.tuner.budget import seconds_left
+from flagcore.tuner.budget import seconds_left, seconds_used
 from flagcore.tuner.effects import effects_of_row
-from flagcore.tuner.limits import seconds_used
 from flagcore.tuner.loop import TuneResult
+from flagcore.tuner.run_folder import IDENTITY, LOCK
 from flagcore.tuner.search_state import summarize
-from flagcore.tuner.stages.predict import in_gib, record
+from flagcore.tuner.stages.predict import with_figures
 from flagcore.tuner.stages.rank import untried
-from flagcore.tuner.store.directory import IDENTITY, LOCK
 
 REPORT = "report.html"
 
@@ -380,6 +380,6 @@ def what_if(problem: Problem, best: Candidate) -> list[dict[str, Any]]:
 
 
 def _fastest(problem: Problem, row: int) -> dict[str, Any]:
-    predicted = record(problem.task, problem.predictions.row(row))
+    predicted = prediction_record(with_figures(problem.task, problem.predictions.row(row)))
     figures = {name: predicted[name] for name in ("step_time_s", "objective") if name in predicted}
     return {"candidate": problem.space.candidate(row).as_dict(), "predicted": figures}

@@ -22,7 +22,7 @@ from flagcore.domain.launch import Launch
 from flagcore.errors import HostLost, LaunchError, RunError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers.local import start_for_users
-from flagcore.tuner.store.directory import IDENTITY
+from flagcore.tuner.run_folder import IDENTITY
 
 PERIOD_SECONDS = 0.5
 ANSWER_SECONDS = 2.0

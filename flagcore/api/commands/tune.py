@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from flagcore import plugins
@@ -32,30 +37,42 @@ from flagcore.api.inputs import (
 )
 from flagcore.api.jobs import past_of_problem
 from flagcore.api.outcome import Outcome, save
-from flagcore.api.watch import Watchers
 from flagcore.contracts import Event, OnEvent, Problem, Telemetry
 from flagcore.contracts.capabilities import Advice, Installation, optional, probing
 from flagcore.domain.chip import Device
 from flagcore.domain.files import writable, write
 from flagcore.domain.plan import Plan
-from flagcore.domain.secrets import redact_data, redact_text
+from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data, secrets_in_environment
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import Control, TrainSpec
-from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
+from flagcore.domain.spec import Control, Task, TrainSpec
+from flagcore.domain.trial import (
+    ESTIMATE,
+    FIDELITIES,
+    PROBE,
+    RUN,
+    RUN_FINISHED,
+    RUN_STARTED,
+    TRIAL_FINISHED,
+    TRIAL_STARTED,
+    RunEvent,
+    TrialState,
+)
 from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _, ngettext
+from flagcore.plugins.entry_points import one_line
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import noise_warnings
+from flagcore.report.result import trial as trial_record
 from flagcore.spec.convert import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.feasibility import crowded_baseline_text
 from flagcore.tuner.loop import Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
 from flagcore.tuner.planner import STOPPED
-from flagcore.tuner.store.directory import RunDirectory
+from flagcore.tuner.run_folder import RunDirectory
 
 if TYPE_CHECKING:
-    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+    from flagcore.tuner.store import OptunaStore  # importing optuna is slow
 
 PROBE_STRATEGY = "learned"
 """The name of the strategy that chooses the probes before the first run."""
@@ -202,7 +219,7 @@ class _EngineRun:
 
     def _open_store(self, problem: Problem) -> OptunaStore:
         """Lock the run's folder, claim it for this task, and return the store with the trials of earlier calls."""
-        from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+        from flagcore.tuner.store import OptunaStore  # importing optuna is slow
 
         directory, storage = self.directory, self.storage
         directory.open(new=self.new)
@@ -316,3 +333,111 @@ def _best_s(plan: Plan) -> float:
     best = plan.best
     times = (plan.medians.get(best.number), best.step_seen_s, best.predicted_step_s) if best else ()
     return next(filter(None, times), math.inf)
+
+
+LOG = logging.getLogger("flagcore")
+MAX_SECONDS = 30.0
+"""A watcher that takes longer for an event gets no more events. At its end, a run waits this long for all watchers."""
+
+
+class Watchers(AbstractContextManager["Watchers"]):
+    """The watchers of one run, by name.
+
+    Raises SpecError or NoDevice if a watcher is not installed or cannot be loaded.
+    """
+
+    def __init__(self, names: Collection[str], max_seconds: float = MAX_SECONDS) -> None:
+        calls = {name: plugins.watcher(name) for name in names}
+        self._watchers = [_Watcher(name, call, max_seconds) for name, call in calls.items()]
+        self._max_seconds = max_seconds
+        self._about: dict[str, Any] = {}
+        self._secrets: list[str] = []
+
+    def begin(self, run: str, folder: str, task: Task, spec: Mapping[str, Any]) -> None:
+        """Send the start of a run to all watchers. `spec` is its data, whose secrets are removed from all events."""
+        if not self._watchers:
+            return
+        work = task.spec.work
+        job = {
+            "engine": work.engine,
+            "kind": plugins.kind_of(work.engine),
+            "model": task.spec.model.name,
+            "chip": task.cluster.chips,
+            "devices": task.cluster.devices,
+            "objective": task.spec.objective,
+            "fidelity": task.spec.control.fidelity,
+        }
+        self._secrets = [*secrets_in_environment(os.environ), *secrets_in_data(spec)]
+        self._about = {"run": run, "folder": folder, "job": job}
+        self._send(kind=RUN_STARTED)
+
+    def on_event(self, event: Event) -> None:
+        """Send the start or the end of a trial to all watchers."""
+        if self._about and event.kind in (TRIAL_STARTED, TRIAL_FINISHED):
+            best = trial_record(event.best) if event.best else None
+            self._send(kind=event.kind, trial=trial_record(event.trial), best=best)
+
+    def finish(self, result: Mapping[str, Any] | None) -> None:
+        """Send the end of the run to all watchers, only once."""
+        if self._about:
+            self._send(kind=RUN_FINISHED, best=(result or {}).get("best"), result=result)
+            self._about = {}
+
+    def __exit__(self, *error: object) -> None:
+        self.finish(None)
+        end = time.monotonic() + self._max_seconds
+        for watcher in self._watchers:
+            watcher.close(end)
+
+    def _send(self, **fields: Any) -> None:
+        fields = redact_data({**self._about, **fields}, self._secrets)
+        event = RunEvent(time=time.time(), **fields)
+        for watcher in self._watchers:
+            watcher.send(event)
+
+
+class _Watcher:
+    """Calls a watcher in a thread, with one event after the other."""
+
+    def __init__(self, name: str, call: Callable[[RunEvent], object], max_seconds: float) -> None:
+        self._name, self._call, self._max_seconds = name, call, max_seconds
+        self._events: SimpleQueue[RunEvent | None] = SimpleQueue()
+        self._began: float | None = None
+        self._stopped = False
+        self._thread = Thread(target=self._run, daemon=True, name=f"watcher {name}")
+        self._thread.start()
+
+    def send(self, event: RunEvent) -> None:
+        """Queue an event, unless the watcher has hung."""
+        began = self._began
+        if began is not None and time.monotonic() - began > self._max_seconds:
+            self._stop()
+        if not self._stopped:
+            self._events.put(event)
+
+    def close(self, end: float) -> None:
+        """Wait until all events are handled, at most until the time `end`."""
+        self._events.put(None)
+        if not self._stopped:
+            self._thread.join(max(0.0, end - time.monotonic()))
+            if self._thread.is_alive():
+                self._stop()
+
+    def _stop(self) -> None:
+        if not self._stopped:
+            self._stopped = True
+            text = _("watcher {name} receives no more events, because it took longer than {seconds} s for one event")
+            LOG.warning("%s", text.format(name=self._name, seconds=f"{self._max_seconds:g}"))
+
+    def _run(self) -> None:
+        reported = set()
+        while (event := self._events.get()) is not None and not self._stopped:
+            self._began = time.monotonic()
+            try:
+                self._call(event)
+            except BaseException as error:
+                reason = one_line(error)
+                if reason not in reported:
+                    reported.add(reason)
+                    LOG.warning("%s", _("watcher {name} failed: {reason}", name=self._name, reason=reason))
+            self._began = None

@@ -100,7 +100,7 @@ def chips(run: RunData) -> Section:
     for chip in run.insight.get("chips") or []:
         rows = [_fact(fact) for fact in chip["facts"]]
         if budget := chip.get("memory_budget_bytes"):
-            limit = Cell(size_text(budget / 2**30), float(budget))
+            limit = Cell(size_text(budget), float(budget))
             rows.append([_("memory limit per device"), limit, _("from the spec or the driver"), ""])
         devices = f"{chip['nodes']} x {chip['devices_per_node']} {chip['name']} ({chip['vendor']})"
         blocks.append(table(devices, [_("fact"), _("value"), _("kind of source"), _("source")], rows))

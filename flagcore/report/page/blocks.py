@@ -134,9 +134,9 @@ def percent(share: float | None, mark: str = "", *, signed: bool = False) -> Cel
     return Cell("-") if share is None else Cell(mark + (f"{share:+.1%}" if signed else f"{share:.1%}"), share)
 
 
-def size(gib: float | None) -> Cell:
-    """Return a size in GiB as a cell in a suitable unit. None becomes `-`."""
-    return Cell("-") if gib is None else Cell(size_text(gib), float(gib))
+def size(count: float | None) -> Cell:
+    """Return a number of bytes as a cell in a suitable unit, which is sorted by GiB. None becomes `-`."""
+    return Cell("-") if count is None else Cell(size_text(count), count / 2**30)
 
 
 def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: bool = False) -> Table:

@@ -3,14 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flagcore.domain.prediction import Passes
+from flagcore.domain.prediction import MEMORY, Passes, Prediction
+from flagcore.domain.records import read_prediction
 from flagcore.domain.trial import Trial
 from flagcore.i18n import N_, _
-from flagcore.physics.pipelines import SCHEDULES
+from flagcore.physics.transformer import SCHEDULES
 from flagcore.report.explanation import by_component, memory_parts
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.page.blocks import Block, Collapsed, Section, Table, Text, cell, percent, size, table
-from flagcore.report.page.run import Record, RunData, measured_s, memory_of, served, time_parts
+from flagcore.report.page.run import Record, RunData, measured_s, served
 from flagcore.report.result import number
 from flagcore.report.text import bottleneck_text, knob_of, part_name, value_text, values_text
 
@@ -20,9 +21,10 @@ def improvements(run: RunData) -> Section | None:
 
     Returns None if there is no best, or if it has no predicted time.
     """
-    if run.best is None or run.best.predicted_step_s is None:
+    if run.best is None or run.best.predicted is None or run.best.predicted_step_s is None:
         return None
-    predicted = _("Predicted: {value} {unit}.", value=shown(run.predicted(run.best)), unit=run.unit)
+    value, *_bounds = run.predicted(run.best) or (None,)
+    predicted = _("Predicted: {value} {unit}.", value=shown(value), unit=run.unit)
     blocks: list[Block] = [Text(bottleneck_text(run.best.predicted) or predicted)]
     if knobs := run.insight.get("knobs") or []:
         blocks += _sensitivity(run, knobs)
@@ -58,9 +60,8 @@ def _seconds(value: Record) -> float:
 
 
 LEVELS = NAMES["memory_levels"]
-MEASURED = {name: f"{name.removesuffix('_gib')}_bytes" for name in LEVELS} | {"reserved_gib": "peak_reserved_bytes"}
+MEASURED = {name: name for name in LEVELS} | {"reserved_bytes": "peak_reserved_bytes"}
 """The names of the memory levels in a measurement."""
-GIB = 2**30
 STEP_TEXTS = (
     N_("Step time"),
     N_("Parts of the step time (predicted)"),
@@ -78,47 +79,47 @@ def memory(run: RunData) -> Section | None:
     """Return the section on the memory of one device per stage of the best, or None if there is no best."""
     if run.best is None:
         return None
-    prediction, measured = memory_of(run.best), run.best.measurement
+    prediction, measured = run.best.predicted, run.best.measurement
     stages = run.insight.get("stages") or []
     blocks: list[Block] = []
     if any(stage["components"] for stage in stages):
         title = _("By component and kind (predicted)")
         blocks += [*_by_stage(run, stages, prediction), Collapsed("components", title, (_components(run, title),))]
     if prediction:
-        sizes = {level: getattr(measured, name, None) for level, name in MEASURED.items()}
-        used = {level: value / GIB for level, value in sizes.items() if value is not None}
         rows = [
-            [_(text), size(prediction.get(level)), size(used.get(level))]
-            for level, text in {**LEVELS, "capacity_gib": N_("capacity")}.items()
+            [_(text), size(getattr(prediction, level)), size(getattr(measured, MEASURED.get(level, level), None))]
+            for level, text in {**LEVELS, "capacity_bytes": N_("capacity")}.items()
         ]
         caption = _("Device with the highest memory use")
         if len(stages) > 1:
-            caption = _("Device with the highest memory use (stage {number})", number=prediction["worst_stage"])
+            caption = _("Device with the highest memory use (stage {number})", number=prediction.worst_stage)
         blocks.append(table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows))
     else:
         blocks.append(Text(_("The memory was not predicted.")))
     if run.serves and prediction:
+        sizes = {**{name: getattr(prediction, name) for name in MEMORY}, **prediction.figures}
         parts = [
-            [_(text), cell(prediction[name]) if name.endswith("tokens") else size(prediction[name])]
+            [_(text), cell(sizes[name]) if name.endswith("tokens") else size(sizes[name])]
             for name, text in NAMES["serving_memory"].items()
-            if name in prediction
+            if name in sizes
         ]
         blocks.append(table(_("Parts"), [_("part"), _("size or tokens")], parts))
     return Section("memory", _("Memory"), blocks)
 
 
-def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Iterator[Block]:
+def _by_stage(run: RunData, stages: Sequence[Record], predicted: Prediction | None) -> Iterator[Block]:
     """Yield which stage needs the most memory, and a table with the parts and levels of each stage."""
-    stage_parts = [
-        memory_parts({**each, "activation_gib": each["peak_allocated_gib"] - each["static_gib"]}) for each in stages
-    ]
+    found = [_prediction_of(stage) for stage in stages]
+    stage_parts = [memory_parts(each) for each in found]
     names = list(dict.fromkeys(name for parts in stage_parts for name in parts))
-    capacity, worst = number(predicted.get("capacity_gib")), max(stages, key=lambda each: each["device_used_gib"])
-    used = f"~{size_text(worst['device_used_gib'])}" + ("" if capacity is None else f" / {size_text(capacity)}")
-    yield Text(_("Stage {number} needs the most memory: {used} (predicted).", number=worst["stage"], used=used))
+    capacity = predicted.capacity_bytes if predicted else None
+    worst = max(found, key=lambda each: each.device_used_bytes)
+    used = f"~{size_text(worst.device_used_bytes)}" + ("" if capacity is None else f" / {size_text(capacity)}")
+    yield Text(_("Stage {number} needs the most memory: {used} (predicted).", number=worst.worst_stage, used=used))
     rows = [
-        [cell(stage["stage"]), *(size(parts.get(name)) for name in names), *(size(stage[name]) for name in LEVELS)]
-        for stage, parts in zip(stages, stage_parts, strict=True)
+        [cell(each.worst_stage), *(size(parts.get(name)) for name in names)]
+        + [size(getattr(each, name)) for name in LEVELS]
+        for each, parts in zip(found, stage_parts, strict=True)
     ]
     headings = [_("stage"), *(f"~{_(text)}" for text in (*names, *LEVELS.values()))]
     if any(measured := _measured_by_stage(run, len(stages))):
@@ -127,15 +128,21 @@ def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Iter
     yield table(_("Memory per device, by pipeline stage"), headings, rows)
 
 
+def _prediction_of(stage: Record) -> Prediction:
+    """Return the predicted memory of a stage of `insight`, with the activations at the peak."""
+    activation_gib = stage["peak_allocated_gib"] - stage["static_gib"]
+    return read_prediction({"memory": {**stage, "activation_gib": activation_gib, "worst_stage": stage["stage"]}})
+
+
 def _components(run: RunData, title: str) -> Table:
-    stages, labels = run.insight["stages"], run.labels
-    names = {**NAMES["component_states"], "activation_gib": N_("activations")}
-    keys = [key for key in names if any(key in part for stage in stages for part in stage["components"].values())]
+    stages, labels = [_prediction_of(stage) for stage in run.insight["stages"]], run.labels
+    names = {**NAMES["component_states"], "activation_bytes": N_("activations")}
+    keys = [key for key in names if any(key in part for stage in stages for part in stage.components.values())]
     rows = [
-        [cell(stage["stage"]), labels.components.get(name, name), *(size(parts[name].get(key)) for key in keys)]
+        [cell(stage.worst_stage), labels.components.get(name, name)]
+        + [size(stage.components[name].get(key)) for key in keys]
         for stage in stages
-        for parts in [stage["components"]]
-        for name in by_component(parts, labels)
+        for name in by_component(stage.components, labels)
     ]
     return table(title, [_("stage"), _("component"), *(_(names[key]) for key in keys)], rows, sortable=True)
 
@@ -151,7 +158,7 @@ def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
         for level, key in MEASURED.items():
             figure = number(lookup(rank, key))
             if figure is not None:
-                largest[level] = max(largest.get(level, 0.0), figure / GIB)
+                largest[level] = max(largest.get(level, 0.0), figure)
     return figures_by_stage
 
 
@@ -160,7 +167,7 @@ def step_time(run: RunData) -> Section | None:
     trials = {_(name): trial for name, trial in (("best", run.best), ("baseline", run.baseline)) if trial}
     if run.best and run.baseline and run.best.candidate == run.baseline.candidate:
         del trials[_("baseline")]
-    predicted_trials = {name: trial for name, trial in trials.items() if time_parts(trial)}
+    predicted_trials = {name: trial for name, trial in trials.items() if _parts_s(trial)}
     if not predicted_trials:
         return None
     blocks: list[Block] = [*_step_parts(run, predicted_trials)]
@@ -172,10 +179,14 @@ def step_time(run: RunData) -> Section | None:
     return Section("step", _((REQUEST_TEXTS if run.serves else STEP_TEXTS)[0]), blocks)
 
 
+def _parts_s(trial: Trial) -> Mapping[str, float]:
+    return trial.predicted.parts_s if trial.predicted else {}
+
+
 def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Iterator[Block]:
     """Yield the largest part of the first trial's predicted time, and a table with the parts of all trials' times."""
     _title, title, summary = REQUEST_TEXTS if run.serves else STEP_TEXTS
-    times = {name: time_parts(trial) for name, trial in trials.items()}
+    times = {name: _parts_s(trial) for name, trial in trials.items()}
     totals = {name: sum(time.values()) for name, time in times.items()}
     first, time = next(iter(times.items()))
     largest = max(time, key=lambda part: time[part])

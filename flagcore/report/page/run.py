@@ -20,7 +20,7 @@ from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import SERVING, is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.i18n import _
-from flagcore.report.formats import hardware_text, lookup
+from flagcore.report.formats import hardware_text
 from flagcore.report.page.blocks import Cell
 from flagcore.report.result import number, read_plan, stop_reason
 from flagcore.report.text import candidate_text, heading, state_name
@@ -138,10 +138,11 @@ class RunData(Plan):
             return trial.measurement.tokens_per_second_per_device
         return objective_value(self.objective, trial.measurement.step_time_s)
 
-    def predicted(self, trial: Trial, bound: str = "value") -> float | None:
-        """Return the predicted objective of a trial, or its `low` or `high` bound. None without a prediction."""
-        key = "objective" if self.serves else "tokens_per_second_per_device"
-        return predicted(trial, f"{key}.{bound}")
+    def predicted(self, trial: Trial) -> Figures | None:
+        """Return the predicted objective of a trial and the bounds of its 80% interval. None without a prediction."""
+        found = trial.predicted
+        interval = found and (found.objective if self.serves else found.tokens_per_second_per_device)
+        return (interval.value, interval.low, interval.high) if interval else None
 
     def runs(self, trial: Trial) -> list[Trial]:
         """Return a trial followed by its repeats."""
@@ -160,8 +161,7 @@ class RunData(Plan):
         For an estimate, they are the predicted objective and the bounds of its 80% interval. None if unknown.
         """
         if self.fidelity == ESTIMATE:
-            value, low, high = (self.predicted(trial, bound) for bound in ("value", "low", "high"))
-            return None if value is None or low is None or high is None else (value, low, high)
+            return self.predicted(trial)
         values = [value for each in self.final_runs(trial) if (value := self.figure(each)) is not None]
         if not values:
             return None
@@ -286,26 +286,6 @@ class RunData(Plan):
             (str(file.relative_to(folder)), _shortened(redact_text(tail(file), self.secrets), paths)) for file in files
         ]
         return [(name, text) for name, text in log_ends if text.strip()]
-
-
-def predicted(trial: Trial, key: str) -> float | None:
-    """Return the number at a dotted key of a trial's prediction, or None if it is unknown."""
-    return number(lookup(trial.predicted, key))
-
-
-def believed(trial: Trial, key: str) -> float | None:
-    """Return the number at a dotted key of a trial's corrected prediction, or None if it is unknown."""
-    return number(lookup(trial.believed or {}, key))
-
-
-def time_parts(trial: Trial) -> Mapping[str, float]:
-    """Return the predicted time in seconds of each part of a step or request. It is empty if unknown."""
-    return lookup(trial.predicted, "time") or {}
-
-
-def memory_of(trial: Trial) -> Record:
-    """Return the predicted memory of a device in GiB for each level. It is empty if unknown."""
-    return lookup(trial.predicted, "memory") or {}
 
 
 def measured_s(trial: Trial) -> float | None:

@@ -26,7 +26,7 @@ from flagcore.report.page.blocks import (
     table,
 )
 from flagcore.report.page.charts import Plot, Series, linear
-from flagcore.report.page.run import RunData, believed, measured_s, predicted, seconds, served
+from flagcore.report.page.run import RunData, measured_s, seconds, served
 from flagcore.report.text import duration_text, funnel_stages, gain_text, repeats_text
 
 LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s": "tpot_s.p50"}
@@ -72,8 +72,9 @@ def trial_table(run: RunData, *, whole: bool = False) -> Table:
 
 def _training_row(run: RunData, trial: Trial) -> list[Cell]:
     measured, is_predicted = trial.measurement, trial.state is TrialState.PREDICTED
+    predicted, figures = trial.predicted, run.predicted(trial)
     mark = "~" if is_predicted or (measured and measured.modelled_s is not None) else ""
-    speed = predicted(trial, "tokens_per_second_per_device.value") if is_predicted else run.figure(trial)
+    speed = figures and figures[0] if is_predicted else run.figure(trial)
     used = (measured.device_used_bytes or measured.peak_reserved_bytes) if measured else None
     return [
         cell(measured.step_time_s if measured else None, mark),
@@ -82,16 +83,17 @@ def _training_row(run: RunData, trial: Trial) -> list[Cell]:
         cell(speed, mark),
         percent(_gain(run, trial), mark, signed=True),
         cell(used and used / GIB),
-        cell(predicted(trial, "memory.device_used_gib"), "~"),
+        cell(predicted.device_used_bytes / GIB if predicted else None, "~"),
     ]
 
 
 def _serving_row(run: RunData, trial: Trial) -> list[Cell]:
     gain, value, step = _gain(run, trial), cell(run.figure(trial)), trial.measurement
+    predicted = run.predicted(trial)
     return [
         Cell(value.text + (" !" if step and step.broken else ""), value.value),
         percent(step.spread_s / step.step_time_s if step and len(step.step_times_s) > 1 else None),
-        cell(run.predicted(trial), "~"),
+        cell(predicted[0] if predicted else None, "~"),
         Cell("-") if gain is None else Cell(gain_text(run.objective, gain).split()[0], gain),
         *(cell(served(trial, name)) for name in LATENCIES.values()),
     ]
@@ -106,13 +108,13 @@ def _gain(run: RunData, trial: Trial) -> float | None:
 
 def _details(run: RunData, trial: Trial) -> Collapsed:
     has_run = trial.state is not TrialState.PREDICTED
-    limit = trial.time_limit
+    limit, believed = trial.time_limit, trial.believed
     facts = [
         (_("State"), Cell(run.state_text(trial))),
         (_("Reason"), cell(trial.reason)),
         (_("Chosen for"), cell(trial.chosen_because)),
-        (_("Expected step before the trial, s"), cell(believed(trial, "step_time_s.value"))),
-        (_("Expected probability of fitting in memory"), percent(believed(trial, "chance_to_fit"))),
+        (_("Expected step before the trial, s"), cell(believed.step_time_s if believed else None)),
+        (_("Expected probability of fitting in memory"), percent(believed.chance_to_fit if believed else None)),
         (_("Time limit"), cell(f"{duration_text(limit.seconds)}: {limit.because}" if limit else None)),
         (_("Shortened steps"), cell(_shortened_text(trial))),
         (_("Log"), cell(trial.log if has_run else None)),
@@ -219,13 +221,13 @@ def funnel(run: RunData) -> Section:
 
 def accuracy(run: RunData) -> Section | None:
     """Return the section on the errors of predictions, or None if no trial is both predicted and measured."""
-    key, in_unit = "objective" if run.serves else "step_time_s", partial(objective_value, run.objective)
+    in_unit = partial(objective_value, run.objective)
     pairs = []
     for trial in run.trials:
         step = measured_s(trial)
-        value, low, high = (predicted(trial, f"{key}.{bound}") for bound in ("value", "low", "high"))
-        if step is not None and value is not None and low is not None and high is not None:
-            pairs.append((trial, in_unit(step) if run.serves else step, (value, low, high)))
+        found = trial.predicted and (trial.predicted.objective if run.serves else trial.predicted.step)
+        if step is not None and found:
+            pairs.append((trial, in_unit(step) if run.serves else step, (found.value, found.low, found.high)))
     if not pairs:
         return None
     hits = sum(low <= measured <= high for _trial, measured, (_value, low, high) in pairs)
@@ -235,7 +237,7 @@ def accuracy(run: RunData) -> Section | None:
         verdict = _("inside") if low <= measured <= high else _("outside")
         row = [run.cell(trial), run.configuration(trial), measured, value, low, high, _error(measured, value), verdict]
         if errors:
-            step = believed(trial, "step_time_s.value")
+            step = trial.believed.step_time_s if trial.believed else None
             learned = in_unit(step) if step and run.serves else step
             row += [learned, _error(measured, learned)]
         rows.append(row)

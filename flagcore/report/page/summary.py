@@ -27,7 +27,7 @@ from flagcore.report.page.blocks import (
     table,
 )
 from flagcore.report.page.charts import BASELINE, BEST, OTHER, Bar, Bars
-from flagcore.report.page.run import RunData, json_file, measured_s, memory_of, predicted, served
+from flagcore.report.page.run import RunData, json_file, measured_s, served
 from flagcore.report.result import noise_warnings, number, slow_devices
 from flagcore.report.text import (
     at_load,
@@ -160,7 +160,8 @@ def _mark(run: RunData) -> str:
 def _speed(run: RunData, best: Trial) -> Cell:
     """Return the median objective of the best with the range over its runs, or the 80% interval if it was not run."""
     figures, count, note = run.figures(best), len(run.final_runs(best)), ""
-    value = figures[0] if figures else run.figure(best) or run.predicted(best)
+    predicted = run.predicted(best)
+    value = figures[0] if figures else run.figure(best) or (predicted[0] if predicted else None)
     name, points = figure_name(run.objective), best.measurement.points if best.measurement else ()
     loads = [load_text(point) for point in points if number(point.get(name)) == served(best, name)]
     load = loads[0] if len(points) > 1 and loads else ""  # the load at which the best was rated
@@ -173,17 +174,17 @@ def _speed(run: RunData, best: Trial) -> Cell:
 
 
 def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
-    measured, memory = best.measurement, memory_of(best)
+    measured, predicted = best.measurement, best.predicted
     if run.serves and measured:
         yield _("Also measured"), Cell(figures_text(measured, run.objective))
     if not run.serves:
         yield _("Step time"), _step(run, best)
     own_bytes = measured.device_used_bytes if measured else None
-    used = memory.get("device_used_gib") if own_bytes is None else own_bytes / 2**30
+    used = predicted.device_used_bytes if predicted and own_bytes is None else own_bytes
     if used is not None:
-        approximate, capacity = "~" if own_bytes is None else "", memory.get("capacity_gib")
+        approximate, capacity = "~" if own_bytes is None else "", predicted.capacity_bytes if predicted else None
         limit = "" if capacity is None else f" / {size_text(capacity)}"
-        yield _("Device memory in use"), Cell(f"{approximate}{size_text(used)}{limit}", used)
+        yield _("Device memory in use"), Cell(f"{approximate}{size_text(used)}{limit}", used / 2**30)
     if run.limits:
         yield _("Within latency limits"), Cell(limits_text(run.limits))
         if measured:
@@ -215,8 +216,8 @@ def _step(run: RunData, best: Trial) -> Cell:
         note = _("({count} runs: {low} to {high})", count=len(runs), low=shown(min(runs)), high=shown(max(runs)))
         return Cell(f"{shown(run.median_s(best))} s", run.median_s(best), note=note)
     value = step.step_time_s if step else best.predicted_step_s
-    bounds = (predicted(best, f"step_time_s.{bound}") for bound in ("low", "high"))
-    low, high = (step.low_s, step.high_s) if step else bounds
+    bounds = step or best.predicted
+    low, high = (bounds.low_s, bounds.high_s) if bounds else (None, None)
     text = f"{_mark(run)}{shown(value)} s"
     if low and high:
         text += " " + _("(80%: {low} to {high} s)", low=shown(low), high=shown(high))
@@ -241,7 +242,7 @@ def _gain(run: RunData, best: Trial) -> Cell:
         if baseline.measurement and baseline.state is not TrialState.STOPPED:
             text = N_("unknown: the best or the baseline ({baseline}) has no measurement of whole steps")
             return Cell(_(text, baseline=values))
-        does_not_fit = run.fidelity == ESTIMATE and memory_of(baseline).get("fits") is False
+        does_not_fit = run.fidelity == ESTIMATE and baseline.predicted is not None and baseline.predicted.fits is False
         state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
         return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state_text))
     if best.candidate == baseline.candidate:

@@ -4,25 +4,24 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 
 from flagcore.contracts import Platform
 from flagcore.contracts.capabilities import Details, optional
 from flagcore.domain.plan import cost_figures
-from flagcore.domain.prediction import MEMORY, ModelPart, Prediction, Predictions, RankPrediction, part_name
-from flagcore.domain.serving import ServeSpec, nest_statistics
+from flagcore.domain.prediction import Interval, Prediction, Predictions, part_name
+from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task, objective_value
 from flagcore.tuner.effects import rows_by_effects, scaled
 
 CHUNK = 1 << 17
-GIB = 2**30
 
 LIMIT_SHARE = 0.1
 """The largest part of a step, other than compute, is the bottleneck if it takes at least this share of the step."""
@@ -134,81 +133,28 @@ def limit(prediction: Prediction) -> str:
     return "memory" if prediction.device_used_bytes >= full else "compute"
 
 
-def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
-    """Return the parts of a model as plain data, with their numbers of parameters."""
-    return [
-        {
-            "component": part.name,
-            "params_per_layer": part.params,
-            "layers": part.layers,
-            "params": part.params * part.layers,
-        }
-        for part in parts
-    ]
+def with_figures(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> Prediction:
+    """Return a prediction with the figures that follow from the task: rates, costs, the objective, the bottleneck.
 
-
-def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> dict[str, object]:
-    """Return a prediction as plain data in the format of job records, in GiB and seconds.
-
-    Unknown figures are left out. `layers`: the number of layers of each pipeline stage, if the engine chose the split.
+    `layers`: the number of layers of each pipeline stage, if the engine chose the split.
     """
-    if isinstance(task.spec.work, ServeSpec):
-        return _serving_record(task, prediction)
-    data: dict[str, object] = {}
-    devices, train = task.cluster.devices, task.spec.train
-    seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
-    if seconds is not None and low is not None and high is not None:
-        tokens = train.global_batch_size * train.seq_length / devices
-        data["step_time_s"] = {"value": seconds, "low": low, "high": high}
-        data["tokens_per_second_per_device"] = {"value": tokens / seconds, "low": tokens / high, "high": tokens / low}
-        data |= cost_figures(task, seconds, tokens / seconds)
-        rate = prediction.model_flops / seconds / devices
-        data["model_tflops_per_device"] = rate / 1e12
-        peak = task.cluster.peak_flops(train.precision)
-        if peak:
-            data["mfu"] = rate / peak
-        data["time"] = dict(prediction.time_s)
-        data["limit"] = limit(prediction)
-    split = {"stage_layers": list(layers)} if layers else {}
-    return data | {"memory": _memory(prediction)} | split
-
-
-def _serving_record(task: Task, prediction: Prediction) -> dict[str, object]:
-    """Return the prediction of a server as plain data, with the statistics of each latency."""
-    objective = task.spec.objective
-    cache = {name: figure for name, figure in prediction.figures.items() if name.startswith("kv_cache")}
-    data = nest_statistics({name: figure for name, figure in prediction.figures.items() if name not in cache})
-    seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
-    if seconds is not None and low is not None and high is not None:
-        bounds = sorted((objective_value(objective, low), objective_value(objective, high)))
-        data["objective"] = {"value": objective_value(objective, seconds), "low": bounds[0], "high": bounds[1]}
-        data["step_time_s"] = {"value": seconds, "low": low, "high": high}
-        data |= cost_figures(task, seconds, prediction.figures.get("output_tokens_per_s_per_device"))
-    return data | {"memory": _memory(prediction) | cache}
-
-
-def _memory(prediction: Prediction) -> dict[str, object]:
-    memory: dict[str, object] = in_gib({name: getattr(prediction, name) for name in MEMORY})
-    memory["worst_stage"] = prediction.worst_stage
-    if prediction.capacity_bytes is not None:
-        memory = {"fits": prediction.fits, "capacity_gib": prediction.capacity_bytes / GIB, **memory}
-    if prediction.components:
-        memory["components"] = {name: in_gib(part) for name, part in prediction.components.items()}
-    return memory
-
-
-def in_gib(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert each value in `figures` whose name ends in `_bytes` to GiB, under a name that ends in `_gib`."""
-    return {
-        name.replace("_bytes", "_gib"): value / GIB if name.endswith("_bytes") and value is not None else value
-        for name, value in figures.items()
-    }
-
-
-def rank_record(figures: RankPrediction) -> dict[str, object]:
-    """Return the prediction of a rank as plain data, in GiB and seconds. Unknown values are left out."""
-    data: dict[str, object] = {"rank": figures.rank}
-    for name in ("static", "peak_allocated", "reserved", "device_used"):
-        data[f"{name}_gib"] = getattr(figures, f"{name}_bytes") / GIB
-    times = {"compute_time_s": figures.compute_time_s, "optimizer_time_s": figures.optimizer_time_s}
-    return data | {name: seconds for name, seconds in times.items() if seconds is not None}
+    step, work = prediction.step, task.spec.work
+    if step is None:
+        return replace(prediction, stage_layers=tuple(layers))
+    if isinstance(work, ServeSpec):
+        objective = task.spec.objective
+        bounds = sorted((objective_value(objective, step.low), objective_value(objective, step.high)))
+        costs = cost_figures(task, step.value, prediction.figures.get(PER_DEVICE))
+        return replace(prediction, objective=Interval(objective_value(objective, step.value), *bounds), costs=costs)
+    devices, peak = task.cluster.devices, task.cluster.peak_flops(work.precision)
+    tokens = work.global_batch_size * work.seq_length / devices
+    rate = prediction.model_flops / step.value / devices
+    return replace(
+        prediction,
+        tokens_per_second_per_device=Interval(tokens / step.value, tokens / step.high, tokens / step.low),
+        costs=cost_figures(task, step.value, tokens / step.value),
+        model_tflops_per_device=rate / 1e12,
+        mfu=rate / peak if peak else None,
+        limit=limit(prediction),
+        stage_layers=tuple(layers),
+    )

@@ -53,7 +53,7 @@ def prune_by_trials(problem: Problem, trials: Sequence[Trial], probes: Sequence[
 
 def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
     """Return the lower bound of a candidate's memory that `trials` teach, as a share of its predicted memory."""
-    from flagcore.tuner.learning.trials import min_memory_share  # importing scipy is slow, and plans have no trials
+    from flagcore.tuner.learning import min_memory_share  # importing scipy is slow, and plans have no trials
 
     ratios = []
     for trial in trials:

@@ -1,7 +1,6 @@
 """Bayesian search. It maximizes the expected gain per expected cost, and stops when no gain is likely."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -10,12 +9,11 @@ import scipy
 from threadpoolctl import threadpool_limits
 
 from flagcore.contracts import Choice, SearchContext, Strategy
-from flagcore.domain.prediction import Features, Observations
+from flagcore.domain.prediction import Belief, Features, Observations
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.i18n import Message
-from flagcore.tuner.learning.ratios import MEMORY, QUANTILE_90, Posterior, Ratios, time_scales
-from flagcore.tuner.learning.trials import (
+from flagcore.tuner.learning import (
     SUCCESS_STATES,
     expected_gain,
     expected_seconds,
@@ -29,6 +27,7 @@ from flagcore.tuner.learning.trials import (
     success_probability,
     trial_rows,
 )
+from flagcore.tuner.ratios import MEMORY, QUANTILE_90, Posterior, Ratios, time_scales
 from flagcore.tuner.search_state import MIN_NOISE, indifference, noise
 
 TRIALS_PER_DEVIATION = 95
@@ -62,9 +61,6 @@ devices)."""
 MAX_DEVIATIONS = 2.0
 """A measurement confirms earlier runs if it is within this number of standard deviations of their prediction. Chosen by
 hand: 95% of a normal distribution."""
-
-MAX_GAIN = "max_expected_gain"
-"""The key of a trial's `believed`: the largest expected gain of the candidates that were open before the trial."""
 
 MIN_SHARE_RATIO, MAX_PART_ERROR = 4.0, 0.5
 """A part of an open candidate's step counts as not measured if its share of the step is more than MIN_SHARE_RATIO times
@@ -142,7 +138,7 @@ class Learned:
             return Choice(row=None, because=because)
         index = _simplest(context, evaluation, is_possible * gain / evaluation.cost_s)
         choice = _choice(evaluation, index, f"an expected gain of {gain[index]:.1%}")
-        return replace(choice, belief={**choice.belief, MAX_GAIN: max_gain})
+        return replace(choice, belief=_belief(evaluation, index, max_gain))
 
 
 def _simplest(context: SearchContext, evaluation: _Evaluation, score: FloatArray) -> int:
@@ -232,8 +228,8 @@ def _last_max_gain(context: SearchContext) -> float:
     """Return the largest expected gain before the last trial that a strategy chose, or infinity if it is unknown."""
     chosen = [trial for trial in context.trials if trial.role is Role.SEARCH and trial.is_conclusive]
     last = max(chosen, key=lambda trial: trial.number, default=None)
-    value = (last.believed or {}).get(MAX_GAIN) if last else None
-    return float(value) if isinstance(value, float | int) else math.inf
+    gain = last.believed.max_expected_gain if last and last.believed else None
+    return math.inf if gain is None else gain
 
 
 def _confirms(context: SearchContext, evaluation: _Evaluation, best: float) -> bool:
@@ -256,7 +252,7 @@ def _confirms(context: SearchContext, evaluation: _Evaluation, best: float) -> b
     return not (is_faster & (evaluation.fits > MIN_PROBABILITY)).any()
 
 
-def believed(context: SearchContext, row: int) -> Mapping[str, object]:
+def believed(context: SearchContext, row: int) -> Belief:
     """Return the corrected prediction of the candidate in `row`: its step time, and its probability of fitting."""
     return _belief(_evaluate(replace(context, open_rows=np.array([row], dtype=np.int64))), 0)
 
@@ -265,10 +261,13 @@ def _choice(evaluation: _Evaluation, index: int, because: str) -> Choice:
     return Choice(row=int(evaluation.rows[index]), because=because, belief=_belief(evaluation, index))
 
 
-def _belief(evaluation: _Evaluation, index: int) -> Mapping[str, object]:
+def _belief(evaluation: _Evaluation, index: int, max_gain: float | None = None) -> Belief:
     center, spread = evaluation.log_time[index], QUANTILE_90 * evaluation.posterior.deviation[index]
-    step = {"value": math.exp(center), "low": math.exp(center - spread), "high": math.exp(center + spread)}
-    return {"step_time_s": step, "chance_to_fit": float(evaluation.fits[index])}
+    low_s, high_s = math.exp(center - spread), math.exp(center + spread)
+    fits = float(evaluation.fits[index])
+    return Belief(
+        step_time_s=math.exp(center), low_s=low_s, high_s=high_s, chance_to_fit=fits, max_expected_gain=max_gain
+    )
 
 
 STRATEGY: Strategy = Learned()

@@ -1,18 +1,18 @@
 """A space predicted in pieces, and what limits a candidate."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_testing.toy import ENGINE
 
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.prediction import PART_NAMES
+from flagcore.domain.records import prediction_record, read_prediction
 from flagcore.tuner.stages import predict as predict_module
 from flagcore.tuner.stages.build import build
-from flagcore.tuner.stages.predict import limit, predict, record
+from flagcore.tuner.stages.predict import limit, predict, with_figures
 from tests import tasks
 
 LIMITS = {part: name for part, name in PART_NAMES.items() if part != "compute_s"} | {"host_offload_s": "host offload"}
@@ -73,7 +73,7 @@ def test_the_peak_of_a_mixed_cluster_is_the_mean_over_its_devices() -> None:
         groups = tuple(NodeGroup(chip=chip, nodes=1, devices_per_node=n) for chip, n in zip(chips, counts, strict=True))
         task = dataclasses.replace(tasks.task(), cluster=Cluster(groups=groups))
         figures = dataclasses.replace(tasks.prediction(compute_s=1.0), model_flops=16 * 45e12)
-        return record(task, figures).get("mfu")
+        return with_figures(task, figures).mfu
 
     assert mfu(tasks.CHIP, slow) == pytest.approx(45 / (0.25 * 900 + 0.75 * 300))
     assert mfu(tasks.CHIP) == pytest.approx(16 * 45 / 4 / 900)
@@ -86,12 +86,14 @@ def test_a_record_has_memory_in_gib_and_rates_with_the_inverse_bounds_of_the_tim
     figures = dataclasses.replace(
         tasks.prediction(used=3.0 * 2**30, capacity=4.0 * 2**30, compute_s=2.0), low_s=1.0, high_s=4.0, model_flops=8e12
     )
-    data: Any = record(task, figures)
+    data = prediction_record(with_figures(task, figures))
     memory = data["memory"]
     assert (memory["device_used_gib"], memory["capacity_gib"], memory["fits"]) == (3.0, 4.0, True)
     assert data["step_time_s"] == {"value": 2.0, "low": 1.0, "high": 4.0}
     assert data["tokens_per_second_per_device"] == {"value": tokens / 2, "low": tokens / 4, "high": tokens}
     assert data["model_tflops_per_device"] == pytest.approx(4 / task.cluster.devices)
-    unknown: Any = record(task, dataclasses.replace(figures, step_time_s=None, capacity_bytes=None, fits=None))
+    assert prediction_record(read_prediction(data)) == data
+    figures = dataclasses.replace(figures, step_time_s=None, capacity_bytes=None, fits=None)
+    unknown = prediction_record(with_figures(task, figures))
     assert "capacity_gib" not in unknown["memory"]
     assert unknown.keys() == {"memory"}

@@ -9,7 +9,7 @@ from flagcore_training.layout import Options
 from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import NotModelled, SpecError
-from flagcore.physics.pipelines import SCHEDULES
+from flagcore.physics.transformer import SCHEDULES
 from flagcore.spec.plain_data import package_yaml
 from flagcore_megatron.program.user_command import readable_command, release_of
 from flagcore_megatron.space.flags import settings_of_command

@@ -13,7 +13,7 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Task
-from flagcore.physics.pipelines import SCHEDULES
+from flagcore.physics.transformer import SCHEDULES
 from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
 from flagcore_megatron.space.options import Settings, numbers, precision, schedule, settings_in_force

@@ -224,7 +224,7 @@ def _predictions(
         over_capacity = np.maximum(used_bytes + unused_bytes, capacity * (1.0 + 1e-9))
         used_bytes = np.where(memory.cache < request_bytes, over_capacity, used_bytes)
     fullest_rows, cache = context.kinds.worst(used_bytes), np.maximum(cache, 0.0)
-    figures["kv_cache_gib"] = np.maximum(memory.cache, 0.0)[fullest_rows] / 2**30
+    figures["kv_cache_bytes"] = np.maximum(memory.cache, 0.0)[fullest_rows]
     return Predictions(
         step_time_s=time,
         low_s=time * low / width_factor,

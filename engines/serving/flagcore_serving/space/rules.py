@@ -369,7 +369,7 @@ def rule_of_thumb(columns: Columns, predictions: Predictions, split_by: str) -> 
     one = np.ones_like(predictions.worst_stage)
     sizes = {knob: np.maximum(columns.get(knob, one), 1) for knob in LAYOUT}
     used = sizes[INSTANCES] * sizes[TP] * sizes[PP] * sizes[DP]
-    cache = predictions.figures["kv_cache_gib"] * 2.0**30
+    cache = predictions.figures["kv_cache_bytes"]
     crowded = ~(cache >= CACHE_SHARE * predictions.device_used_bytes)
     other = sizes[PP if split_by == TP else TP]
     return int(np.lexsort((sizes[split_by], other, sizes[EP], sizes[DP], crowded, -used))[0])

@@ -79,7 +79,7 @@ def test_every_figure_of_the_domain_is_predicted() -> None:
     found = predicted()
     names = {*RATES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS)}
     parts = {f"time.{part}" for part in PARTS}
-    assert set(found.figures) == names | parts | {"kv_cache_gib", "kv_cache_tokens"}
+    assert set(found.figures) == names | parts | {"kv_cache_bytes", "kv_cache_tokens"}
     assert all(np.isfinite(values).all() and (values >= 0).all() for values in found.figures.values())
     assert all((found.figures[name] > 0).all() for name in names)
     for name in LATENCIES:
@@ -109,7 +109,7 @@ RATE = "output_tokens_per_s"
         (task(), {"instances": [4, 1], "pipeline": [1, 4]}, RATE, 0.5, 1.0),  # a prompt in one stage delays the others
         (task(replace(LOAD, concurrency=1, num_prompts=2)), {"pipeline": [1, 2]}, "tpot_s.mean", 0.9999, 3.0),
         (task(), {"tensor": [1, 2]}, "tpot_s.mean", 0.0, 1.0),
-        (task(), {"tensor": [1, 2]}, "kv_cache_gib", 1.01, 2.0),
+        (task(), {"tensor": [1, 2]}, "kv_cache_bytes", 1.01, 2.0),
         (task(), {"tensor": [2, 4]}, "tpot_s.mean", 0.0, 1.0),
         (task(), {"max_running": [256, 4]}, RATE, 0.0, 0.5),
         (task(), {"max_batched_tokens": [8192, 256], "pass_tokens": [8192, 256]}, RATE, 0.0, 1.0),

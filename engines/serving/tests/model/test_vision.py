@@ -24,8 +24,8 @@ from flagcore.domain.serving import Images, Load
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from tests import serving_inputs
+from tests.product.tasks import DENSE, VISION
 from tests.serving_inputs import costs, settings, times
-from tests.tasks import DENSE, VISION
 
 ENGINES: dict[str, Any] = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMACPP, "lmdeploy": LMDEPLOY}
 SEEN = replace(DENSE, vision=VISION)
@@ -76,11 +76,11 @@ def test_with_separate_prefill_images_delay_only_the_first_token() -> None:
 
 def test_the_tower_takes_memory_even_without_images() -> None:
     text, seen = predicted(None, model=serving_inputs.DENSE), predicted(None)
-    less = float(text.figures["kv_cache_gib"][0] - seen.figures["kv_cache_gib"][0]) * 2**30
+    less = float(text.figures["kv_cache_bytes"][0] - seen.figures["kv_cache_bytes"][0])
     assert less > 2 * VISION.weights
     assert VISION.weights == pytest.approx(0.676e9, rel=0.01)  # published: 0.67 billion
     off = predicted(None, engine_args={"language_model_only": True})
-    assert off.figures["kv_cache_gib"] == pytest.approx(text.figures["kv_cache_gib"])
+    assert off.figures["kv_cache_bytes"] == pytest.approx(text.figures["kv_cache_bytes"])
 
 
 def test_whole_towers_work_on_several_images_at_once() -> None:
@@ -90,7 +90,7 @@ def test_whole_towers_work_on_several_images_at_once() -> None:
     assert ttft(predicted(many, values=values)) != ttft(predicted(many, values=whole))
     one = images((2240, 2240))
     assert ttft(predicted(one, values=values)) < ttft(predicted(one, values=whole))
-    caches = [float(predicted(many, values=each).figures["kv_cache_gib"][0]) for each in (values, whole)]
+    caches = [float(predicted(many, values=each).figures["kv_cache_bytes"][0]) for each in (values, whole)]
     assert caches[1] < caches[0]
 
 

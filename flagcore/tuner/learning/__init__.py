@@ -1,1 +1,0 @@
-"""Learns the ratio of measured to predicted times, memory use and latencies, and how uncertain it is."""

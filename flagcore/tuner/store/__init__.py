@@ -1,1 +1,0 @@
-"""The run directory: its lock, its identity, and its trials in an Optuna journal."""

@@ -1,0 +1,168 @@
+"""What trials say about open candidates: durations, probabilities and memory."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.space import FloatArray
+from flagcore.domain.trial import PROBE, Trial, TrialState
+from flagcore.tuner.learning import (
+    expected_seconds,
+    expected_step_times,
+    full_trial_seconds,
+    min_memory_share,
+    observed_times,
+    overhead_seconds,
+    success_probability,
+)
+from tests import tasks
+from tests.tuner.strategies.contexts import SPACE, predictions, search_context, trial_of
+
+KNOWN = predictions()
+STEPS = search_context(KNOWN).task.spec.control.train_iters
+
+
+def timed_out(row: int, times: float, beside: float, **changes: object) -> Trial:
+    """A trial that timed out when its steps could have taken `times` what is predicted."""
+    seconds = beside + STEPS * times * float(KNOWN.step_time_s[row])
+    return replace(trial_of(row, None, 5), state=TrialState.TIMED_OUT, duration_s=seconds, **changes)  # type: ignore[arg-type]
+
+
+def measured() -> list[Trial]:
+    """Trials as predicted, which took 20 s beside their steps."""
+    steps = [float(KNOWN.step_time_s[row]) for row in range(3)]
+    return [replace(trial_of(row, step, row), duration_s=20.0 + STEPS * step) for row, step in enumerate(steps)]
+
+
+def reported(*trials: Trial) -> list[float]:
+    return observed_times(search_context(KNOWN, [*measured(), *trials])).log_ratio[3:].tolist()
+
+
+def test_trials_have_a_start_time_in_addition_to_steps() -> None:
+    assert overhead_seconds(search_context(KNOWN, measured())) == pytest.approx(20.0)
+    assert overhead_seconds(search_context(KNOWN)) == 0.0
+
+
+def test_steps_that_a_short_warm_up_saved_are_not_part_of_the_start() -> None:
+    control = search_context(KNOWN).task.spec.control
+    (trial, *_others) = measured()
+    early = replace(trial, measurement=replace(trial.measurement, warmup_steps=control.warmup_iters - 1))
+    early = replace(early, duration_s=trial.duration_s - trial.measurement.step_time_s)
+    assert overhead_seconds(search_context(KNOWN, [early])) == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "known"),
+    [(1.4, [pytest.approx(np.log(1.4))]), (0.5, [pytest.approx(0.0, abs=0.05)]), (20.0, [])],
+    ids=["a bound", "expected", "hung"],
+)
+def test_a_time_out_is_a_bound_of_the_step_unless_the_trial_hung(times: float, known: list[object]) -> None:
+    assert reported(timed_out(7, times, 20.0)) == known
+
+
+def test_a_timed_out_probe_does_not_bound_the_step() -> None:
+    probe = timed_out(7, 1.4, 20.0, fidelity=PROBE)
+    assert observed_times(replace(search_context(KNOWN, measured()), probes=[probe])).log_ratio.size == 3
+
+
+def test_finished_steps_of_a_trial_without_a_measurement_count() -> None:
+    step = float(KNOWN.step_time_s[7])
+    slow = timed_out(7, 0.1, 20.0, predicted=tasks.prediction(compute_s=step), finished_steps_s=(30 * step,))
+    assert reported(slow) == [pytest.approx(np.log(30.0))]
+    assert reported(replace(slow, finished_steps_s=(90 * step, 30 * step))) == [pytest.approx(np.log(30.0))]
+    context = search_context(KNOWN, [slow])
+    expected = expected_step_times(context, np.arange(20)) / KNOWN.step_time_s[:20]
+    assert (expected > 15).all()
+
+
+STEP = float(KNOWN.step_time_s[0])
+WHOLE = 20.0 + STEPS * STEP
+
+
+def cost(fits: float, ends: float, *trials: Trial) -> float:
+    """The cost of a step as long as that of row 0, whose trial took 20 s beside its steps."""
+    seen = search_context(KNOWN, [replace(trial_of(0, STEP, 0), duration_s=WHOLE), *trials])
+    log_time: FloatArray = np.log([STEP])
+    seconds_ = full_trial_seconds(seen, log_time)
+    assert seconds_.tolist() == pytest.approx([WHOLE])
+    return float(expected_seconds(seen, log_time, seconds_, np.array([fits]), np.array([ends]))[0])
+
+
+def lost(row: int, state: TrialState, seconds: float) -> Trial:
+    return replace(trial_of(row, None, row), state=state, duration_s=seconds)
+
+
+OUT = [lost(row, TrialState.OUT_OF_MEMORY, seconds) for row, seconds in ((1, 300.0), (2, 500.0), (3, 400.0))]
+
+
+@pytest.mark.parametrize(
+    ("fits", "ends", "trials", "expected"),
+    [
+        (1.0, 1.0, [], WHOLE),
+        (0.0, 1.0, [], 20.0 + STEP),  # the first out of memory: the start and a step
+        (0.25, 1.0, OUT, 0.25 * WHOLE + 0.75 * 400.0),
+        (1.0, 0.5, [lost(1, TrialState.TIMED_OUT, 1800.0)], 0.5 * WHOLE + 0.5 * 1800.0),
+    ],
+)
+def test_a_trial_costs_as_much_time_as_earlier_ones_with_the_same_end(
+    fits: float, ends: float, trials: list[Trial], expected: float
+) -> None:
+    assert cost(fits, ends, *trials) == pytest.approx(expected)
+
+
+ROWS = np.arange(len(SPACE))
+COLUMNS = SPACE.columns()
+
+
+def out_of_memory(row: int, number: int, state: TrialState = TrialState.FAILED) -> Trial:
+    return replace(trial_of(row, None, number), state=state)
+
+
+def chances(*trials: Trial) -> np.ndarray:
+    return success_probability(search_context(KNOWN, trials), ROWS)
+
+
+def distances(row: int) -> np.ndarray:
+    """In how many knobs each row differs from one."""
+    different: np.ndarray = sum((column != column[row]).astype(int) for column in COLUMNS.values())
+    return different
+
+
+@pytest.mark.parametrize("state", [TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT])
+def test_candidates_similar_to_a_failed_one_are_less_likely_to_succeed(state: TrialState) -> None:
+    ends, far = chances(out_of_memory(0, 0, state)), distances(0)
+    assert ends[far == far.min()].max() < ends[far == far.max()].min()
+    assert ends[far == np.sort(np.unique(far))[1]].max() < 0.7
+    assert ends.min() > 0.0
+
+
+@pytest.mark.parametrize("state", [TrialState.OUT_OF_MEMORY, TrialState.INTERRUPTED])
+def test_out_of_memory_and_interrupts_are_not_failures(state: TrialState) -> None:
+    assert chances(out_of_memory(0, 0, state)).tolist() == [1.0] * len(SPACE)
+
+
+def test_a_failure_is_attributed_to_the_value_without_successful_trials() -> None:
+    sizes = COLUMNS["micro_batch_size"]
+    broken = np.flatnonzero(sizes == 2)[:2]
+    fine = [row for each in broken for row in np.flatnonzero((distances(each) <= 2) & (sizes != 2))[:3]]
+    ended = [trial_of(int(row), 1.0, at) for at, row in enumerate(fine)]
+    ends = chances(*ended, *(out_of_memory(int(row), 10 + at) for at, row in enumerate(broken)))
+    assert ends[sizes == 2].max() < 0.25
+    assert np.median(ends[sizes != 2]) > 0.8
+
+
+def test_a_value_that_failed_once_among_many_successes_is_hardly_suspected() -> None:
+    sizes = COLUMNS["micro_batch_size"]
+    rows = np.flatnonzero(sizes == 2)
+    ended = [trial_of(int(row), 1.0, at) for at, row in enumerate(rows[1:9])]
+    assert np.median(chances(*ended, out_of_memory(int(rows[0]), 10))[rows]) > 0.5
+
+
+def test_the_least_memory_is_learned_with_an_uncertainty_that_more_trials_reduce() -> None:
+    assert min_memory_share([]) == 1.0
+    assert min_memory_share([0.0]) < min_memory_share([0.0] * 4) < min_memory_share([0.0] * 64) < 1.0
+    few, many = (min_memory_share([math.log(0.7)] * count) for count in (1, 8))
+    assert 0.6 < many < few * 1.05
+    assert all(min_memory_share([math.log(ratio)] * 20) < ratio for ratio in (0.5, 0.7, 1.0, 1.3))
