@@ -20,8 +20,8 @@ from flagcore import api
 from flagcore.contracts import Event
 from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice
-from tests.cli.conftest import TRAIN
 from tests.launchers.processes import ended, marked, within
+from tests.product.cli.conftest import TRAIN
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.long
