@@ -12,8 +12,8 @@ from flagcore.errors import SpecError
 from flagcore.spec.convert import check_engines, engines_of, parse_spec, select_engine
 from flagcore.spec.jobs import read_job
 from flagcore.spec.serving import json_schema
+from tests.product.spec.test_page import BASE
 from tests.product.tasks import ENGINES
-from tests.spec.test_page import BASE
 
 MODEL = BASE["model"]
 
