@@ -11,7 +11,7 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.records import GIB, read_prediction
 from flagcore.report.candidate_report import causes_text, differs_text, largest_differences
 from flagcore.report.explanation import memory_parts, needs_text, prediction_text
-from tests import tasks
+from tests.product import tasks
 
 RECORD: dict[str, Any] = {
     "step_time_s": {"value": 2.0, "low": 1.5, "high": 2.5},
