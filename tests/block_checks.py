@@ -13,7 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from flagcore_kubernetes.pods import pod_options
-from flagcore_megatron.space.knobs import knob_of_row
+from flagcore_training.knobs import knob_of_row
 
 from flagcore.cli.main import flag
 from flagcore.domain.plan import Counts

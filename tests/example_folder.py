@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from extras.flagscale.tests.accounting import write_tree
 from flagcore.cli.main import flag
 from tests.doc_pages import BLOCKS, ROOT, TEXT, Block
 
-TREE = ROOT / "extras" / "flagscale" / "tests" / "trees" / "train_dense"
+TREE = ROOT / "extras" / "flagscale" / "tests" / "trees" / "train_dense.yaml"
 RECIPE = ROOT / "extras" / "bridge" / "tests" / "configs" / "llama3_8b.yaml"
 TREES = ("conf", "examples/my-model/conf")
 """Paths of FlagScale configurations on the pages."""
@@ -88,7 +89,7 @@ def shown_files(blocks: Iterable[Block]) -> list[Block]:
 
 def _tree(folder: Path) -> None:
     """Copy a tree of FlagScale's, for two devices of this machine, under the name that pages give it."""
-    shutil.copytree(TREE, folder)
+    write_tree(TREE, folder)
     text = (folder / "tune.yaml").read_text()
     for old, new in SMALLER.items():
         assert old in text

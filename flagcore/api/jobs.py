@@ -23,7 +23,7 @@ from flagcore.domain.prediction import Observations, PastMeasurements, Predictio
 from flagcore.domain.records import prediction_record, rank_record
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, KnobValue, Rule
-from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
+from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
@@ -119,7 +119,7 @@ class _Jobs:
                 answers |= {row.place: _rejection(error) for row in rows}
         return [answers[place] for place in range(len(lines))]
 
-    def _group_jobs(self, place: int, job: Job, groups: dict[Hashable, tuple[Platform, list[_Row]]]) -> None:
+    def _group_jobs(self, place: int, job: JobRecord, groups: dict[Hashable, tuple[Platform, list[_Row]]]) -> None:
         """Add a job to the group with the same task. Raises FlagError if the job is invalid."""
         chip = self._loaded.find_chip(job.chip)
         if chip is None:

@@ -39,10 +39,12 @@ from flagcore.plugins.entry_points import (
     installed,
     kind_of,
     load_only,
+    name_of,
     one_line,
     origin,
     origins,
     stdout_to_stderr,
+    version_of,
 )
 from flagcore.plugins.validation import BadPlugin, PluginFailure
 
@@ -88,6 +90,19 @@ class Plugin:
         return result[0] if result else None
 
 
+class _Manager(pluggy.PluginManager):
+    """Finds hooks in a module without pluggy's static look-up of each of its names, which takes milliseconds."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        if not inspect.ismodule(plugin):
+            return super().parse_hookimpl_opts(plugin, name)
+        function = vars(plugin).get(name)
+        return getattr(function, "flagcore_impl", None) if inspect.isfunction(function) else None
+
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> Any:
+        return getattr(getattr(module_or_class, name), "flagcore_spec", None) if name in HOOKS else None
+
+
 def make_plugin(name: str, module: object, point: EntryPoint | None = None) -> Plugin:
     """Return the plugin that a module or an object implements. Raises BadPlugin if its hooks are not correct."""
     if isinstance(module, type):
@@ -96,7 +111,7 @@ def make_plugin(name: str, module: object, point: EntryPoint | None = None) -> P
         value = getattr(module, member) if member.startswith("flagcore_") else None
         if inspect.isroutine(value) and not hasattr(value, "flagcore_impl"):
             raise BadPlugin(f"{member} lacks @hookimpl, so it would never be called; add the decorator")
-    manager = pluggy.PluginManager("flagcore")
+    manager = _Manager("flagcore")
     for group in HOOK_GROUPS:
         manager.add_hookspecs(group)
     try:
@@ -114,8 +129,8 @@ def make_plugin(name: str, module: object, point: EntryPoint | None = None) -> P
         raise BadPlugin("implements no hooks; mark its functions with @hookimpl")
     return Plugin(
         name=name,
-        distribution=origin(point).metadata["Name"] if point else "",
-        version=origin(point).version if point else "",
+        distribution=name_of(origin(point)) if point else "",
+        version=version_of(origin(point)) if point else "",
         package=point.module.partition(".")[0] if point else "",
         hooks=tuple(sorted(caller.name for caller in callers)),
         manager=manager,

@@ -18,7 +18,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Legality, Space, as_candidate
-from flagcore.domain.spec import Job, Spec, Task, TrainSpec
+from flagcore.domain.spec import JobRecord, Spec, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import FlagError, NothingFits, SpecError
 from flagcore.i18n import _
@@ -247,7 +247,7 @@ def _nothing_legal(space: Space, legal: Legality) -> str:
 
 def nearest_runs(
     task: Task, loaded: LoadedPlugins, *, others: bool = False
-) -> tuple[tuple[Job, Mapping[str, Any]], ...]:
+) -> tuple[tuple[JobRecord, Mapping[str, Any]], ...]:
     """Return the published training runs on the task's kinds of chips (or on `others`), the nearest first."""
     from flagcore.spec.jobs import read_job  # takes long to import
 
@@ -263,7 +263,7 @@ def nearest_runs(
     return tuple((job, record) for _, job, record in sorted(found, key=lambda each: each[0]))
 
 
-def distance(task: Task, job: Job) -> float:
+def distance(task: Task, job: JobRecord) -> float:
     """Return how much a published job differs from `task`: in model, precision, devices and length of the sequences.
 
     The weights were chosen by hand: a run of the same model and precision at another scale is nearer than another

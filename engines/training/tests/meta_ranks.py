@@ -23,7 +23,7 @@ import torch.optim.optimizer as optimizers
 from flagcore_megatron.trial import model as trial_model
 from flagcore_megatron.trial import rank, training
 from flagcore_megatron.trial.config import transformer_config
-from flagcore_megatron.trial.job import Candidate, Job
+from flagcore_megatron.trial.job import TrialCandidate, TrialJob
 from flagcore_training.trial.job import Device, Train
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import param_and_grad_buffer as buffers
@@ -274,7 +274,7 @@ def _even_gathered(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     return evenly
 
 
-def job_of(job: dict[str, Any]) -> Job:
+def job_of(job: dict[str, Any]) -> TrialJob:
     """Return a job as the trial program reads it."""
     shape = dict(job["model"])
     shape.setdefault("num_query_groups", shape["num_attention_heads"])
@@ -282,10 +282,10 @@ def job_of(job: dict[str, Any]) -> Job:
     candidate = {**job["candidate"], **job.get("config", {})}
     candidate["moe_token_dispatcher_type"] = job.get("dispatcher", "alltoall")
     work = Train(job["seq_length"], job["global_batch_size"], job["precision"], train_iters=2, seed=1)
-    return Job(Model(name="x", **shape), work, Candidate(**candidate), Device(type="cuda"), Path())
+    return TrialJob(Model(name="x", **shape), work, TrialCandidate(**candidate), Device(type="cuda"), Path())
 
 
-def configuration(job: Job, *, plain_activation: bool = False) -> Any:
+def configuration(job: TrialJob, *, plain_activation: bool = False) -> Any:
     """Return Megatron's configuration of a job."""
     config = transformer_config(job)
     config.bias_activation_fusion = config.gated_linear_unit and not plain_activation

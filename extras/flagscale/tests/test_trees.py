@@ -37,7 +37,7 @@ read_tree = FlagScale().read_tree
 Flag = Callable[..., Ran]
 
 SPACE = "experiment.auto_tuner.space"
-ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
+ALL = tuple(TREES)
 TRAIN = tuple(name for name in ALL if name.startswith("train"))
 FUZZED = ("train_hetero", "serve_vllm")
 """Trees that have between them most keys."""

@@ -27,7 +27,7 @@ SYMBOLS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class ChartAxis:
     """An axis from `low` to `high`."""
 
     title: str
@@ -57,8 +57,8 @@ class Series:
 class Plot:
     """Series over two axes. `limits`: vertical lines, as pairs of a name and a value of the x axis."""
 
-    x: Axis
-    y: Axis
+    x: ChartAxis
+    y: ChartAxis
     series: Sequence[Series]
     limits: Sequence[tuple[str, float]] = ()
 
@@ -111,7 +111,7 @@ def _percent(share: float) -> float:
     return round(100.0 * share, 2)
 
 
-def linear(title: str, values: Sequence[float], *, from_zero: bool = False) -> Axis:
+def linear(title: str, values: Sequence[float], *, from_zero: bool = False) -> ChartAxis:
     """Return a linear axis around `values` that ends at ticks. If all values are equal, it extends to both sides."""
     low, high = 0.0 if from_zero else min(values), max(values)
     if low == high:
@@ -120,10 +120,10 @@ def linear(title: str, values: Sequence[float], *, from_zero: bool = False) -> A
     power = 10.0 ** floor(log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     ticks = [number * step for number in range(floor(low / step), ceil(high / step) + 1)]
-    return Axis(title, ticks[0], ticks[-1], ticks)
+    return ChartAxis(title, ticks[0], ticks[-1], ticks)
 
 
-def spread(title: str, values: Sequence[float]) -> Axis:
+def spread(title: str, values: Sequence[float]) -> ChartAxis:
     """Return an axis from 0. For positive values that span more than a factor of `LOG_FROM`, it is logarithmic."""
     low, high = min(values), max(values)
     if low <= 0 or high <= LOG_FROM * low:
@@ -136,4 +136,4 @@ def spread(title: str, values: Sequence[float]) -> Axis:
     if len(labelled) > MAX_TICKS:
         powers = [10.0**decade for decade in decades if ticks[start] <= 10.0**decade <= ticks[end]]
         labelled = powers[:: ceil(len(powers) / MAX_TICKS)]
-    return Axis(title, ticks[start], ticks[end], labelled, is_log=True)
+    return ChartAxis(title, ticks[start], ticks[end], labelled, is_log=True)

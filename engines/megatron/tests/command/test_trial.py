@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from flagcore_megatron.adapter import ENGINE
-from flagcore_megatron.command.trial import limit_to_trial, set_launch_options
+from flagcore_megatron.command.changes import limit_to_trial, set_launch_options
 from flagcore_megatron.program.arguments import known_releases, release_table
 from flagcore_training.commands import UserCommand, parse
 

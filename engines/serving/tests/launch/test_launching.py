@@ -12,7 +12,7 @@ import yaml
 from flagcore_kubernetes.job import export as kubernetes
 from flagcore_llamacpp.profile import ENGINE as LLAMACPP
 from flagcore_serving.launch import export
-from flagcore_serving.launch.server import Instance, Job, as_text, read_job
+from flagcore_serving.launch.server import Instance, TrialJob, as_text, read_job
 from flagcore_serving.launch.start import instances_of
 from flagcore_serving.load.routing import NIXL
 from flagcore_vllm.profile import ENGINE as VLLM
@@ -85,7 +85,7 @@ def test_servers_get_the_detected_devices_by_their_names(tmp_path: Path) -> None
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = Job(
+    job = TrialJob(
         engine="a:B",
         instances=(
             Instance(
