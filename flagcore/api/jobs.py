@@ -32,7 +32,6 @@ from flagcore.tuner.feasibility import no_time
 from flagcore.tuner.learning import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical, legality
-from flagcore.tuner.stages.discover import costs
 from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, with_figures
 
 AT_ONCE = 1024
@@ -162,7 +161,7 @@ class _Jobs:
         assert known_chip is not None
         known_chip = with_network(known_chip, network)
         group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
-        group_costs = costs(Cluster(groups=(group,)), self._loaded, engine, engine_version)
+        group_costs = self._loaded.costs(Cluster(groups=(group,)), engine, engine_version)
         return group, group_costs
 
 
@@ -284,7 +283,7 @@ def _observations(
 ) -> tuple[Observations, Observations]:
     """Return the observed step times and memory of the records `members`, which are runs of task `number`."""
     task = members[0][0]
-    group_costs = costs(task.cluster, loaded, task.spec.work.engine)
+    group_costs = loaded.costs(task.cluster, task.spec.work.engine)
     platform = Platform(task=task, engine=engine, costs=group_costs)
     legal = legality(platform)
     encoded = [candidate_columns(platform, candidate) for _, candidate, _ in members]

@@ -216,6 +216,8 @@ READERS = "flagcore.readers"
 WATCHERS = "flagcore.watchers"
 BENCHMARKS = "flagcore.benchmarks"
 """Programs that measure devices: `kernels` for `flag calibrate`, `links` for the network between hosts."""
+KIT = "flagcore.kit"
+"""Modules of the conformance kit, by the command of `flag plugins` that they are for."""
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 KINDS |= {READERS: "reader"}
 """The noun that messages use for the objects of each entry point group."""

@@ -15,7 +15,7 @@ from flagcore import api
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.collective_costs import topology_of
-from flagcore.vendorkit.matrix import with_own_adapters
+from flagcore.vendorkit.rows import with_own_adapters
 from tests.vendors.test_simulated_nodes import CAMBRICON, ILUVATAR, METAX
 
 PROCESSES = """\

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flagcore.report.page.charts import BEST, OTHER, Bar, Bars, Plot, Series, linear, spread
+from flagcore.report.page.blocks import BEST, OTHER, Bar, Bars, Plot, Series, linear, spread
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,22 @@
 
 from pathlib import Path
 
-from flagcore.report.page.blocks import Chart, Code, Collapsed, Page, Section, Text, as_html, table
-from flagcore.report.page.charts import BEST, Bar, Bars, Plot, Series, linear
+from flagcore.report.page.blocks import (
+    BEST,
+    Bar,
+    Bars,
+    Chart,
+    Code,
+    Collapsed,
+    Page,
+    Plot,
+    Section,
+    Series,
+    Text,
+    as_html,
+    linear,
+    table,
+)
 from flagcore.report.page.run import tail
 from flagcore.report.result import read_trial
 from tests.report.page.conftest import HOSTILE, Runs
