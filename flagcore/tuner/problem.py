@@ -1,4 +1,4 @@
-"""The search problem of a spec before any trial: its platform, space, predictions and baseline."""
+"""The search problem of a spec before any trial: its platform, space, predictions, baseline and published runs."""
 
 import math
 import os

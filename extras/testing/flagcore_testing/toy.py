@@ -19,7 +19,8 @@ from flagcore.contracts import Costs, Engine, Platform
 from flagcore.contracts.capabilities import Probes, Pruning, RuleOfThumb, Shortening, Sizes, Steps
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import Predictions, RankMeasurement, RankPrediction
+from flagcore.domain.prediction import Predictions, RankPrediction
+from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, TrialState
