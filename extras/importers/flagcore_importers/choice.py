@@ -83,7 +83,7 @@ def untuned(given: Input, found: Found) -> SpecError | None:
     """Return the error for an input that starts what flagcore does not tune, by its name, or None."""
     unknown = [each for each in given.starts if each.image and each.words]
     is_image = len(given.programs) > 1 and bool(unknown)
-    commands = [each for each in map(_text, unknown if is_image else given.starts) if not KEYS.tools.match(each)]
+    commands = [each for each in map(_text, unknown if is_image else given.programs) if not KEYS.tools.match(each)]
     for name, row in read_table("untuned").items():
         if found and not row.get("always"):
             continue
@@ -105,7 +105,7 @@ def not_one(given: Input, found: Found) -> SpecError | None:
     scripts = (hit[1] for hit in map(_SCRIPT.search, [*map(_text, given.starts)] or [given.text]) if hit)
     absent = next((each for each in scripts if not os.path.isfile(each)), "")
     if given.failure and not found:
-        problem = _("starts no engine: it {failure}", failure=redact_text(f"ends with {given.failure.reason}"))
+        problem = _("starts no engine: it {failure}", failure=redact_text(_text(given.failure)))
         fix = _("give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command")
     elif absent and not found:
         problem = _("starts no engine: the script {file}, which it starts, is not here", file=redact_text(absent))
@@ -142,9 +142,11 @@ def _fix(given: Input, found: Found) -> str:
     return fix
 
 
-def _text(start: Start) -> str:
+def _text(program: Program) -> str:
     """Return a program as one text."""
-    return shlex.join((f"image {start.image}", *start.words) if start.image else start.words)
+    if isinstance(program, FailedScript):
+        return f"ends with {program.reason}"
+    return shlex.join((f"image {program.image}", *program.words) if program.image else program.words)
 
 
 def _follows(start: Start) -> bool:
