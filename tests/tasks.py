@@ -42,6 +42,7 @@ LLAMA_8B = {
     "vocab_size": 128256,
 }
 """The shape of Llama 3 8B."""
+ENGINES = {"toy": toy.ENGINE}
 PLAIN_SPACE = {"use_distributed_optimizer": False, "use_recompute": False}
 """The space of a spec of the toy engine that varies only DP, TP, PP and the micro-batch size."""
 DENSE = Model(
