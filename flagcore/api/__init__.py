@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 NAMES = {
     "api.commands.calibrate": "calibrate calibrations summary",
     "api.commands.compare": "compare",
-    "api.commands.doctor": "chip_table devices doctor plugin_table",
+    "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table",
     "api.commands.estimate": "estimate",
     "api.commands.explain": "explain explain_candidate explain_like",
     "api.commands.export": "Exported export export_targets manifest",
-    "api.commands.host_report": "check_hosts",
     "api.commands.importing": "ImportedTrials check_imported import_history read_command read_tree",
     "api.commands.init": "defaults_of new_spec public_model_table spec_of_model",
     "api.inputs": "LoadedSpec changed_spec with_settings",
