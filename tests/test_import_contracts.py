@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def imports_of_others(package: str) -> Iterator[tuple[str, str]]:
                 yield f"{file.relative_to(ROOT)}:{node.lineno}", module
 
 
+@cache
 def public_modules(package: str) -> set[str]:
     """Return the package itself, and what it declares in `SDK`, without importing it."""
     tree = ast.parse((PACKAGES[package] / "__init__.py").read_text(encoding="utf-8"))

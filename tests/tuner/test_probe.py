@@ -20,7 +20,7 @@ from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.launchers.local import LAUNCHER
-from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import PlainMemory
 from flagcore.tuner.devices import parallel_probe_ranks
 from flagcore.tuner.probe import combine, probe
 from tests import tasks

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PluginConformance"]
 
-SDK = ("examples", "fakes")
+SDK = ("examples", "fakes", "package", "toy")
 
 
 def __getattr__(name: str) -> object:

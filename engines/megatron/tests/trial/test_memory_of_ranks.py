@@ -13,8 +13,7 @@ from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.training import split_parameters
 from flagcore_training.stages import stage_parameters
 
-from engines.training.tests.candidates import rank_memory, stage_of_rank
-from engines.training.tests.ranks import (
+from engines.megatron.tests.trial.ranks import (
     DP,
     EMBEDDING,
     EP,
@@ -34,6 +33,7 @@ from engines.training.tests.ranks import (
     run_ranks,
     world,
 )
+from engines.training.tests.candidates import rank_memory, stage_of_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.together("training")]
 
