@@ -453,5 +453,5 @@ def json_schema(engines: Engines) -> dict[str, Any]:
     documents += [serve_document_of((each,)) for each in served]
     if len(served) > 1:
         documents.append(serve_document_of(served))
-    schema = TypeAdapter(reduce(or_, documents)).json_schema()
+    schema = TypeAdapter(reduce(or_, documents or [CommonSection])).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "flagcore spec"}
