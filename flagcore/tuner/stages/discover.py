@@ -9,7 +9,7 @@ from flagcore.contracts import Costs, KernelCosts
 from flagcore.domain.chip import ASSUMED_NETWORK, Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport, has_common_library
-from flagcore.domain.spec import AUTO, ClusterSpec, Spec, TrainSpec
+from flagcore.domain.spec import AUTO, KINDS, ClusterSpec, Spec
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, _
 from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
@@ -66,7 +66,7 @@ def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = No
         groups.append(_group(requested, chip, devices, support))
         supports.append(support)
     joint_support = _join_supports(supports, [group.chip.name for group in groups])
-    if isinstance(spec.work, TrainSpec) and not has_common_library(groups, supports):
+    if spec.work.has_steps and not has_common_library(groups, supports):
         text = N_(
             "messages between {chips} are copied through the memory of the hosts: no collective library connects all "
             "of them, according to the installed plugins"
@@ -98,6 +98,7 @@ def _costs_of(group: NodeGroup, support: EngineSupport, plugins: LoadedPlugins, 
     kernels = plugins.kernel_costs(group.chip, engine)
     synchronous = support.shared_devices
     run_slowdown = UNMEASURED_RUN_SLOWDOWN if kernels is None else kernels.run_slowdown()
+    job = KINDS.get(kind_of(engine))
     used_kernels: KernelCosts = kernels or Roofline(chip=group.chip)
     ranks_per_core = max(1.0, group.devices_per_node / group.chip.devices_per_node) if synchronous else 1.0
     slowdown = ranks_per_core / group.speed
@@ -108,7 +109,7 @@ def _costs_of(group: NodeGroup, support: EngineSupport, plugins: LoadedPlugins, 
         kernels=used_kernels,
         collectives=plugins.collective_costs(group, engine)
         or Collectives(topology=plugins.topology(group) or topology_of(group)),
-        guessed=kernels is None or (support.support is Support.UNKNOWN and kind_of(engine) == "serve"),
+        guessed=kernels is None or (support.support is Support.UNKNOWN and job is not None and not job.has_steps),
         assumed_network=group.chip.nic_bytes_per_second == ASSUMED_NETWORK,
         synchronous=synchronous,
         layer_s=support.layer_s,
