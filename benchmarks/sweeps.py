@@ -22,7 +22,7 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Axis, Candidate, FloatArray, IntArray, Space
-from flagcore.domain.spec import AUTO, ClusterSpec, Control, Job, Spec, Task
+from flagcore.domain.spec import AUTO, ClusterSpec, Control, JobRecord, Spec, Task
 from flagcore.domain.trial import TrialState
 from flagcore.errors import FlagError
 from flagcore.physics.roofline import Roofline
@@ -68,7 +68,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    job: Job
+    job: JobRecord
     task: Task
     columns: Mapping[str, IntArray]
     measured: Mapping[str, Any]
@@ -79,7 +79,7 @@ def read_sweeps(records: Iterable[Mapping[str, Any]], loaded_plugins: LoadedPlug
 
     Records that are invalid or cannot be predicted are left out; the invalid ones are reported on stderr.
     """
-    groups: dict[str, list[tuple[Job, Mapping[str, Any]]]] = defaultdict(list)
+    groups: dict[str, list[tuple[JobRecord, Mapping[str, Any]]]] = defaultdict(list)
     for record in records:
         measured = record.get("measured") or {}
         if measured.get("step_time_s") or measured.get("oom"):
@@ -134,7 +134,7 @@ def on_smaller_devices(sweep: Sweep, share: float) -> Sweep:
     return with_predictions(replace(sweep, seconds=seconds), predictions)
 
 
-def _extras(job: Job) -> tuple[object, ...]:
+def _extras(job: JobRecord) -> tuple[object, ...]:
     """Return the values of a record's candidate that are not knobs of a space; they define another task."""
     return tuple((knob, job.candidate.get(knob)) for knob in ("expert_tensor_parallel_size", *_ENDS))
 
@@ -142,7 +142,7 @@ def _extras(job: Job) -> tuple[object, ...]:
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
-def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded_plugins: LoadedPlugins) -> Sweep | None:
+def _sweep(members: Sequence[tuple[JobRecord, Mapping[str, Any]]], loaded_plugins: LoadedPlugins) -> Sweep | None:
     first, source = members[0][0], str(members[0][1]["source"])
     engine, platform = (
         plugins.find_engine(first.work.engine),
@@ -205,7 +205,7 @@ def _probe(row: _Row, candidate: Candidate, engine: Engine, costs: Costs) -> Pro
     return Probe(candidate=candidate, ranks=tuple(map(rank, row.measured["probe"])))
 
 
-def _platform(job: Job, capacity: int | None, loaded_plugins: LoadedPlugins) -> Platform:
+def _platform(job: JobRecord, capacity: int | None, loaded_plugins: LoadedPlugins) -> Platform:
     """Return the platform of the cluster; `capacity` is a device's memory in bytes, None for the chip's memory."""
     devices = min(job.devices_per_node, job.devices)
     cluster = ClusterSpec(
@@ -228,7 +228,7 @@ def left_out(costs: Costs, chip: Chip, source: str) -> Costs:
     return costs
 
 
-def _row(job: Job, measured: Mapping[str, Any], engine: Engine, bare: Task) -> list[_Row]:
+def _row(job: JobRecord, measured: Mapping[str, Any], engine: Engine, bare: Task) -> list[_Row]:
     """Return a record in the form for predictions, None if it cannot be predicted."""
     try:
         task, values, _ = engine.published(bare, job.candidate, job.notes)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from flagcore_megatron.space.knobs import SPACE_KNOBS
+from flagcore_testing import toy
 
 from flagcore.contracts import Costs, Platform, Problem, PruningRule, SearchContext, Telemetry
 from flagcore.domain.chip import Chip, Device, DeviceUse, Fact, Link, Source
@@ -19,11 +19,7 @@ from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
-from flagcore.plugins import engines
 from flagcore.tuner.stages.prune import prune
-
-ENGINES = {name: engines()[name] for name in ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")}
-"""The engines of this repository."""
 
 SOURCE = Source(kind="datasheet", detail="made up for these tests")
 CHIP = Chip(
@@ -46,15 +42,8 @@ LLAMA_8B = {
     "vocab_size": 128256,
 }
 """The shape of Llama 3 8B."""
-PLAIN_SPACE = {
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "use_distributed_optimizer": False,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "use_recompute": False,
-}
-"""The space of a spec that varies only DP, TP, PP and the micro-batch size."""
+PLAIN_SPACE = {"use_distributed_optimizer": False, "use_recompute": False}
+"""The space of a spec of the toy engine that varies only DP, TP, PP and the micro-batch size."""
 DENSE = Model(
     name="dense",
     num_layers=4,
@@ -108,7 +97,7 @@ def task(
     **train: Any,
 ) -> Task:
     """A task on one node; `train` overrides seq_length 128, global_batch_size 8, bf16."""
-    job = {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "bf16", **train}
+    job = {"engine": "toy", "seq_length": 128, "global_batch_size": 8, "precision": "bf16", **train}
     spec = Spec(
         model=model, cluster=ClusterSpec(), work=TrainSpec(**job), control=control or Control(), space=space or {}
     )
@@ -128,7 +117,7 @@ def costs(task: Task, capacity: float | None = 80e9) -> Costs:
 
 def platform(task: Task, **changes: Any) -> Platform:
     """A platform without plugins' answers."""
-    return Platform(task=task, **{"engine": ENGINES[task.spec.work.engine], "costs": costs(task), **changes})
+    return Platform(task=task, **{"engine": toy.ENGINE, "costs": costs(task), **changes})
 
 
 def problem(
@@ -200,8 +189,8 @@ class Readings:
 
 
 def candidate(**values: KnobValue) -> Candidate:
-    """A candidate of the megatron engine; knobs that are not given are neutral."""
-    return Candidate.of({knob.name: values.get(knob.name, knob.neutral) for knob in SPACE_KNOBS})
+    """A candidate of the toy engine; knobs that are not given are neutral."""
+    return Candidate.of({knob.name: values.get(knob.name, knob.neutral) for knob in toy.SPACE_KNOBS})
 
 
 def trial(

@@ -37,7 +37,7 @@ EXPERIENCE = """
 import sys
 from pathlib import Path
 from flagcore import api
-from tests.cli.conftest import Project
+from tests.product.cli.conftest import Project
 folder = Path(sys.argv[1])
 folder.mkdir()
 spec = Project(folder).spec(control={"max_trials": 3, "repeats": 0})
@@ -108,7 +108,7 @@ ENVIRONMENTS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Attempt:
     """The tests by what became of them, those skipped with the reason, and what else is wrong."""
 
     passed: frozenset[str]
@@ -185,7 +185,7 @@ def interpreter(environment: Environment) -> Path:
     return BUILD / environment.name / "bin" / "python" if environment.python else Path(sys.executable)
 
 
-def run(environment: Environment, paths: Sequence[str], options: argparse.Namespace) -> Outcome:
+def run(environment: Environment, paths: Sequence[str], options: argparse.Namespace) -> Attempt:
     """Run the tests of `paths` in an environment."""
     start, python, problems = time.monotonic(), interpreter(environment), list[str]()
     states: dict[str, dict[str, str]] = {"passed": {}, "failed": {}, "skipped": {}}
@@ -224,10 +224,10 @@ def run(environment: Environment, paths: Sequence[str], options: argparse.Namesp
             problems.append(f"changed the checkout: {changes()}")
     passed = frozenset(states["passed"].keys() - states["failed"].keys())  # a test whose teardown fails is both
     failed, seconds = frozenset(states["failed"]), time.monotonic() - start
-    return Outcome(passed, failed, states["skipped"], tuple(problems), seconds)
+    return Attempt(passed, failed, states["skipped"], tuple(problems), seconds)
 
 
-def compared(outcome: Outcome, plain: Outcome, environment: Environment) -> Outcome:
+def compared(outcome: Attempt, plain: Attempt, environment: Environment) -> Attempt:
     """Return the outcome with what is worse than in the plain one among its problems."""
     problems = list(outcome.problems)
     if failed := sorted(outcome.failed - plain.failed):
@@ -242,10 +242,10 @@ def compared(outcome: Outcome, plain: Outcome, environment: Environment) -> Outc
     seen = outcome.passed | outcome.failed | outcome.skipped.keys()
     if not environment.alone and (missing := sorted((plain.passed | plain.failed) - seen)):
         problems.append(f"{len(missing)} tests did not run: {', '.join(missing[:8])}")
-    return Outcome(outcome.passed, outcome.failed, outcome.skipped, tuple(problems), outcome.seconds)
+    return Attempt(outcome.passed, outcome.failed, outcome.skipped, tuple(problems), outcome.seconds)
 
 
-def report(environment: Environment, outcome: Outcome, plain: Outcome | None) -> Outcome:
+def report(environment: Environment, outcome: Attempt, plain: Attempt | None) -> Attempt:
     """Print an outcome and return it."""
     counts = f"{len(outcome.passed):6} passed {len(outcome.failed):3} failed {len(outcome.skipped):4} skipped"
     print(f"{environment.name:18} {counts} {outcome.seconds:6.0f} s", flush=True)

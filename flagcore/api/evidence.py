@@ -11,7 +11,7 @@ from flagcore.api.jobs import predict_records
 from flagcore.contracts import Engine, Problem
 from flagcore.contracts.capabilities import Shortening, optional, records_of
 from flagcore.domain.prediction import Prediction
-from flagcore.domain.spec import Job, Spec
+from flagcore.domain.spec import JobRecord, Spec
 from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -38,7 +38,7 @@ def expected_seconds(
     spec = problem.task.spec
     has_experts = spec.model.num_moe_experts is not None
 
-    def is_like(job: Job) -> bool:
+    def is_like(job: JobRecord) -> bool:
         return job.work.engine == spec.work.engine and (job.model.num_moe_experts is not None) == has_experts
 
     here = any(is_like(job) for job, _ in problem.published)
@@ -55,7 +55,7 @@ def published_runs(problem: Problem, loaded: LoadedPlugins, limit: int | None = 
     return tuple(_run(spec, job, record, answer, engines) for (job, record), answer in pairs if "step_time_s" in answer)
 
 
-def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[str, Job]:
+def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[str, JobRecord]:
     """Return the nearest published run whose id or source contains all words of `name`, and its id and source.
 
     Runs on the task's kinds of chips come first. Raises UsageError if there is no such run.
@@ -69,7 +69,7 @@ def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[s
     raise UsageError(_(text, name=name, known="; ".join(job.id for job, _record in runs[:3]) or _("none")))
 
 
-def predicted_like(problem: Problem, job: Job) -> Prediction | None:
+def predicted_like(problem: Problem, job: JobRecord) -> Prediction | None:
     """Return the prediction with the layout and all settings of a published job, or None if they are illegal."""
     train, engine = problem.task.spec.train, problem.engine
     lengths = {key: getattr(train, key) for key in ("seq_length", "global_batch_size", "precision")}
@@ -84,7 +84,7 @@ def predicted_like(problem: Problem, job: Job) -> Prediction | None:
 
 
 def _run(
-    spec: Spec, job: Job, record: Mapping[str, Any], answer: Mapping[str, Any], engines: Mapping[str, Engine]
+    spec: Spec, job: JobRecord, record: Mapping[str, Any], answer: Mapping[str, Any], engines: Mapping[str, Engine]
 ) -> PublishedRun:
     measured_s, speedup = record["measured"]["step_time_s"], answer["step_time_s"]["value"]
     speedup /= measured_s

@@ -22,7 +22,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Observations, PastMeasurements, Prediction, components_of_row, features
 from flagcore.domain.records import prediction_record, rank_record
 from flagcore.domain.space import Columns, KnobValue, Rule
-from flagcore.domain.spec import KINDS, ClusterSpec, Job, Spec, Task
+from flagcore.domain.spec import KINDS, ClusterSpec, JobRecord, Spec, Task
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
@@ -31,7 +31,6 @@ from flagcore.tuner.feasibility import no_time
 from flagcore.tuner.learning import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical, legality
-from flagcore.tuner.stages.discover import costs
 from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, with_figures
 
 AT_ONCE = 1024
@@ -118,7 +117,7 @@ class _Jobs:
                 answers |= {row.place: _rejection(error) for row in rows}
         return [answers[place] for place in range(len(lines))]
 
-    def _group_jobs(self, place: int, job: Job, groups: dict[Hashable, tuple[Platform, list[_Row]]]) -> None:
+    def _group_jobs(self, place: int, job: JobRecord, groups: dict[Hashable, tuple[Platform, list[_Row]]]) -> None:
         """Add a job to the group with the same task. Raises FlagError if the job is invalid."""
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
@@ -159,7 +158,7 @@ class _Jobs:
         assert known_chip is not None
         known_chip = with_network(known_chip, network)
         group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
-        group_costs = costs(Cluster(groups=(group,)), self._loaded, engine, engine_version)
+        group_costs = self._loaded.costs(Cluster(groups=(group,)), engine, engine_version)
         return group, group_costs
 
 
@@ -281,7 +280,7 @@ def _observations(
 ) -> tuple[Observations, Observations]:
     """Return the observed step times and memory of the records `members`, which are runs of task `number`."""
     task = members[0][0]
-    group_costs = costs(task.cluster, loaded, task.spec.work.engine)
+    group_costs = loaded.costs(task.cluster, task.spec.work.engine)
     platform = Platform(task=task, engine=engine, costs=group_costs)
     legal = legality(platform)
     encoded = [candidate_columns(platform, candidate) for _, candidate, _ in members]

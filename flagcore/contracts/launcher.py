@@ -109,7 +109,7 @@ class Launcher(ABC):
     def require_hosts(self, hosts: Sequence[str]) -> None:  # noqa: B027  (a default, not abstract)
         """Raise NoDevice if the launcher needs hosts and there are none. By default it needs none."""
 
-    def hold(self, hosts: Sequence[str], users: Mapping[str, str]) -> tuple[str, ...]:
+    def hold(self, hosts: Sequence[str], users: Mapping[str, str] = {}) -> tuple[str, ...]:
         """Reserve hosts until this process ends, and return their names. By default nothing is reserved.
 
         `users`: the users who log in, by host. Raises FlagError if hosts cannot be reserved.

@@ -13,7 +13,7 @@ from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import SearchTime
 from flagcore.domain.prediction import Belief, Features, PastMeasurements, Predictions, features
 from flagcore.domain.space import LEARNED_MESSAGES, Candidate, IntArray, Legality, Pruned, Space
-from flagcore.domain.spec import Job, Task
+from flagcore.domain.spec import JobRecord, Task
 from flagcore.domain.trial import RunEvent, Trial
 
 
@@ -38,7 +38,7 @@ class Problem:
     rules: tuple[PruningRule, ...] = ()
     knobs: Knobs = field(default_factory=dict)
     adds_baseline: bool = False
-    published: tuple[tuple[Job, Mapping[str, Any]], ...] = ()
+    published: tuple[tuple[JobRecord, Mapping[str, Any]], ...] = ()
 
     @property
     def task(self) -> Task:

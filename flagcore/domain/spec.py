@@ -317,7 +317,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobRecord:
     """A job record: one candidate on one cluster. Knobs that are not in `candidate` have the engine's defaults.
 
     `kind`: train or serve.

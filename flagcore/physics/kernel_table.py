@@ -203,7 +203,7 @@ MANTISSA = 52
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class GridAxis:
     """An axis of a logarithmic grid over a size, with positions in octaves (log2 of the size).
 
     `first` and `last`: the range of the axis in octaves.
@@ -229,7 +229,7 @@ class Correction:
     Positions are computed by `octaves`, so that common sizes of models (3 x 2^j, 7 x 2^j) lie on nodes.
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[GridAxis, ...]
     factors: FloatArray
 
     def __call__(self, *sizes: FloatArray) -> FloatArray:
@@ -254,7 +254,7 @@ class Correction:
         return interpolate(0, start)
 
 
-def learn_grid(axes: tuple[Axis, Axis, Axis], sizes: FloatArray, residuals: FloatArray) -> Correction:
+def learn_grid(axes: tuple[GridAxis, GridAxis, GridAxis], sizes: FloatArray, residuals: FloatArray) -> Correction:
     """Learn correction factors over three sizes from measured kernels.
 
     `sizes`: an array of shape (kernels, 3).
@@ -273,7 +273,7 @@ def learn_grid(axes: tuple[Axis, Axis, Axis], sizes: FloatArray, residuals: Floa
     return Correction(axes, np.exp(logs).reshape(first.shape[0], second.shape[0], third.shape[0]))
 
 
-def learn_line(axis: Axis, sizes: FloatArray, residuals: FloatArray) -> Correction:
+def learn_line(axis: GridAxis, sizes: FloatArray, residuals: FloatArray) -> Correction:
     """Learn correction factors over one size from measured kernels.
 
     `sizes`: the size of each kernel.
@@ -296,20 +296,20 @@ def octaves(sizes: FloatArray) -> FloatArray:
 
 
 GEMM_AXES = (
-    Axis(first=0, last=18, steps=2, reach=2.0),
-    Axis(first=4, last=18, steps=4, reach=0.5),
-    Axis(first=4, last=18, steps=4, reach=0.5),
+    GridAxis(first=0, last=18, steps=2, reach=2.0),
+    GridAxis(first=4, last=18, steps=4, reach=0.5),
+    GridAxis(first=4, last=18, steps=4, reach=0.5),
 )
 """The axes m, n and k of matrix products. The reach of n and k is short, because libraries choose kernels by them."""
 
 ATTENTION_AXES = (
-    Axis(first=0, last=12, steps=1, reach=2.0),
-    Axis(first=4, last=18, steps=1, reach=2.0),
-    Axis(first=4, last=9, steps=2, reach=1.0),
+    GridAxis(first=0, last=12, steps=1, reach=2.0),
+    GridAxis(first=4, last=18, steps=1, reach=2.0),
+    GridAxis(first=4, last=9, steps=2, reach=1.0),
 )
 """The axes of attention kernels: sequences times heads, keys, and the width of a head."""
 
-MEMORY_AXIS = Axis(first=10, last=34, steps=2, reach=0.5)
+MEMORY_AXIS = GridAxis(first=10, last=34, steps=2, reach=0.5)
 """The axis of element-wise kernels: bytes moved. The reach is short, because rates change at the sizes of caches."""
 
 RUN_SLOWDOWN = 1.31

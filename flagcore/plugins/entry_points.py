@@ -1,7 +1,8 @@
 """Finds the entry points of installed distributions, and loads engines, launchers, strategies, importers and watchers.
 
-Entry points are read anew each time, from one distribution after the other. stevedore's list is not used, because its
-cache may be stale for two minutes after an install, and because one unreadable distribution breaks the whole list.
+Entry points are read once for each state of the folders on the path, from one distribution after the other. stevedore's
+list is not used, because its cache may be stale for two minutes after an install, and because one unreadable
+distribution breaks the whole list.
 """
 
 import logging
@@ -12,7 +13,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import Distribution, EntryPoint, distributions, requires, version
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -44,11 +45,11 @@ def installed(group: str, failures: list[PluginFailure] | None = None) -> dict[s
     """
     points: dict[str, list[EntryPoint]] = {}
     distribution_names = set()
-    for distribution in distributions():
+    for distribution, text in _distributions(tuple((folder, _changed(folder)) for folder in sys.path)):
         try:
-            if group not in (distribution.read_text("entry_points.txt") or ""):
+            if group not in (distribution.read_text("entry_points.txt") or "" if text is None else text):
                 continue
-            key = canonicalize_name(distribution.metadata["Name"])
+            key = canonicalize_name(name_of(distribution))
             if key in distribution_names:
                 continue
             distribution_names.add(key)
@@ -61,6 +62,40 @@ def installed(group: str, failures: list[PluginFailure] | None = None) -> dict[s
     return points
 
 
+@lru_cache(maxsize=1)
+def _distributions(path: tuple[tuple[str, int], ...]) -> list[tuple[Distribution, str | None]]:
+    """Return the distributions on the path with the texts of their entry points; None if a text cannot be read.
+
+    `path`: the folders on the path, and when each has changed.
+    """
+    found: list[tuple[Distribution, str | None]] = []
+    for distribution in distributions():
+        text = None
+        with suppress(Exception):
+            text = distribution.read_text("entry_points.txt") or ""
+        if text is None or "flagcore" in text:
+            found.append((distribution, text))
+    return found
+
+
+def _changed(folder: str) -> int:
+    with suppress(OSError):
+        return os.stat(folder or ".").st_mtime_ns
+    return 0
+
+
+@lru_cache(maxsize=256)
+def name_of(distribution: Distribution) -> str:
+    """Return the name in the metadata of a distribution, which are parsed once."""
+    return distribution.metadata["Name"]
+
+
+@lru_cache(maxsize=256)
+def version_of(distribution: Distribution) -> str:
+    """Return the version in the metadata of a distribution, which are parsed once."""
+    return distribution.version
+
+
 def origin(point: EntryPoint) -> Distribution:
     """Return the distribution that defines an entry point."""
     assert point.dist is not None, "installed() reads entry points from distributions only"
@@ -69,9 +104,10 @@ def origin(point: EntryPoint) -> Distribution:
 
 def origins(points: Iterable[EntryPoint]) -> str:
     """Return the names of the distributions that define `points`, comma-separated."""
-    return ", ".join(sorted(origin(point).metadata["Name"] for point in points))
+    return ", ".join(sorted(name_of(origin(point)) for point in points))
 
 
+@lru_cache(maxsize=256)
 def _incompatible(distribution: Distribution) -> str | None:
     """Return why `distribution` does not support this release of flagcore, or None. Reads its `Requires-Dist`."""
     # Parsing a requirement is slow, so those of other distributions are skipped.
@@ -83,6 +119,12 @@ def _incompatible(distribution: Distribution) -> str | None:
         if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(own, True):
             return f"needs {requirement}, but this is flagcore {own}; install a version for this release"
     return None
+
+
+@cache
+def _own_requirements() -> tuple[str, ...]:
+    """Return the requirements of flagcore itself."""
+    return tuple(requires("flagcore") or ())
 
 
 class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
@@ -173,6 +215,8 @@ READERS = "flagcore.readers"
 WATCHERS = "flagcore.watchers"
 BENCHMARKS = "flagcore.benchmarks"
 """Programs that measure devices: `kernels` for `flag calibrate`, `links` for the network between hosts."""
+KIT = "flagcore.kit"
+"""Modules of the conformance kit, by the command of `flag plugins` that they are for."""
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 KINDS |= {READERS: "reader"}
 """The noun that messages use for the objects of each entry point group."""
@@ -246,12 +290,10 @@ def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Engine]:
     """Return the installed engines by name, those that are installed with flagcore first.
 
     `spec`: the data of the spec that the engines are for, which may be invalid.
-
-    Call it once per command, because reading entry points takes milliseconds.
     """
     points = installed(ENGINES)
-    needs = {re.split("[^a-z-]", each)[0] for each in requires("flagcore") or () if "extra ==" not in each}
-    own = {name for name, each in points.items() if any(origin(point).metadata["Name"] in needs for point in each)}
+    needs = {re.split("[^a-z-]", each)[0] for each in _own_requirements() if "extra ==" not in each}
+    own = {name for name, each in points.items() if any(name_of(origin(point)) in needs for point in each)}
     found = _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in own, name))))
     train = (spec or {}).get("train")
     found.program = train.get("program") if isinstance(train, Mapping) else None

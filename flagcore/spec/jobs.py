@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, create_model
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import Load, ServeSpec
-from flagcore.domain.spec import AUTO, Job, Precision, ServePrecision, TrainSpec
+from flagcore.domain.spec import AUTO, JobRecord, Precision, ServePrecision, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.spec.clusters import check_devices
 from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_of, settings_of, settings_section
@@ -141,7 +141,7 @@ def _record_of(knobs: tuple[Knob, ...]) -> type[_Record]:
     return create_model("_Record", __base__=_Record, train=(train, ...), candidate=(candidate_section(knobs), ...))
 
 
-def read_job(line: Mapping[str, object], engines: Engines) -> Job:
+def read_job(line: Mapping[str, object], engines: Engines) -> JobRecord:
     """Convert a record to a job. Raises SpecError. A relative path of a model is relative to the working directory."""
     if not isinstance(line, Mapping):
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object per line")
@@ -159,17 +159,18 @@ def read_job(line: Mapping[str, object], engines: Engines) -> Job:
     knobs = knobs_of(engine, engines, f"{kind}.engine", kind=kind) if isinstance(engine, str) else ()
     record, fields = read(line, data, section, knobs)
     cluster = {"chip", "devices", "devices_per_node", "nic_bytes_per_second", "cpus_per_node"}
-    return Job(id=record.id, kind=kind, model=record.model, **record.cluster.model_dump(include=cluster), **fields)  # type: ignore[arg-type]
+    facts = record.cluster.model_dump(include=cluster)
+    return JobRecord(id=record.id, kind=kind, model=record.model, **facts, **fields)  # type: ignore[arg-type]
 
 
 ReadRecord = tuple[_AnyRecord, dict[str, Any]]
-"""A validated record, and the fields of its `Job` that depend on the kind of job."""
+"""A validated record, and the fields of its `JobRecord` that depend on the kind of job."""
 
 
 def _train_job(
     line: Mapping[str, object], data: dict[str, Any], _section: Mapping[str, Any], knobs: tuple[Knob, ...]
 ) -> ReadRecord:
-    """Return the validated training record of a line, and the fields of its `Job`. Raises SpecError."""
+    """Return the validated training record of a line, and the fields of its `JobRecord`. Raises SpecError."""
     sections = {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")}
     _reject_misplaced_keys(line, _Record, sections)
     record = checked(_record_of(knobs), data)
@@ -191,7 +192,7 @@ def _train_job(
 def _serve_job(
     line: Mapping[str, object], data: dict[str, Any], section: Mapping[str, Any], knobs: tuple[Knob, ...]
 ) -> ReadRecord:
-    """Return the validated serving record of a line, and the fields of its `Job`. Raises SpecError."""
+    """Return the validated serving record of a line, and the fields of its `JobRecord`. Raises SpecError."""
     sections = dict.fromkeys((name for knob in knobs for name in knob.names), "candidate")
     absent = _Serve.model_fields.keys() - {"notes", "source"} - set(section)
     _reject_misplaced_keys(line, _ServeRecord, sections | dict.fromkeys(absent, "serve"))

@@ -1,4 +1,4 @@
-"""The search problem of a spec before any trial: its platform, space, predictions and baseline."""
+"""The search problem of a spec before any trial: its platform, space, predictions, baseline and published runs."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from flagcore.domain.engine import RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Legality, Space, as_candidate
-from flagcore.domain.spec import Job, Spec, Task
+from flagcore.domain.spec import JobRecord, Spec, Task
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import FlagError, NothingFits, SpecError
 from flagcore.i18n import _
@@ -246,23 +246,26 @@ def _nothing_legal(space: Space, legal: Legality) -> str:
 
 def nearest_runs(
     task: Task, loaded: LoadedPlugins, *, others: bool = False
-) -> tuple[tuple[Job, Mapping[str, Any]], ...]:
-    """Return the published runs of the same kind on the task's kinds of chips (or on `others`), the nearest first."""
+) -> tuple[tuple[JobRecord, Mapping[str, Any]], ...]:
+    """Return the published runs of the same kind on the task's kinds of chips (or on `others`), the nearest first.
+
+    Only runs of jobs with steps can be compared.
+    """
     from flagcore.spec.jobs import read_job  # takes long to import
 
     chips, engines, found = {group.chip.name for group in task.cluster.groups}, plugins.engines(), []
-    kind = task.spec.work.kind
-    for record in (each for each in loaded.published_runs() if each.get("kind") == kind):
+    work = task.spec.work
+    for record in loaded.published_runs() if work.has_steps else ():
         with suppress(FlagError, KeyError):
             chip = loaded.find_chip(record["cluster"]["chip"])
-            if chip is None or (chip.name in chips) == others:
+            if chip is None or (chip.name in chips) == others or record["kind"] != work.kind:
                 continue
             job = read_job(record, engines)
             found.append((distance(task, job), job, record))
     return tuple((job, record) for _, job, record in sorted(found, key=lambda each: each[0]))
 
 
-def distance(task: Task, job: Job) -> float:
+def distance(task: Task, job: JobRecord) -> float:
     """Return how much a published job differs from `task`: in model, devices, and as `Work.distance` returns."""
     model = task.spec.model
     sizes = [math.log2(each.num_layers * each.hidden_size**2) for each in (model, job.model)]

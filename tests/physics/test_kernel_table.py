@@ -7,7 +7,7 @@ import pytest
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.physics.kernel_table import ATTENTION, Axis, Kernel, KernelSheet, learn_grid, octaves, with_measured
+from flagcore.physics.kernel_table import ATTENTION, GridAxis, Kernel, KernelSheet, learn_grid, octaves, with_measured
 from flagcore.physics.roofline import Curve, Roofline
 
 SOURCE = Source(kind="datasheet", detail="made up")
@@ -117,7 +117,7 @@ def test_octaves_are_exact_at_powers_of_two_and_linear_between() -> None:
 
 
 def test_a_correction_is_constant_beyond_its_grid() -> None:
-    axis = Axis(first=0, last=4, steps=2, reach=2.0)
+    axis = GridAxis(first=0, last=4, steps=2, reach=2.0)
     found = learn_grid((axis, axis, axis), np.array([[16.0, 16.0, 16.0]]), np.array([0.3]))
     inside, outside = (found(*(column(size),) * 3)[0] for size in (16.0, 4096.0))
     assert inside == pytest.approx(outside)

@@ -19,7 +19,7 @@ from flagcore.errors import NoDevice
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from tests.physics.test_cost_stack import LimitedCosts
-from tests.tasks import plugin
+from tests.product.tasks import plugin
 
 CHIP = Chip(name="X1", vendor="x", aliases=("Example X1",))
 SOURCE = Source(kind="measured", detail="by hand")

@@ -26,9 +26,9 @@ from flagcore.tuner.problem import build_problem, candidate_columns
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.predict import predict, predict_columns, predict_components
 from flagcore.tuner.stages.prune import prune, prune_by_trials
-from tests import tasks
 from tests.plugins.conftest import Install
-from tests.tasks import ENGINES
+from tests.product import tasks
+from tests.product.tasks import ENGINES
 
 FUSED = Effect(part="tp_comm_s", time=Factor(value=0.5, low=0.4, high=0.8))
 KNOB = Knob(

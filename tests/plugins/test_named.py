@@ -15,7 +15,7 @@ from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins import ENGINES, STRATEGIES, find_engine, load_plugins, names, strategy
 from flagcore.tuner.stages.complete import engine_version
-from tests import tasks
+from tests.product import tasks
 
 Install = Callable[..., None]
 
@@ -105,3 +105,9 @@ def test_release_comes_from_the_named_distribution(
     install("tensorrt-llm", {})
     engine = SimpleNamespace(name=name, modules={"tensorrt_llm": "tensorrt-llm>=1"}, distribution=distribution)
     assert engine_version(tasks.task().spec, cast("Engine", engine)) == version
+
+
+def test_without_a_reader_of_commands_its_distribution_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flagcore.plugins.entry_points.names", lambda group: ())
+    with pytest.raises(NoDevice, match="flagcore-importers"):
+        plugins.command_reader()

@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.errors import SpecError
 from flagcore.spec.jobs import read_job, read_job_lines
-from tests.tasks import ENGINES, SHAPE
+from tests.product.tasks import ENGINES, SHAPE
 
 ErrorOf = Callable[..., SpecError]
 RECORD: dict[str, Any] = {

@@ -9,7 +9,7 @@ from flagcore_serving.space.weights import parameters
 from flagcore.domain.model import LinearAttention, Model, Windows
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
-from tests.tasks import SHAPE, VISION
+from tests.product.tasks import SHAPE, VISION
 
 ErrorOf = Callable[..., SpecError]
 

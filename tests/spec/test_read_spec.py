@@ -10,8 +10,8 @@ from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.plain_data import spec_as_data
+from tests.product.tasks import ENGINES
 from tests.spec.conftest import read_spec
-from tests.tasks import ENGINES
 
 Read = Callable[..., Spec]
 ReadError = Callable[..., SpecError]

@@ -8,7 +8,7 @@ from flagcore.domain.knob import Effect, Knob
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.validate import MAX_PROBLEMS
-from tests.tasks import ENGINES, SHAPE
+from tests.product.tasks import ENGINES, SHAPE
 
 ReadError = Callable[..., SpecError]
 SPACE = "auto_tuner.space."

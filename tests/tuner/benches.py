@@ -1,12 +1,13 @@
 """What the tests of the loop share: made-up devices, launches that end at once, and a bench that tunes a small task."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from flagcore_megatron.adapter import ENGINE
+from flagcore_testing import toy
 
 from flagcore.contracts import Engine, Event, Launcher, Strategy
 from flagcore.domain.chip import Chip, Device, Support
@@ -46,19 +47,21 @@ class Ended:
         return self.ended
 
 
-def size_of(launch: Launch, name: str) -> int:
-    return int(launch.environment[f"FLAGCORE_{name.upper()}"])
+def job_of(launch: Launch) -> Any:
+    """What the toy's program is to do."""
+    return json.loads(Path(launch.argv[-1], "job.json").read_text())
 
 
 def sizes_of(launch: Launch) -> tuple[int, int]:
     """The tensor parallelism and the micro-batch of a launch."""
-    return size_of(launch, "tensor_model_parallel_size"), size_of(launch, "micro_batch_size")
+    values = job_of(launch)["knobs"]
+    return values["tensor_model_parallel_size"], values["micro_batch_size"]
 
 
 def write_steps(launch: Launch, ms: float, steps: int = 3) -> None:
-    """Write the log of a run whose steps took `ms` each."""
-    line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
-    Path(launch.folder, "stdout.log").write_text("".join(line.format(step, ms) for step in range(1, steps + 1)))
+    """Write what the toy's program writes if its steps take `ms` each."""
+    row = {"step_s": ms / 1000, "loss": 7.0, "effective": job_of(launch)["effective"]}
+    Path(launch.folder, "metrics.json").write_text(f"{json.dumps(row)}\n" * steps)
 
 
 def plain(tensor: int, micro: int) -> float:
@@ -96,7 +99,7 @@ class Bench:
         self.events: list[Event] = []
         self.strategy: Any = PREDICTED
         self.prober: Strategy | None = None
-        self.engine: Engine = ENGINE
+        self.engine: Engine = toy.ENGINE
         self.plugin = plugin()
         self.cluster = ClusterSpec()
 

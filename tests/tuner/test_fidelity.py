@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import Megatron
+from flagcore_testing.toy import Toy
 
 from flagcore.contracts import Costs, Launcher
 from flagcore.domain.launch import Exit, Launch
@@ -23,7 +23,7 @@ from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.strategies import RANDOM, learned
 from tests import tasks
-from tests.tuner.benches import Bench, Ended, at, plugin, size_of, sizes_of, write_steps
+from tests.tuner.benches import Bench, Ended, at, job_of, plugin, write_steps
 
 pytestmark = pytest.mark.slow
 
@@ -49,55 +49,32 @@ class Ranks(Launcher):
         self.rank = rank
         self.probed: list[tuple[str, int]] = []
         self.devices: list[int] = []
-        self.ran: list[tuple[int, int, int]] = []
+        self.ran: list[dict[str, Any]] = []
 
     def start(self, launch: Launch) -> Ended:
-        file = Path(launch.argv[-1])
-        if file.name != "job.json":
-            return self._run(launch)
-        job = json.loads(file.read_text())
-        rank = int(job["probe"]["rank"])
-        answer = self.rank(job["candidate"], rank)
-        self.devices.append(int(job["probe"]["device"]))
-        self.probed.append((json.dumps(job["candidate"], sort_keys=True), rank))
+        job = job_of(launch)
+        if "rank" not in job:
+            self.ran.append(job["knobs"])
+            write_steps(launch, 1000 * compute(job["knobs"], 1))
+            return Ended(Exit(code=0, ended_by=None, duration_s=1.0))
+        answer = self.rank(job["knobs"], job["rank"])
+        self.devices.append(job["device"])
+        self.probed.append((json.dumps(job["knobs"], sort_keys=True), job["rank"]))
         if isinstance(answer, BaseException):
             raise answer
         if answer is None:
             ended = Exit(code=-9, ended_by="memory", duration_s=1.0)
         else:
-            Path(launch.folder, "metrics.json").write_text(json.dumps(metrics(rank, answer)))
+            write_steps(launch, 1000 * answer)
             ended = Exit(code=0, ended_by=None, duration_s=1.0)
         Path(launch.folder, "exit.json").write_text(json.dumps({"code": ended.code, "ended_by": ended.ended_by}))
         return Ended(ended)
-
-    def _run(self, launch: Launch) -> Ended:
-        tensor, micro = sizes_of(launch)
-        pipeline = size_of(launch, "pipeline_model_parallel_size")
-        self.ran.append((tensor, pipeline, micro))
-        write_steps(launch, 1000 * compute({"pipeline_model_parallel_size": pipeline, "micro_batch_size": micro}, 1))
-        return Ended(Exit(code=0, ended_by=None, duration_s=1.0))
-
-
-def metrics(rank: int, seconds: float) -> dict[str, Any]:
-    return {
-        "stage": rank,
-        "steps": [{"compute_s": seconds, "optimizer_s": 0.001}] * 3,
-        "static_bytes": GIB,
-        "peak_forward_backward_bytes": 2 * GIB,
-        "peak_optimizer_bytes": GIB,
-        "peak_allocated_bytes": 2 * GIB,
-        "peak_reserved_bytes": 3 * GIB,
-        "device_used_bytes": 3 * GIB,
-        "num_microbatches": 8,
-        "microbatches_run": 8,
-        "versions": {"torch": "2"},
-    }
 
 
 ONE_DEVICE, FOUR_DEVICES = (plugin(tasks.CHIP, count) for count in (1, 4))
 
 
-class OnlyPipelines(Megatron):
+class OnlyPipelines(Toy):
     """Predicts no time without a pipeline."""
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:

@@ -19,10 +19,10 @@ from flagcore.report.result import result
 from flagcore.tuner import devices
 from flagcore.tuner.hosts import MAX_CONSECUTIVE_BUSY
 from tests import tasks
-from tests.tuner.benches import Bench, Ended, plugin, sizes_of, write_steps
+from tests.tuner.benches import Bench, Ended, job_of, plugin, sizes_of, write_steps
 
 GIB = 2**30
-SLOW = Fact(value=2e10, source=tasks.SOURCE)
+SLOW = Fact(value=1e9, source=tasks.SOURCE)
 CHIP = replace(tasks.CHIP, dense_flops_per_second={"bf16": SLOW}, memory_bandwidth_bytes_per_second=SLOW)
 """A chip on which a step of the small model takes minutes."""
 SAMPLE_S = 0.5
@@ -71,7 +71,7 @@ class OnTwoHosts(Player):
 
 
 def batch_of(launch: Launch) -> int:
-    return int(launch.argv[launch.argv.index("--global-batch-size") + 1])
+    return int(job_of(launch)["global_batch_size"])
 
 
 class BusyBench(Bench):

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import HostsLauncher
-from flagcore_megatron.adapter import Megatron
+from flagcore_testing.toy import Toy
 
-from engines.megatron.tests.launch.test_probing import METRICS
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device
 from flagcore.domain.engine import EngineSupport
@@ -29,6 +28,7 @@ from flagcore.tuner.devices import parallel_probe_ranks
 from flagcore.tuner.probe import combine, probe
 from tests import tasks
 
+METRICS = json.dumps({"step_s": 1.0, "loss": 1.0, "effective": {}}) + "\n"
 TASK = tasks.task(devices=4)
 CANDIDATE = tasks.candidate(pipeline_model_parallel_size=4, data_parallel_size=1)
 RANKS = (0, 1, 2, 3)
@@ -47,7 +47,7 @@ open(os.path.join(folder, "metrics.json"), "w").write(sys.argv[4])
 """
 
 
-class Rehearsal(Megatron):
+class Rehearsal(Toy):
     """Starts a small program in place of each rank, as `part` says: how many must have started, stay, or fail."""
 
     def __init__(self, part: Callable[[int], str]) -> None:
@@ -56,7 +56,7 @@ class Rehearsal(Megatron):
 
     def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
         self.devices[rank] = device
-        argv = (sys.executable, "-c", PROGRAM, folder, str(rank), self.part(rank), json.dumps(METRICS))
+        argv = (sys.executable, "-c", PROGRAM, folder, str(rank), self.part(rank), METRICS)
         return Launch(argv=argv, folder=folder)
 
 
@@ -129,7 +129,7 @@ def test_ranks_run_on_separate_hosts_and_a_lost_host_proves_nothing(tmp_path: Pa
         cluster = replace(TASK.spec.cluster, hosts=hosts, nodes=2)
         task = replace(TASK, spec=replace(TASK.spec, cluster=cluster, launcher="shell"))
         launcher = HostsLauncher(name="shell", channel=channel)
-        program = f"open({str(tmp_path / 'metrics')!r}); open('metrics.json', 'w').write({json.dumps(METRICS)!r})"
+        program = f"open({str(tmp_path / 'metrics')!r}); open('metrics.json', 'w').write({METRICS!r})"
         (tmp_path / "metrics").touch()
         engine = Rehearsal(lambda rank: program)
         engine.probe_launch = lambda platform, candidate, rank, folder, device=0: Launch(  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE, Megatron
+from flagcore_testing.toy import ENGINE, Toy
 
 from flagcore.contracts import Costs
 from flagcore.domain.launch import Exit, Launch
@@ -20,13 +20,13 @@ from flagcore.report.result import result
 from flagcore.tuner.shorten import FIXED_FACTOR, UNMODELLED_SHARE, scale_nodes, scale_steps, shorten
 from flagcore.tuner.stages.predict import predict_columns
 from tests import tasks
-from tests.tuner.benches import Ended, sizes_of, write_steps
+from tests.tuner.benches import Ended, job_of, sizes_of, write_steps
 from tests.tuner.test_loop_limits import BusyBench, OnTwoHosts, Player, batch_of, seconds
 
 LONG = tasks.task(global_batch_size=512, control=Control(max_step_time=60.0))
 
 
-class Linear(Megatron):
+class Linear(Toy):
     """Predicts a step of 20 s that it takes once, and `per_sample` seconds a sample."""
 
     def __init__(self, once: float = 20.0, per_sample: float = 1.0) -> None:
@@ -71,24 +71,6 @@ def test_other_steps_run_whole(most: float | None, step: float | None) -> None:
 def test_steps_run_whole_if_the_model_predicts_no_time_or_no_gain() -> None:
     assert shortened(LONG, 600.0, Linear(once=math.nan)) is None
     assert shortened(LONG, 600.0, Linear(once=600.0, per_sample=0.0)) is None
-
-
-@pytest.mark.parametrize(
-    ("data", "pipeline", "micro", "share", "batch"),
-    [
-        (1, 1, 1, 0.001, 4),  # the fewest micro-batches
-        (8, 1, 2, 0.1, 64),
-        (4, 8, 1, 0.001, 64),  # two a stage
-        (4, 8, 1, 0.15, 96),  # 19.2 of 128 micro-batches, a multiple of 8
-        (16, 16, 1, 0.001, None),  # 32 micro-batches are what fills 16 stages
-        (16, 8, 1, 0.9, None),
-    ],
-)
-def test_the_pipeline_is_filled_and_the_batch_is_legal(
-    data: int, pipeline: int, micro: int, share: float, batch: int | None
-) -> None:
-    candidate = tasks.candidate(data_parallel_size=data, pipeline_model_parallel_size=pipeline, micro_batch_size=micro)
-    assert ENGINE.shorter_batch(LONG, candidate, share) == batch
 
 
 def test_the_model_scales_only_parts_that_grow_with_the_batch() -> None:
@@ -154,7 +136,7 @@ def test_trials_run_on_fewer_nodes_with_fewer_replicas_and_the_same_batch_of_eac
     assert {nodes_of(trial) for trial in (*plan.trials, *plan.repeats)} == {1}
     for trial, launch in zip(plan.trials, bench.player.launches, strict=False):
         values = trial.candidate.as_dict()
-        assert values["data_parallel_size"] == NODES * int(launch.environment["FLAGCORE_DATA_PARALLEL_SIZE"])
+        assert values["data_parallel_size"] == NODES * int(job_of(launch)["knobs"]["data_parallel_size"])
     best = best_of(plan)
     assert best.is_final
     assert best.measurement.scaled_from is not None

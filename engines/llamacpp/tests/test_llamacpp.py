@@ -9,7 +9,7 @@ from flagcore_serving.space.hardware import Hardware
 from engines.serving.tests.engines.tasks import LOAD, broken, figures, merged, server, serving, settings, space_of
 from flagcore.domain.serving import Load
 from flagcore.errors import SpecError
-from tests.tasks import DENSE
+from tests.product.tasks import DENSE
 
 
 def cores(**arguments: Any) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from flagcore_training.layout import Layout, Mesh, Placement, Training
+from flagcore_training.layout import Layout, MeshStages, StageGroups, Training
 from flagcore_training.memory.training import component_table, memory_in_use, stages_in_use
 from flagcore_training.stages import (
     edge_parameters,
@@ -160,7 +160,7 @@ def _on_meshes(task: Task, columns: Columns) -> Layout:
     count = int(table.number(code).max())
     first, *others = (layout_of(task, table.columns(columns, mesh)) for mesh in range(count))
     starts = np.cumsum(table.codes[PP][code], axis=1).astype(np.float64).T
-    return replace(first, further=tuple(Mesh(start, each) for start, each in zip(starts, others, strict=False)))
+    return replace(first, further=tuple(MeshStages(start, each) for start, each in zip(starts, others, strict=False)))
 
 
 def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
@@ -206,7 +206,7 @@ def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> 
     found: dict[str, dict[str, FloatArray]] = {}
     for rows, row_columns, group_costs in mixed.with_stage(task, columns, stages, costs):
         train, layout = inputs(task, row_columns, group_costs)
-        index, placement = stages[rows].astype(np.float64), Placement.from_layout(layout, group_costs)
+        index, placement = stages[rows].astype(np.float64), StageGroups.from_layout(layout, group_costs)
         index = index % layout.pipeline
         tables = [
             component_table(train, each, index, device_costs.memory.workspace_bytes())
@@ -237,7 +237,7 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
     """
     row, group_costs, rank = mixed.on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
     train, layout = inputs(task, row, group_costs)
-    stage_ends, placement = np.cumsum(mixed.stage_devices(task, row)), Placement.from_layout(layout, group_costs)
+    stage_ends, placement = np.cumsum(mixed.stage_devices(task, row)), StageGroups.from_layout(layout, group_costs)
     number = np.searchsorted(stage_ends, [rank], side="right")
     index = np.minimum(number, stage_ends.size - 1).astype(np.float64)
     rank_stage = stage(train.model, layout, index, train.options)

@@ -20,7 +20,7 @@ from flagcore.i18n import N_, _
 from flagcore_megatron.command.checks import check_command, release_problems
 from flagcore_megatron.command.launch import own_launch, reference_launch
 from flagcore_megatron.mixed import hetero
-from flagcore_megatron.mixed.trials import data_problem, hosts_of, on_groups, shares
+from flagcore_megatron.mixed.equal_meshes import data_problem, hosts_of, on_groups, shares
 from flagcore_megatron.predict import with_layout
 from flagcore_megatron.program.user_command import DISTRIBUTION
 from flagcore_megatron.space import production
@@ -28,7 +28,7 @@ from flagcore_megatron.space.knobs import BY_NAME, plain_values, program_runs_me
 from flagcore_megatron.space.meshes import MESHES
 from flagcore_megatron.space.options import DEFAULTS, runs, schedule
 from flagcore_megatron.space.rules import DP, PP
-from flagcore_megatron.trial.job import Candidate as JobCandidate
+from flagcore_megatron.trial.job import TrialCandidate
 
 PROGRAM = "flagcore_megatron.trial"
 MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}
@@ -36,7 +36,7 @@ MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 PRECISIONS = ("bf16", "fp16", "fp32")
 EIGHT_BITS = ("fp8", "mxfp8")
-ACCEPTED_KEYS = frozenset(field.name for field in fields(JobCandidate))
+ACCEPTED_KEYS = frozenset(field.name for field in fields(TrialCandidate))
 """Knobs and settings that the trial program accepts."""
 TRANSFORMER_ENGINE_SETTINGS = (
     *("tp_comm_overlap", "moe_grouped_gemm", "fp8_recipe", "use_precision_aware_optimizer"),

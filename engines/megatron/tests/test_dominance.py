@@ -10,7 +10,7 @@ from flagcore_megatron.space.knobs import candidate_columns
 
 from flagcore.domain.space import KnobValue
 from flagcore.tuner.stages.build import build
-from tests import tasks
+from tests.product import tasks
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP, EP, MBS = "context_parallel_size", "expert_model_parallel_size", "micro_batch_size"

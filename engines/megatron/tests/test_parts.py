@@ -8,7 +8,7 @@ from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.space.knobs import candidate_columns
 
 from flagcore.domain.model import Model
-from tests import tasks
+from tests.product import tasks
 
 LATENT = dataclasses.replace(
     tasks.EXPERTS, **tasks.LATENT, moe_first_dense_layers=1, moe_shared_expert_intermediate_size=64, mtp_num_layers=1

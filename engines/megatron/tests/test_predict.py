@@ -18,7 +18,7 @@ from flagcore.domain.prediction import components_of_row
 from flagcore.domain.spec import Task
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.transformer import SCHEDULES
-from tests import tasks
+from tests.product import tasks
 
 DENSE = dataclasses.replace(
     LLAMA, num_layers=16, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_query_groups=8

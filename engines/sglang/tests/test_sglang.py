@@ -7,7 +7,7 @@ from flagcore_sglang.profile import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import broken, planned, server, settings
 from flagcore.api import estimate_jobs
-from tests.tasks import DENSE
+from tests.product.tasks import DENSE
 
 
 def cards(**arguments: Any) -> Any:

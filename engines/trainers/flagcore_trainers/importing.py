@@ -11,8 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flagcore_megatron.importing.command import cluster_of
-from flagcore_training.commands import UserCommand, parse
+from flagcore_training.commands import UserCommand, cluster_of, parse
 
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote

@@ -48,7 +48,7 @@ def moments(train: Training, layout: Layout) -> Moments:
     With a single micro-batch, gradients that ranks do not shard are not there before their backward.
     """
     model, u, ones = train.model, float(train.value_bytes), np.ones_like(layout.data)
-    job = memory.Job(
+    job = memory.MemoryInputs(
         model=model,
         value_bytes=u,
         ranks=layout.expert,

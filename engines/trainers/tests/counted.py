@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from flagcore_trainers.fsdp2.job import Candidate, Job
+from flagcore_trainers.fsdp2.job import TrialCandidate, TrialJob
 from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
 from flagcore_trainers.fsdp2.rank import device_meshes
 from flagcore_trainers.fully_shard import SCHEDULES, memory
@@ -42,15 +42,17 @@ SHAPE = {
 LEVELS = {"none": 0.0, "selective": 1.0, "full": 2.0}
 
 
-def job(shape: Mapping[str, Any], candidate: Mapping[str, Any], length: int = 1024, precision: str = "bf16") -> Job:
+def job(
+    shape: Mapping[str, Any], candidate: Mapping[str, Any], length: int = 1024, precision: str = "bf16"
+) -> TrialJob:
     """Return a job of two micro-batches."""
-    each = Candidate(**candidate)
+    each = TrialCandidate(**candidate)
     batch = 2 * each.micro_batch * each.replicate * each.shard
     train = Train(seq_length=length, global_batch_size=batch, precision=precision, train_iters=1, seed=1)
-    return Job(Model(**{**SHAPE, **shape}), train, each, Device(), Path())
+    return TrialJob(Model(**{**SHAPE, **shape}), train, each, Device(), Path())
 
 
-def counted(job: Job) -> tuple[float, float]:
+def counted(job: TrialJob) -> tuple[float, float]:
     """Return the bytes that rank 0 holds between steps, with gradients, and the peak of forward and backward."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.world_size)
     candidate, cpu = job.candidate, torch.device("cpu")
@@ -80,7 +82,7 @@ def counted(job: Job) -> tuple[float, float]:
     return held + adam, peak["Total"] + adam
 
 
-def predicted(job: Job) -> tuple[float, float]:
+def predicted(job: TrialJob) -> tuple[float, float]:
     """Return the predictions of what `counted` returns."""
 
     def one(number: float) -> Any:
@@ -88,7 +90,7 @@ def predicted(job: Job) -> tuple[float, float]:
 
     each, is_narrow = job.candidate, job.train.precision == "bf16"
     result = memory.of_rank(
-        memory.Job(
+        memory.TrialJob(
             model=job.model,
             value_bytes=2.0 if is_narrow else 4.0,
             ranks=one(each.shard * each.context),
@@ -110,7 +112,7 @@ def predicted(job: Job) -> tuple[float, float]:
     return float(result.static[0]), float(result.peak[0])
 
 
-def drawn(seed: int, count: int) -> list[Job]:
+def drawn(seed: int, count: int) -> list[TrialJob]:
     """Return jobs with random shapes and layouts."""
     choose, jobs = random.Random(seed), []
     while len(jobs) < count:

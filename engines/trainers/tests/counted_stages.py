@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from flagcore_trainers.fsdp2 import rank
-from flagcore_trainers.fsdp2.job import Job
+from flagcore_trainers.fsdp2.job import TrialJob
 from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
 from flagcore_trainers.fully_shard import memory
 from torch import nn
@@ -59,7 +59,7 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]  # torch is not followe
         return len(self.live) > before
 
 
-def counted(job: Job, place: int) -> tuple[float, float]:
+def counted(job: TrialJob, place: int) -> tuple[float, float]:
     """Return the bytes of the states of a rank at `place` of its pipeline, and the peak of forward and backward."""
     each, cpu = job.candidate, torch.device("cpu")
     kind = FakeTensor if each.tensor == 1 else torch.Tensor
@@ -95,7 +95,7 @@ def _without_vote(schedule: Any, stages: list[Any], *_: Any) -> None:
         each._inference_mode = InferenceMode.STATIC
 
 
-def drawn(seed: int, count: int) -> list[Job]:
+def drawn(seed: int, count: int) -> list[TrialJob]:
     """Return jobs with random shapes, layouts and schedules."""
     choose, jobs = random.Random(seed), []
     while len(jobs) < count:

@@ -25,7 +25,7 @@ from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
-from tests.tasks import DENSE, SHAPE, costs, task
+from tests.product.tasks import DENSE, SHAPE, costs, task
 
 CONFIG = """{"train_batch_size": 32, "gradient_accumulation_steps": 4,  // see "notes"
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}, "url": "http://a#b",

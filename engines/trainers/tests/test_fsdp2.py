@@ -35,7 +35,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.errors import LaunchError, SpecError
-from tests.tasks import DENSE, EXPERTS, SHAPE, costs, task
+from tests.product.tasks import DENSE, EXPERTS, SHAPE, costs, task
 
 pytestmark = pytest.mark.spread
 

@@ -8,7 +8,7 @@ from flagcore_trainers.torchtitan import TORCHTITAN
 
 from flagcore import api
 from flagcore.errors import SpecError
-from tests.tasks import task
+from tests.product.tasks import task
 
 TOML = """[model]
 name = "llama3"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from flagcore_trainers.logs import FORMATS, TIMED, Log, Patterns, Reading
 
-from tests.tasks import task
+from tests.product.tasks import task
 
 LOGS = Path(__file__).parent / "logs"
 OWN = "step 1/9 loss 6.25 took 100.00 msstep 1/9 loss 6.25 took 120.00 ms\nstep 2/9 loss nan took 90 ms\npeak 1.5 GiB\n"

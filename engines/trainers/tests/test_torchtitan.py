@@ -15,7 +15,7 @@ from flagcore_trainers.torchtitan import TORCHTITAN, TorchTitan
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
-from tests.tasks import costs, task
+from tests.product.tasks import costs, task
 
 pytestmark = pytest.mark.spread
 

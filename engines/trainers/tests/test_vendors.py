@@ -7,7 +7,7 @@ import pytest
 from flagcore.api.inputs import open_spec
 from flagcore.domain.chip import Support
 from flagcore.errors import NoDevice
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 
 def support(chip: str, engine: str) -> Any:

@@ -26,10 +26,10 @@ def read_knobs(package: str, **defaults: object) -> tuple[Knob, ...]:
     """Return the knobs in the file `knobs.yaml` of a package. `defaults`: keys of all rows that lack them."""
     text = files(package).joinpath("knobs.yaml").read_text("utf-8")
     rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return tuple(_knob(name, {**defaults, **row}) for name, row in rows.items())
+    return tuple(knob_of_row(name, {**defaults, **row}) for name, row in rows.items())
 
 
-def _knob(name: str, row: dict[str, Any]) -> Knob:
+def knob_of_row(name: str, row: dict[str, Any]) -> Knob:
     """Return the knob for a row of a table. The keys of a row are fields of Knob, or these:
 
     - `flag`: its flag, by default its name with hyphens; an empty text means that it has none.

@@ -222,7 +222,7 @@ class Layout(ArrayRecord):
     first_layers: FloatArray
     last_layers: FloatArray
     split: FloatArray
-    further: tuple[Mesh, ...] = ()
+    further: tuple[MeshStages, ...] = ()
     here: tuple[FloatArray, ...] = ()
 
     def __getitem__(self, rows: slice | IntArray) -> Layout:
@@ -295,7 +295,7 @@ class Layout(ArrayRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh(ArrayRecord):
+class MeshStages(ArrayRecord):
     """The layout of the stages on one node group that has its own parallel sizes. `start` is the index of the first."""
 
     start: FloatArray
@@ -344,7 +344,7 @@ def _picked(places: IntArray, values: Sequence[T]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class StageGroups:
     """The node group of each stage, and the layout on each group.
 
     `starts` are the first stages of all groups but the first. `starts` and `layouts` have one array or record of
@@ -356,7 +356,7 @@ class Placement:
     layouts: tuple[Layout, ...]
 
     @classmethod
-    def from_layout(cls, layout: Layout, costs: Costs) -> Placement:
+    def from_layout(cls, layout: Layout, costs: Costs) -> StageGroups:
         if layout.further:
             starts, layouts = zip(*((each.start, each.layout) for each in layout.further), strict=True)
             return cls(starts, (layout, *layouts))

@@ -16,7 +16,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.spec.models import model_from
-from tests import tasks
+from tests.product import tasks
 
 
 def public(name: str, **changes: Any) -> Model:

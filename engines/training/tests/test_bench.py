@@ -53,10 +53,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from flagcore_training.microbench import kernels
 from flagcore_training.microbench.kernels import Bench
-from flagcore_training.microbench import Job
+from flagcore_training.microbench import BenchmarkJob
 torch.set_num_threads(1)
 bench = Bench("cpu", 0, False)
-job = Job("cpu", "gloo", (), 1, True, 1, ("fp32",), 1 << 28, 1.0, Path("x"))
+job = BenchmarkJob("cpu", "gloo", (), 1, True, 1, ("fp32",), 1 << 28, 1.0, Path("x"))
 items = kernels.gemms(bench, job, "fp32")
 rows = list(kernels.measured(bench, items, 2.0))
 print(json.dumps({"planned": len(items), "rows": rows,

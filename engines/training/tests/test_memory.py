@@ -27,7 +27,7 @@ from engines.training.tests.candidates import (
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Model
 from flagcore.physics.cost_stack import PlainMemory
-from tests import tasks
+from tests.product import tasks
 
 
 def parameters(model: Model, split: Layout, stage: int, options: Options = DEFAULTS) -> float:

@@ -17,7 +17,7 @@ from flagcore.domain.cluster import Topology
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Curve, Roofline
-from tests import tasks
+from tests.product import tasks
 
 CHIP = tasks.chip(bf16=9e14, fp8=1.8e15)
 DENSE = replace(LLAMA, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256)

@@ -11,7 +11,7 @@ from engines.serving.tests.engines.tasks import GIB, LOAD, figures, merged, plan
 from flagcore import api
 from flagcore.domain.serving import Load
 from flagcore.errors import SpecError
-from tests.tasks import DENSE
+from tests.product.tasks import DENSE
 
 
 def cards(**arguments: Any) -> Any:

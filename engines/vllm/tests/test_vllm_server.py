@@ -22,7 +22,7 @@ from engines.serving.tests.engines.tasks import serving
 from engines.serving.tests.load.servers import send
 from flagcore.domain.serving import Load
 from flagcore.domain.space import Candidate
-from tests.tasks import platform as small_platform
+from tests.product.tasks import platform as small_platform
 
 pytestmark = pytest.mark.long
 

@@ -3,17 +3,33 @@
 import copy
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from flagcore_flagscale import Imported, translate
 
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError
 
-TREES = Path(__file__).parent / "trees"
+TREES = {file.stem: file for file in sorted(Path(__file__).parent.glob("trees/*.yaml"))}
+"""The files that hold a tree each: the text of each of its files, by path."""
 KeyPath = tuple[str | int, ...]
 _GONE = ("dropped", "cannot be resolved", "cannot run")
+
+
+@cache
+def files_of(file: Path) -> dict[str, str]:
+    """Return the files of a tree by path."""
+    return dict(yaml.safe_load(file.read_text("utf-8")))
+
+
+def write_tree(file: Path, folder: Path) -> None:
+    """Write the files of a tree into a folder."""
+    for path, text in files_of(file).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
 
 
 def unaccounted(tree: dict[str, Any]) -> list[str]:

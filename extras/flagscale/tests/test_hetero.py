@@ -21,7 +21,7 @@ from flagcore.plugins import load_plugins
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.launches import planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
-from tests import tasks
+from tests.product import tasks
 
 pytestmark = pytest.mark.spread
 

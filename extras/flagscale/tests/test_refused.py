@@ -10,7 +10,7 @@ from flagcore.cli.main import flag
 from flagcore.errors import SpecError
 from flagcore.plugins import entry_points
 from flagcore.spec.convert import parse_spec
-from tests.tasks import ENGINES
+from tests.product.tasks import ENGINES
 
 read_tree = FlagScale().read_tree
 

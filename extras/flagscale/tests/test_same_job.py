@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from flagcore_flagscale import FlagScale
 from flagcore_megatron.adapter import ENGINE
-from flagcore_megatron.command.trial import RULES
+from flagcore_megatron.command.changes import RULES
 from flagcore_megatron.program.arguments import ArgumentTable, release_table
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.spec.convert import parse_spec
-from tests import tasks
+from tests.product import tasks
 
 pytestmark = pytest.mark.spread
 

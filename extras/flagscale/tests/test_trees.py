@@ -26,10 +26,10 @@ from extras.flagscale.tests.accounting import TREES, unaccounted
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.importing import commented_yaml
-from tests.cli.conftest import Ran
-from tests.cli.conftest import flag as flag
-from tests.doc_pages import ROOT
-from tests.tasks import ENGINES
+from tests.product.cli.conftest import Ran
+from tests.product.cli.conftest import flag as flag
+from tests.product.doc_pages import ROOT
+from tests.product.tasks import ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
@@ -37,7 +37,7 @@ read_tree = FlagScale().read_tree
 Flag = Callable[..., Ran]
 
 SPACE = "experiment.auto_tuner.space"
-ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
+ALL = tuple(TREES)
 TRAIN = tuple(name for name in ALL if name.startswith("train"))
 FUZZED = ("train_hetero", "serve_vllm")
 """Trees that have between them most keys."""

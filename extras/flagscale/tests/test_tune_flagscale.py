@@ -2,13 +2,14 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from extras.flagscale.tests.accounting import write_tree
 
 ENVIRONMENT = os.environ.get("REAL_MEGATRON", "")
 ROOT = Path(__file__).parents[3]
@@ -21,7 +22,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(("name", "candidates"), [("dense", 4), ("stages", 2)])
 def test_a_tree_is_tuned_through_flagscales_own_program(name: str, candidates: int, tmp_path: Path) -> None:
-    shutil.copytree(Path(__file__).parent / "cpu_trees", tmp_path / "conf")
+    write_tree(Path(__file__).parent / "cpu_trees.yaml", tmp_path / "conf")
     code = "from flagcore.cli import main; main()"
     arguments = ("--config-path", "conf", "--config-name", name, "--run-dir", "run", "action=auto_tune")
     environment = {**os.environ, "PATH": f"{ENVIRONMENT}/bin:{os.environ['PATH']}", "PYTHONWARNINGS": "ignore"}

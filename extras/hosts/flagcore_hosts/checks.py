@@ -26,7 +26,7 @@ from flagcore.domain.launch import HOSTS, Launch, log_tail
 from flagcore.errors import HostLost, LaunchError, NoDevice
 from flagcore.i18n import N_, _
 from flagcore_hosts import rendezvous
-from flagcore_hosts.trials import HostsApart, HostTrials
+from flagcore_hosts.launching import HostsApart, HostTrials
 
 LOG = logging.getLogger("flagcore")
 AT_ONCE = 512

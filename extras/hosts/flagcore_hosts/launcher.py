@@ -31,7 +31,7 @@ from flagcore_hosts.checks import (
     warn,
 )
 from flagcore_hosts.connection import agent_command, shared_variables
-from flagcore_hosts.trials import MAX_LOSSES, HostTrials
+from flagcore_hosts.launching import MAX_LOSSES, HostTrials
 
 MAX_COMPARED = 64
 """Maximum number of hosts whose speeds `flag tune` compares. The time of the comparison grows with their number."""

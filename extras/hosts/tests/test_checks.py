@@ -30,9 +30,9 @@ from flagcore.contracts import Hosts, Network, Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import LaunchError, NoDevice, UsageError
-from tests.cli.conftest import Flag
-from tests.cli.conftest import flag as flag
-from tests.tasks import SHAPE, Readings
+from tests.product.cli.conftest import Flag
+from tests.product.cli.conftest import flag as flag
+from tests.product.tasks import SHAPE, Readings
 
 FOUR = tuple(Device(index=index, chip="Chip-A") for index in range(4))
 GOOD = HostReport(

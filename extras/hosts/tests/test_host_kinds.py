@@ -21,8 +21,8 @@ from flagcore.spec.convert import parse_spec
 from flagcore.tuner.devices import require_devices
 from flagcore.tuner.launches import host_lines, planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
-from tests import tasks
 from tests.launchers.processes import ended
+from tests.product import tasks
 
 pytestmark = pytest.mark.spread
 

@@ -21,7 +21,7 @@ import pytest
 from flagcore_hosts import connection
 from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import HostsLauncher, ssh_channel
-from flagcore_hosts.trials import HostsRunning
+from flagcore_hosts.launching import HostsRunning
 
 from extras.hosts.tests.cluster.bed import HOST, missing
 from flagcore import plugins
@@ -518,7 +518,7 @@ def test_a_kept_agent_forks_trials_until_one_fails_and_no_program_that_is_unfit(
 def test_a_host_that_never_ends_its_trial_costs_only_its_trial(
     tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flagcore_hosts.trials.START_SECONDS", 1.0)
+    monkeypatch.setattr("flagcore_hosts.launching.START_SECONDS", 1.0)
     beats = f"cat > /dev/null & echo '{READY}'; echo '{{\"started\": 1}}'; while sleep 1; do echo; done"
     host_launcher = launcher(b=lambda host: ["sh", "-c", beats.replace("echo;", "echo {};")])
     running = host_launcher.start(launch("true", tmp_path / "trial", hosts=("b",), timeout_seconds=1.0))

@@ -13,7 +13,7 @@ from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import SSH
 
 from flagcore import api
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 

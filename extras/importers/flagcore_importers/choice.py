@@ -23,26 +23,18 @@ _OF_COPY = re.compile(r"\s--([\w-]*port|host|node.rank|data-parallel-(start-)?ra
 _FOLLOWER = re.compile(r"--(node|data-parallel|data-parallel-start).rank[=\s][1-9]|--headless")
 """Arguments of the other hosts of a server."""
 _SCRIPT = re.compile(r"\b(?:ba|da)?sh\s(?:-\w+\s)*([^\s'\"]+\.(?:sh|bash|slurm|sbatch))\b")
-_OF_MACHINE = re.compile(
+OF_MACHINE = re.compile(
     r"^(BASH_FUNC_.*|PATH|PWD|HOME|HOSTNAME|USER|TMPDIR|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY|HOSTS"
     r"|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|(MASTER|\w+_SIDE_CHANNEL)_(ADDR|HOST|PORT)|\w+_HOST_IP|(FLAGCORE|LWS|PET)_\w+)$"
 )
-_OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|(JOB_)?NODELIST)")
-
-
-def is_of_machine(name: str) -> bool:
-    """Return whether a variable belongs to a machine or a container."""
-    return bool(_OF_MACHINE.search(name))
-
-
-def is_of_host(name: str) -> bool:
-    """Return whether a variable differs between the hosts of a job, or between jobs."""
-    return bool(_OF_HOST.fullmatch(name))
+"""Variables that belong to a machine or a container."""
+OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|(JOB_)?NODELIST)$")
+"""Variables that differ between the hosts of a job, or between jobs."""
 
 
 def unset_names(program: Program) -> list[str]:
     """Return the names of the variables in a program's script that are not set, without those of a machine."""
-    return [each for each in program.unset if not (is_secret(each) or is_of_machine(each) or is_of_host(each))]
+    return [each for each in program.unset if not (is_secret(each) or OF_MACHINE.match(each) or OF_HOST.match(each))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,13 +57,13 @@ def _containers(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator
     """Yield the containers of a pod."""
     given = node["containers"]
     for each in given.values() if isinstance(given, Mapping) else given:
-        resources, absent = each.get("resources") or {}, _maps_of(each)
+        resources, (absent, secrets) = each.get("resources") or {}, _from_elsewhere(each)
         start = replace(
             pod,
             envs=literal_variables(each.get("env")),
             devices=count_devices(resources.get("limits") or resources.get("requests")),
             instances=pod.instances * (positive(node.get("minReplicas")) or 1),  # a predictor of KServe
-            left_out=left_out(KEYS.pod, node) | left_out(KEYS.container, each) | absent | _secrets_of(each),
+            left_out=left_out(KEYS.pod, node) | left_out(KEYS.container, each) | absent | secrets,
             absent=tuple(absent),
         )
         yield container(start, each.get("image") or "", each.get("command"), each.get("args"), images)
@@ -89,22 +89,16 @@ def _job_of_kubeflow(hosts: str, devices: str) -> dict[str, str]:
     return job | {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "23456"}
 
 
-def _sources(container: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yield the variables of a container, or `envFrom`, each with what sets it."""
-    for each in (*(container.get("env") or ()), *(container.get("envFrom") or ())):
-        if isinstance(each, Mapping):
-            yield each.get("name", "envFrom"), each.get("valueFrom") or each
-
-
-def _maps_of(container: Mapping[str, Any]) -> dict[str, str]:
-    """Return the ConfigMaps outside of a manifest that set variables of its container."""
-    maps = [(name, each.get("configMapKeyRef") or each.get("configMapRef")) for name, each in _sources(container)]
-    return {f"ConfigMap {each.get('name')}": f"of {name}; it is not here" for name, each in maps if each}
-
-
-def _secrets_of(container: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables of a container that secrets set, without the names of these."""
-    return {name: "of a secret" for name, each in _sources(container) if {"secretKeyRef", "secretRef"} & each.keys()}
+def _from_elsewhere(container: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the ConfigMaps outside of a manifest that set variables of its container, and the variables that secrets
+    set, without the names of these."""
+    entries = [*(container.get("env") or ()), *(container.get("envFrom") or ())]
+    sources = [
+        (each.get("name", "envFrom"), each.get("valueFrom") or each) for each in entries if isinstance(each, Mapping)
+    ]
+    maps = [(name, each.get("configMapKeyRef") or each.get("configMapRef")) for name, each in sources]
+    secrets = {name: "of a secret" for name, each in sources if {"secretKeyRef", "secretRef"} & each.keys()}
+    return {f"ConfigMap {each.get('name')}": f"of {name}; it is not here" for name, each in maps if each}, secrets
 
 
 def scalers_of(documents: Sequence[Any]) -> dict[str, str]:

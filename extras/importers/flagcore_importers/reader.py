@@ -16,7 +16,7 @@ from flagcore.i18n import _
 from flagcore.spec.importing import Notes
 from flagcore.spec.plain_data import read_text
 from flagcore.spec.validate import LONGEST_TEXT
-from flagcore_importers.choice import Input, is_of_host, is_of_machine, others, unset_names
+from flagcore_importers.choice import OF_HOST, OF_MACHINE, Input, others, unset_names
 from flagcore_importers.declared import read_table
 from flagcore_importers.starts import Reader
 from flagcore_importers.values import split_words
@@ -155,10 +155,10 @@ class _Conversion:
         is_here = _OF_NETWORK.search(name) or _THIS_HOST.search(value)
         if is_secret(name) or redact_text(value) != value:
             return "is a secret: not copied"
-        if (start.hosts > 1 and is_of_host(name)) or (is_here and not (value and value in text)):
+        if (start.hosts > 1 and OF_HOST.match(name)) or (is_here and not (value and value in text)):
             return "dropped: differs between hosts"
         is_of_one = name.endswith(_DEVICES) and (start.instances > 1 or not re.match("[0-9]", value))
-        if is_of_machine(name) or is_of_one:
+        if OF_MACHINE.match(name) or is_of_one:
             return "dropped: belongs to the machine or the container"
         if not value and start.script:
             return "dropped: its value is not known here"

@@ -18,7 +18,7 @@ from flagcore_importers.batch import batch_job
 from flagcore_importers.containers import CONTAINERS, Images, container, container_run, image_start, services_of
 from flagcore_importers.declared import Table, servers_of
 from flagcore_importers.kubernetes import containers_in, pods_of, scalers_of, with_maps, with_runtimes
-from flagcore_importers.shell import SHELLS, Record, is_script, names_script, trace_script
+from flagcore_importers.shell import SHELLS, is_script, names_script, trace_script
 from flagcore_importers.units import UNIT, programs_of
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -129,14 +129,13 @@ class Reader:
         """Yield the programs that a container, a shell or a script starts. Yield any other program itself."""
         start = _unwrapped(start)
         words, names = start.words, [os.path.basename(word) for word in start.words]
-        verb, file = _verb(names), _image_file(words, names)
-        shell = next((n for n, name in enumerate(names) if name in SHELLS and _shell_text(words[n + 1 :])), None)
-        lines = [word for word in words if " " in word] if names and names[0] in _TERMINALS else []
-        if verb is not None and (shell is None or verb < shell):
+        verb, file, shell = _verb(names), _image_file(words, names), _shell(words)
+        is_terminal = names[:1] and names[0] in _TERMINALS
+        if verb < shell:
             yield from self._inner(container_run(start, words[verb + 1 :], self.images))
-        elif file is not None:
+        elif file < len(words):
             yield container(start, self._image_of(words[file]), None, words[file + 1 :], self.images)
-        elif depth < 3 and lines:
+        elif depth < 3 and is_terminal and (lines := [word for word in words if " " in word]):
             for line in lines:
                 yield from self._inner(replace(start, words=("bash", "-c", line)), depth + 1)
         elif depth < 3 and (found := self._script(words, names, shell)):
@@ -153,43 +152,36 @@ class Reader:
         return next((f"{each.partition(':')[0]}:{tag}" for each in self.images if f"/{name}:" in f"{each}:"), image)
 
     def _script(
-        self, words: Sequence[str], names: Sequence[str], shell: int | None
+        self, words: tuple[str, ...], names: Sequence[str], shell: int
     ) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Return the words of a launcher of MPI before a script, and the script, or None if a command runs none.
-        `shell`: the position of the shell with a text, if there is one."""
-        if shell is not None:
+        """Return the words of a launcher of MPI before a script, and the script, or None if a command runs none."""
+        if shell < len(words):
             return (), ("bash", "-c", *_shell_text(words[shell + 1 :]))
         for n in range(1, len(words)) if names[:1] and names[0] in _LAUNCHERS else ():
             if names_script(words[n:], self.directory):
-                return tuple(words[:n]) if names[0] in _MPI else (), tuple(words[n:])
-        is_file = len(words) > 1 or (bool(words) and names[0] not in SHELLS)
-        return ((), tuple(words)) if is_file and is_script(words, self.directory) else None
+                return words[:n] if names[0] in _MPI else (), words[n:]
+        is_file = words[1:] or (words and names[0] not in SHELLS)
+        return ((), words) if is_file and is_script(words, self.directory) else None
 
     def _traced(self, start: Start, before: tuple[str, ...], script: tuple[str, ...], depth: int) -> Iterator[Program]:
         """Yield the programs that a script starts, each after the words `before`."""
-        tasks = re.search(r" -{1,2}(?:np?|ntasks|nrs)[ =]?(\d+)", " ".join(before))
-        sizes = dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), tasks[1]) if tasks else {}
-        ranks = dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK"), "0") if tasks else {}
-        variables = {**start.job, **sizes, **ranks, **start.envs}  # each task is a rank
-        trace = partial(trace_script, script, self.directory, variables, unset=start.unset)
-
-        def inner(record: Record) -> Iterator[Program]:
-            new = replace(start, words=(*before, *record.words), envs={**start.envs, **record.environment}, image="")
-            yield from self._inner(
-                replace(new, unset=record.unset, script=start.script or (() if before else script)), depth
-            )
-
+        job, script_of_start = dict(start.job), start.script or (() if before else script)
+        if tasks := re.search(r" -{1,2}(?:np?|ntasks|nrs)[ =]?(\d+)", " ".join(before)):  # each task is a rank
+            job |= dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), tasks[1])
+            job |= dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK"), "0")
+        trace = partial(trace_script, script, self.directory, {**job, **start.envs}, unset=start.unset)
         try:
             records, failure = trace(elsewhere=1)
             more, _failure = trace(elsewhere=2) if failure else ((), "")
         except SpecError as error:
             raise SpecError(key="command", value=error.value, problem=error.problem, fix=error.fix) from None
-        for record in records:
-            yield from inner(record)
-        if failure:
-            yield FailedScript(reason=failure, unset=start.unset)
-        for record in more[len(records) :]:
-            yield from inner(record)
+        for record in (*records, *([None] if failure else []), *more[len(records) :]):
+            if record is None:
+                yield FailedScript(reason=failure, unset=start.unset)
+                continue
+            new = replace(start, words=(*before, *record.words), image="", script=script_of_start)
+            new = replace(new, envs={**start.envs, **record.environment}, unset=record.unset)
+            yield from self._inner(new, depth)
 
 
 def _with_files(start: Start, folder: Path) -> Start:
@@ -227,16 +219,22 @@ def _parts(words: Sequence[str], text: str, *, is_page: bool) -> list[tuple[Sequ
     return [((), re.sub(r"(?m)^ *\$ ", "", each)) for each in blocks]
 
 
-def _verb(names: Sequence[str]) -> int | None:
-    """Return the position of the verb of a command that runs a container."""
+def _verb(names: Sequence[str]) -> int:
+    """Return the position of the verb of a command that runs a container, or the number of words."""
     verbs = (n for n, name in enumerate(names) if name in ("run", "create"))
-    return next((n for n in verbs if {*CONTAINERS} & {*names[max(0, n - 2) : n]}), None)
+    return next((n for n in verbs if {*CONTAINERS} & {*names[max(0, n - 2) : n]}), len(names))
 
 
-def _image_file(words: Sequence[str], names: Sequence[str]) -> int | None:
-    """Return the position of the image that `apptainer run` starts."""
+def _image_file(words: Sequence[str], names: Sequence[str]) -> int:
+    """Return the position of the image that `apptainer run` starts, or the number of words."""
     files = (n for n, word in enumerate(words) if _IMAGE_FILE.search(word) and {*_APPTAINER} & {*names[:n]})
-    return next((n for n in files if "run" in names[:n]), None)
+    return next((n for n in files if "run" in names[:n]), len(names))
+
+
+def _shell(words: Sequence[str]) -> int:
+    """Return the position of the shell that runs a text, or the number of words."""
+    shells = (n for n, word in enumerate(words) if os.path.basename(word) in SHELLS)
+    return next((n for n in shells if _shell_text(words[n + 1 :])), len(words))
 
 
 def _shell_text(words: Sequence[str]) -> Sequence[str]:

@@ -16,7 +16,7 @@ from flagcore import api
 from flagcore.contracts.exchange import DEVICES_OF_HOST, shell_quoted
 from flagcore.errors import SpecError, UsageError
 from flagcore.plugins import launcher
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 pytestmark = pytest.mark.spread
 

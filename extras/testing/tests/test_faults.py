@@ -11,7 +11,7 @@ from flagcore_testing.checks.entries import entries_apply_somewhere
 from flagcore_testing.checks.figures import architectures_are_alike
 from flagcore_testing.checks.measured import corrections_are_of_measured_kernels
 from flagcore_testing.checks.packaging import project_is_built_and_named as is_named
-from flagcore_testing.checks.trials import telemetry_is_of_the_right_field
+from flagcore_testing.checks.telemetry import telemetry_is_of_the_right_field
 from flagcore_testing.kit import run
 
 from extras.testing.tests import faults, faults_of_data

@@ -6,8 +6,7 @@ from flagcore.domain.serving import PER_DEVICE, PER_USER, STATISTICS
 from flagcore.domain.trial import Trial
 from flagcore.i18n import _
 from flagcore.report.formats import shown
-from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, table
-from flagcore.report.page.charts import Plot, Series, linear, spread
+from flagcore.report.page.blocks import Block, Chart, Plot, Section, Series, Table, Text, cell, linear, spread, table
 from flagcore.report.page.run import Record, RunData
 from flagcore.report.result import front, number
 from flagcore.report.text import SHORT_LATENCIES, SHORT_RATES, latency_name, limits_text, load_text

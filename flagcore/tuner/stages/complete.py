@@ -19,7 +19,7 @@ from flagcore.errors import FlagError, NoDevice, SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.devices import require_devices
-from flagcore.tuner.stages.discover import costs, discover
+from flagcore.tuner.stages.discover import discover
 
 
 def complete(spec: Spec, plugins: LoadedPlugins, engine: Engine, *, plan: bool = False) -> Platform:
@@ -86,7 +86,7 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, engine: Engine, vers
     return Platform(
         task=task,
         engine=engine,
-        costs=costs(task.cluster, plugins, name, version),
+        costs=plugins.costs(task.cluster, name, version),
         support=support,
         environment=_of_shell(environment),
         failure_patterns=advice.failures,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_testing.toy import ENGINE
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Chip, Device, Fact, Support
@@ -42,7 +42,7 @@ def spec(**cluster: Any) -> Spec:
 
 
 def completed(spec: Spec, plugins: LoadedPlugins) -> Platform:
-    return complete_by_plugins(spec, plugins, tasks.ENGINES[spec.work.engine])
+    return complete_by_plugins(spec, plugins, ENGINE)
 
 
 def loaded(**plugins: object) -> LoadedPlugins:
@@ -98,7 +98,7 @@ def test_the_chip_is_that_of_the_spec_or_the_accelerator_with_most_devices(
         ({}, [], "no device at all"),
         ({}, [plugin(tasks.CHIP, 1, called="Strange 1")], "found Strange 1"),
         *(
-            ({}, [plugin(tasks.CHIP, 1, support=EngineSupport(support=each, reason="no send"))], "megatron.*no send")
+            ({}, [plugin(tasks.CHIP, 1, support=EngineSupport(support=each, reason="no send"))], "toy.*no send")
             for each in (Support.IMPOSSIBLE, Support.NOT_YET)
         ),
     ],
@@ -143,7 +143,7 @@ def test_unknown_support_allows_planning_only() -> None:
     silent = SimpleNamespace(**{k: v for k, v in vars(plugin(tasks.CHIP, 1)).items() if "support" not in k})
     platform = completed(spec(), loaded(x=silent))
     assert platform.support.support is Support.UNKNOWN
-    with pytest.raises(NoDevice, match="no installed plugin defines how megatron runs on test-chip"):
+    with pytest.raises(NoDevice, match="no installed plugin defines how toy runs on test-chip"):
         require_devices(platform, (Device(index=0, chip="test-chip"),) * 8)
 
 
@@ -211,7 +211,7 @@ def test_values_refused_by_one_chip_are_refused_on_a_mixed_cluster() -> None:
     plugins = loaded(x=plugin(tasks.CHIP), y=plugin(OTHER, check_task=refusing(refused)))
     assert completed(spec(groups=GROUPS), plugins).value_rules == (refused,)
     stopped_early = EngineSupport(support=Support.IMPOSSIBLE)
-    with pytest.raises(NoDevice, match="megatron does not run on other"):
+    with pytest.raises(NoDevice, match="toy does not run on other"):
         completed(spec(groups=GROUPS), loaded(x=plugin(tasks.CHIP), y=plugin(OTHER, support=stopped_early)))
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_testing.toy import ENGINE
 
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Cluster, NodeGroup

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_testing.toy import ENGINE
 
 from flagcore.contracts import PruningRule
 from flagcore.domain.prediction import Predictions

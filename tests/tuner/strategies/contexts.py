@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from flagcore_megatron import ENGINE
+from flagcore_testing.toy import ENGINE
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.prediction import PastMeasurements, Predictions
@@ -22,7 +22,6 @@ TASK = tasks.task(
     devices=8,
     seq_length=2048,
     global_batch_size=64,
-    space={"use_recompute": (False,), "context_parallel_size": (1,), "layer_split": (None,)},
 )
 SPACE = build(ENGINE.axes(TASK), ENGINE.rules(TASK), ENGINE.merges(TASK))
 

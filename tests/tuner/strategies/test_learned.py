@@ -86,7 +86,7 @@ def test_without_any_predicted_time_only_trials_are_learned_from() -> None:
 
 @pytest.mark.slow
 def test_after_out_of_memory_similar_candidates_are_avoided() -> None:
-    capacity = float(np.quantile(KNOWN.device_used_bytes, 0.5))
+    capacity = float(np.quantile(KNOWN.device_used_bytes, 0.6))
     known = replace(KNOWN, capacity_bytes=capacity)
     real = distorted(known, 2, spread=0.01)
     fits = 1.3 * known.device_used_bytes <= capacity
@@ -247,7 +247,7 @@ def test_partial_measurements_of_a_failed_trial_do_not_bound_the_time(state: Tri
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"), [("tensor_model_parallel_size", 1), ("micro_batch_size", 4), ("use_distributed_optimizer", 1)]
+    ("knob", "value"), [("pipeline_model_parallel_size", 1), ("micro_batch_size", 4), ("use_distributed_optimizer", 1)]
 )
 def test_a_value_that_always_fails_is_detected_after_three_failures(knob: str, value: int) -> None:
     real = distorted(KNOWN, 5, spread=0.01)
@@ -258,7 +258,7 @@ def test_a_value_that_always_fails_is_detected_after_three_failures(knob: str, v
 
 
 def test_expensive_failures_make_the_search_more_cautious() -> None:
-    known = replace(KNOWN, capacity_bytes=float(np.quantile(KNOWN.device_used_bytes, 0.4)))
+    known = replace(KNOWN, capacity_bytes=float(np.quantile(KNOWN.device_used_bytes, 0.2)))
     tried = int(np.argmax(known.step_time_s))
     fit = trial_of(tried, 1.5 * float(known.step_time_s[tried]), 0, float(known.device_used_bytes[tried]))
     out = int(np.argmax(known.device_used_bytes))
@@ -311,7 +311,7 @@ def test_no_trial_starts_that_takes_longer_than_the_remaining_time() -> None:
 
 
 LIMIT = {"ttft_s.p99": 1.0}
-WORK = ServeSpec(engine="vllm", loads=(Load(concurrency=8),), slo=LIMIT)
+WORK = ServeSpec(engine="server", loads=(Load(concurrency=8),), slo=LIMIT)
 
 
 def known() -> Predictions:

@@ -19,8 +19,8 @@ from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.errors import SpecError, SpecErrors, join_errors
 from flagcore.i18n import N_, _
+from flagcore_megatron.command.changes import KNOB_REASON, Change
 from flagcore_megatron.command.launch import trial_command
-from flagcore_megatron.command.trial import KNOB_REASON, Change
 from flagcore_megatron.mixed.hetero import mixed_job
 from flagcore_megatron.program.arguments import ArgumentProblem, known_releases, release_table
 from flagcore_megatron.program.user_command import (

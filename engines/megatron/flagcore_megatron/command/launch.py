@@ -23,7 +23,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SLOTS, Spec, Task
 from flagcore.errors import LaunchError
 from flagcore.spec.plain_data import package_yaml
-from flagcore_megatron.command.trial import (
+from flagcore_megatron.command.changes import (
     RENDEZVOUS_OPTIONS,
     Change,
     ChangedCommand,

@@ -5,7 +5,7 @@ from itertools import permutations, product
 
 import numpy as np
 from flagcore_training.critical_path import StageTimes
-from flagcore_training.layout import Layout, Placement, Splits, Training, distinct
+from flagcore_training.layout import Layout, Splits, StageGroups, Training, distinct
 from flagcore_training.memory.training import stages_in_use, states_of
 from flagcore_training.schedules import makespan
 from flagcore_training.stages import DENSE, LAYERS, MTP, layer_parameters, layers_before_last, stage, stage_of
@@ -38,7 +38,7 @@ def split_layers(
     rows = np.flatnonzero(chosen & (layout.pipeline > 1))
     if not rows.size:
         return train, layout
-    layouts, starts = [layout[rows]], Placement.from_layout(layout[rows], costs).starts
+    layouts, starts = [layout[rows]], StageGroups.from_layout(layout[rows], costs).starts
     layouts += [each.layout for each in layouts[0].further]
     batches = [layouts[0].microbatches * _few_microbatches(train, layouts[0])] if costs.further else []
     depends = (getattr(each, name) for each in layouts for name in DEPENDS_ON)
@@ -219,7 +219,7 @@ def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
     """
     leading, has_experts = leading_layers(train), train.model.num_moe_experts is not None
     total, last = train.model.num_layers - leading, layout.pipeline - 1.0
-    layout, placement = replace(layout, split=np.ones_like(layout.split)), Placement.from_layout(layout, costs)
+    layout, placement = replace(layout, split=np.ones_like(layout.split)), StageGroups.from_layout(layout, costs)
     counts, weights_room = placement.stages(layout), np.zeros(())
     for mesh, group, count in zip(placement.layouts, costs.groups, counts, strict=True):
         states = states_of(train, mesh, layer_parameters(train, mesh, moe=has_experts))

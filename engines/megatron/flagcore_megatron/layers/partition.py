@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import numpy as np
-from flagcore_training.layout import ArrayRecord, Layout, Placement, Training, distinct, pick
+from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
 from flagcore_training.time.step import Blocks, Pace, StagePace
 
 from flagcore.contracts import Costs
@@ -159,7 +159,7 @@ class Paces(ArrayRecord):
 
     @classmethod
     def from_blocks(cls, train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Paces:
-        placement = Placement.from_layout(layout, costs)
+        placement = StageGroups.from_layout(layout, costs)
         pairs = enumerate(zip(placement.layouts, costs.groups, strict=True))
         groups = (Pace.from_blocks(train, each, group, blocks, number) for number, (each, group) in pairs)
         return cls(tuple(groups), placement.starts)
@@ -169,7 +169,7 @@ class Paces(ArrayRecord):
         first = self.groups[0]
         if not self.starts:
             return first
-        group = Placement(self.starts, ()).group(place)
+        group = StageGroups(self.starts, ()).group(place)
         blocks, host, lag = (
             pick(group, [getattr(each, name) for each in self.groups]) for name in ("blocks", "host", "lag")
         )

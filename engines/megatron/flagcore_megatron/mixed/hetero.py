@@ -12,8 +12,8 @@ from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import KIND, Spec, Task
 from flagcore.errors import LaunchError
+from flagcore_megatron.mixed.equal_meshes import data_problem
 from flagcore_megatron.mixed.rules import tied
-from flagcore_megatron.mixed.trials import data_problem
 from flagcore_megatron.predict import stage_layers
 from flagcore_megatron.program.user_command import readable_command
 from flagcore_megatron.space.knobs import columns as row_of

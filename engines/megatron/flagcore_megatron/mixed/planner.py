@@ -24,9 +24,9 @@ from flagcore.contracts import Costs, Platform
 from flagcore.domain.space import BoolArray, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Task
 from flagcore_megatron.mixed import hetero
+from flagcore_megatron.mixed.equal_meshes import require_runnable
 from flagcore_megatron.mixed.options import MeshOptions, mesh_columns, mesh_options, recompute_words
 from flagcore_megatron.mixed.rules import tied
-from flagcore_megatron.mixed.trials import require_runnable
 from flagcore_megatron.predict import base_inputs
 from flagcore_megatron.space.knobs import BY_NAME, program_runs_meshes
 from flagcore_megatron.space.meshes import (

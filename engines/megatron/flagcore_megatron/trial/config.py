@@ -18,7 +18,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from flagcore_megatron.trial.job import Job
+from flagcore_megatron.trial.job import TrialJob
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ _STATE_FIELDS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_
 _FIRST_LOSS_SCALE = 2.0**12  # with the default of 2**32, the first fp16 steps, which a trial measures, would be skipped
 
 
-def transformer_config(job: Job) -> Any:
+def transformer_config(job: TrialJob) -> Any:
     """Return Megatron's configuration of the model. Megatron's checks raise AssertionError or ValueError."""
     model, candidate = job.model, job.candidate
     dtype = _DTYPES.get(job.train.precision, torch.bfloat16)
@@ -110,7 +110,7 @@ def transformer_config(job: Job) -> Any:
     return build_config(TransformerConfig, values)
 
 
-def ddp_config(job: Job) -> Any:
+def ddp_config(job: TrialJob) -> Any:
     """Return the configuration of the gradient buffers. Its data types default to Megatron-LM's."""
     candidate, fp32_setting = job.candidate, job.candidate.accumulate_allreduce_grads_in_fp32
     is_narrow = candidate.grad_reduce_in_bf16 or job.train.precision == "fp16"
@@ -124,7 +124,7 @@ def ddp_config(job: Job) -> Any:
     return build_config(DistributedDataParallelConfig, values)
 
 
-def optimizer_config(job: Job, config: Any) -> Any:
+def optimizer_config(job: TrialJob, config: Any) -> Any:
     """Return the configuration of the optimizer for a model with `config`."""
     candidate = job.candidate
     values = {
@@ -145,7 +145,7 @@ def optimizer_config(job: Job, config: Any) -> Any:
     return build_config(OptimizerConfig, values)
 
 
-def _fusions(job: Job) -> dict[str, bool]:
+def _fusions(job: TrialJob) -> dict[str, bool]:
     """Return the enabled kernel fusions: Megatron-LM's defaults with transformer-engine, none without it. Without
     transformer-engine, fused kernels need further libraries, which are not available on every device."""
     if not job.transformer_engine:
@@ -157,14 +157,14 @@ def _fusions(job: Job) -> dict[str, bool]:
     }
 
 
-def _eight_bit_values(job: Job) -> dict[str, Any]:
+def _eight_bit_values(job: TrialJob) -> dict[str, Any]:
     if job.train.precision not in _EIGHT_BITS:
         return {}
     recipe = job.candidate.fp8_recipe or _EIGHT_BITS[job.train.precision]
     return {"fp8": "e4m3" if recipe in _BLOCK_RECIPES else "hybrid", "fp8_recipe": recipe}
 
 
-def _message_values(job: Job) -> dict[str, Any]:
+def _message_values(job: TrialJob) -> dict[str, Any]:
     """Return the settings for messages between pipeline stages. Only interleaved schedules can overlap them."""
     interleaved = job.virtual_stages is not None
     overlapped = interleaved and job.candidate.overlap_p2p_comm
@@ -178,7 +178,7 @@ def _message_values(job: Job) -> dict[str, Any]:
     return values
 
 
-def _expert_values(job: Job) -> dict[str, Any]:
+def _expert_values(job: TrialJob) -> dict[str, Any]:
     model = job.model
     dense_layers = model.moe_first_dense_layers
     return {
@@ -198,7 +198,7 @@ def _expert_values(job: Job) -> dict[str, Any]:
     }
 
 
-def _latent_attention_values(job: Job) -> dict[str, Any]:
+def _latent_attention_values(job: TrialJob) -> dict[str, Any]:
     model = job.model
     values = {"q_lora_rank": model.q_lora_rank, "multi_latent_attention": True, "rope_type": "rope"}
     for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
@@ -211,7 +211,7 @@ def _keep_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def check_layers(job: Job) -> None:
+def check_layers(job: TrialJob) -> None:
     """Raise JobError if the job requires transformer-engine and it does not work on the job's device."""
     precision = job.train.precision
     if not job.transformer_engine and precision in _EIGHT_BITS:
@@ -232,7 +232,7 @@ def check_layers(job: Job) -> None:
         raise JobError(f"transformer-engine does not import ({reason}); set train.implementation: local") from error
 
 
-def start_buffers(job: Job) -> None:
+def start_buffers(job: TrialJob) -> None:
     """Allocate the buffers for collectives that overlap matrix products (Megatron-LM `training/initialize.py`)."""
     base = importlib.import_module("transformer_engine.pytorch.module").base
     candidate, is_8_bit = job.candidate, job.train.precision in _EIGHT_BITS

@@ -24,7 +24,7 @@ _MIN_MICROBATCHES = 4
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TrialCandidate:
     """The knobs and settings of a candidate, with their names in the spec."""
 
     data_parallel_size: int = 1
@@ -107,7 +107,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrialJob:
     """One trial, or the probe of one of its ranks.
 
     With `shares`, the ranks of a replica are consecutive, and `replica` is the replica of this rank. A trial ends
@@ -117,7 +117,7 @@ class Job:
 
     model: Model
     train: Train
-    candidate: Candidate
+    candidate: TrialCandidate
     device: Device
     output: Path
     probe: Probe | None = None
@@ -127,11 +127,11 @@ class Job:
     end_after_s: float | None = None
     ends_at: float | None = None
 
-    def started(self) -> Job:
+    def started(self) -> TrialJob:
         """Return the job with its end time, for a program that starts now."""
         return dataclasses.replace(self, ends_at=self.end_after_s and time.monotonic() + self.end_after_s)
 
-    def on_replica(self, number: int) -> Job:
+    def on_replica(self, number: int) -> TrialJob:
         """Return the job for the ranks of data-parallel replica `number`."""
         first_sample = 0
         for share in self.shares:
@@ -199,13 +199,13 @@ class Job:
         return chunks if chunks > 1 else None
 
 
-def parse_job(data: Any) -> Job:
+def parse_job(data: Any) -> TrialJob:
     """Return the job in decoded JSON. Raises JobError if a key is unknown or missing; Megatron checks the values."""
     try:
-        return Job(
+        return TrialJob(
             model=_build(Model, data["model"]),
             train=_build(Train, data["train"]),
-            candidate=_build(Candidate, data["candidate"]),
+            candidate=_build(TrialCandidate, data["candidate"]),
             device=_build(Device, data["device"]),
             output=Path(data["output"]),
             probe=None if data.get("probe") is None else _build(Probe, data["probe"]),

@@ -45,7 +45,7 @@ from flagcore_megatron.trial.config import (
     start_buffers,
     transformer_config,
 )
-from flagcore_megatron.trial.job import Job
+from flagcore_megatron.trial.job import TrialJob
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class BuiltModel:
     optimizer: Any
 
 
-def build(job: Job, device: torch.device) -> BuiltModel:
+def build(job: TrialJob, device: torch.device) -> BuiltModel:
     """Build this rank's part of the model. The process groups must exist. Raises the errors of Megatron's checks."""
     if job.transformer_engine:
         model_parallel_cuda_manual_seed(job.train.seed)
@@ -80,7 +80,7 @@ def build(job: Job, device: torch.device) -> BuiltModel:
     return BuiltModel(config, wrapped_chunks, optimizer)
 
 
-def _set_overlap_functions(config: Any, job: Job, chunks: list[Any]) -> None:
+def _set_overlap_functions(config: Any, job: TrialJob, chunks: list[Any]) -> None:
     """Set the functions that start collectives of gradients and weights during a schedule, like Megatron-LM."""
 
     def of_chunks(name: str) -> Any:
@@ -93,7 +93,7 @@ def _set_overlap_functions(config: Any, job: Job, chunks: list[Any]) -> None:
         config.param_sync_func = of_chunks("start_param_sync")
 
 
-def _build_chunk(job: Job, config: Any, vp_stage: int | None, device: torch.device) -> Any:
+def _build_chunk(job: TrialJob, config: Any, vp_stage: int | None, device: torch.device) -> Any:
     if vp_stage is not None:
         groups.set_virtual_pipeline_model_parallel_rank(vp_stage)  # 0.12 has no argument for the virtual stage
     stage_argument, is_te = accepted_arguments(groups.is_pipeline_last_stage, vp_stage=vp_stage), job.transformer_engine

@@ -35,7 +35,7 @@ from megatron.core import parallel_state
 from flagcore.domain.chip import SPEED_TEST
 from flagcore_megatron.trial.config import check_layers
 from flagcore_megatron.trial.device import init_fake_world, map_cuda_to_cpu
-from flagcore_megatron.trial.job import Job, Probe
+from flagcore_megatron.trial.job import Probe, TrialJob
 from flagcore_megatron.trial.model import BuiltModel, build
 from flagcore_megatron.trial.training import (
     Batch,
@@ -51,7 +51,7 @@ _SCHEMA_VERSION = 1
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
+def run_rank(job: TrialJob, number: int, listener: socket.socket | None, import_s: float) -> None:
     """Run the job as the rank with the index `number`. `listener` is the socket of the rendezvous on the first host.
 
     `import_s`, the seconds of the imports, is written to the metrics.
@@ -73,7 +73,7 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     dist.destroy_process_group()
 
 
-def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDevice, BuiltModel, dict[str, float]]:
+def start_rank(job: TrialJob, number: int, join: Callable[[], None]) -> tuple[RankDevice, BuiltModel, dict[str, float]]:
     """Open the device of rank `number`, join the other ranks, and build this rank's part of the model.
 
     The returned dictionary contains the seconds of joining (`groups`) and of building (`build`).
@@ -93,7 +93,7 @@ def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDev
     return rank_device, built, {"groups": groups_end - start, "build": time.perf_counter() - groups_end}
 
 
-def _make_groups(job: Job) -> None:
+def _make_groups(job: TrialJob) -> None:
     """Create Megatron's process groups. Megatron checks the sizes."""
     candidate = job.candidate
     parallel_state.initialize_model_parallel(
@@ -110,7 +110,7 @@ def _make_groups(job: Job) -> None:
     )
 
 
-def _embedding_ranks(job: Job, ranks: list[int]) -> list[int]:
+def _embedding_ranks(job: TrialJob, ranks: list[int]) -> list[int]:
     """Return the ranks of a pipeline that share the embedding, as in Megatron-LM's `pretrain_gpt.py`. They are the
     first rank, the rank with multi-token prediction, and the last rank if its head is tied."""
     stages, tied = job.stage_layers, not job.model.untie_embeddings_and_output_weights
@@ -118,7 +118,7 @@ def _embedding_ranks(job: Job, ranks: list[int]) -> list[int]:
     return sorted({ranks[0], ranks[mtp[0]], *ranks[-1:] * tied})
 
 
-def _report(job: Job, built: BuiltModel, steps: list[Step], rank_device: RankDevice) -> dict[str, Any]:
+def _report(job: TrialJob, built: BuiltModel, steps: list[Step], rank_device: RankDevice) -> dict[str, Any]:
     """Return the measurements of all ranks, gathered from them. Every rank returns the same report."""
     own_report = {
         "rank": dist.get_rank(),
@@ -144,7 +144,7 @@ def _report(job: Job, built: BuiltModel, steps: list[Step], rank_device: RankDev
     }
 
 
-def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
+def probe_rank(job: TrialJob, probe: Probe, import_s: float) -> None:
     """Run the rank of `probe` for `train_iters` steps, and write its measurements to `metrics.json`."""
 
     def join() -> None:
@@ -183,7 +183,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
 
 
 def _timed_step(
-    job: Job, built: BuiltModel, rank_device: RankDevice, batches: list[Batch], finish: _TimedFunction
+    job: TrialJob, built: BuiltModel, rank_device: RankDevice, batches: list[Batch], finish: _TimedFunction
 ) -> dict[str, float]:
     """Run one step and return the seconds of the rank's own work.
 
@@ -247,7 +247,7 @@ _BUFFER_NAMES = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_pa
 _SIZE_NAMES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 
 
-def _effective(job: Job, built: BuiltModel, layers_per_stage: list[int]) -> dict[str, Any]:
+def _effective(job: TrialJob, built: BuiltModel, layers_per_stage: list[int]) -> dict[str, Any]:
     """Return the knob values in Megatron's model and optimizer objects, by the names of knobs in the candidate."""
     config, ddp_config = built.config, built.chunks[0].ddp_config
     replicas = parallel_state.get_data_parallel_world_size()
@@ -277,7 +277,7 @@ def _effective(job: Job, built: BuiltModel, layers_per_stage: list[int]) -> dict
     }
 
 
-def _versions(job: Job) -> dict[str, str]:
+def _versions(job: TrialJob) -> dict[str, str]:
     """Return the versions of the software in the trial."""
     extra = {"transformer-engine": version("transformer-engine")} if job.transformer_engine else {}
     return {

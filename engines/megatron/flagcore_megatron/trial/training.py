@@ -19,7 +19,7 @@ from megatron.core import parallel_state as groups
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from flagcore.domain.trial import MIN_STEPS, steps_in_time
-from flagcore_megatron.trial.job import Job
+from flagcore_megatron.trial.job import TrialJob
 from flagcore_megatron.trial.model import BuiltModel
 
 LEARNING_RATE = 1e-3
@@ -47,7 +47,7 @@ class Step:
     grad_norm: float | None
 
 
-def train(job: Job, built: BuiltModel, rank_device: RankDevice) -> Iterator[Step]:
+def train(job: TrialJob, built: BuiltModel, rank_device: RankDevice) -> Iterator[Step]:
     """Run `train_iters` steps and yield each step when it ends. All ranks must call this together.
 
     If the steps would not end before `job.ends_at`, there are fewer of them, but at least MIN_STEPS.
@@ -84,14 +84,14 @@ def train(job: Job, built: BuiltModel, rank_device: RankDevice) -> Iterator[Step
         number += 1
 
 
-def _steps_in_time(job: Job, times: list[float], planned: int) -> int:
+def _steps_in_time(job: TrialJob, times: list[float], planned: int) -> int:
     """Return how many of the `planned` steps end before `job.ends_at`, estimated from the `times` of finished steps."""
     if job.ends_at is None or len(times) < MIN_STEPS:
         return planned
     return steps_in_time(times, planned, job.ends_at - time.monotonic())
 
 
-def memory_step(job: Job, built: BuiltModel, rank_device: RankDevice, batches: list[Batch]) -> tuple[int, int]:
+def memory_step(job: TrialJob, built: BuiltModel, rank_device: RankDevice, batches: list[Batch]) -> tuple[int, int]:
     """Run an additional step to measure memory. Return the peaks of forward and backward, and of the optimizer."""
     rank_device.start_peak()
     clear_gradients(built)
@@ -113,7 +113,7 @@ def clear_gradients(built: BuiltModel) -> None:
     built.optimizer.zero_grad()
 
 
-def forward_backward(job: Job, built: BuiltModel, batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
+def forward_backward(job: TrialJob, built: BuiltModel, batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
     """Run Megatron's schedule over `batches`. Return the losses, which only exist on the last pipeline stage."""
     losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, weight=job.replica.weight if job.replica else 1.0),
@@ -154,7 +154,9 @@ def _loss(token_losses: torch.Tensor, weight: float) -> tuple[torch.Tensor, dict
     return weight * loss / groups.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 
 
-def _agree(job: Job, losses: list[dict[str, torch.Tensor]], planned: int, device: torch.device) -> tuple[float, int]:
+def _agree(
+    job: TrialJob, losses: list[dict[str, torch.Tensor]], planned: int, device: torch.device
+) -> tuple[float, int]:
     """Return the mean loss of the global batch, and the number of steps that rank 0 plans, on all ranks. Only the last
     pipeline stage computed the loss."""
     total, samples = torch.zeros(3, device=device), job.candidate.micro_batch_size if job.replica else 1
@@ -179,7 +181,7 @@ class Batch:
     positions: torch.Tensor
 
 
-def microbatches(job: Job, step: int, device: torch.device, count: int) -> list[Batch]:
+def microbatches(job: TrialJob, step: int, device: torch.device, count: int) -> list[Batch]:
     """Return this rank's first `count` micro-batches of one step, on its device."""
     size = job.candidate.micro_batch_size
     replicas, replica = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
@@ -193,7 +195,7 @@ def microbatches(job: Job, step: int, device: torch.device, count: int) -> list[
     return batches
 
 
-def _token_row(job: Job, step: int, row: int) -> torch.Tensor:
+def _token_row(job: TrialJob, step: int, row: int) -> torch.Tensor:
     """Return one sequence of seq_length + 1 tokens. Small token ids are more frequent, so the loss can decrease."""
     number = step * job.train.global_batch_size + row
     generator = torch.Generator().manual_seed(((job.train.seed << 32) + number) % 2**63)

@@ -8,7 +8,7 @@ from flagcore_megatron.program.user_command import user_command
 from flagcore_training.commands import UserCommand
 
 from flagcore.domain.spec import Control, Spec
-from tests import tasks
+from tests.product import tasks
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 8"
 LAUNCH = f"torchrun --nproc_per_node 4 pretrain_gpt.py {MODEL}"

@@ -12,7 +12,7 @@ from flagcore_megatron.program.arguments import release_table
 from engines.megatron.tests.command.scripts import LAUNCH, spec_of
 from flagcore.domain.spec import ClusterSpec, Spec
 from flagcore.errors import SpecError
-from tests import tasks
+from tests.product import tasks
 
 
 def spec(words: str, folder: Path, **changes: Any) -> Spec:

@@ -12,7 +12,7 @@ from flagcore_training.commands import environment, expand_command
 
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import LaunchError, SpecError
-from tests import tasks
+from tests.product import tasks
 
 PLAIN = tasks.candidate(data_parallel_size=4)
 

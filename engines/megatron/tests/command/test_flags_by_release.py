@@ -13,7 +13,7 @@ from flagcore_megatron.space.knobs import BY_NAME, KNOBS
 from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import SettingValue
 from flagcore.errors import SpecErrors
-from tests import tasks
+from tests.product import tasks
 
 RELEASES = (*known_releases(), "0.15.0+flagscale")
 

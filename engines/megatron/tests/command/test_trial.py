@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from flagcore_megatron.adapter import ENGINE
-from flagcore_megatron.command.trial import limit_to_trial, set_launch_options
+from flagcore_megatron.command.changes import limit_to_trial, set_launch_options
 from flagcore_megatron.program.arguments import known_releases, release_table
 from flagcore_training.commands import UserCommand, parse
 
 from engines.megatron.tests.command.scripts import LAUNCH, MODEL, spec_of
 from flagcore.domain.launch import Launch
-from tests import tasks
+from tests.product import tasks
 
 PLAIN = tasks.candidate(data_parallel_size=4)
 TABLE = release_table("0.16.0")

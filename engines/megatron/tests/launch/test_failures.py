@@ -54,6 +54,7 @@ PEER = """\
 [rank0]: RuntimeError: [/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:40210 (gloo)
 [rank1]: IndexError: index out of range in self
 """
+WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL"
 CAUSES = {
     "assertion": (ASSERTION, "invalid", "AssertionError: world size (2) is not divisible by"),
     "assertion without a message": (BARE, "invalid", "assert self.lr_warmup_steps < self.lr_decay_steps"),
@@ -64,6 +65,8 @@ CAUSES = {
         "invalid",
         "ValueError: num_attention_heads (1)",
     ),
+    "the trial program's word": ("invalid configuration: heads", "invalid", "invalid configuration: heads"),
+    "a hang that was noticed": (WATCHDOG, "timed_out", WATCHDOG),
     "memory": (MEMORY, "out_of_memory", "torch.OutOfMemoryError: CUDA out of memory."),
     "no number": (NAN, "failed", "Unexpected result nan on rank 0"),
     "no transformer-engine": (

@@ -11,7 +11,7 @@ from flagcore_megatron import ENGINE
 from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.vendorkit.results import NoMetrics
-from tests import tasks
+from tests.product import tasks
 
 DEEP = dataclasses.replace(tasks.DENSE, num_layers=16, hidden_size=1024, ffn_hidden_size=4096, kv_channels=256)
 SPARSE = dataclasses.replace(

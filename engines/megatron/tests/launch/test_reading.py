@@ -14,7 +14,7 @@ from flagcore_training.reading import program_progress
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control
 from flagcore.errors import FlagError
-from tests import tasks
+from tests.product import tasks
 
 TASK = tasks.task(control=Control(train_iters=5, warmup_iters=1))
 COMMAND = tasks.task(control=Control(train_iters=5, warmup_iters=1), command=("make", "train"))

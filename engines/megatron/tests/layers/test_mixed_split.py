@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_training.layout import Layout, Options, Placement
+from flagcore_training.layout import Layout, Options, StageGroups
 from flagcore_training.memory.training import memory_in_use
 from flagcore_training.time.step import step_time
 
@@ -29,7 +29,7 @@ from flagcore.domain.model import Model
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
-from tests.tasks import CHIP, SOURCE
+from tests.product.tasks import CHIP, SOURCE
 
 TIMES = 2.5
 """How much slower the slow chip is in all that it does."""
@@ -63,7 +63,7 @@ def seconds(split: Layout, made: Costs, model: Model = LLAMA, **work: Any) -> np
 
 def test_stages_are_assigned_to_groups_in_rank_order() -> None:
     mixed_costs = replace(costs(), further={8: costs(), 24: costs()}, between=costs().collectives)
-    place = Placement.from_layout(layout(data=[8, 2, 4], pipeline=[4, 16, 8]), mixed_costs)
+    place = StageGroups.from_layout(layout(data=[8, 2, 4], pipeline=[4, 16, 8]), mixed_costs)
     assert [start.tolist() for start in place.starts] == [[1, 4, 2], [3, 12, 6]]
     assert place.group(np.array([0.0, 4.0, 7.0])).tolist() == [0, 1, 2]
     counts = place.stages(layout(data=[8, 2, 4], pipeline=[4, 16, 8]))

@@ -24,7 +24,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
-from tests import tasks
+from tests.product import tasks
 
 PP, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 DENSE = dataclasses.replace(

@@ -6,7 +6,7 @@ import pytest
 from flagcore_megatron.space.stages import EMBEDDING, LAYOUT, LOSS, even_split, parse_layout, published_split
 
 from flagcore.errors import SpecError
-from tests import tasks
+from tests.product import tasks
 
 pytestmark = pytest.mark.together("megatron-core, imported")
 

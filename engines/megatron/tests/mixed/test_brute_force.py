@@ -22,7 +22,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import Task
 from flagcore.tuner.stages.build import build
-from tests import tasks
+from tests.product import tasks
 
 LAYERS_OF_MODEL = 6
 KINDS = {"fast": (1.0, 80e9), "slow": (2.5, 32e9), "small": (1.4, 9e9)}

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.mixed.equal_meshes import as_asked, hosts_of, require_runnable
 from flagcore_megatron.mixed.options import mesh_options
 from flagcore_megatron.mixed.planner import _useful
-from flagcore_megatron.mixed.trials import as_asked, hosts_of, require_runnable
 from flagcore_megatron.space.knobs import plain_values
 from flagcore_megatron.space.meshes import MESHES, SIZES
 
@@ -25,7 +25,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
-from tests import tasks
+from tests.product import tasks
 
 MODEL = Model(
     name="llama-1b-like",

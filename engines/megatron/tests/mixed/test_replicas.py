@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.mixed.equal_meshes import require_runnable, shares
 from flagcore_megatron.mixed.hetero import mixed
 from flagcore_megatron.mixed.options import share_sizes
 from flagcore_megatron.mixed.planner import planned_replicas, with_meshes
-from flagcore_megatron.mixed.trials import require_runnable, shares
 from flagcore_megatron.space.knobs import plain_values
 from flagcore_megatron.space.meshes import MESHES, SIZES
 from flagcore_training.knobs import divisors
@@ -32,7 +32,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.errors import LaunchError, SpecError
-from tests import tasks
+from tests.product import tasks
 
 
 def every(job: Task) -> list[str]:

@@ -20,7 +20,7 @@ from flagcore.tuner.launches import planned_launch
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.complete import with_plugin_knobs
 from flagcore.tuner.stages.predict import predict
-from tests import tasks
+from tests.product import tasks
 
 ONE: dict[str, Any] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
 """A space of one candidate."""

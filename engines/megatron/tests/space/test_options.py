@@ -12,7 +12,7 @@ from flagcore_training.layout import Options
 
 from flagcore.errors import NotModelled, SpecError
 from flagcore.tuner.stages.build import check
-from tests import tasks
+from tests.product import tasks
 
 SHARDED = {"use_distributed_optimizer": True, "data_parallel_size": 4}
 AWARE = {"use_precision_aware_optimizer": True}

@@ -20,7 +20,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.tuner.stages.build import build, legality
-from tests import tasks
+from tests.product import tasks
 
 CHIP = tasks.chip(bf16=9e14, fp8=2e15)
 TWO_TOKENS = replace(tasks.EXPERTS, mtp_num_layers=1)

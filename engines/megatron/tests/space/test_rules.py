@@ -13,7 +13,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.tuner.stages.build import check
-from tests import tasks
+from tests.product import tasks
 
 pytestmark = pytest.mark.together("megatron-core, imported")
 

@@ -16,7 +16,7 @@ from flagcore_training.trial.job import JobError
 from engines.megatron.tests.trial import trial_jobs
 from flagcore.contracts import Platform
 from flagcore.errors import SpecError
-from tests import tasks
+from tests.product import tasks
 
 pytestmark = pytest.mark.together("megatron-core, imported")
 

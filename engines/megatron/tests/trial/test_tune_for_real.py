@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flagcore import api
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),

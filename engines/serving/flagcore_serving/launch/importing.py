@@ -50,23 +50,15 @@ def spec_of_command(
     engine: EngineProfile, start: Start, directory: Path, model: str | None
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
     """Convert a command to the data of a spec, with notes (see `Engine.read_command`). Raises SpecError."""
-    words, place = start.words, _position(engine, start.words)
-    if place is None:
-        name = " ".join(engine.program.commands[0])
-        problem, fix = f"starts no server of {engine.program.title}", f"give a command with `{name}`"
-        raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
-    program = words[place[0] : place[1]]
     notes = Notes()
-    front = [f"image {start.image}", *words[: place[0]]] if start.image else words[: place[0]]
-    if before := " ".join(each for each in front if not _PASSES.fullmatch(each)):
-        notes.note("command", f"is left out in front of the program: {redact_text(before)[:100]}")
+    program, words = _program(engine, start, notes)
     is_default = tuple(program) == tuple(engine.program.program)
     flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
-    pairs = _with_config(engine, list(_split(engine, words[place[1] :])), directory, notes)
+    pairs = _with_config(engine, list(_split(engine, words)), directory, notes)
     pairs = [*_of_variables(engine, start.envs), *pairs]
     pairs = [*pairs, ("", [model])] if model else _with_model(engine, pairs, notes)
     found = _Arguments(engine, pairs, flags, version, notes)
-    path = model or _weights(found.model, directory, notes) or ""
+    path = model or _weights(found.model, directory, notes)
     check_text(found.values, "--")
     _check_model(engine, path, pairs, program)
     baseline, engine_args = _divide(engine, found.values, version, directory, notes)
@@ -96,17 +88,25 @@ def spec_of_command(
     data = {"model": path, "cluster": cluster, "serve": serve, "auto_tuner": {"baseline": baseline}}
     if start.prefill:
         _add_prefill(engine, data, spec_of_command(engine, start.prefill, directory, path)[0], notes)
-    elif half := start.role or role(engine, words):
-        _drop_transfers(engine, engine_args, half, notes)
+    elif half := start.role or role(engine, start.words):
+        for name in _of_role(engine, engine_args):
+            notes.note(f"--{name}", f"dropped: a {half} half that runs alone transfers nothing", "serve.engine_args")
+            del engine_args[name]
+        notes.note("command", f"is only the {half} half of a pair: give both halves in one file to tune them", "serve")
     return data, notes.notes
 
 
-def _drop_transfers(engine: EngineProfile, engine_args: dict[str, Any], half: str, notes: Notes) -> None:
-    """Drop the flags that only servers of a pair need."""
-    for name in _of_role(engine, engine_args):
-        notes.note(f"--{name}", f"dropped: a {half} half that runs alone transfers nothing", "serve.engine_args")
-        del engine_args[name]
-    notes.note("command", f"is only the {half} half of a pair: give both halves in one file to tune them", "serve")
+def _program(engine: EngineProfile, start: Start, notes: Notes) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the program of a command, and its arguments. Raises SpecError if the program is not the engine's."""
+    words, place = start.words, _position(engine, start.words)
+    if place is None:
+        name = " ".join(engine.program.commands[0])
+        problem, fix = f"starts no server of {engine.program.title}", f"give a command with `{name}`"
+        raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
+    front = [*([f"image {start.image}"] if start.image else []), *words[: place[0]]]
+    if before := " ".join(each for each in front if not _PASSES.fullmatch(each)):
+        notes.note("command", f"is left out in front of the program: {redact_text(before)[:100]}")
+    return words[place[0] : place[1]], words[place[1] :]
 
 
 def _check_model(engine: EngineProfile, path: str, pairs: Sequence[Pair], program: Sequence[str]) -> None:
@@ -441,10 +441,10 @@ def _divide(
     return baseline, others
 
 
-def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
+def _weights(model: str | None, directory: Path, notes: Notes) -> str:
     """Return the path of a model's weights, perhaps in Hugging Face's cache, or else `model`, with a note."""
-    if model is None or (directory / model).exists():
-        return model and os.path.abspath(directory / model)
+    if not model or (directory / model).exists():
+        return os.path.abspath(directory / model) if model else ""
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
     cached = sorted(Path(home, "hub", f"models--{model.replace('/', '--')}", "snapshots").glob("*/config.json"))
     if cached:

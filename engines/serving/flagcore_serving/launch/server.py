@@ -145,7 +145,7 @@ def log_name(number: int, part: int = 0) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrialJob:
     """The servers and the loads of one candidate's trial.
 
     - `engine`: the import path of the engine's `ServerReports`, as module:attribute.
@@ -180,16 +180,16 @@ class Job:
     min_rate: MinRate | None = None
 
 
-def as_text(job: Job) -> str:
+def as_text(job: TrialJob) -> str:
     """Return a job as JSON."""
     data = asdict(job) | {"loads": [plain_load(load) for load in job.loads]}
     return json.dumps(data, indent=1, default=lambda state: state.value)
 
 
-def read_job(folder: Path) -> Job:
+def read_job(folder: Path) -> TrialJob:
     """Read the job in `folder`. Raises ValueError with a description of the problem."""
     try:
-        return TypeAdapter(Job).validate_json((folder / SERVE).read_bytes())
+        return TypeAdapter(TrialJob).validate_json((folder / SERVE).read_bytes())
     except OSError as error:
         raise ValueError(f"{folder / SERVE} cannot be read: {error.strerror or error}") from None
     except ValidationError as error:

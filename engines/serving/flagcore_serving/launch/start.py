@@ -21,7 +21,7 @@ from flagcore.errors import LaunchError, UsageError
 from flagcore.i18n import _
 from flagcore_serving.launch import export
 from flagcore_serving.launch.profile import EngineProfile
-from flagcore_serving.launch.server import ROUTER_HEALTH, SERVE, Instance, Job, Router, as_text
+from flagcore_serving.launch.server import ROUTER_HEALTH, SERVE, Instance, Router, TrialJob, as_text
 from flagcore_serving.load.result import MinRate
 from flagcore_serving.load.traffic import in_flight
 from flagcore_serving.space import knobs
@@ -61,7 +61,7 @@ def launch(
             if started.script and not serve.elsewhere:
                 _write_script(started.script, Path(folder, export.START), instances)
             return started
-        job = Job(
+        job = TrialJob(
             engine=engine.where,
             instances=instances,
             loads=tuple(in_flight(load) for load in serve.loads),

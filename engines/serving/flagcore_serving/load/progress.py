@@ -27,7 +27,7 @@ MIN_RATE = 0.01
 """The lowest request rate of a search, in requests per second."""
 
 
-class Outcome(Enum):
+class Verdict(Enum):
     """What is known about a load: that it met the limits, that it exceeded one, or that it had no time."""
 
     MET = "met"
@@ -36,7 +36,7 @@ class Outcome(Enum):
 
 
 def highest_load(
-    test: Callable[[float], Outcome],
+    test: Callable[[float], Verdict],
     start: float,
     *,
     minimum: float,
@@ -64,11 +64,11 @@ def highest_load(
         # `low`: the highest load below `failed` that met the limits or is untested
         load = min(max(float(round(load)), low + 1), failed - 1) if is_integer else load
         match test(load):
-            case Outcome.MET:
+            case Verdict.MET:
                 passed = low = load
-            case Outcome.EXCEEDED:
+            case Verdict.EXCEEDED:
                 failed = load
-            case Outcome.UNTESTED:
+            case Verdict.UNTESTED:
                 low = load
         is_bracketed = low > 0.0 and failed <= max(low * RESOLUTION * (1 + 1e-9), low + is_integer)
         is_beyond_headroom = low > passed and failed == math.inf and low >= passed * min(headroom(), MAX_HEADROOM)

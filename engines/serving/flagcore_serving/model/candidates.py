@@ -18,7 +18,7 @@ import numpy as np
 from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
-from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Outcome, highest_load
+from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict, highest_load
 from flagcore_serving.model.disaggregated import Prefill
 from flagcore_serving.model.iteration import IterationCosts, interpolate
 from flagcore_serving.model.memory import ServingMemory
@@ -171,11 +171,11 @@ def _highest(
     if layout in found and scaled[HIGHEST_LOAD] < FAR * max(each[HIGHEST_LOAD] for _, each in found.values()):
         return {**figures, **scaled}
 
-    def predict(value: float) -> Outcome:
+    def predict(value: float) -> Verdict:
         load_value = value if is_concurrency else float(RESOLUTION ** round(math.log(value, RESOLUTION)))
         points[value] = {**_load_figures(context, load.at(load_value), kinds), HIGHEST_LOAD: load_value}
         is_met = all(points[value].get(name, 0.0) <= limit for name, limit in slo.items())
-        return Outcome.MET if is_met else Outcome.EXCEEDED
+        return Verdict.MET if is_met else Verdict.EXCEEDED
 
     highest = highest_load(
         predict,

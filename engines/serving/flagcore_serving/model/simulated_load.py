@@ -26,7 +26,7 @@ from flagcore_serving.load.routing import Prefixes
 from flagcore_serving.load.traces import BLOCK, Traffic
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
-from flagcore_serving.model.simulation import Outcome, Price, Simulation
+from flagcore_serving.model.simulation import Price, SimulatedRun, Simulation
 from flagcore_serving.model.vision import ImageWork, image_work
 
 Part = tuple[Hashable, int]
@@ -129,7 +129,7 @@ class RequestTimes:
     """Latencies of sampled requests in seconds, and totals over all requests.
 
     - `tpot`: NaN for answers of one token.
-    - `gaps`: as in `Outcome`.
+    - `gaps`: as in `SimulatedRun`.
     - `sent`: the times at which requests were sent.
     - `input_len`, `output_len`: mean numbers of tokens of all requests.
     - `count`: the number of all requests.
@@ -147,7 +147,7 @@ class RequestTimes:
     seconds: float
 
     @classmethod
-    def from_outcome(cls, outcome: Outcome) -> RequestTimes:
+    def from_outcome(cls, outcome: SimulatedRun) -> RequestTimes:
         prompts, outputs, sent, first, end = (
             np.array([getattr(request, name) for request in outcome.requests], dtype=np.float64)
             for name in ("prompt", "output", "arrival", "first", "end")

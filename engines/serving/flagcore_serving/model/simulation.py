@@ -184,7 +184,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulatedRun:
     """The result of a simulation: the requests in order, and the gaps between tokens as (seconds, number of gaps)."""
 
     requests: list[Request]
@@ -240,7 +240,7 @@ class Simulation:
         self.group_arrival = -1.0
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent = len(times)
-        self.outcome = Outcome(self.requests)
+        self.outcome = SimulatedRun(self.requests)
         for index in range(self.sent):
             self._enter(index)
 
@@ -250,7 +250,7 @@ class Simulation:
         for request, work, encode in zip(self.requests, images, price.encoding(images), strict=False):
             request.read, request.encode = work.read_s, encode
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedRun:
         while True:
             self._receive()
             if not (self.queue or self.partial or self.running):

@@ -22,7 +22,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.trial import TrialState
 from flagcore.vendorkit.results import METRICS
 from flagcore_serving.launch.reports import ServerReports
-from flagcore_serving.launch.server import Job, log_name, read_job
+from flagcore_serving.launch.server import TrialJob, log_name, read_job
 from flagcore_serving.trial.failures import TrialFailure, log_text, report, wait_until_quiet
 from flagcore_serving.trial.loads import LoadRunner, counters
 from flagcore_serving.trial.servers import (
@@ -70,7 +70,7 @@ def main(arguments: list[str], age_s: float = 0.0) -> int:
     return 0
 
 
-def run(job: Job, folder: Path, began: float | None = None) -> None:
+def run(job: TrialJob, folder: Path, began: float | None = None) -> None:
     """Run `job` and write its metrics into `folder`. Raises TrialFailure.
 
     `began`: when the trial began (time.monotonic()); None means now.
@@ -102,7 +102,7 @@ def run(job: Job, folder: Path, began: float | None = None) -> None:
 
 
 @contextlib.contextmanager
-def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
+def running_servers(job: TrialJob, reports: ServerReports, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
     """Start the servers and yield them when all are healthy; afterwards stop those that run on this machine."""
     patterns = (*reports.failures, *job.patterns)
     if job.hosts:
@@ -122,7 +122,7 @@ def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: fl
         stop_all(servers, deadline + STOP_SHARE * end_seconds(job.timeout_s))
 
 
-def _read_back(job: Job, reports: ServerReports, servers: Sequence[Served]) -> dict[str, KnobValue]:
+def _read_back(job: TrialJob, reports: ServerReports, servers: Sequence[Served]) -> dict[str, KnobValue]:
     """Return the knob values that the servers report and that are equal on all of them. Raises TrialFailure if a server
     uses another value than requested."""
     reported: list[Mapping[str, KnobValue]] = []

@@ -17,7 +17,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from flagcore_serving.launch.reports import ServerReports
-from flagcore_serving.launch.server import Job, log_name, read_job
+from flagcore_serving.launch.server import TrialJob, log_name, read_job
 from flagcore_serving.trial.failures import TrialFailure, report
 from flagcore_serving.trial.servers import REPORT, Server, check_all_alive, start_all, stop_all
 from flagcore_serving.trial.time_left import end_seconds
@@ -48,7 +48,9 @@ def main(folder: Path, number: int, ports: Sequence[str]) -> int:
         stop_all(list(servers.values()))
 
 
-def servers_of(job: Job, reports: ServerReports, folder: Path, number: int, ports: Sequence[str]) -> dict[int, Server]:
+def servers_of(
+    job: TrialJob, reports: ServerReports, folder: Path, number: int, ports: Sequence[str]
+) -> dict[int, Server]:
     """Return the servers that run on the host with the index `number`, by the index of their instance."""
     patterns, servers = (*reports.failures, *job.patterns), dict[int, Server]()
     cores_by_number = dict(enumerate(sorted(os.sched_getaffinity(0))))

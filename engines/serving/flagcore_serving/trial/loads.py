@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 from flagcore.domain.serving import HighestLoad, Load
 from flagcore.domain.trial import TrialState
 from flagcore_serving.launch.reports import ServerReports, combine
-from flagcore_serving.launch.server import Job, plain_load, transfer_port
+from flagcore_serving.launch.server import TrialJob, plain_load, transfer_port
 from flagcore_serving.load.figures import goodput
-from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Outcome, completions_per_s, highest_load
+from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict, completions_per_s, highest_load
 from flagcore_serving.load.result import LoadResult, ProblemKind, Target
 from flagcore_serving.load.routing import PREFILL
 from flagcore_serving.load.sending import measure
@@ -70,7 +70,7 @@ class LoadRunner:
     """Whether the load may end with few requests, because it was not measured before: few are better than none."""
 
     def __init__(
-        self, job: Job, reports: ServerReports, servers: Sequence[Served], folder: Path, deadline: float
+        self, job: TrialJob, reports: ServerReports, servers: Sequence[Served], folder: Path, deadline: float
     ) -> None:
         self.job, self.reports, self.servers, self.deadline = job, reports, servers, deadline
         self.model = _model(servers[0])
@@ -134,9 +134,9 @@ class LoadRunner:
         base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
         maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
         least = 1.0 if is_concurrency else MIN_RATE
-        tried, untested, answers_s, seed, headroom = dict[float, Outcome](), set[float](), 0.0, 0, 1.0
+        tried, untested, answers_s, seed, headroom = dict[float, Verdict](), set[float](), 0.0, 0, 1.0
 
-        def run(value: float, *, stop: bool = True) -> Outcome:
+        def run(value: float, *, stop: bool = True) -> Verdict:
             nonlocal answers_s, seed, headroom
             began, load = time.monotonic(), base.at(key, value)
             arrivals_s = 0.0 if is_concurrency else (load.num_prompts or 0) / value
@@ -149,7 +149,7 @@ class LoadRunner:
                 log(reason := f"no time left for {key} {value:.4g}")
                 untested.add(value)
                 if points or stop:
-                    return Outcome.UNTESTED
+                    return Verdict.UNTESTED
                 reason += " and below, and higher ones exceed the limits; set a lower serve.profile.num_prompts"
                 raise TrialFailure(TrialState.TIMED_OUT, reason)
             self.may_be_cut, self.completions_per_s = not points, math.inf
@@ -165,23 +165,23 @@ class LoadRunner:
                 if late:
                     log(f"no time left for {key} {value:.4g}: {failure}")
                     untested.add(value)
-                    return Outcome.UNTESTED
+                    return Verdict.UNTESTED
                 log(f"{key} {value:.4g} is too high: {failure}")
                 measured = None
             if measured is None:
-                tried[value] = Outcome.EXCEEDED
+                tried[value] = Verdict.EXCEEDED
             else:
                 points.setdefault(value, {"load": plain_load(load), "repeats": []})["repeats"].append(measured)
                 is_met = keeps_limits([each["figures"] for each in points[value]["repeats"]], self.job.slo)
-                tried[value] = Outcome.MET if is_met else Outcome.EXCEEDED
+                tried[value] = Verdict.MET if is_met else Verdict.EXCEEDED
                 ratios = (limit / (measured["figures"].get(name) or limit) for name, limit in self.job.slo.items())
                 headroom = min(ratios, default=1.0)
             answers_s = max(answers_s, time.monotonic() - began - arrivals_s)
             return tried[value]
 
-        def run_twice(value: float) -> Outcome:
+        def run_twice(value: float) -> Verdict:
             """Test a load, again if it exceeds a limit by what may be a disturbance, which can only raise latencies."""
-            if (outcome := run(value)) is Outcome.EXCEEDED and (is_concurrency or 2 * self.completions_per_s > value):
+            if (outcome := run(value)) is Verdict.EXCEEDED and (is_concurrency or 2 * self.completions_per_s > value):
                 run(value)
             return tried.get(value, outcome)
 
@@ -198,16 +198,16 @@ class LoadRunner:
         )
         repeated = set[float]()
         while True:
-            met = max((value for value, outcome in tried.items() if outcome is Outcome.MET), default=0.0)
+            met = max((value for value, outcome in tried.items() if outcome is Verdict.MET), default=0.0)
             if met and met not in repeated:  # it may have met the limits once by chance, so repeats decide
                 repeated.add(met)
                 for _ in range(max(self.job.repeats, MIN_RUNS) - 1):
                     run(met, stop=False)
                 continue
-            over = min((each for each, found in tried.items() if each > met and found is not Outcome.MET), default=met)
+            over = min((each for each, found in tried.items() if each > met and found is not Verdict.MET), default=met)
             middle = math.sqrt(met * over) if met else max(over / GROWTH, least)
             middle = max(min(float(round(middle)), over - 1.0), 1.0) if is_concurrency else middle
-            if over <= met * RESOLUTION**2 or middle in tried or run_twice(middle) is Outcome.UNTESTED:
+            if over <= met * RESOLUTION**2 or middle in tried or run_twice(middle) is Verdict.UNTESTED:
                 break
         if not points:
             run(min(tried), stop=False)
@@ -324,9 +324,9 @@ def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, fl
     )
 
 
-def _highest(tried: Mapping[float, Outcome], untested: Collection[float]) -> HighestLoad:
-    met = max((value for value, outcome in tried.items() if outcome is Outcome.MET), default=None)
-    over = [value for value, outcome in tried.items() if outcome is Outcome.EXCEEDED and value > (met or 0.0)]
+def _highest(tried: Mapping[float, Verdict], untested: Collection[float]) -> HighestLoad:
+    met = max((value for value, outcome in tried.items() if outcome is Verdict.MET), default=None)
+    over = [value for value, outcome in tried.items() if outcome is Verdict.EXCEEDED and value > (met or 0.0)]
     exceeded = min(over, default=None)
     between = [value for value in untested if (met or 0.0) < value < (exceeded or math.inf)]
     return HighestLoad(met=met, exceeded=exceeded, untested=min(between, default=None))

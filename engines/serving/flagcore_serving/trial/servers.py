@@ -25,7 +25,7 @@ import psutil
 
 from flagcore.domain.launch import FailurePattern, host_folder
 from flagcore.domain.trial import TrialState
-from flagcore_serving.launch.server import Instance, Job, log_name, transfer_port
+from flagcore_serving.launch.server import Instance, TrialJob, log_name, transfer_port
 from flagcore_serving.trial.failures import TrialFailure, first_error, log_text, server_failure
 
 POLL_SECONDS, REPORT_SECONDS = 0.05, 0.1
@@ -277,7 +277,7 @@ class Remote(Served):
 
 
 def connect(
-    job: Job, folder: Path, patterns: Sequence[FailurePattern], health: str, deadline: float
+    job: TrialJob, folder: Path, patterns: Sequence[FailurePattern], health: str, deadline: float
 ) -> Sequence[Served]:
     """Return the servers on other hosts when all are healthy and can be reached. Raises TrialFailure."""
     servers = [

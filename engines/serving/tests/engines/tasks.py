@@ -24,8 +24,8 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.domain.trial import TrialState
 from flagcore.plugins import find_engine
 from flagcore.tuner.stages.build import build, canonical
-from tests import serving_inputs
-from tests.tasks import CHIP, DENSE, SOURCE
+from tests.product import serving_inputs
+from tests.product.tasks import CHIP, DENSE, SOURCE
 
 SHARED = Link(name="loopback", topology="shared-memory", bytes_per_second=Fact(value=2e9, source=SOURCE))
 CORE = replace(CHIP, name="core", link=SHARED, memory_bytes=Fact(value=8e9, source=SOURCE))

@@ -12,7 +12,7 @@ import yaml
 from flagcore_kubernetes.job import export as kubernetes
 from flagcore_llamacpp.profile import ENGINE as LLAMACPP
 from flagcore_serving.launch import export
-from flagcore_serving.launch.server import Instance, Job, as_text, read_job
+from flagcore_serving.launch.server import Instance, TrialJob, as_text, read_job
 from flagcore_serving.launch.start import instances_of
 from flagcore_serving.load.routing import NIXL
 from flagcore_vllm.profile import ENGINE as VLLM
@@ -26,8 +26,8 @@ from flagcore.domain.serving import Images, Load
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import SpecError, UsageError
-from tests.tasks import SOURCE
-from tests.tasks import platform as small_platform
+from tests.product.tasks import SOURCE
+from tests.product.tasks import platform as small_platform
 
 VISIBLE = "SOME_VISIBLE_DEVICES"
 PICTURES = Images(buckets=((8, 16, 1.0),), base_items_per_request=2)
@@ -85,7 +85,7 @@ def test_servers_get_the_detected_devices_by_their_names(tmp_path: Path) -> None
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = Job(
+    job = TrialJob(
         engine="a:B",
         instances=(
             Instance(

@@ -18,7 +18,7 @@ from engines.serving.tests.load.servers import Body, Wire, send, serving
 from engines.serving.tests.load.test_traces import written
 from flagcore.domain.serving import Images, Load
 from flagcore.errors import SpecError
-from tests.tasks import VISION
+from tests.product.tasks import VISION
 
 SMALL = Images(buckets=((40, 20, 0.5), (16, 32, 0.5)), base_items_per_request=2, num_mm_items_range_ratio=0.5)
 

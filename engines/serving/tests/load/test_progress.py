@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_serving.load.figures import CUT_ERROR, cut, figures_of, statistics_of, steady_figures
-from flagcore_serving.load.progress import RESOLUTION, LimitCheck, Outcome, RateCheck, completions_per_s, highest_load
+from flagcore_serving.load.progress import RESOLUTION, LimitCheck, RateCheck, Verdict, completions_per_s, highest_load
 from flagcore_serving.load.result import Answer, LoadResult, MinRate
 
 from engines.serving.tests.load.servers import Behaviour, Body, Wire, answer, finish, pieces, send, serving, well
 from flagcore.domain.serving import Load
 
 
-def limited_by(highest: float, untested_to: float = 0.0) -> tuple[list[float], Callable[[float], Outcome]]:
+def limited_by(highest: float, untested_to: float = 0.0) -> tuple[list[float], Callable[[float], Verdict]]:
     """Return the loads that were tested, and a test. After the first load, those up to `untested_to` have no time."""
     tried: list[float] = []
 
-    def test(load: float) -> Outcome:
+    def test(load: float) -> Verdict:
         if tried and load <= untested_to:
-            return Outcome.UNTESTED
+            return Verdict.UNTESTED
         tried.append(load)
-        return Outcome.MET if load <= highest else Outcome.EXCEEDED
+        return Verdict.MET if load <= highest else Verdict.EXCEEDED
 
     return tried, test
 

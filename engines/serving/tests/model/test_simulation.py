@@ -12,11 +12,11 @@ from flagcore_serving.model import simulation
 from flagcore_serving.model.candidates import ClosedLoop, steady_state
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.iteration import IterationCosts
-from flagcore_serving.model.simulation import Lane, Outcome, Price, Simulation
+from flagcore_serving.model.simulation import Lane, Price, SimulatedRun, Simulation
 from flagcore_serving.model.work import UNFITTED
 
-from tests import serving_inputs
-from tests.serving_inputs import times
+from tests.product import serving_inputs
+from tests.product.serving_inputs import times
 
 LANE = Lane(budget=2048.0, running=64.0, cache_tokens=1e9, block=16.0)
 OVER = replace(UNFITTED, request=5e-3, entry=1e-3)
@@ -93,7 +93,7 @@ def token_by_token(
     return list(zip(first, last, strict=True))
 
 
-def ends(outcome: Outcome) -> list[tuple[float, float]]:
+def ends(outcome: SimulatedRun) -> list[tuple[float, float]]:
     return [(request.first, request.end) for request in outcome.requests]
 
 
@@ -209,12 +209,12 @@ def run(
     per_decode: float = 1.0,
     transfer: float = 0.0,
     lane: Lane = LANE,
-) -> Outcome:
+) -> SimulatedRun:
     prefill = Prefill(price=price(), per_decode=per_decode, transfer=transfer)
     return Disaggregated(price(lane), prefill, lengths, arrivals, concurrency).run()
 
 
-def rate(outcome: Outcome) -> float:
+def rate(outcome: SimulatedRun) -> float:
     return len(outcome.requests) / outcome.duration
 
 

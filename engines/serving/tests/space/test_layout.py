@@ -14,7 +14,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.tuner.stages.build import build
-from tests.tasks import DENSE, costs
+from tests.product.tasks import DENSE, costs
 
 ALL = pytest.mark.parametrize("engine", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)
 GIB = 2**30

@@ -12,7 +12,7 @@ from engines.serving.tests.engines.tasks import serving
 from flagcore.domain.serving import Load
 from flagcore.errors import NoDevice
 from flagcore.vendorkit import installed
-from tests.tasks import DENSE
+from tests.product.tasks import DENSE
 
 
 def test_the_longest_request_and_the_most_in_flight_are_over_all_loads() -> None:

@@ -19,7 +19,7 @@ from engines.serving.tests.engines.tasks import broken, merged, row, serving, sp
 from flagcore.domain.serving import Load
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from tests.tasks import DENSE
+from tests.product.tasks import DENSE
 
 
 @pytest.mark.parametrize(

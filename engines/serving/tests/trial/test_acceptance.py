@@ -14,7 +14,7 @@ from flagcore.tuner.problem import with_learned
 from flagcore.tuner.stages.build import legality
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
-from tests import tasks
+from tests.product import tasks
 from tests.serving_trials import trial
 
 VALUES = {"speculation": "ngram", "speculative_tokens": 3}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from flagcore_llamacpp.profile import ENGINE as LLAMACPP
-from flagcore_serving.launch.server import Instance, Job
+from flagcore_serving.launch.server import Instance, TrialJob
 from flagcore_serving.load.progress import RESOLUTION
 from flagcore_serving.load.result import LoadResult
 from flagcore_serving.trial import loads
@@ -33,7 +33,7 @@ class Runner(LoadRunner):
     def __init__(self, start: float, disturbed: tuple[int, ...], repeats: int) -> None:
         base = Load(input_len=8, output_len=8, num_prompts=100, request_rate=1000.0)
         slo = {"ttft_s.p99": LIMIT}
-        self.job = Job(
+        self.job = TrialJob(
             engine="", instances=(), loads=(base,), vocab_size=1, timeout_s=1.0, slo=slo, start=start, repeats=repeats
         )
         self.disturbed, self.deadline, self.completions_per_s = disturbed, math.inf, math.inf
@@ -141,7 +141,7 @@ class Sent(LoadRunner):
     """Records the loads that are sent. Each ends with requests in flight."""
 
     def __init__(self) -> None:
-        self.job = Job(engine="", instances=(), loads=(STEADY,), vocab_size=1, timeout_s=1.0)
+        self.job = TrialJob(engine="", instances=(), loads=(STEADY,), vocab_size=1, timeout_s=1.0)
         self.reports, self.servers, self.all, self.is_cut_off = LLAMACPP.reports, (), (), False
         self.names = list[str]()
 

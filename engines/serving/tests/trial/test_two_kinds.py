@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from flagcore_serving.launch.server import Instance, Job
+from flagcore_serving.launch.server import Instance, TrialJob
 from flagcore_serving.load.routing import P2P
 from flagcore_serving.trial.__main__ import run
 from flagcore_serving.trial.failures import TrialFailure
@@ -23,13 +23,13 @@ LOAD = Load(input_len=16, output_len=8, num_prompts=8, concurrency=4)
 ENGINE = "flagcore_llamacpp.reports:REPORTS"
 
 
-def job(folder: Path, behaviour: str) -> Job:
+def job(folder: Path, behaviour: str) -> TrialJob:
     """A job with one instance of each kind; the one that decodes has `behaviour`."""
     instances = [
         Instance(argv=(sys.executable, str(SERVER), each, "--port", "{port}", "--parallel", "4"), kind=kind)
         for kind, each in (("prefill", "good"), ("decode", behaviour))
     ]
-    return Job(
+    return TrialJob(
         engine=ENGINE,
         instances=tuple(instances),
         loads=(LOAD,),

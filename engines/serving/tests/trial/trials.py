@@ -22,7 +22,7 @@ from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
 from flagcore.launchers.local import LAUNCHER
 from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure, stop_above_s
-from tests.tasks import platform as small_platform
+from tests.product.tasks import platform as small_platform
 
 SERVER = Path(__file__).with_name("server.py")
 LOAD = Load(input_len=16, output_len=8, num_prompts=8, concurrency=4)

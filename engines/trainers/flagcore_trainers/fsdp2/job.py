@@ -14,7 +14,7 @@ from flagcore.domain.model import Model
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TrialCandidate:
     """The values of the knobs of a candidate."""
 
     replicate: int = 1
@@ -33,19 +33,19 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrialJob:
     """One trial. It ends `end_after_s` seconds after its start, at `ends_at` on the clock `time.monotonic`."""
 
     model: Model
     train: Train
-    candidate: Candidate
+    candidate: TrialCandidate
     device: Device
     output: Path
     nodes: int = 1
     end_after_s: float | None = None
     ends_at: float | None = None
 
-    def started(self) -> Job:
+    def started(self) -> TrialJob:
         """Return the job with its end time, for a program that starts now."""
         return dataclasses.replace(self, ends_at=self.end_after_s and time.monotonic() + self.end_after_s)
 
@@ -96,11 +96,11 @@ class Meshes:
     experts: Any
 
 
-def read_job(data: dict[str, Any]) -> Job:
+def read_job(data: dict[str, Any]) -> TrialJob:
     """Return the job in decoded JSON. Raises JobError if a key is unknown or missing."""
     try:
-        kinds: dict[str, Any] = {"model": Model, "train": Train, "candidate": Candidate, "device": Device}
+        kinds: dict[str, Any] = {"model": Model, "train": Train, "candidate": TrialCandidate, "device": Device}
         parts = {name: kind(**data[name]) for name, kind in kinds.items()}
-        return Job(**{**data, **parts, "output": Path(data["output"])})
+        return TrialJob(**{**data, **parts, "output": Path(data["output"])})
     except (LookupError, TypeError, AttributeError) as error:
         raise JobError(f"the job has a missing or unknown key: {error}") from None

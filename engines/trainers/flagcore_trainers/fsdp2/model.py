@@ -32,7 +32,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from flagcore.domain.model import Model
-from flagcore_trainers.fsdp2.job import Job, Meshes
+from flagcore_trainers.fsdp2.job import Meshes, TrialJob
 
 STD = 0.02
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -221,7 +221,7 @@ class Transformer(nn.Module):  # type: ignore[misc]
         return hidden if self.head is None or self.norm is None else self.head(self.norm(hidden))
 
 
-def rotary_angles(job: Job, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
+def rotary_angles(job: TrialJob, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the cosine and sine of each position, [2, sequence, 1, channels / 2], in the data type of activations."""
     steps = torch.arange(0, job.model.kv_channels, 2, device=device) / job.model.kv_channels
     angles = positions.to(device)[:, None] / ROTARY_BASE**steps
@@ -255,7 +255,7 @@ def own_positions(length: int, size: int, rank: int) -> torch.Tensor:
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
-def build(job: Job, meshes: Meshes, device: torch.device, angles: torch.Tensor, stage: int = 0) -> Transformer:
+def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Tensor, stage: int = 0) -> Transformer:
     """Return a stage of the model.
 
     One layer after the other is created, split and sharded, so that no rank holds the whole model.
@@ -295,7 +295,7 @@ def build(job: Job, meshes: Meshes, device: torch.device, angles: torch.Tensor, 
     return whole
 
 
-def _shard(module: nn.Module, job: Job, mesh: DeviceMesh, name: str = "fsdp", *, stays: bool = False) -> None:
+def _shard(module: nn.Module, job: TrialJob, mesh: DeviceMesh, name: str = "fsdp", *, stays: bool = False) -> None:
     """Make a module a unit of FSDP2 over the dimension `name`. `stays`: its weights stay gathered until its backward.
 
     Gradients are means over all ranks with different tokens, of which only some have a weight of an expert.

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from flagcore.domain.chip import SPEED_TEST
 from flagcore.domain.trial import MIN_STEPS, steps_in_time
-from flagcore_trainers.fsdp2.job import Job, Meshes
+from flagcore_trainers.fsdp2.job import Meshes, TrialJob
 from flagcore_trainers.fsdp2.model import DTYPES, build, own_positions, rotary_angles
 
 LEARNING_RATE = 1e-3
@@ -40,7 +40,7 @@ SCHEDULES = {
 """The schedule of `torch.distributed.pipelining` of each value of the knob."""
 
 
-def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
+def run_rank(job: TrialJob, number: int, listener: socket.socket | None, import_s: float) -> None:
     """Run the job as the rank with the index `number`. `listener` is the socket of the rendezvous on the first host."""
     torch.set_num_threads(job.device.threads_per_rank)
     rank_device = open_device(job.device.type, number % job.processes)
@@ -71,7 +71,7 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     dist.destroy_process_group()
 
 
-def device_meshes(job: Job) -> Meshes:
+def device_meshes(job: TrialJob) -> Meshes:
     """Return the meshes of all ranks."""
     each, kind = job.candidate, job.device.type
     weights = (each.pipeline, each.replicate, each.shard * each.context, each.tensor)
@@ -84,7 +84,7 @@ def device_meshes(job: Job) -> Meshes:
     )
 
 
-def pipeline(job: Job, meshes: Meshes, stages: dict[int, Any], device: torch.device) -> Any:
+def pipeline(job: TrialJob, meshes: Meshes, stages: dict[int, Any], device: torch.device) -> Any:
     """Return the schedule of a rank's stages. The tensors between stages are those between layers."""
     train, each = job.train, job.candidate
     length = train.seq_length // each.context
@@ -110,7 +110,7 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 class Trainer:
     """The stages of the model and the optimizer of a rank. `pipeline` is None without a pipeline."""
 
-    def __init__(self, job: Job, meshes: Meshes, rank_device: RankDevice) -> None:
+    def __init__(self, job: TrialJob, meshes: Meshes, rank_device: RankDevice) -> None:
         self.job, self.meshes, self.rank_device = job, meshes, rank_device
         self.device = rank_device.device
         stage, self.replica, place, _ = meshes.samples.get_coordinate()

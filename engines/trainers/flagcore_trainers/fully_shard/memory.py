@@ -33,7 +33,7 @@ in torch 2.13."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class MemoryInputs:
     """What the memory of candidates depends on. Arrays have one element per candidate.
 
     `ranks`: ranks that share each weight, of which `expert` have different experts.
@@ -86,7 +86,7 @@ class Bytes:
     stage: IntArray
 
 
-def unit_weights(job: Job) -> tuple[FloatArray, FloatArray, FloatArray]:
+def unit_weights(job: MemoryInputs) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return the numbers of weights of a layer, of the embedding or head, and of the rest, padded over the ranks.
 
     They are those of a tensor-parallel rank. Each weight is sharded by rows, so its rows are padded to a multiple. A
@@ -97,7 +97,7 @@ def unit_weights(job: Job) -> tuple[FloatArray, FloatArray, FloatArray]:
     return layer, _padded([(job.model.vocab_size / job.tensor, h)], n), _padded([(h, 1)], n)
 
 
-def expert_weights(job: Job) -> FloatArray:
+def expert_weights(job: MemoryInputs) -> FloatArray:
     """Return the number of weights of a rank's experts in a layer, padded over the ranks that share them."""
     model, shared = job.model, job.ranks / job.expert
     if not job.expert_layers:
@@ -107,7 +107,7 @@ def expert_weights(job: Job) -> FloatArray:
     return matrices * _padded([((model.num_moe_experts or 1) / job.expert, columns)], shared)
 
 
-def layers_of_rank(job: Job) -> tuple[FloatArray, FloatArray]:
+def layers_of_rank(job: MemoryInputs) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of weights of all layers of a stage, gathered, and of a rank's share of them."""
     attention, experts, count = _attention_weights(job), expert_weights(job), job.expert_layers
     plain = (attention + _block_weights(job)) * (job.model.num_layers - count)
@@ -116,7 +116,7 @@ def layers_of_rank(job: Job) -> tuple[FloatArray, FloatArray]:
     return (plain + mixed + experts * count) / job.pipeline, shares / job.pipeline
 
 
-def _attention_weights(job: Job) -> FloatArray:
+def _attention_weights(job: MemoryInputs) -> FloatArray:
     model, h = job.model, job.model.hidden_size
     query, key = (
         count * model.kv_channels / job.tensor for count in (model.num_attention_heads, model.num_query_groups)
@@ -130,14 +130,14 @@ def _attention_weights(job: Job) -> FloatArray:
     return _padded(rows, job.ranks)
 
 
-def _block_weights(job: Job, width: int | None = None) -> FloatArray:
+def _block_weights(job: MemoryInputs, width: int | None = None) -> FloatArray:
     """Return the padded number of weights of a feed-forward block without experts."""
     model, h = job.model, job.model.hidden_size
     ffn = (model.ffn_hidden_size if width is None else width) / job.tensor
     return _padded([*[(ffn, h)] * (1 + model.gated_linear_unit), (h, ffn)], job.ranks)
 
 
-def _router_weights(job: Job) -> FloatArray:
+def _router_weights(job: MemoryInputs) -> FloatArray:
     """Return the padded number of weights of a router, and of the shared experts."""
     model = job.model
     router = _padded([(float(model.num_moe_experts or 1), model.hidden_size)], job.ranks)
@@ -149,7 +149,7 @@ def _padded(weights: Sequence[tuple[FloatArray | float, FloatArray | float]], ra
     return sum((np.ceil(rows / ranks) * ranks * columns for rows, columns in weights), np.zeros_like(ranks))
 
 
-def of_rank(job: Job) -> Bytes:
+def of_rank(job: MemoryInputs) -> Bytes:
     """Return the memory of a rank. Without a pipeline, all ranks need about the same."""
     alone, (staged, stage) = _without_pipeline(job), _with_pipeline(job)
     is_staged = job.pipeline > 1
@@ -161,7 +161,7 @@ _Sizes = tuple[FloatArray, FloatArray, FloatArray]
 """The bytes between steps, above it at the peak, and at the peak."""
 
 
-def stage_weights(job: Job) -> tuple[FloatArray, FloatArray]:
+def stage_weights(job: MemoryInputs) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of weights of the rank of a pipeline that has the most, gathered, and of its share of them."""
     _layer, table, rest = unit_weights(job)
     is_folded = (job.schedule >= ZBV) | (job.pipeline == 1)
@@ -171,7 +171,7 @@ def stage_weights(job: Job) -> tuple[FloatArray, FloatArray]:
     return whole + edges, share + edges / job.ranks
 
 
-def in_flight(job: Job, place: FloatArray) -> FloatArray:
+def in_flight(job: MemoryInputs, place: FloatArray) -> FloatArray:
     """Return the largest number of micro-batches whose activations the rank at `place` of its pipeline stores.
 
     Source: torch 2.13 `distributed/pipelining/schedules.py`. Interleaved stages run rounds of micro-batches.
@@ -184,7 +184,7 @@ def in_flight(job: Job, place: FloatArray) -> FloatArray:
     return np.minimum(held, count)
 
 
-def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
+def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
     """Return the memory of the rank of a pipeline that needs the most, and its place.
 
     A step gathers all weights of a rank once, and gradients of all micro-batches add up before they are scattered.
@@ -233,14 +233,14 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
     return (static, peak - static, peak), np.where(is_last, size - 1.0, 0.0).astype(np.int64)
 
 
-def _loss_bytes(job: Job) -> FloatArray:
+def _loss_bytes(job: MemoryInputs) -> FloatArray:
     """Return the peak bytes per logit in the backward of the loss. A compiled one has logits and their gradient."""
     if job.compiled_loss:
         return np.full_like(job.tensor, 2.0 * job.value_bytes)
     return np.where(job.tensor > 1, LOSS_BYTES + SPLIT_LOSS_BYTES, LOSS_BYTES)
 
 
-def _without_pipeline(job: Job) -> _Sizes:
+def _without_pipeline(job: MemoryInputs) -> _Sizes:
     model, u, r, n = job.model, job.value_bytes, job.reduce_bytes, job.ranks
     layer, table, rest = unit_weights(job)
     all_layers, share = layers_of_rank(job)
@@ -322,7 +322,7 @@ class Activations:
     gradients: FloatArray
 
 
-def activations(job: Job) -> Activations:
+def activations(job: MemoryInputs) -> Activations:
     """Return the bytes that a rank without a pipeline stores and allocates."""
     model, u, tensor = job.model, job.value_bytes, job.tensor
     rows = job.tokens / tensor

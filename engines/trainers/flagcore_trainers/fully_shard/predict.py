@@ -38,8 +38,7 @@ from flagcore_trainers.fully_shard import (
     memory,
     traffic,
 )
-from flagcore_trainers.fully_shard.traffic import TRIAL, Program
-from flagcore_trainers.meaning import BATCH_ROWS, INTERVAL
+from flagcore_trainers.fully_shard.traffic import BATCH_ROWS, INTERVAL, TRIAL, Program
 
 ADAM_TRAFFIC = 40.0
 """Bytes per sharded weight of an update: the gradients' norm and scale, and Adam in one kernel. Counted."""
@@ -67,13 +66,13 @@ def predict(task: Task, columns: Columns, costs: Costs, program: Program = TRIAL
 
 def memory_job(
     task: Task, columns: Columns, *, fused_norm: bool, compiled_loss: bool = False, sends_stay: bool = False
-) -> memory.Job:
+) -> memory.MemoryInputs:
     """Return what the memory of candidates depends on."""
     layout = layout_of(task, columns)
     size, schedule = np.broadcast_arrays(columns[PP], columns[SCHEDULE])
     value_bytes = 4.0 if task.spec.train.precision == "fp32" else 2.0
     reduced = np.where((columns[REDUCE] == 2) & (value_bytes == 2.0), 2.0, 4.0)
-    return memory.Job(
+    return memory.MemoryInputs(
         model=task.spec.model,
         value_bytes=value_bytes,
         ranks=columns[SHARD] * layout.context,
@@ -178,7 +177,7 @@ def _times(
     train: Training,
     layout: Layout,
     costs: Costs,
-    job: memory.Job,
+    job: memory.MemoryInputs,
     columns: Columns,
     program: Program,
     *,
@@ -237,7 +236,7 @@ def _exchange(
     train: Training,
     layout: Layout,
     costs: Costs,
-    job: memory.Job,
+    job: memory.MemoryInputs,
     columns: Columns,
     again: FloatArray,
     time_s: dict[str, FloatArray],
@@ -293,7 +292,7 @@ def _busy(layout: Layout, time_s: dict[str, FloatArray]) -> FloatArray:
     return total
 
 
-def _update(costs: Costs, job: memory.Job, shard: FloatArray) -> FloatArray:
+def _update(costs: Costs, job: memory.MemoryInputs, shard: FloatArray) -> FloatArray:
     """Return the seconds of the optimizer step on `shard` weights of a rank."""
     on_device = costs.kernels.memory_seconds(ADAM_TRAFFIC * shard)
     if not job.offload.any():

@@ -15,7 +15,7 @@ import numpy as np
 from flagcore.contracts import Costs, MemoryModel, communicator_bytes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.transformer import attended, projection_weights
-from flagcore_training.layout import ArrayRecord, Layout, Placement, Training, pick
+from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
 from flagcore_training.memory.activations import gathered_tokens
 from flagcore_training.memory.modules import Sizes
 from flagcore_training.memory.stored_activations import Kinds, activation_parts, stage_activations
@@ -265,7 +265,7 @@ def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
     A stage with unknown capacity counts as full, so that no candidate is reported to fit by mistake. The peak is the
     maximum over forward and backward and the optimizer step.
     """
-    placement = Placement.from_layout(layout, costs)
+    placement = StageGroups.from_layout(layout, costs)
     memories = stages_in_use(train, layout, costs, stages(train.model, layout, train.options, placement.starts))
     if len(costs.groups) == 1:
         figures = np.stack([each.memory.peak for each in memories])
@@ -277,7 +277,7 @@ def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
 
 def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stages: Sequence[Stage]) -> list[InUse]:
     """Return the memory in use of each stage in `requested_stages`, for all candidates."""
-    placement, models = Placement.from_layout(layout, costs), [each.memory for each in costs.groups]
+    placement, models = StageGroups.from_layout(layout, costs), [each.memory for each in costs.groups]
     workspaces = [np.array(model.workspace_bytes()) for model in models]
     capacities = [np.array(np.nan if (known := model.capacity_bytes()) is None else known) for model in models]
     estimates = [_Estimate.from_layout(train, each) for each in placement.layouts]

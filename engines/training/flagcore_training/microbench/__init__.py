@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchmarkJob:
     """The input of the program.
 
     `kind` is the torch device, `backend` the backend of collectives. `preload` are modules to import first. One process
@@ -32,8 +32,8 @@ class Job:
     output: Path
 
 
-def load(path: Path) -> Job:
+def load(path: Path) -> BenchmarkJob:
     """Read a job from a JSON file. Raises OSError, ValueError, KeyError or TypeError."""
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     lists = {name: tuple(data[name]) for name in ("preload", "precisions")}
-    return Job(**{**data, **lists, "output": Path(data["output"])})
+    return BenchmarkJob(**{**data, **lists, "output": Path(data["output"])})

@@ -12,7 +12,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from flagcore_training.microbench import Job, load
+from flagcore_training.microbench import BenchmarkJob, load
 from flagcore_training.trial.forked_ranks import OUT_OF_MEMORY, ran_out_of_memory, run_ranks
 
 
@@ -27,12 +27,12 @@ def main(arguments: list[str]) -> int:
     return run_ranks(job.devices, partial(_work, job))
 
 
-def _import(job: Job) -> None:
+def _import(job: BenchmarkJob) -> None:
     for name in ("torch", *job.preload, "flagcore_training.microbench.measurement"):
         importlib.import_module(name)
 
 
-def _work(job: Job, number: int, listener: socket.socket) -> int:
+def _work(job: BenchmarkJob, number: int, listener: socket.socket) -> int:
     """Run the process with the index `number`, and return its exit code. Failures are written to stderr."""
     try:
         _import(job)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from flagcore_training.microbench import Job
+from flagcore_training.microbench import BenchmarkJob
 
 SAMPLE_SECONDS = 1e-3
 """Minimum duration of a sample of calls. With it, the overhead of the timer is negligible."""
@@ -225,7 +225,7 @@ def is_supported(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool
     return True
 
 
-def gemms(bench: Bench, job: Job, precision: str) -> list[Item]:
+def gemms(bench: Bench, job: BenchmarkJob, precision: str) -> list[Item]:
     """Return matrix products of common sizes in one precision; none if torch does not support the precision."""
     if not is_supported(bench, partial(product, bench.device, 64, 64, 64, precision)):
         return []
@@ -262,7 +262,7 @@ def noise(device: torch.device, precision: str, *shape: int) -> torch.Tensor:
     return block.repeat(-(-count // NOISE_LENGTH))[:count].view(shape)
 
 
-def attentions(bench: Bench, job: Job, precision: str, *, backward: bool) -> list[Item]:
+def attentions(bench: Bench, job: BenchmarkJob, precision: str, *, backward: bool) -> list[Item]:
     """Return calls of causal attention of common sizes in one precision, either forward or backward."""
     name = "attention_backward" if backward else "attention"
     if not is_supported(bench, partial(attention, bench.device, (1, 2, 1, 64, 64), precision, backward)):
@@ -301,7 +301,7 @@ def attention(
     return lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
 
 
-def memory(bench: Bench, job: Job, precision: str) -> list[Item]:
+def memory(bench: Bench, job: BenchmarkJob, precision: str) -> list[Item]:
     """Return memory copies and element-wise kernels. None of them allocates memory."""
     items, width = [], torch.finfo(DTYPES[precision]).bits // 8
     for name, (narrow_tensors, fp32_tensors, max_bytes) in ELEMENTWISE_KERNELS.items():

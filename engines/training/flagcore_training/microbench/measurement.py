@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flagcore_training.microbench import Job, kernels
+from flagcore_training.microbench import BenchmarkJob, kernels
 from flagcore_training.microbench.kernels import Bench, Item
 from flagcore_training.trial.rank_device import join_group
 
@@ -33,7 +33,7 @@ MIN_GRADIENT_BYTES = 4 << 20
 """Tensors of at least this size are measured in fp32, like gradients; smaller ones in bf16, like activations."""
 
 
-def measure(job: Job, number: int, listener: socket.socket) -> None:
+def measure(job: BenchmarkJob, number: int, listener: socket.socket) -> None:
     """Measure in the process with the index `number`.
 
     The processes connect through `listener`, and process 0 writes the output.
@@ -58,7 +58,7 @@ def measure(job: Job, number: int, listener: socket.socket) -> None:
         dist.destroy_process_group()
 
 
-def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
+def _kernels(bench: Bench, job: BenchmarkJob, seconds: float) -> list[dict[str, Any]]:
     main = [name for name in ("bf16", "fp32") if name in job.precisions] or ["fp32"]
     items = {
         "memory": [kernels.memory(bench, job, main[0])],
@@ -74,7 +74,7 @@ def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
-def _precisions(bench: Bench, job: Job) -> list[str]:
+def _precisions(bench: Bench, job: BenchmarkJob) -> list[str]:
     """Return the precisions to measure. If a chip supports bf16, fp16 is omitted; a CPU has neither tf32 nor fp8."""
     left_out = {"fp16"} if "bf16" in job.precisions else set()
     left_out |= {"tf32", "fp8"} if bench.cpu else set()
@@ -82,7 +82,7 @@ def _precisions(bench: Bench, job: Job) -> list[str]:
     return [name for name in names if name in job.precisions and name not in left_out] or ["fp32"]
 
 
-def _collectives(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
+def _collectives(bench: Bench, job: BenchmarkJob, seconds: float) -> list[dict[str, Any]]:
     """Measure groups of all devices, and of powers of two that divide their number."""
     rows: list[dict[str, Any]] = []
     divisors = (2**power for power in range(1, 12) if job.devices % 2**power == 0)

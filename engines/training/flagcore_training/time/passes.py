@@ -12,7 +12,7 @@ from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.transformer import SCHEDULES, widths
-from flagcore_training.layout import ArrayRecord, Layout, Placement, Training
+from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training
 from flagcore_training.stages import layer_input_bytes
 
 ACTIVATION_PASSES = {
@@ -238,7 +238,7 @@ class Messages:
     between: tuple[FloatArray, ...] = ()
 
     @classmethod
-    def from_layout(cls, train: Training, layout: Layout, costs: Costs, placement: Placement) -> Messages:
+    def from_layout(cls, train: Training, layout: Layout, costs: Costs, placement: StageGroups) -> Messages:
         """Return the seconds of a message that contains the hidden states of one micro-batch.
 
         Schedules that fold the pipeline cross the groups in both directions, so all their messages take as long as the
@@ -258,7 +258,7 @@ class Messages:
             return cls(usual, (usual,) * len(inside), (usual,) * len(between))
         return cls(usual, inside, between)
 
-    def mean(self, layout: Layout, placement: Placement) -> FloatArray:
+    def mean(self, layout: Layout, placement: StageGroups) -> FloatArray:
         if not self.between:
             return self.usual
         ring = (layout.virtual > 1.0) * 1.0  # with virtual stages, the last stage sends to the first one
@@ -268,7 +268,7 @@ class Messages:
         return np.asarray(total / np.maximum(layout.pipeline - 1.0 + ring, 1.0))
 
     def send_delays(
-        self, length: int, rows: IntArray, layout: Layout, placement: Placement
+        self, length: int, rows: IntArray, layout: Layout, placement: StageGroups
     ) -> tuple[FloatArray, FloatArray] | None:
         """Return the seconds by which messages of each stage exceed the pipeline's usual message time (`usual`).
 

@@ -7,7 +7,7 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training.critical_path import StageTimes
-from flagcore_training.layout import Layout, Placement, Training
+from flagcore_training.layout import Layout, StageGroups, Training
 from flagcore_training.schedules import makespan
 from flagcore_training.stages import Stage, depths_received
 from flagcore_training.time.passes import Messages, StageTime
@@ -23,7 +23,7 @@ def pipeline_time(
     train: Training,
     layout: Layout,
     costs: Costs,
-    placement: Placement,
+    placement: StageGroups,
     representatives: Sequence[Stage],
     times: list[StageTime],
 ) -> tuple[FloatArray, FloatArray]:
@@ -63,7 +63,7 @@ def pipeline_time(
 
 
 def sends(
-    train: Training, layout: Layout, costs: Costs, placement: Placement, last: Stage
+    train: Training, layout: Layout, costs: Costs, placement: StageGroups, last: Stage
 ) -> tuple[Messages, FloatArray, FloatArray, FloatArray]:
     """Return the messages, whether sends block (1 or 0), and the usual and the mean message time in seconds.
 
@@ -92,7 +92,7 @@ def shape_seconds(train: Training, layout: Layout, costs: Costs) -> FloatArray:
 
     Messages are then preceded by their shapes, so they do not overlap compute.
     """
-    waits, placement = 1.0 - sender_waits(train, layout), Placement.from_layout(layout, costs)
+    waits, placement = 1.0 - sender_waits(train, layout), StageGroups.from_layout(layout, costs)
     message_s = Messages.from_layout(train, layout, costs, placement).mean(layout, placement)
     return 2.0 * layout.virtual * waits * (message_s + waits * _refill_seconds(costs))
 

@@ -15,7 +15,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.cost_stack import with_slowdown
-from flagcore_training.layout import ArrayRecord, Layout, Placement, Training, distinct, pick
+from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
 from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.memory.training import split_parameters
 from flagcore_training.stages import (
@@ -88,7 +88,7 @@ class Blocks:
 
     @classmethod
     def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> Blocks:
-        layouts = Placement.from_layout(layout, costs).layouts
+        layouts = StageGroups.from_layout(layout, costs).layouts
         distinct_rows = [distinct([getattr(each, name) for name in LAYER_COUNTS]) for each in layouts]
         combinations = tuple(each[rows] for each, (rows, _) in zip(layouts, distinct_rows, strict=True))
         parts = tuple(_parts(train, each, group) for each, group in zip(combinations, costs.groups, strict=True))
@@ -148,7 +148,7 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     bubble.
     """
     costs = costs_in_run(costs)
-    placement, groups = Placement.from_layout(layout, costs), costs.groups
+    placement, groups = StageGroups.from_layout(layout, costs), costs.groups
     distinct_stages = stages(train.model, layout, train.options, placement.starts)
     blocks = Blocks.from_layout(train, layout, costs) if blocks is None else blocks
     timed = _timed(train, groups, blocks, placement, distinct_stages)
@@ -156,7 +156,7 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
     forward, backward, m = slowest.forward, slowest.backward, layout.microbatches
     ordered = _in_replica(layout)
-    in_replica = Placement.from_layout(ordered, costs)
+    in_replica = StageGroups.from_layout(ordered, costs)
     pipeline_s, message = pipeline_time(train, ordered, costs, in_replica, distinct_stages, times)
     idle = np.maximum(pipeline_s - m * slowest.busy, 0.0)
     waits = sender_waits(train, layout, distinct_stages[-1])
@@ -187,7 +187,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
     longer wait.
     """
     layout, costs = layout[slice(0, 1)], costs_in_run(costs)
-    placement, count = Placement.from_layout(layout, costs), int(layout.pipeline[0])
+    placement, count = StageGroups.from_layout(layout, costs), int(layout.pipeline[0])
     all_stages = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
     timed = _timed(train, costs.groups, Blocks.from_layout(train, layout, costs), placement, all_stages)
     times = [each.time for each in timed]
@@ -255,7 +255,7 @@ class _Timed(ArrayRecord):
 
 
 def _timed(
-    train: Training, groups: Sequence[Costs], blocks: Blocks, placement: Placement, all_stages: Sequence[Stage]
+    train: Training, groups: Sequence[Costs], blocks: Blocks, placement: StageGroups, all_stages: Sequence[Stage]
 ) -> list[_Timed]:
     """Return the times of each stage, with the layout and the costs of the stage's node group."""
     pairs = enumerate(zip(placement.layouts, groups, strict=True))

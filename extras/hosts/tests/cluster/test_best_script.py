@@ -8,7 +8,7 @@ import pytest
 
 from extras.hosts.tests.cluster.bed import SLURM, Bed, missing
 from flagcore import api
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 TRAINING = """\
 import os

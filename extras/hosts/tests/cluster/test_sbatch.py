@@ -9,7 +9,7 @@ import pytest
 
 from extras.hosts.tests.cluster.bed import SLURM, Bed, missing
 from flagcore import api
-from tests.tasks import SHAPE
+from tests.product.tasks import SHAPE
 
 TRAIN: dict[str, Any] = {"engine": "megatron", "seq_length": 64, "global_batch_size": 12, "precision": "fp32"}
 SERVE: dict[str, Any] = {"engine": "vllm", "profile": {"input_len": 8, "output_len": 8, "concurrency": 4}}

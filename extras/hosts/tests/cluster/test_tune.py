@@ -11,7 +11,7 @@ from extras.hosts.tests.cluster.bed import SLURM, Bed, missing
 from extras.hosts.tests.cluster.conftest import SECRET, Project, Tune
 from extras.hosts.tests.cluster.test_faults import HOSTS_LOST, all_clean
 from flagcore.launchers import guard
-from tests.cli.conftest import BEST
+from tests.product.cli.conftest import BEST
 from tests.run_checks import books_balance, check_kept_once
 
 pytestmark = pytest.mark.slow

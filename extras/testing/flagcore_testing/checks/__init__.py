@@ -21,7 +21,7 @@ from flagcore_testing.checks import (
     second_entry,
     sources,
     spelling,
-    trials,
+    telemetry,
 )
 from flagcore_testing.kit import LOADS, SLOW, Check
 
@@ -47,7 +47,7 @@ MODULES = (
     environment,
     spelling,
     agreement,
-    trials,
+    telemetry,
     detection,
     parsing,
     published,

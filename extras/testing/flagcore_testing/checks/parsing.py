@@ -11,10 +11,10 @@ from typing import Any
 from unittest import mock
 
 from flagcore.vendorkit import rows
-from flagcore.vendorkit.matrix import read_matrix
+from flagcore.vendorkit.rows import read_matrix
 from flagcore_testing import fakes
 from flagcore_testing.checks.spelling import detector_of
-from flagcore_testing.checks.trials import READ
+from flagcore_testing.checks.telemetry import READ
 from flagcore_testing.kit import Problems, Skip, Subject, check
 from flagcore_testing.package import FOLDER, SOURCES
 

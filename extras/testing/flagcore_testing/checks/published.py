@@ -8,7 +8,7 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import Job
+from flagcore.domain.spec import JobRecord
 from flagcore.errors import FlagError
 from flagcore.spec.jobs import read_job
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
@@ -22,7 +22,7 @@ ADDRESS = re.compile(r"^https?://[\w.-]+\.\w+")
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
-Run = tuple[Subject, str, Job | FlagError, dict[str, object]]
+Run = tuple[Subject, str, JobRecord | FlagError, dict[str, object]]
 
 
 def _runs(plugin: Subject) -> list[Run]:
@@ -38,7 +38,7 @@ def _read_runs(plugin: Subject) -> Iterator[Run]:
     for record in records:
         where, measured = f"published.jsonl: {record.get('id')!r}", record.get("measured")
         try:
-            job: Job | FlagError = read_job(record, plugins.engines())
+            job: JobRecord | FlagError = read_job(record, plugins.engines())
         except FlagError as error:
             job = error
         yield plugin, where, job, dict(measured) if isinstance(measured, dict) else {}
@@ -46,7 +46,7 @@ def _read_runs(plugin: Subject) -> Iterator[Run]:
 
 @check("correct that key; docs/load.md describes job records", each=_runs)
 def published_runs_are_job_records(
-    plugin: Subject, where: str, job: Job | FlagError, measured: dict[str, object]
+    plugin: Subject, where: str, job: JobRecord | FlagError, measured: dict[str, object]
 ) -> Problems:
     if isinstance(job, FlagError):
         yield f"{where}: {job}"
@@ -57,7 +57,7 @@ def published_runs_are_job_records(
 
 @check("give measured.step_time_s in seconds, and the number of devices of the whole job", each=_runs)
 def published_times_are_plausible(
-    plugin: Subject, where: str, job: Job | FlagError, measured: dict[str, object]
+    plugin: Subject, where: str, job: JobRecord | FlagError, measured: dict[str, object]
 ) -> Problems:
     seconds = measured.get("step_time_s")
     if isinstance(job, FlagError) or isinstance(job.work, ServeSpec):

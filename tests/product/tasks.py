@@ -1,0 +1,57 @@
+"""What `tests.tasks` has, for the engines of this repository: its tasks train with Megatron."""
+
+from typing import Any
+
+from flagcore_megatron.space.knobs import SPACE_KNOBS
+
+from flagcore.contracts import Platform
+from flagcore.domain.space import Candidate, KnobValue
+from flagcore.domain.spec import Task
+from flagcore.plugins import engines
+from tests import tasks
+from tests.tasks import (  # noqa: F401
+    CHIP,
+    DENSE,
+    EXPERTS,
+    LATENT,
+    LLAMA_8B,
+    SHAPE,
+    SOURCE,
+    VISION,
+    Readings,
+    chip,
+    costs,
+    plugin,
+    prediction,
+    problem,
+    read,
+    trial,
+    with_task,
+)
+
+ENGINES = {name: engines()[name] for name in ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")}
+"""The engines of this repository."""
+PLAIN_SPACE = {
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "use_distributed_optimizer": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "use_recompute": False,
+}
+"""The space of a spec that varies only DP, TP, PP and the micro-batch size."""
+
+
+def task(*of: Any, **train: Any) -> Task:
+    """A task on one node that trains with Megatron."""
+    return tasks.task(*of, **{"engine": "megatron", **train})
+
+
+def platform(task: Task, **changes: Any) -> Platform:
+    """A platform without plugins' answers."""
+    return tasks.platform(task, **{"engine": ENGINES[task.spec.work.engine], **changes})
+
+
+def candidate(**values: KnobValue) -> Candidate:
+    """A candidate of the megatron engine; knobs that are not given are neutral."""
+    return Candidate.of({knob.name: values.get(knob.name, knob.neutral) for knob in SPACE_KNOBS})

@@ -1,0 +1,84 @@
+"""What trials were measured at, as files."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flagcore.domain.model import Windows
+from flagcore.domain.serving import Load, ServeSpec
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Trial, TrialState
+from flagcore.spec.jobs import read_job
+from flagcore.tuner.calibration import Experience
+from tests.product import tasks
+from tests.product.tasks import ENGINES
+
+
+@pytest.fixture
+def experience(tmp_path: Path) -> Experience:
+    return Experience(tmp_path / "data" / "experience")
+
+
+def trial(number: int, state: TrialState = TrialState.MEASURED) -> Trial:
+    step = 2.0 if state is TrialState.MEASURED else None
+    return tasks.trial(number, tasks.candidate(micro_batch_size=number + 1), step, spread_s=0.1, state=state)
+
+
+def test_measured_trials_are_found_again_by_chip_and_engine(experience: Experience) -> None:
+    task = tasks.task(tasks.DENSE)
+    chip, engine = task.cluster.groups[0].chip, task.spec.train.engine
+    experience.save("one", task, [trial(0), trial(1, TrialState.FAILED)])
+    (record,) = experience.records(chip, engine)
+    assert (record["id"], record["measured"]["step_time_s"]) == ("one/0", 2.0)
+    assert list(experience.records(chip, "another")) == []
+    assert list(experience.records(replace(chip, name="another", aliases=("another",)), engine)) == []
+    assert list(experience.records(chip, engine, exclude_run="one")) == []
+
+
+def serving(*loads: Load) -> Task:
+    task = tasks.task(tasks.DENSE)
+    work = ServeSpec(engine="vllm", loads=loads, engine_args={"max_model_len": 2048})
+    return replace(task, spec=replace(task.spec, work=work, objective="output_tokens_per_s"))
+
+
+def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(experience: Experience) -> None:
+    task = serving(Load(request_rate=math.inf, num_prompts=64))
+    trial_ = trial(0)
+    assert trial_.measurement is not None
+    measured = replace(trial_.measurement, versions={"vllm": "0.32.0"})
+    experience.save("one", task, [replace(trial_, measurement=measured, candidate=Candidate.of({"max_num_seqs": 8}))])
+    (record,) = experience.records(task.cluster.groups[0].chip, "vllm")
+    assert record["measured"]["objective"] == "output_tokens_per_s"
+    job = read_job(record, ENGINES)
+    assert isinstance(job.work, ServeSpec)
+    assert (job.work.engine_version, job.work.loads) == ("0.32.0", task.spec.serve.loads)
+    assert job.candidate == {"max_num_seqs": 8}
+
+
+def test_a_weights_file_is_stored_in_the_record_and_a_folder_is_not(experience: Experience, tmp_path: Path) -> None:
+    file = tmp_path / "weights.gguf"
+    file.touch()
+    for place, (weights, reported) in enumerate([(file, str(file)), (tmp_path, None)]):
+        task = serving(Load(concurrency=4))
+        work = replace(task.spec.serve, weights=str(weights))
+        experience.save(str(place), replace(task, spec=replace(task.spec, work=work)), [trial(0)])
+        (record,) = json.loads(f"[{(experience.folder / f'{place}.jsonl').read_text().strip()}]")
+        assert record["serve"].get("weights") == reported
+
+
+@pytest.mark.parametrize(
+    ("task", "done"),
+    [
+        (tasks.task(tasks.DENSE), trial(0, TrialState.FAILED)),
+        (tasks.task(replace(tasks.DENSE, windows=Windows(num_layers=1, tokens=128))), trial(0)),
+        (serving(Load(concurrency=1), Load(concurrency=8)), trial(0)),
+    ],
+    ids=["no measurement", "a model that a record cannot describe", "several loads"],
+)
+def test_what_a_record_cannot_describe_leaves_no_experience(experience: Experience, task: Task, done: Trial) -> None:
+    assert experience.save("one", task, [done]) is None
+    assert not experience.folder.exists()
