@@ -230,16 +230,16 @@ def names(group: str) -> tuple[str, ...]:
 def missing_extra(group: str, name: str) -> str:
     """Return the pip command that installs the object `name`, if a distribution of flagcore may contain it.
 
-    That is the extra with this name, or else those that come with flagcore and are missing. Returns an empty string if
-    it is already installed in `group`, or if there is no such distribution.
+    That is the one with this name, the extra with this name, or else those that come with flagcore and are missing.
+    Returns an empty string if it is already installed in `group`, or if there is no such distribution.
     """
     if name in installed(group):
         return ""
     needs = [Requirement(each) for each in requires("flagcore") or () if each.startswith("flagcore-")]
-    if any(str(each.marker).endswith(f'extra == "{name}"') for each in needs):
-        return f'pip install "flagcore[{name}]"'
     missing = [each.name for each in needs if not (each.marker or any(distributions(name=each.name)))]
     own = [each for each in missing if each == f"flagcore-{name}"]
+    if not own and any(str(each.marker).endswith(f'extra == "{name}"') for each in needs):
+        return f'pip install "flagcore[{name}]"'
     return f"pip install {' '.join(own or missing)}" if missing else ""
 
 
@@ -275,6 +275,10 @@ class _Engines(UserDict[str, Any]):
         if self.data[name] is None:
             self.data[name] = _with_program(find_engine(name), self.program)
         return self.data[name]
+
+    def missing(self, name: str) -> str:
+        """Return the command that installs the engine `name`, or an empty text if there is none."""
+        return missing_extra(ENGINES, name)
 
 
 def command_readers() -> list[str]:

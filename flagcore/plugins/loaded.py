@@ -32,8 +32,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.spec import KINDS, Task
 from flagcore.errors import NoDevice
 from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
-from flagcore.physics.cost_stack import CollectiveCostStack, KernelCostStack, PlainMemory, with_slowdown
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.roofline import CollectiveCostStack, KernelCostStack, PlainMemory, Roofline, with_slowdown
 from flagcore.plugins import validation
 from flagcore.plugins.entry_points import (
     capture_warnings,

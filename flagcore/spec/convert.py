@@ -170,5 +170,5 @@ def json_schema(engines: Engines) -> dict[str, Any]:
         rows = tuple((name, each.knobs) for name, each in fixed if each.kind == kind)
         several = [rows] if KINDS[kind].several_engines and len(rows) > 1 else []
         documents += [import_module(module).document_for(each) for each in (*((row,) for row in rows), *several)]
-    schema = TypeAdapter(reduce(or_, documents)).json_schema()
+    schema = TypeAdapter(reduce(or_, documents or [CommonSection])).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "flagcore spec"}

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from pydantic import BeforeValidator, Field, ValidationError, create_model
 
@@ -30,6 +30,14 @@ OTHER_KIND = {
 """The problem and the fix if a section names an engine of another kind, by the section."""
 
 
+@runtime_checkable
+class Installable(Protocol):
+    """An optional interface of `Engines`."""
+
+    def missing(self, name: str) -> str:
+        """Return the command that installs the engine `name`, or an empty text if there is none."""
+
+
 def knobs_of(name: str, engines: Engines, key: KeyPath | str, file: str = "", kind: str = "train") -> tuple[Knob, ...]:
     """Return the knobs of the engine `name`.
 
@@ -40,6 +48,7 @@ def knobs_of(name: str, engines: Engines, key: KeyPath | str, file: str = "", ki
         similar = get_close_matches(name.lower(), engines, n=3)
         fix = _("installed: {names}", names=", ".join(engines) or _("none"))
         fix = _(DID_YOU_MEAN, name=", ".join(similar)) if similar else fix
+        fix = (engines.missing(name) if isinstance(engines, Installable) else "") or fix
         raise spec_error(key, _("is not an installed engine"), value=name, fix=fix, file=file)
     if engines[name].kind != kind:
         problem, fix = map(_, OTHER_KIND[kind])

@@ -25,7 +25,7 @@ from flagcore_hosts.launcher import SSH, HostsLauncher
 
 from extras.hosts.tests.cluster.bed import missing
 from flagcore import __version__, api
-from flagcore.api.commands.host_report import busy, host_check
+from flagcore.api.commands.doctor import busy, host_check
 from flagcore.contracts import Hosts, Network, Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.domain.spec import ClusterSpec

@@ -17,7 +17,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from flagcore import plugins
-from flagcore.api.commands.host_report import host_check
+from flagcore.api.commands.doctor import host_check
 from flagcore.api.commands.report import save_report, save_report_of_engines
 from flagcore.api.inputs import (
     RUNS,
