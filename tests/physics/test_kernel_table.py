@@ -9,9 +9,8 @@ import pytest
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.space import FloatArray
-from flagcore.physics.cost_stack import KernelCostStack, with_slowdown
 from flagcore.physics.kernel_table import ATTENTION, GridAxis, Kernel, KernelSheet, learn_grid, octaves, with_measured
-from flagcore.physics.roofline import Curve, Roofline
+from flagcore.physics.roofline import Curve, KernelCostStack, Roofline, with_slowdown
 
 SOURCE = Source(kind="datasheet", detail="made up")
 CHIP = Chip(

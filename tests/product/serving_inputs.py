@@ -12,8 +12,7 @@ from flagcore.domain.chip import Fact
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Model
 from flagcore.physics.collective_costs import Collectives, topology_of
-from flagcore.physics.cost_stack import PlainMemory
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.roofline import PlainMemory, Roofline
 from tests.product import tasks
 
 SOURCE = tasks.SOURCE

@@ -18,7 +18,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.prediction import components_of_row
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
-from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import PlainMemory
 from flagcore.physics.transformer import SCHEDULES
 from flagcore.tuner.stages.build import build
 from tests.product import tasks

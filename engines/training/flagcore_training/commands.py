@@ -9,7 +9,7 @@ from typing import Any
 
 from flagcore.domain.launch import Start
 from flagcore.domain.space import KnobValue
-from flagcore.spec.importing import Notes
+from flagcore.spec.plain_data import Notes
 
 PLACEHOLDER = "{flags}"
 """A word of a command that is replaced by the flags of a trial. Commands that start Megatron-LM do not need it."""

@@ -22,8 +22,7 @@ from flagcore_vllm.profile import ENGINE as VLLM
 
 from flagcore.contracts import ImportedSpec
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.importing import Notes
-from flagcore.spec.plain_data import spec_error
+from flagcore.spec.plain_data import Notes, spec_error
 
 TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml").read_text(encoding="utf-8"))
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama_cpp": "llamacpp", "llamacpp": "llamacpp"}

@@ -25,7 +25,7 @@ import flagcore
 from extras.flagscale.tests.accounting import TREES, unaccounted
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
-from flagcore.spec.importing import commented_yaml
+from flagcore.spec.plain_data import commented_yaml
 from tests.product.cli.conftest import Ran
 from tests.product.cli.conftest import flag as flag
 from tests.product.doc_pages import ROOT

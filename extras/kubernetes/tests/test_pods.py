@@ -17,7 +17,7 @@ from flagcore_hosts.hub import Hub
 from flagcore_kubernetes.join import TOKEN, proof
 from flagcore_kubernetes.launcher import HOSTS, HUB, LAUNCHER, PORT_VARIABLE
 
-from flagcore.api.commands.host_report import host_check
+from flagcore.api.commands.doctor import host_check
 from flagcore.contracts import device_use
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec

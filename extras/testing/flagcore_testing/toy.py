@@ -37,8 +37,8 @@ def _powers(task: Task) -> tuple[int, ...]:
 
 KNOBS: tuple[Knob, ...] = (
     *(
-        Knob(name=name, label=label, help=f"Number of {noun}.", neutral=1, auto=_powers, auto_help="the powers of two",
-             flags=(Flag(name=name.replace("_", "-")),), layout=True, memory_order=-1)
+        Knob(name=name, label=label, help=f"Number of {noun}.", neutral=1, maximum=1_000_000, auto=_powers,
+             auto_help="the powers of two", flags=(Flag(name=name.replace("_", "-")),), layout=True, memory_order=-1)
         for name, label, noun in ((DP, "DP", "replicas"), (TP, "TP", "parts of a layer"), (PP, "PP", "stages"))
     ),
     Knob(name=MBS, label="MBS", help="Samples.", neutral=1, auto=lambda task: (1, 2, 4, 8), auto_help="1, 2, 4 and 8",

@@ -13,9 +13,8 @@ from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote, SettingValue, Spec
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from, public_models, public_name
-from flagcore.spec.plain_data import load_json
+from flagcore.spec.plain_data import Notes, load_json
 from flagcore_megatron.importing.arguments import (
     SIZES,
     TABLES,

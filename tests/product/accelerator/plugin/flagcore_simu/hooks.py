@@ -3,7 +3,7 @@
 from flagcore_simu.discover import DETECTOR
 
 from flagcore.domain.cluster import NodeGroup
-from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin
 
 CONTEXT_BYTES = 64 * 2**20

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flagcore_serving.space.weights import parameters
 
 from flagcore.errors import SpecError
 from flagcore.spec.models import find_public, model_from
-from tests.spec.test_models import parameters
 
 BILLIONS: dict[str, float] = yaml.safe_load(Path(__file__).with_name("parameters.yaml").read_text())
 
