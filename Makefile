@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PARTS := $(patsubst %/pyproject.toml,%,$(wildcard engines/*/pyproject.toml plugins/*/pyproject.toml extras/*/pyproject.toml))
 # The CPU build of torch; what depends on torch is installed in the same command, or pip fetches another build.
 TORCH := torch==2.13.0
-# What to test, as arguments of pytest: `make test TESTS=tests/cli`. JOBS processes run the tests: one more than cores,
+# What to test, as arguments of pytest: `make test TESTS=tests/tuner`. JOBS processes run the tests: one more than cores,
 # because many tests wait for trials and servers. With JOBS=0 pytest starts no further process.
 TESTS ?=
 JOBS ?= 3
@@ -113,7 +113,7 @@ mutations: setup
 # The page of a run in a real browser: wants Chromium, of Debian's package chromium, say.
 test-browser: setup
 	$(PIP) "playwright>=1.50"
-	$(BIN)/python -m pytest tests/report/page/test_browser.py
+	$(BIN)/python -m pytest tests/product/report/page/test_browser.py
 
 # Faults at random moments on hosts out of namespaces: wants root, and of Debian's packages openssh-server, iproute2,
 # slurmctld, slurmd and slurm-client.
@@ -128,7 +128,7 @@ test-ray: setup
 # The watchers with the tools that they write to.
 test-watchers: setup
 	$(PIP) ".[mlflow,tensorboard,wandb]"
-	$(BIN)/python -m pytest extras/watchers/tests tests/report/test_watchers.py
+	$(BIN)/python -m pytest extras/watchers/tests tests/product/report/test_watchers.py
 
 # A whole Megatron-LM, that of flag-scale's wheel, and what it imports: for tests marked `long`, beside the environment
 # and not in it. A C++ helper of its data sets is compiled.

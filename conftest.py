@@ -127,6 +127,6 @@ def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def example_folder(tmp_path_factory: pytest.TempPathFactory, _no_calibration: None) -> Path:
     """A folder as readers of the pages have it, with a finished run; made once, so that tests only read it."""
-    from tests.example_folder import build
+    from tests.product.example_folder import build
 
     return build(tmp_path_factory.mktemp("example_folder"))

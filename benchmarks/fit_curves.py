@@ -30,7 +30,6 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec.jobs import read_job
-from flagcore.tuner.stages.discover import costs
 from flagcore.vendorkit.chip_file import shared_costs
 
 PLUGINS = Path(__file__).parent.parent / "plugins"
@@ -234,7 +233,7 @@ def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
                 rows[0][0],
                 _together([row[1] for row in rows]),
                 rows[0][2].cluster.groups[0],
-                costs(rows[0][2].cluster, loaded, "megatron"),
+                loaded.costs(rows[0][2].cluster, "megatron"),
                 tuple(row[3] for row in rows),
             )
             for rows in groups.values()

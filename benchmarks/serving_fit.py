@@ -32,7 +32,6 @@ from flagcore.domain.records import prediction_record
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec.jobs import read_job
-from flagcore.tuner.stages.discover import costs as costs_of
 from flagcore.tuner.stages.predict import with_figures
 
 SOFT = 0.1
@@ -106,7 +105,7 @@ def read(files: Sequence[str]) -> list[Points]:
             if key not in chips:
                 nodes, cpus = job.devices // devices, job.cpus_per_node
                 group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
-                chips[key] = costs_of(Cluster(groups=(group,)), loaded, job.work.engine), group
+                chips[key] = loaded.costs(Cluster(groups=(group,)), job.work.engine), group
             spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
             engine = plugins.find_engine(job.work.engine)
             plain_task = Task(spec=spec, cluster=Cluster(groups=(chips[key][1],)))

@@ -22,8 +22,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.collective_costs import Collectives, topology_of
-from flagcore.physics.cost_stack import PlainMemory
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.roofline import PlainMemory, Roofline
 
 SOURCE = Source(kind="estimated", detail="round figures")
 CHIP = Chip(

@@ -17,8 +17,7 @@ from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import Collectives, topology_of
-from flagcore.physics.cost_stack import PlainMemory
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.roofline import PlainMemory, Roofline
 from flagcore.tuner.stages.prune import prune
 
 SOURCE = Source(kind="datasheet", detail="made up for these tests")
@@ -42,6 +41,7 @@ LLAMA_8B = {
     "vocab_size": 128256,
 }
 """The shape of Llama 3 8B."""
+ENGINES = {"toy": toy.ENGINE}
 PLAIN_SPACE = {"use_distributed_optimizer": False, "use_recompute": False}
 """The space of a spec of the toy engine that varies only DP, TP, PP and the micro-batch size."""
 DENSE = Model(

@@ -1,52 +1,93 @@
-"""The import contracts of pyproject.toml cover every package and module of flagcore."""
+"""The import contracts of pyproject.toml cover every package, and distributions import only what is public."""
 
-import pkgutil
+import ast
 import re
 import sys
-from importlib.metadata import entry_points
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import flagcore
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOMS = {f"flagcore.{each.name}" for each in pkgutil.iter_modules(flagcore.__path__)}
-VENDORS = "a plugin knows hooks, vendorkit, contracts, domain, errors and physics only"
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {file.parent.name: file.parent for file in (ROOT / "flagcore/__init__.py", *ROOT.glob("*/*/*/__init__.py"))}
+PACKAGES = {name: folder for name, folder in PACKAGES.items() if re.fullmatch(r"flagcore(_\w+)?", name)}
+VENDORS = {name for name, folder in PACKAGES.items() if folder.parent.parent.name == "plugins"}
+FOR_VENDORS = {f"flagcore.{room}" for room in ("contracts", "domain", "errors", "hooks", "physics", "vendorkit")}
+"""The rooms of the core that a vendor's plugin needs. Engines need more of `flagcore.SDK`."""
 
 
-@pytest.fixture(scope="module")
-def contracts() -> dict[str, dict[str, Any]]:
-    file = Path(__file__).resolve().parent.parent / "pyproject.toml"
-    listed = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
-    return {contract["name"]: contract for contract in listed}
+def settings(file: Path) -> dict[str, Any]:
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("name", "field", "exceptions"),
-    [
-        ("the core knows no vendor", "source_modules", ""),
-        (VENDORS, "forbidden_modules", "hooks vendorkit contracts domain errors physics"),
-        ("the core knows no torch", "source_modules", ""),
-    ],
-)
-def test_import_contracts_cover_every_package(
-    contracts: dict[str, dict[str, Any]], name: str, field: str, exceptions: str
-) -> None:
-    listed = {each for each in contracts[name][field] if each.partition(".")[0] == "flagcore"}
-    expected = {"flagcore"} if "flagcore" in listed else ROOMS - {f"flagcore.{each}" for each in exceptions.split()}
-    assert listed == expected
+def test_import_contracts_cover_every_distribution() -> None:
+    linter = settings(ROOT / "pyproject.toml")["tool"]["importlinter"]
+    contracts = {contract["name"]: contract for contract in linter["contracts"]}
+    layers = contracts["distributions stand on each other and on the core"]["layers"]
+    assert {*linter["root_packages"]} == {*PACKAGES}
+    assert {name for layer in layers for name in layer.split(" | ")} == {*PACKAGES}
+    assert {*contracts["no circles, also not among imports for type checkers"]["ancestors"]} == {*PACKAGES}
+
+
+def is_module(name: str) -> bool:
+    package, *rest = name.split(".")
+    path = PACKAGES[package].joinpath(*rest)
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def imports_of_others(package: str) -> Iterator[tuple[str, str]]:
+    """Yield a place and the module of each import of another distribution."""
+    for file in PACKAGES[package].rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [each.name for each in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{each.name}" for each in node.names]
+            for name in (each for each in names if each.partition(".")[0] in PACKAGES.keys() - {package}):
+                module = name if is_module(name) else name.rpartition(".")[0]
+                yield f"{file.relative_to(ROOT)}:{node.lineno}", module
+
+
+@cache
+def public_modules(package: str) -> set[str]:
+    """Return the package itself, and what it declares in `SDK`, without importing it."""
+    tree = ast.parse((PACKAGES[package] / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SDK":
+            return {
+                package,
+                *(f"{package}.{each.value}" for each in ast.walk(node.value) if isinstance(each, ast.Constant)),
+            }
+    return {package}
+
+
+def test_every_public_module_exists() -> None:
+    assert [name for package in PACKAGES for name in sorted(public_modules(package)) if not is_module(name)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_only_public_modules_of_other_distributions_are_imported(package: str) -> None:
+    public = {name for other in PACKAGES if other != package for name in public_modules(other)}
+    if package in VENDORS:
+        public = {*FOR_VENDORS, "flagcore"}
+    allowed = [re.escape(name) if name in PACKAGES else rf"{re.escape(name)}(\..*)?" for name in public]
+    pattern = re.compile("|".join(allowed))
+    assert [each for each in imports_of_others(package) if not pattern.fullmatch(each[1])] == []
 
 
 def test_the_core_names_no_engine_importer_or_vendor() -> None:
+    projects = [settings(file)["project"].get("entry-points", {}) for file in ROOT.glob("*/*/pyproject.toml")]
     groups = ("flagcore.engines", "flagcore.importers", "flagcore.plugins")
-    names = {point.name for group in groups for point in entry_points(group=group)} - {"cpu", "command"}
-    package = Path(flagcore.__file__).parent
-    words = {file: {*re.findall(r"[a-z0-9]+", file.read_text("utf-8").lower())} for file in package.rglob("*.py")}
+    names = {name for points in projects for group in groups for name in points.get(group, {})} - {"cpu", "command"}
+    files = PACKAGES["flagcore"].rglob("*.py")
+    words = {file: {*re.findall(r"[a-z0-9]+", file.read_text("utf-8").lower())} for file in files}
     assert len(names) > 10
     assert {(file, name) for file in words for name in names & words[file]} == set()

@@ -37,7 +37,7 @@ EXPERIENCE = """
 import sys
 from pathlib import Path
 from flagcore import api
-from tests.cli.conftest import Project
+from tests.product.cli.conftest import Project
 folder = Path(sys.argv[1])
 folder.mkdir()
 spec = Project(folder).spec(control={"max_trials": 3, "repeats": 0})

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flagcore.api.commands.calibrate import calibrate, calibrations, summary
     from flagcore.api.commands.compare import compare
-    from flagcore.api.commands.doctor import chip_table, devices, doctor, plugin_table
+    from flagcore.api.commands.doctor import check_hosts, chip_table, devices, doctor, plugin_table
     from flagcore.api.commands.estimate import estimate
     from flagcore.api.commands.explain import explain, explain_candidate, explain_like
     from flagcore.api.commands.export import Exported, export, export_targets, manifest
-    from flagcore.api.commands.host_report import check_hosts
     from flagcore.api.commands.importing import ImportedTrials, check_imported, import_history, read_command, read_tree
     from flagcore.api.commands.init import defaults_of, new_spec, public_model_table, spec_of_model
     from flagcore.api.commands.probe import Probed, probe
@@ -31,11 +30,10 @@ if TYPE_CHECKING:
 NAMES = {
     "api.commands.calibrate": "calibrate calibrations summary",
     "api.commands.compare": "compare",
-    "api.commands.doctor": "chip_table devices doctor plugin_table",
+    "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table",
     "api.commands.estimate": "estimate",
     "api.commands.explain": "explain explain_candidate explain_like",
     "api.commands.export": "Exported export export_targets manifest",
-    "api.commands.host_report": "check_hosts",
     "api.commands.importing": "ImportedTrials check_imported import_history read_command read_tree",
     "api.commands.init": "defaults_of new_spec public_model_table spec_of_model",
     "api.inputs": "LoadedSpec changed_spec with_settings",

@@ -14,8 +14,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.errors import NoDevice, RunError
 from flagcore.i18n import N_, _
 from flagcore.physics.collective_costs import Collectives, topology_of
-from flagcore.physics.cost_stack import CollectiveCostStack, KernelCostStack
-from flagcore.physics.roofline import Curve, Roofline
+from flagcore.physics.roofline import CollectiveCostStack, Curve, KernelCostStack, Roofline
 from flagcore.plugins import LoadedPlugins, Plugin, PluginFailure
 from flagcore.tuner.calibration import Calibration, Calibrations, collective_table, kernel_table
 from flagcore.vendorkit.machine import TorchReport, query_torch

@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ def devices_command(form: str, without: tuple[str, ...]) -> None:
 def schema_command() -> None:
     """Print the JSON Schema of a spec, for editors and validators."""
     from flagcore.plugins import engines
-    from flagcore.spec.serving import json_schema
+    from flagcore.spec.convert import json_schema
 
     click.echo(json.dumps(json_schema(engines()), indent=2))
 
@@ -132,15 +130,19 @@ def plugins_chips(form: str, without: tuple[str, ...]) -> None:
     options.show_records(options.joined(api.chip_table(without), form, "aliases"), form, "chips")
 
 
-@contextmanager
-def _extra_testing() -> Iterator[None]:
-    """Raise UsageError with the extra to install if the conformance kit, a separate distribution, is missing."""
+def _kit(command: str) -> Any:
+    """Return the module of the conformance kit, a separate distribution, for a command.
+
+    Raises UsageError with the extra to install if the kit is missing.
+    """
+    from flagcore.plugins.entry_points import KIT, installed
+
     try:
-        yield
-    except ModuleNotFoundError as error:
-        command = 'pip install "flagcore[testing]"'
-        text = _("{package} is not installed: run `{command}`", package=error.name, command=command)
-        raise UsageError(text) from None
+        return installed(KIT)[command][0].load()
+    except (KeyError, ModuleNotFoundError) as error:
+        package = getattr(error, "name", "flagcore_testing")
+        install = 'pip install "flagcore[testing]"'
+        raise UsageError(_("{package} is not installed: run `{command}`", package=package, command=install)) from None
 
 
 @plugins_command.command("check")
@@ -154,13 +156,13 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
     """
     if everything and targets:
         raise click.UsageError(_("--all and names of plugins are mutually exclusive"))
-    with _extra_testing():
-        from flagcore_testing.runner import as_text, check_plugins
-
-    checked_plugins = check_plugins(targets)
+    kit = _kit("check")
+    checked_plugins = kit.check_plugins(targets)
     records: list[dict[str, Any]] = [plugin.record for plugin in checked_plugins]
     with options.on_terminal():
-        options.show(json.dumps({"plugins": records}, indent=2) if form == "json" else as_text(checked_plugins), form)
+        options.show(
+            json.dumps({"plugins": records}, indent=2) if form == "json" else kit.as_text(checked_plugins), form
+        )
     failed_checks = {record["name"]: record["failed"] for record in records if record["failed"]}
     if failed_checks:
         counts = ", ".join(f"{name} ({count})" for name, count in failed_checks.items())
@@ -192,10 +194,7 @@ def plugins_new(name: str, **values: Any) -> None:
 
     NAME is the name in `flag plugins list`: lower-case letters, digits and underscores.
     """
-    with _extra_testing():
-        from flagcore_testing.scaffold import new_plugin
-
-    folder = new_plugin(name, **values)
+    folder = _kit("new").new_plugin(name, **values)
     command = f"pip install -e {folder} && flag plugins check {folder}"
     options.say(_("flag: created {folder}; next: {command}", folder=folder, command=command))
     click.echo(folder)

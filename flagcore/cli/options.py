@@ -267,7 +267,7 @@ Without `--force`, a file that exists is a UsageError before the command begins.
 
 def write_new(spec: ImportedSpec, output: Path | None) -> None:
     """Print a spec as YAML with comments, or write it to a file."""
-    from flagcore.spec.importing import commented_yaml
+    from flagcore.spec.plain_data import commented_yaml
 
     text = commented_yaml(spec)
     if output is None:

@@ -41,6 +41,10 @@ class ForcedSetting:
     reason: str
 
 
+JOB_KEYS = ("precision", "attention", "implementation")
+"""Keys of a job whose values a plugin may reject."""
+SHARED_PREFIXES = ("settings.", "engine_args.")
+"""The prefixes of settings that all candidates share."""
 ValueRule = RefusedValues | ForcedSetting
 """A legality rule that plugins state as data. Candidates that break it are not legal."""
 

@@ -23,9 +23,8 @@ from stevedore.named import NamedExtensionManager
 
 from flagcore.contracts import CommandReader, Engine, Importer, Launcher, Strategy, Watcher
 from flagcore.contracts.capabilities import Commands, Programs
-from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
+from flagcore.domain.work import Work
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
 from flagcore.plugins.validation import BadPlugin, PluginFailure, check_protocol
 
@@ -216,6 +215,8 @@ READERS = "flagcore.readers"
 WATCHERS = "flagcore.watchers"
 BENCHMARKS = "flagcore.benchmarks"
 """Programs that measure devices: `kernels` for `flag calibrate`, `links` for the network between hosts."""
+KIT = "flagcore.kit"
+"""Modules of the conformance kit, by the command of `flag plugins` that they are for."""
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 KINDS |= {READERS: "reader"}
 """The noun that messages use for the objects of each entry point group."""
@@ -229,16 +230,16 @@ def names(group: str) -> tuple[str, ...]:
 def missing_extra(group: str, name: str) -> str:
     """Return the pip command that installs the object `name`, if a distribution of flagcore may contain it.
 
-    That is the extra with this name, or else those that come with flagcore and are missing. Returns an empty string if
-    it is already installed in `group`, or if there is no such distribution.
+    That is the one with this name, the extra with this name, or else those that come with flagcore and are missing.
+    Returns an empty string if it is already installed in `group`, or if there is no such distribution.
     """
     if name in installed(group):
         return ""
     needs = [Requirement(each) for each in requires("flagcore") or () if each.startswith("flagcore-")]
-    if any(str(each.marker).endswith(f'extra == "{name}"') for each in needs):
-        return f'pip install "flagcore[{name}]"'
     missing = [each.name for each in needs if not (each.marker or any(distributions(name=each.name)))]
     own = [each for each in missing if each == f"flagcore-{name}"]
+    if not own and any(str(each.marker).endswith(f'extra == "{name}"') for each in needs):
+        return f'pip install "flagcore[{name}]"'
     return f"pip install {' '.join(own or missing)}" if missing else ""
 
 
@@ -251,11 +252,9 @@ def find_engine(name: str, key: str = "engine") -> Engine:
     return _named(ENGINES, Engine, name, key)
 
 
-def engine_of(work: TrainSpec | ServeSpec) -> Engine:
+def engine_of(work: Work) -> Engine:
     """Return the engine of a job. Raises SpecError, NoDevice."""
-    if isinstance(work, ServeSpec):
-        return find_engine(work.engine, "serve.engine")
-    return _with_program(find_engine(work.engine, "train.engine"), work.program)
+    return _with_program(find_engine(work.engine, f"{work.kind}.engine"), work.program)
 
 
 def _with_program(engine: Engine, program: object) -> Engine:
@@ -276,6 +275,10 @@ class _Engines(UserDict[str, Any]):
         if self.data[name] is None:
             self.data[name] = _with_program(find_engine(name), self.program)
         return self.data[name]
+
+    def missing(self, name: str) -> str:
+        """Return the command that installs the engine `name`, or an empty text if there is none."""
+        return missing_extra(ENGINES, name)
 
 
 def command_readers() -> list[str]:

@@ -1,4 +1,4 @@
-"""Reads models from paths or inline shapes.
+"""Reads models from paths or inline shapes, and knows public models by name: a plan needs no download.
 
 Sources for GGUF files: ggml `docs/gguf.md` and llama.cpp `gguf-py/gguf/constants.py` for keys, and
 `gguf-py/gguf/tensor_mapping.py` for tensors.

@@ -5,7 +5,7 @@
    `stages.prune` drops those that cannot win.
 2. `feasibility` answers from predictions alone: whether a candidate fits, why times are unknown, and a dry run.
 3. `loop` repeats: `stages.rank` asks one of `strategies` for the next candidate, `planner` plans its trial,
-   `trial_runner` runs it, and `progress` stores it, learns from it (`stages.learn`), and prunes others.
+   `trial_runner` runs it, and `planner` stores it, learns from it (`stages.learn`), and prunes others.
 4. `trial_runner` waits for `devices`, `stages.launch` starts the trial, and `stages.measure` watches it.
    `shorten` makes it smaller. A `probe` runs single ranks instead.
 

@@ -21,9 +21,8 @@ from flagcore.tuner.devices import require_devices
 from flagcore.tuner.feasibility import dry_run, require_feasible
 from flagcore.tuner.hosts import Hosts
 from flagcore.tuner.parallel import Parallelism
-from flagcore.tuner.planner import Planner
+from flagcore.tuner.planner import Planner, Progress
 from flagcore.tuner.problem import build_problem, require_launchable
-from flagcore.tuner.progress import Progress
 from flagcore.tuner.search_state import next_repeat, summarize
 from flagcore.tuner.stages.rank import rank, untried
 from flagcore.tuner.trial_runner import TrialRunner

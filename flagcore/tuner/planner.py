@@ -1,23 +1,29 @@
-"""Plans the trials of a search, and says why none starts."""
+"""Plans the trials of a search, keeps and reports them, learns from them, and says why none starts."""
+
+from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flagcore.contracts import Choice, Problem, SearchContext
+from flagcore.contracts import Choice, Event, OnEvent, Problem, SearchContext
 from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
 from flagcore.errors import HostLost
 from flagcore.i18n import N_, Message, _
-from flagcore.tuner.budget import Budget, has_time_to_repeat, stop_reason, why_no_trial
+from flagcore.tuner.budget import Budget, has_time_to_repeat, seconds_left, stop_reason, why_no_trial
+from flagcore.tuner.feasibility import search_time
 from flagcore.tuner.hosts import Hosts, nodes_left
 from flagcore.tuner.parallel import Parallelism
-from flagcore.tuner.progress import Progress
+from flagcore.tuner.problem import with_learned
 from flagcore.tuner.shorten import shortened_steps
+from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.stages.predict import predict_stage_layers, with_figures
-from flagcore.tuner.stages.rank import search_context
+from flagcore.tuner.stages.prune import prune_by_trials
+from flagcore.tuner.stages.rank import search_context, untried
 
 STOPPED = N_("stopped by the program that called flagcore")
 """The reason why the search ended, if a listener called `Event.stop`."""
@@ -134,3 +140,77 @@ def _only_with_predicted_time(context: SearchContext) -> SearchContext:
     """Return `context` without the open rows that have no predicted time: probes do not run communication."""
     has_time = np.isfinite(context.predictions.step_time_s[context.open_rows])
     return replace(context, open_rows=context.open_rows[has_time])
+
+
+if TYPE_CHECKING:
+    from flagcore.tuner.store import OptunaStore  # importing optuna is slow
+
+
+class Progress:
+    """The trials of a search: kept in the store, learned from, and reported to the listener.
+
+    `problem`: the problem with what the trials taught. `state`: the state of the search after them.
+    `is_stopped`: whether the listener has called `Event.stop`.
+    """
+
+    def __init__(
+        self, problem: Problem, store: OptunaStore, budget: Budget, parallel: Parallelism, on_event: OnEvent
+    ) -> None:
+        self.problem, self.store, self.budget, self.parallel, self.on_event = problem, store, budget, parallel, on_event
+        self.fidelity, self.is_stopped = budget.control.fidelity, False
+        own_trials = [each for each in store.trials() if each.fidelity == self.fidelity and not each.source]
+        failed = {each.number for each in own_trials if each.state is TrialState.FAILED}
+        self._retried = set() if any(each.measurement for each in own_trials) else failed
+        """Failed trials of earlier calls that measured nothing. Their cause may be gone, so they are tried again."""
+        self._search_time = search_time(problem) if self.fidelity == RUN else None
+        """The estimated time of all trials. The first event reports it; it is None afterwards."""
+        self._learn()
+
+    @property
+    def candidates(self) -> int:
+        """The number of candidates that have a trial or may get one."""
+        return len(self.state.settled) + len(untried(self.problem, self.state))
+
+    def begin(self, planned: Trial) -> Trial:
+        """Store the start of a trial and report it. Return it with its number."""
+        trial = self.store.begin(planned)
+        self.emit("trial_started", trial)
+        return trial
+
+    def finish(self, trial: Trial) -> None:
+        """Store the outcome of a trial, learn from it, and report it."""
+        self.store.finish(trial)
+        self._learn()
+        self.emit("trial_finished", trial)
+
+    def _learn(self) -> None:
+        stored = self.store.trials()
+        trials = [replace(each, inconclusive=True) if each.number in self._retried else each for each in stored]
+        self.state = learn(trials, self.fidelity)
+        problem = with_learned(self.problem, self.state.trials)
+        self.problem = replace(problem, pruned=prune_by_trials(problem, self.state.trials, self.state.probes))
+
+    def stop(self) -> None:
+        """Start no further trials."""
+        self.is_stopped = True
+
+    def emit(self, kind: str, trial: Trial) -> None:
+        """Send an event of a trial to the listener. The search time and the note are sent only once."""
+        control, candidates = self.budget.control, self.candidates
+        left = seconds_left(control, self.state, candidates, self.budget.elapsed, self.parallel.pool.limit)
+        self.on_event(
+            Event(
+                kind=kind,
+                trial=trial,
+                trials_finished=len(self.state.settled),
+                trials_planned=min(control.max_trials, candidates),
+                seconds_left=left,
+                best=self.state.best,
+                objective=self.problem.task.spec.objective,
+                knobs=self.problem.knobs,
+                search_time=self._search_time,
+                note=self.parallel.note,
+                stop=self.stop,
+            )
+        )
+        self._search_time, self.parallel.note = None, ""

@@ -8,7 +8,7 @@ import pytest
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.space import FloatArray
-from flagcore.physics.cost_stack import KernelCostStack, with_slowdown
+from flagcore.physics.roofline import KernelCostStack, with_slowdown
 
 SIZE = np.array([1.0, 10.0, 100.0])
 NONE = np.zeros(3)

@@ -19,7 +19,7 @@ from flagcore.errors import NoDevice
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from tests.physics.test_cost_stack import LimitedCosts
-from tests.product.tasks import plugin
+from tests.tasks import plugin
 
 CHIP = Chip(name="X1", vendor="x", aliases=("Example X1",))
 SOURCE = Source(kind="measured", detail="by hand")
@@ -176,9 +176,9 @@ def one_level(**changes: Any) -> Topology:
 def test_wrong_answer_about_a_chip_is_reported_and_counts_as_none(hook: str, answer: object, words: str) -> None:
     loaded = LoadedPlugins.of({"x": plugin(**{hook: lambda: answer})})
     if hook in ("topology", "memory_model", "collective_costs"):
-        arguments: tuple[object, ...] = (group_of(CHIP), "megatron")[: 1 if hook == "topology" else 2]
+        arguments: tuple[object, ...] = (group_of(CHIP), "toy")[: 1 if hook == "topology" else 2]
     else:
-        arguments = (task_on(CHIP),) if hook == "check_task" else (CHIP, "megatron")
+        arguments = (task_on(CHIP),) if hook == "check_task" else (CHIP, "toy")
     text = getattr(loaded, hook)(*arguments)
     assert not text or text == TaskAdvice() or text.support is Support.UNKNOWN
     (failure,) = loaded.failures
@@ -188,8 +188,8 @@ def test_wrong_answer_about_a_chip_is_reported_and_counts_as_none(hook: str, ans
 
 def test_repeated_failures_are_listed_once() -> None:
     loaded = LoadedPlugins.of({"x": plugin(environment=lambda: {"A": 1})})
-    loaded.environment(CHIP, "megatron")
-    loaded.environment(CHIP, "megatron")
+    loaded.environment(CHIP, "toy")
+    loaded.environment(CHIP, "toy")
     assert len(loaded.failures) == 1
 
 
@@ -204,14 +204,14 @@ def test_add_on_overrides_the_plugin_that_catalogues_the_chip_regardless_of_thei
     }
     for names in (("a", "b"), ("b", "a")):
         loaded = LoadedPlugins.of(dict(zip(names, (plugin(**own), plugin(**add_on)), strict=True)))
-        assert loaded.environment(CHIP, "megatron") == {"SHARED": "add-on", "OWN": "1"}
-        assert loaded.engine_support(CHIP, "megatron").device_type == "add-on"
+        assert loaded.environment(CHIP, "toy") == {"SHARED": "add-on", "OWN": "1"}
+        assert loaded.engine_support(CHIP, "toy").device_type == "add-on"
 
 
 def test_after_a_failing_add_on_the_chips_own_plugin_answers() -> None:
     own = plugin(engine_support=lambda: EngineSupport(support=Support.YES, device_type="own"), **chips_of(CHIP))
     loaded = LoadedPlugins.of({"own": own, "add-on": plugin(engine_support=raising(ValueError("boom")))})
-    assert loaded.engine_support(CHIP, "megatron").device_type == "own"
+    assert loaded.engine_support(CHIP, "toy").device_type == "own"
     assert [failure.name for failure in loaded.failures] == ["add-on"]
 
 
@@ -233,9 +233,7 @@ def test_the_advice_of_all_plugins_is_joined() -> None:
 def test_the_roofline_replaces_missing_entries_of_a_kernel_table() -> None:
     peak = Fact(value=1e12, source=SOURCE)
     chip = replace(CHIP, memory_bandwidth_bytes_per_second=peak, dense_flops_per_second={"bf16": peak})
-    costs = LoadedPlugins.of({"x": plugin(kernel_costs=lambda: LimitedCosts(600.0, 1.0))}).kernel_costs(
-        chip, "megatron"
-    )
+    costs = LoadedPlugins.of({"x": plugin(kernel_costs=lambda: LimitedCosts(600.0, 1.0))}).kernel_costs(chip, "toy")
     roofline, sizes = Roofline(chip=chip), np.array([512.0, 1024.0])
     assert costs is not None
     expected = roofline.gemm_seconds(sizes, sizes, sizes, "bf16")[1]
@@ -253,7 +251,7 @@ class BreaksOnLargeColumns(LimitedCosts):
 def test_an_object_that_fails_later_is_reported_with_its_plugin_and_fix() -> None:
     costs = LoadedPlugins.of(
         {"x": plugin(kernel_costs=lambda: BreaksOnLargeColumns(600.0, 1.0, launch=1e-6))}
-    ).kernel_costs(CHIP, "megatron")
+    ).kernel_costs(CHIP, "toy")
     assert costs is not None
     small, large = np.ones(2), np.ones(3)
     assert costs.gemm_seconds(small, small, small, "bf16").tolist() == [1.0, 1.0]

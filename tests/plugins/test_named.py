@@ -8,14 +8,12 @@ from typing import cast
 import pytest
 
 from flagcore import plugins
-from flagcore.api.commands import calibrate as calibration
 from flagcore.contracts import Engine
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
-from flagcore.plugins import ENGINES, STRATEGIES, find_engine, load_plugins, names, strategy
+from flagcore.plugins import ENGINES, STRATEGIES, find_engine, strategy
 from flagcore.tuner.stages.complete import engine_version
-from tests.product import tasks
+from tests import tasks
 
 Install = Callable[..., None]
 
@@ -76,23 +74,15 @@ def test_a_name_of_a_missing_distribution_names_it(monkeypatch: pytest.MonkeyPat
         assert caught.value.fix == f"pip install {fix}"
 
 
-def test_an_engine_does_the_work_of_a_spec_or_is_refused_with_its_key() -> None:
-    serve = ServeSpec(engine="vllm", loads=())
-    train = TrainSpec(engine="unknown", seq_length=8, global_batch_size=1, precision="bf16")
-    assert plugins.engine_of(serve).name == "vllm"
-    for key, work in (("serve.engine", replace(serve, engine="unknown")), ("train.engine", train)):
+def test_an_engine_does_the_work_of_a_spec_or_is_refused_with_its_key(install: Install) -> None:
+    install("flagcore-toy", {"toy": "flagcore_testing.toy:ENGINE"}, group=ENGINES)
+    train = tasks.task().spec.work
+    assert plugins.engine_of(train).name == "toy"
+    serve = ServeSpec(engine="unknown", loads=())
+    for key, work in (("serve.engine", serve), ("train.engine", replace(train, engine="unknown"))):
         with pytest.raises(SpecError) as caught:
             plugins.engine_of(work)
         assert (caught.value.key, caught.value.value) == (key, "unknown")
-
-
-def test_devices_are_measured_for_an_engine_of_flagcore_first(install: Install) -> None:
-    *_, before = calibration.target(load_plugins())
-    source = "import copy\nfrom flagcore_megatron import ENGINE\nENGINE = copy.copy(ENGINE)\n"
-    install("flagcore-acme", {"acme": "flagcore_acme:ENGINE"}, {"flagcore_acme": source}, group=ENGINES)
-    assert names(ENGINES)[0] == "acme"
-    *_, engine = calibration.target(load_plugins())
-    assert engine == before
 
 
 @pytest.mark.parametrize(
@@ -105,3 +95,9 @@ def test_release_comes_from_the_named_distribution(
     install("tensorrt-llm", {})
     engine = SimpleNamespace(name=name, modules={"tensorrt_llm": "tensorrt-llm>=1"}, distribution=distribution)
     assert engine_version(tasks.task().spec, cast("Engine", engine)) == version
+
+
+def test_without_a_reader_of_commands_its_distribution_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flagcore.plugins.entry_points.names", lambda group: ())
+    with pytest.raises(NoDevice, match="flagcore-importers"):
+        plugins.command_reader()

@@ -29,7 +29,7 @@ from tests.tasks import (  # noqa: F401
     with_task,
 )
 
-ENGINES = {name: engines()[name] for name in ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")}
+ENGINES: Any = {name: engines()[name] for name in ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")}
 """The engines of this repository."""
 PLAIN_SPACE = {
     "context_parallel_size": 1,

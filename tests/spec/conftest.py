@@ -8,10 +8,10 @@ from flagcore.domain.spec import Spec
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.plain_data import spec_as_data
-from tests.product.tasks import ENGINES
+from tests.tasks import ENGINES
 
 MODEL = "model: {num_layers: 4, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 1000}\n"
-TRAIN = "train: {engine: megatron, seq_length: 128, global_batch_size: 8, precision: bf16}\n"
+TRAIN = "train: {engine: toy, seq_length: 128, global_batch_size: 8, precision: bf16}\n"
 
 
 def read_spec(path: Path) -> Spec:

@@ -11,7 +11,7 @@ from tests.spec.conftest import read_spec
 ErrorOf = Callable[..., SpecError]
 GOOD = (
     "model: {num_layers: 4, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 1000}\n"
-    "train: {engine: megatron, seq_length: 128, global_batch_size: 8, precision: bf16}\n"
+    "train: {engine: toy, seq_length: 128, global_batch_size: 8, precision: bf16}\n"
 )
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)

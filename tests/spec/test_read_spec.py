@@ -3,15 +3,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from flagcore_megatron.space.knobs import KNOBS
+from flagcore_testing.toy import KNOBS
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.plain_data import spec_as_data
-from tests.product.tasks import ENGINES
 from tests.spec.conftest import read_spec
+from tests.tasks import ENGINES
 
 Read = Callable[..., Spec]
 ReadError = Callable[..., SpecError]
@@ -29,7 +29,7 @@ def test_missing_keys_have_the_defaults_of_the_domain(read: Read) -> None:
         kv_channels=16,
         vocab_size=1000,
     )
-    assert spec.train == TrainSpec(engine="megatron", seq_length=128, global_batch_size=8, precision="bf16")
+    assert spec.train == TrainSpec(engine="toy", seq_length=128, global_batch_size=8, precision="bf16")
     assert (spec.cluster, spec.control, spec.baseline, spec.envs) == (ClusterSpec(), Control(), None, {})
     assert (spec.objective, spec.strategy, spec.launcher) == ("tokens_per_second_per_device", "learned", "local")
 
@@ -41,29 +41,24 @@ def test_space_always_has_all_knobs_of_the_engine(read: Read) -> None:
 
 def test_space_takes_a_value_a_list_or_auto_without_duplicates(read: Read) -> None:
     space = read(
-        "auto_tuner: {space: {tensor_model_parallel_size: [2, 1, 2], micro_batch_size: 4, sequence_parallel: auto,"
+        "auto_tuner: {space: {tensor_model_parallel_size: [2, 1, 2], micro_batch_size: 4,"
+        " use_distributed_optimizer: auto,"
         " use_recompute: [true, false, true], recompute_method: uniform}}"
     ).space
     assert space["tensor_model_parallel_size"] == (2, 1)
     assert space["micro_batch_size"] == (4,)
-    assert space["sequence_parallel"] == "auto"
+    assert space["use_distributed_optimizer"] == "auto"
     assert space["use_recompute"] == (True, False)
     assert space["recompute_method"] == ("uniform",)
 
 
-@pytest.mark.parametrize("off", ["0", "null", "[0, null]"])
-def test_all_forms_of_no_virtual_stages_are_one_value(read: Read, off: str) -> None:
-    space = read(f"auto_tuner: {{space: {{num_layers_per_virtual_pipeline_stage: {off}}}}}").space
-    assert space["num_layers_per_virtual_pipeline_stage"] == (None,)
-
-
 def test_baseline_contains_only_the_knobs_that_are_set(read: Read) -> None:
-    knobs = "{tensor_model_parallel_size: 2, sequence_parallel: true, num_layers_per_virtual_pipeline_stage: 0}"
+    knobs = "{tensor_model_parallel_size: 2, use_recompute: true, recompute_method: null}"
     spec = read(f"auto_tuner: {{baseline: {knobs}}}")
     assert spec.baseline == {
         "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "num_layers_per_virtual_pipeline_stage": None,
+        "use_recompute": True,
+        "recompute_method": None,
     }
 
 
@@ -79,7 +74,7 @@ auto_tuner:
 envs: {WORD: on, NUMBER: 8}
 action: auto_tune
 """,
-        train="train: {engine: megatron, seq_length: 8, global_batch_size: 4, precision: fp8, command: [bash, x]}\n",
+        train="train: {engine: toy, seq_length: 8, global_batch_size: 4, precision: fp8, command: [bash, x]}\n",
     )
     assert spec.cluster == ClusterSpec(
         chip="example-80g", nodes=2, devices_per_node=8, memory_bytes_per_device=3 * 2**29

@@ -8,7 +8,7 @@ from flagcore.domain.knob import Effect, Knob
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.validate import MAX_PROBLEMS
-from tests.product.tasks import ENGINES, SHAPE
+from tests.tasks import ENGINES, SHAPE
 
 ReadError = Callable[..., SpecError]
 SPACE = "auto_tuner.space."
@@ -81,7 +81,7 @@ def test_a_parallel_size_must_be_an_integer(read_error: ReadError, value: str, k
 
 @pytest.mark.parametrize("command", ["[]", "bash run.sh", "[bash, 1]", "['']"])
 def test_command_is_a_list_of_words(read_error: ReadError, command: str) -> None:
-    train = f"train: {{engine: megatron, seq_length: 8, global_batch_size: 4, precision: bf16, command: {command}}}\n"
+    train = f"train: {{engine: toy, seq_length: 8, global_batch_size: 4, precision: bf16, command: {command}}}\n"
     assert read_error(train=train).key.startswith("train.command")
 
 
@@ -123,7 +123,7 @@ def test_every_problem_of_a_file_is_listed(read_error: ReadError) -> None:
     """Unknown keys first, then what is missing or of a wrong type; a misspelt key is not missing as well."""
     error = read_error(
         "auto_tuner: {control: {max_trial: 3, repeats: -1, max_time: '60'}, objectve: x}\nenvs: {A: true}\n",
-        train="train: {engine: megatron, seq_len: 128, global_batch_size: 0, precision: bf16}\n",
+        train="train: {engine: toy, seq_len: 128, global_batch_size: 0, precision: bf16}\n",
     )
     unknown = [
         ("train.seq_len", 128, "did you mean seq_length?"),
@@ -163,7 +163,7 @@ def test_python_objects_are_bounded_too() -> None:
 
 
 def error_in(shape: dict[str, int], space: dict[str, Any], *plugin_knobs: Knob) -> SpecError:
-    train = {"engine": "megatron", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"}
+    train = {"engine": "toy", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"}
     data = {"model": shape, "train": train, "auto_tuner": {"space": space}}
     with pytest.raises(SpecError) as caught:
         parse_spec(data, file="a.yaml", base=Path(), engines=ENGINES, plugin_knobs=plugin_knobs)

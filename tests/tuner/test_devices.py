@@ -17,7 +17,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.errors import NoDevice
-from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import PlainMemory
 from flagcore.tuner import devices
 from flagcore.tuner.devices import divide, require_devices, wait_for_devices
 from flagcore.tuner.launches import on_hosts, with_selected_devices

@@ -8,8 +8,17 @@ import pytest
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.machine import query_tool, tool_output, visible
-from flagcore.vendorkit.matrix import islands, near_adapters, read_matrix
-from flagcore.vendorkit.rows import Listing, Row, parse_memory, parse_power, read_table, reading
+from flagcore.vendorkit.rows import (
+    Listing,
+    Row,
+    islands,
+    near_adapters,
+    parse_memory,
+    parse_power,
+    read_matrix,
+    read_table,
+    reading,
+)
 
 FOUR = tuple(Device(index=index, chip="X1", uuid=f"UUID-{index}{index}{index}") for index in range(4))
 

@@ -1,1 +1,3 @@
 """The llama.cpp server."""
+
+SDK = ("profile",)

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINE"]
 
+SDK = ("importing.arguments", "mixed.hetero", "space.knobs", "space.meshes", "space.stages")
+"""The modules that readers of other tools' files for Megatron may import."""
+
 
 def __getattr__(name: str) -> object:
     if name != "ENGINE":

@@ -16,7 +16,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import components_of_row
 from flagcore.domain.spec import Task
-from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import PlainMemory
 from flagcore.physics.transformer import SCHEDULES
 from tests.product import tasks
 

@@ -10,6 +10,8 @@ from flagcore_serving.launch.server import Fetch
 
 from flagcore.domain.space import KnobValue
 
+SDK = ("profile",)
+
 _SAME_NAMES = (
     *("page_size", "chunked_prefill_size", "max_prefill_tokens", "schedule_policy", "enable_mixed_chunk"),
     *("attention_backend", "enable_eplb", "hicache_size", "enable_torch_compile", "quantization"),

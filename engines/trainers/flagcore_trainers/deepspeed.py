@@ -23,8 +23,9 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_trainers import start
+from flagcore_trainers.fully_shard.traffic import INTERVAL
 from flagcore_trainers.importing import Imported, check_sizes, own_configurations, spec_of_deepspeed
-from flagcore_trainers.meaning import INTERVAL, layout_of, training, weights_of_rank
+from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.program import StateSection
 from flagcore_trainers.trainer import Trainer
 

@@ -11,15 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flagcore_megatron.importing.command import cluster_of
-from flagcore_training.commands import UserCommand, parse
+from flagcore_training.commands import UserCommand, cluster_of, parse
 
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.importing import Notes
 from flagcore.spec.models import absolute_model, model_from, public_name
-from flagcore.spec.plain_data import read_text
+from flagcore.spec.plain_data import Notes, read_text
 from flagcore_trainers import start as files
 from flagcore_trainers.fully_shard import AC
 

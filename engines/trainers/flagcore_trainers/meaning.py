@@ -28,15 +28,11 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, Int
 from flagcore.domain.spec import Task
 from flagcore_trainers import plain
 from flagcore_trainers.fully_shard import traffic
+from flagcore_trainers.fully_shard.traffic import BATCH_ROWS, INTERVAL
 from flagcore_trainers.program import MEANINGS, StateSection
 
 TP, PP, CP, EP, DP, MBS, ACCUMULATION, ZERO, SP, RECOMPUTE, OFFLOAD = MEANINGS
 ONE_BY_DEFAULT = (TP, PP, CP, EP, MBS)
-INTERVAL = (0.5, 2.0)
-"""The 80% interval of the step time relative to the prediction. Chosen by hand: no runs of other programs are known."""
-BATCH_ROWS = 1 << 14
-"""Candidates per batch of formulas."""
-
 Codes: TypeAlias = Mapping[str, tuple[str, IntArray]]
 """For each meaning of a knob: the name of the knob, and the number that each code of its column means. The array is
 empty if codes are numbers themselves."""

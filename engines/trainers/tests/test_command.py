@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from flagcore_megatron.predict import model_parts
 from flagcore_trainers import start
-from flagcore_trainers.program import program_of
+from flagcore_trainers.meaning import layout_of, numbers, training, weights_of_rank
+from flagcore_trainers.program import StateSection, program_of
 from flagcore_trainers.trainer import COMMAND, Trainer
 
 from flagcore import api
@@ -127,7 +127,8 @@ def test_each_zero_stage_shares_more_of_the_states(precision: str, weights: int,
     task = task_of(devices=4, precision=precision)
     engine = engine_of({"knobs": {"shard": ZERO}})
     predictions = engine.predict(task, {"shard": np.arange(1, 5)}, costs(task))
-    params = sum(part.params * part.layers for part in model_parts(small_task(devices=4)))
+    whole = layout_of(numbers({}, {}, {"shard": np.ones(1, dtype=np.int64)}, 1, 1))
+    params = weights_of_rank(training(task, 0, 0, StateSection()), whole)
     saved = -np.diff(predictions.static_bytes) / (0.75 * params)
     assert saved == pytest.approx([states, gradients, weights], rel=0.01)
 

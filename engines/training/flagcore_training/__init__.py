@@ -1,1 +1,8 @@
 """Memory, step time, parallel layouts and pipeline schedules of transformer training, for any training engine."""
+
+SDK = (
+    *("layout", "stages", "schedules", "critical_path", "memory.activations", "memory.training"),
+    *("time.optimizer", "time.passes", "time.pipeline", "time.step", "commands", "knobs", "reading", "start"),
+    "trial",
+)
+"""The modules that training engines may import. `trial` is a package."""

@@ -14,7 +14,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
-from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import PlainMemory
 from flagcore.spec.models import model_from
 from tests.product import tasks
 

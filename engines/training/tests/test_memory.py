@@ -26,7 +26,7 @@ from engines.training.tests.candidates import (
 )
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Model
-from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import PlainMemory
 from tests.product import tasks
 
 

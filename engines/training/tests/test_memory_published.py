@@ -10,7 +10,7 @@ from flagcore_training.memory.training import component_table
 
 from engines.training.tests.candidates import DEEPSEEK_16B, layout, public, state_bytes, train, training_memory
 from flagcore.domain.model import Model
-from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import PlainMemory
 
 MIB, GIB = 2.0**20, 2.0**30
 

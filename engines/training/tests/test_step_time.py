@@ -15,8 +15,7 @@ from engines.training.tests.candidates import train as train_of
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Topology
 from flagcore.physics.collective_costs import Collectives
-from flagcore.physics.cost_stack import PlainMemory
-from flagcore.physics.roofline import Curve, Roofline
+from flagcore.physics.roofline import Curve, PlainMemory, Roofline
 from tests.product import tasks
 
 CHIP = tasks.chip(bf16=9e14, fp8=1.8e15)

@@ -5,6 +5,8 @@ from flagcore_serving.launch.server import Fetch
 
 from flagcore.domain.space import KnobValue
 
+SDK = ("profile",)
+
 
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     """Return the knob values in /metrics and the log. Raises OSError if /metrics does not respond.

@@ -24,8 +24,7 @@ from flagcore.domain.chip import Chip, normalize_name
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.importing import Notes
-from flagcore.spec.plain_data import parse_yaml, plain, read_text, spec_error
+from flagcore.spec.plain_data import Notes, parse_yaml, plain, read_text, spec_error
 
 SECTIONS = {"model": "model", "train.seq_length": "dataset", "train": "train", "auto_tuner.baseline": "model"}
 """The sections of a Megatron-Bridge config, by the sections of a spec."""

@@ -10,8 +10,7 @@ from itertools import groupby, product
 from typing import Any
 
 from flagcore_megatron.importing.arguments import Flags
-from flagcore_megatron.space.meshes import MESHES, SIZES, mesh_text
-from flagcore_megatron.space.split import SPLIT
+from flagcore_megatron.space.meshes import MESHES, SIZES, SPLIT, mesh_text
 
 from flagcore.domain.chip import Chip, normalize_name
 from flagcore.spec.clusters import HostLine

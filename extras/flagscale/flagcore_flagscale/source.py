@@ -15,15 +15,14 @@ from importlib.resources import files
 from typing import Any
 
 import yaml
-from flagcore_llamacpp.profile import KNOBS as LLAMACPP
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP
 from flagcore_megatron.importing.arguments import flag_name
-from flagcore_sglang.profile import KNOBS as SGLANG
-from flagcore_vllm.knobs import KNOBS as VLLM
+from flagcore_sglang.profile import ENGINE as SGLANG
+from flagcore_vllm.profile import ENGINE as VLLM
 
 from flagcore.contracts import ImportedSpec
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.importing import Notes
-from flagcore.spec.plain_data import spec_error
+from flagcore.spec.plain_data import Notes, spec_error
 
 TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml").read_text(encoding="utf-8"))
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama_cpp": "llamacpp", "llamacpp": "llamacpp"}
@@ -31,8 +30,8 @@ ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama_cpp": "llamacpp", "llamacp
 DEFAULT_ENGINES = ("vllm", "llama_cpp")
 """The default engines of a configuration that names none, as in FlagScale."""
 KNOBS = {
-    engine: frozenset(knob.name for knob in knobs)
-    for engine, knobs in (("vllm", VLLM), ("sglang", SGLANG), ("llamacpp", LLAMACPP))
+    name: frozenset(knob.name for knob in engine.knobs)
+    for name, engine in (("vllm", VLLM), ("sglang", SGLANG), ("llamacpp", LLAMACPP))
 }
 """Names of knobs by engine."""
 DEFAULT_SPACE: dict[str, dict[str, Any]] = TABLES["own_space"]

@@ -13,8 +13,7 @@ from flagcore_megatron.importing.arguments import (
     shape,
 )
 from flagcore_megatron.space.knobs import SPACE_KNOBS
-from flagcore_megatron.space.meshes import MESHES
-from flagcore_megatron.space.split import SPLIT
+from flagcore_megatron.space.meshes import MESHES, SPLIT
 
 from flagcore.domain.chip import Chip
 from flagcore_flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries

@@ -25,10 +25,10 @@ import flagcore
 from extras.flagscale.tests.accounting import TREES, unaccounted
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
-from flagcore.spec.importing import commented_yaml
-from tests.cli.conftest import Ran
-from tests.cli.conftest import flag as flag
-from tests.doc_pages import ROOT
+from flagcore.spec.plain_data import commented_yaml
+from tests.product.cli.conftest import Ran
+from tests.product.cli.conftest import flag as flag
+from tests.product.doc_pages import ROOT
 from tests.product.tasks import ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]

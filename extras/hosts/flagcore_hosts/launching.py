@@ -43,23 +43,15 @@ class HostTrials(Launcher):
     """Starts trials on the hosts of a launch.
 
     - `channel`: returns the command that starts an agent on a host and connects it to its standard input and output.
-    - `find_hosts`: returns the hosts of the environment, such as a Slurm allocation.
-    - `has_allocation`: returns whether there are several hosts.
-    - `reserve`: reserves hosts for this process, waits for them, and returns their names. Raises FlagError on failure.
     - `logs_in`: whether `channel` accepts USER@HOST. Hosts are then names chosen by the user, maybe two of one machine.
     - `owner`: how this search is named to others that want its machines; empty if it shares them.
-    - `fix`: the advice in the message if there are no hosts.
     - `agents`: keeps the agents of successful trials for the next trial; if it is None, each trial starts new agents.
     """
 
     name: str
     channel: Callable[[str], Sequence[str]]
-    find_hosts: Callable[[int], tuple[str, ...]] = lambda nodes: ()
-    has_allocation: Callable[[], bool] = lambda: False
-    reserve: Callable[[Sequence[str]], tuple[str, ...]] = tuple
     logs_in: bool = False
     owner: str = ""
-    fix: str = "list them in cluster.hostfile"
     users: Mapping[str, str] = field(default_factory=dict)
     """The users who log in to hosts, by host."""
     lost: dict[str, str] = field(default_factory=dict)
@@ -71,6 +63,8 @@ class HostTrials(Launcher):
     ended_at: float = -math.inf
     """The time of the end of the last trial, on the monotonic clock."""
     agents: Agents | None = None
+    fix = "list them in cluster.hostfile"
+    """The advice in the message if there are no hosts."""
 
     @contextlib.contextmanager
     def keep_agents(self) -> Iterator[Agents]:
@@ -91,9 +85,9 @@ class HostTrials(Launcher):
         """Return a launcher that uses the same agents. Its trials are not trials of the search."""
         return HostTrials(name=self.name, channel=self.command, owner=self.owner, agents=self.agents)
 
-    def hold(self, hosts: Sequence[str], users: Mapping[str, str]) -> tuple[str, ...]:
+    def hold(self, hosts: Sequence[str], users: Mapping[str, str] = {}) -> tuple[str, ...]:
         self.users = users
-        return self.reserve(hosts)
+        return tuple(hosts)
 
     def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
         """Return the hosts that were lost fewer than MAX_LOSSES times."""

@@ -21,46 +21,39 @@ def channel(host: str) -> list[str]:
     return [*step, "--unbuffered", "--quiet", "sh", "-c", agent_command()]
 
 
-def find_hosts(nodes: int) -> tuple[str, ...]:
-    """Return the hosts of this allocation. It is empty outside an allocation.
-
-    Raises LaunchError if Slurm does not list them.
-    """
-    nodelist = os.environ.get("SLURM_JOB_NODELIST")
-    if not nodelist:
-        return ()
-    command = ["scontrol", "show", "hostnames", nodelist]
-    try:
-        completed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(
-            f"cannot list the hosts of the Slurm allocation: `{' '.join(command)}` failed: {error}"
-        ) from error
-    return tuple(completed.stdout.split())
-
-
-def has_allocation() -> bool:
-    """Return whether flagcore runs in an allocation with several hosts."""
-    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
-    return "SLURM_JOB_ID" in os.environ and nodes.isdecimal() and int(nodes) > 1
-
-
 @dataclass(kw_only=True)
 class SlurmLauncher(HostsLauncher):
     """A launcher for Slurm allocations, which also exports jobs as batch scripts."""
 
     targets: Collection[str] = ("slurm",)
     per_server: bool = False
+    fix = "start `flag tune` with salloc or sbatch"
+
+    def find_hosts(self, nodes: int, /) -> tuple[str, ...]:
+        """Return the hosts of this allocation. It is empty outside an allocation.
+
+        Raises LaunchError if Slurm does not list them.
+        """
+        nodelist = os.environ.get("SLURM_JOB_NODELIST")
+        if not nodelist:
+            return ()
+        command = ["scontrol", "show", "hostnames", nodelist]
+        try:
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise LaunchError(
+                f"cannot list the hosts of the Slurm allocation: `{' '.join(command)}` failed: {error}"
+            ) from error
+        return tuple(completed.stdout.split())
+
+    def has_allocation(self) -> bool:
+        """Return whether flagcore runs in an allocation with several hosts."""
+        nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
+        return "SLURM_JOB_ID" in os.environ and nodes.isdecimal() and int(nodes) > 1
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return a batch script with one task per node."""
         return {f"{job.name}.sbatch": batch_script(job)}
 
 
-LAUNCHER: Launcher = SlurmLauncher(
-    name="slurm",
-    channel=channel,
-    find_hosts=find_hosts,
-    has_allocation=has_allocation,
-    fix="start `flag tune` with salloc or sbatch",
-)
+LAUNCHER: Launcher = SlurmLauncher(name="slurm", channel=channel)

@@ -111,14 +111,14 @@ def test_fewer_nodes_are_used_after_the_wait(bench: Bench) -> None:
 
 def test_candidates_that_need_a_lost_host_are_tried_when_it_is_back(bench: Bench) -> None:
     bench.launcher = first = outage()
-    first.ends = lambda number: first.down.update(c=1e9) if number == 1 else None
+    first.ends = lambda number: first.down.update(d=1e9) if number == 1 else None
     bench.plugin = plugin(tasks.CHIP)
-    three = cluster(*"abc", min_nodes=2, wait=0.1, nic_bytes_per_second=1e9)
-    found = bench.tune(batch=12, cluster=three, repeats=1, max_trials=9)
+    four = cluster(*"abcd", min_nodes=2, wait=0.1, nic_bytes_per_second=1e9)
+    found = bench.tune(cluster=four, repeats=1, max_trials=9)
     assert isinstance(found.error, HostLost)
     before = found.plan.counts.measured
     bench.launcher = outage()
-    found = bench.tune(batch=12, cluster=three, repeats=1, max_trials=9)
+    found = bench.tune(cluster=four, repeats=1, max_trials=9)
     assert found.error is None
     assert found.plan.counts.measured > before
     assert sound(found.plan)

@@ -10,7 +10,7 @@ import yaml
 from extras.importers.tests.test_import_command import TRAINING
 from flagcore import api
 from flagcore.errors import UsageError
-from flagcore.spec.importing import commented_yaml
+from flagcore.spec.plain_data import commented_yaml
 
 INPUTS = yaml.safe_load(Path(__file__).with_name("found_inputs.yaml").read_text())
 SECRETS = ("hf_abc", "sk-abc", "0123456789abcdef", "<secret>", "secrets.env", "hf-token-secret")

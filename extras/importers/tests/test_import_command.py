@@ -13,7 +13,7 @@ from flagcore import api
 from flagcore.api.inputs import open_spec
 from flagcore.contracts import ImportedSpec
 from flagcore.errors import SpecError, UsageError
-from flagcore.spec.importing import commented_yaml
+from flagcore.spec.plain_data import commented_yaml
 
 CONFIG = {
     "model_type": "qwen3",

@@ -26,19 +26,9 @@ JOIN_SECONDS = 600.0
 HUB = Hub("kubernetes", "flagcore_kubernetes.hub")
 
 
-def find_hosts(nodes: int) -> tuple[str, ...]:
+def pod_names() -> tuple[str, ...]:
     """Return the names of this job's pods. The result is empty outside of a job."""
     return tuple(os.environ.get(HOSTS, "").split())
-
-
-def hold(hosts: Sequence[str]) -> tuple[str, ...]:
-    """Wait until all other pods have joined. Raises NoDevice, UsageError."""
-    names = [_name(host) for host in hosts if not _is_this(host)]
-    port = os.environ.get(PORT_VARIABLE, str(PORT))
-    if not port.isdecimal():
-        raise UsageError(f"{PORT_VARIABLE} = {port!r} is not a port number; omit it or use a number")
-    HUB.ask(JOIN_SECONDS + 10, names=names, port=int(port), seconds=JOIN_SECONDS)
-    return tuple(hosts)
 
 
 def channel(host: str) -> list[str]:
@@ -47,7 +37,7 @@ def channel(host: str) -> list[str]:
 
 
 def _is_this(host: str) -> bool:
-    return host == next(iter(find_hosts(1)), "")
+    return host == next(iter(pod_names()), "")
 
 
 def _name(host: str) -> str:
@@ -61,6 +51,19 @@ class KubernetesLauncher(HostsLauncher):
 
     targets: Collection[str] = ("kubernetes", "dynamo")
     per_server: bool = True
+    fix = "start the job that `flag manifest` writes"
+
+    def find_hosts(self, nodes: int, /) -> tuple[str, ...]:
+        return pod_names()
+
+    def hold(self, hosts: Sequence[str], users: Mapping[str, str] = {}) -> tuple[str, ...]:
+        """Wait until all other pods have joined. Raises NoDevice, UsageError."""
+        names = [_name(host) for host in hosts if not _is_this(host)]
+        port = os.environ.get(PORT_VARIABLE, str(PORT))
+        if not port.isdecimal():
+            raise UsageError(f"{PORT_VARIABLE} = {port!r} is not a port number; omit it or use a number")
+        HUB.ask(JOIN_SECONDS + 10, names=names, port=int(port), seconds=JOIN_SECONDS)
+        return tuple(hosts)
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the manifest of a job. Raises UsageError."""
@@ -73,10 +76,4 @@ class KubernetesLauncher(HostsLauncher):
         return manifest(platform, spec, name=name, options=options, changes=changes)
 
 
-LAUNCHER: Launcher = KubernetesLauncher(
-    name="kubernetes",
-    channel=channel,
-    find_hosts=find_hosts,
-    reserve=hold,
-    fix="start the job that `flag manifest` writes",
-)
+LAUNCHER: Launcher = KubernetesLauncher(name="kubernetes", channel=channel)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from flagcore_hosts.hub import Hub
 from flagcore_kubernetes.join import TOKEN, proof
-from flagcore_kubernetes.launcher import HOSTS, HUB, LAUNCHER, PORT_VARIABLE, find_hosts, hold
+from flagcore_kubernetes.launcher import HOSTS, HUB, LAUNCHER, PORT_VARIABLE
 
-from flagcore.api.commands.host_report import host_check
+from flagcore.api.commands.doctor import host_check
 from flagcore.contracts import device_use
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec
@@ -32,9 +32,9 @@ PODS = ("localhost", "pod-1.tune", "pod-2.tune")
 TUNER = """
 import sys
 from flagcore.domain.launch import Launch
-from flagcore_kubernetes.launcher import LAUNCHER, find_hosts, hold
+from flagcore_kubernetes.launcher import LAUNCHER
 argv = ("sh", "-c", "(setsid sleep 100 &); trap '' TERM; sleep 100")
-running = LAUNCHER.start(Launch(argv=argv, folder=sys.argv[1], hosts=hold(find_hosts(1))))
+running = LAUNCHER.start(Launch(argv=argv, folder=sys.argv[1], hosts=LAUNCHER.hold(LAUNCHER.find_hosts(1))))
 print("started", flush=True)
 running.wait(60)
 """
@@ -76,7 +76,7 @@ def launch(script: str, folder: Path, hosts: tuple[str, ...] = PODS) -> Launch:
 
 def test_trials_run_one_after_the_other_in_all_pods(join: Join, tmp_path: Path) -> None:
     pods = [join("pod-1"), join("pod-2")]
-    assert hold(find_hosts(1)) == PODS
+    assert LAUNCHER.hold(LAUNCHER.find_hosts(1)) == PODS
     script = 'echo "{node_rank} of {nnodes} at {master_addr}, token ${FLAGCORE_TOKEN:-hidden}"'
     for number in range(2):
         exit_record = ended(LAUNCHER.start(launch(script, tmp_path / str(number))))
@@ -89,7 +89,7 @@ def test_trials_run_one_after_the_other_in_all_pods(join: Join, tmp_path: Path) 
 
 def test_trials_run_beside_each_other_in_a_pod(join: Join, tmp_path: Path) -> None:
     join("pod-1"), join("pod-2")
-    pod = hold(PODS)[1:2]
+    pod = LAUNCHER.hold(PODS)[1:2]
     with LAUNCHER.keep_agents():
         running = [LAUNCHER.start(launch("sleep 1", tmp_path / str(number), pod)) for number in range(3)]
         assert [(found.code, found.ended_by) for found in map(ended, running)] == [(0, None)] * 3
@@ -108,7 +108,7 @@ def test_the_devices_of_pods_are_read_beside_trials(join: Join, tmp_path: Path) 
 
 def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path) -> None:
     _, second = join("pod-1"), join("pod-2")
-    trial = LAUNCHER.start(launch("sleep 60", tmp_path / "one", hold(PODS)))
+    trial = LAUNCHER.start(launch("sleep 60", tmp_path / "one", LAUNCHER.hold(PODS)))
     for pid in [pid for pid in processes() if (guard.read_ids(pid) or (0,))[0] == second.pid]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -130,7 +130,7 @@ def test_nothing_is_left_when_the_controller_is_killed(join: Join, tmp_path: Pat
         assert len(processes()) > 12
         tuner.kill()
     assert within(20, lambda: processes() == pods)
-    assert hold(PODS) == PODS
+    assert LAUNCHER.hold(PODS) == PODS
 
 
 @pytest.mark.parametrize("key", [b"another secret, as long", None])
@@ -150,7 +150,7 @@ def test_a_pod_without_the_secret_is_refused(join: Join, key: bytes | None) -> N
 def test_a_job_without_a_secret_is_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "short")
     with pytest.raises(NoDevice, match=TOKEN):
-        hold(PODS)
+        LAUNCHER.hold(PODS)
     assert join("pod-1").wait(20) == 1
     join_at = [sys.executable, "-m", "flagcore_kubernetes.join"]
     assert subprocess.run([*join_at, "localhost:port"], env={**os.environ, TOKEN: "x" * 20}).returncode == 1

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from flagcore_hosts.hub import Hub
 from flagcore_hosts.launcher import HostsLauncher
-from flagcore_ray.launcher import LAUNCHER, find_hosts, hold
+from flagcore_ray.launcher import LAUNCHER
 
 from extras.hosts.tests.cluster.conftest import SPEC
 from flagcore import api
 from flagcore.contracts import Event
 from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice
-from tests.cli.conftest import TRAIN
 from tests.launchers.processes import ended, marked, within
+from tests.product.cli.conftest import TRAIN
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.long
@@ -31,10 +31,11 @@ ESCAPES = "(setsid sleep 100 &); trap '' TERM; sleep 100"
 TUNER = """
 import sys
 from flagcore.domain.launch import Launch
-from flagcore_ray.launcher import LAUNCHER, find_hosts, hold
+from flagcore_ray.launcher import LAUNCHER
 argv = ("sh", "-c", sys.argv[2])
 mark = {"TEST_MARK": sys.argv[3]}
-running = LAUNCHER.start(Launch(argv=argv, folder=sys.argv[1], hosts=hold(find_hosts(2)), environment=mark))
+hosts = LAUNCHER.hold(LAUNCHER.find_hosts(2))
+running = LAUNCHER.start(Launch(argv=argv, folder=sys.argv[1], hosts=hosts, environment=mark))
 print("started", flush=True)
 running.wait(60)
 """
@@ -80,7 +81,7 @@ def other(hub: Hub) -> HostsLauncher:
 
 def test_two_tunes_share_the_cluster(cluster: dict[str, Any], mark: str, tmp_path: Path) -> None:
     second_hub = Hub("ray", "flagcore_ray.hub")
-    host_launcher = hold(find_hosts(2))
+    host_launcher = LAUNCHER.hold(LAUNCHER.find_hosts(2))
     other_hosts = tuple(second_hub.ask(60, nodes=2, names=[])["hosts"])
     assert sorted((*host_launcher, *other_hosts)) == list(NODES)
     script = ("sh", "-c", "echo {node_rank} of {nnodes} at {master_addr}")
@@ -96,7 +97,7 @@ def test_two_tunes_share_the_cluster(cluster: dict[str, Any], mark: str, tmp_pat
 
 
 def test_trials_run_beside_each_other_on_a_node(cluster: dict[str, Any], mark: str, tmp_path: Path) -> None:
-    hosts, environment = hold(find_hosts(2))[:1], {"TEST_MARK": mark}
+    hosts, environment = LAUNCHER.hold(LAUNCHER.find_hosts(2))[:1], {"TEST_MARK": mark}
     with LAUNCHER.keep_agents():
         planned = [
             Launch(argv=("sleep", "1"), folder=str(tmp_path / name), hosts=hosts, environment=environment)
@@ -107,11 +108,11 @@ def test_trials_run_beside_each_other_on_a_node(cluster: dict[str, Any], mark: s
 
 
 def test_named_hosts_are_reserved_and_unknown_hosts_rejected(cluster: dict[str, Any]) -> None:
-    assert hold(NODES[1:3]) == NODES[1:3]
+    assert LAUNCHER.hold(NODES[1:3]) == NODES[1:3]
     with pytest.raises(NoDevice, match=r"10\.0\.0\.1"):
-        hold(("10.0.0.1",))
+        LAUNCHER.hold(("10.0.0.1",))
     with pytest.raises(NoDevice, match="= 5"):
-        hold(find_hosts(5))
+        LAUNCHER.hold(LAUNCHER.find_hosts(5))
 
 
 def test_nothing_is_left_when_flagcore_is_killed(cluster: dict[str, Any], mark: str, tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_nothing_is_left_when_flagcore_is_killed(cluster: dict[str, Any], mark: 
         assert tuner.stdout.readline() == b"started\n"
         assert marked(mark)
         tuner.send_signal(signal.SIGKILL)
-    assert len(hold(find_hosts(4))) == 4
+    assert len(LAUNCHER.hold(LAUNCHER.find_hosts(4))) == 4
 
 
 @pytest.mark.timeout(300)
@@ -157,7 +158,7 @@ def test_another_node_replaces_one_that_dies(cluster: dict[str, Any], tmp_path: 
 
 @pytest.mark.parametrize("gracefully", [True, False])
 def test_a_node_that_dies_is_a_lost_host(cluster: dict[str, Any], mark: str, tmp_path: Path, gracefully: bool) -> None:
-    hosts, environment = hold(find_hosts(2)), {"TEST_MARK": mark}
+    hosts, environment = LAUNCHER.hold(LAUNCHER.find_hosts(2)), {"TEST_MARK": mark}
     launch = Launch(argv=("sh", "-c", ESCAPES), folder=str(tmp_path), hosts=hosts, environment=environment)
     running, lost = LAUNCHER.start(launch), hosts[1]
     cluster["cluster"].remove_node(cluster[lost], allow_graceful=gracefully)

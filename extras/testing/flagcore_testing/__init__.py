@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PluginConformance"]
 
+SDK = ("examples", "fakes", "package", "toy")
+
 
 def __getattr__(name: str) -> object:
     """Import PluginConformance on first access, with assertions rewritten by pytest. The checks do not need pytest."""

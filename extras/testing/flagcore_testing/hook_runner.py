@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from flagcore.physics import cost_stack  # noqa: F401 (what plugins usually import is not their own time)
+from flagcore.physics import roofline  # noqa: F401 (what plugins usually import is not their own time)
 from flagcore.physics.collective_costs import topology_of
 from flagcore.plugins import LoadedPlugins, Plugin, validation
 from flagcore.plugins.entry_points import one_line

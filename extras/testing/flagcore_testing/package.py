@@ -123,7 +123,7 @@ def read_installed(distribution: Distribution) -> Package:
 FOLDER = Path("tests") / "smi"
 SOURCES = "sources.yaml"
 NAMED = re.compile(r"(?:\A|\n)==> (.+) <==\n")
-"""The line before an output in a file of several."""
+"""The line before a text in a file of several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +177,15 @@ def saved_outputs(folder: Path) -> dict[str, str]:
     found = dict[str, str]()
     for path in sorted(folder.iterdir()):
         if path.name != SOURCES:
-            text, *named = NAMED.split(path.read_text("utf-8", "replace"))
-            found.update(zip(named[::2], named[1::2], strict=True) if named else {path.name: text})
+            text = path.read_text("utf-8", "replace")
+            found.update(joined_texts(text) or {path.name: text})
     return found
+
+
+def joined_texts(text: str) -> dict[str, str]:
+    """Return the texts that a file joins, by the names before them."""
+    _, *named = NAMED.split(text)
+    return dict(zip(named[::2], named[1::2], strict=True))
 
 
 def read_transcripts(folder: Path) -> tuple[Transcript, ...]:

@@ -1,4 +1,4 @@
-"""Creates a plugin for a new vendor: a complete distribution from the folder `template`."""
+"""Creates a plugin for a new vendor: a complete distribution from `template.txt`."""
 
 import keyword
 import re
@@ -11,8 +11,8 @@ from pathlib import Path
 from flagcore import __version__, plugins
 from flagcore.errors import UsageError
 from flagcore.plugins.entry_points import installed, origin
+from flagcore_testing.package import joined_texts
 
-SUFFIX = ".tmpl"
 _NAME = (r"[a-z][a-z0-9_]*", "one word of lower-case letters, digits and '_' that begins with a letter")
 RULES = {
     "vendor": (
@@ -46,7 +46,7 @@ MADE_UP = (
     "memory: 64 GB, bandwidth: 1.6 TB/s, fp32: 40 TFLOP/s, bf16: 300 TFLOP/s dense, fp16: 300 TFLOP/s dense, "
     "link: 400 GB/s both ways mesh, nic: 200 Gb/s, node: 8"
 )
-"""The made-up figures of a chip in `template`, in the units of data sheets."""
+"""The made-up figures of a chip in `template.txt`, in the units of data sheets."""
 
 
 def new_plugin(
@@ -142,13 +142,11 @@ def _words(name: str, chips: Sequence[str], values: Mapping[str, str]) -> dict[s
 
 def _rendered(words: Mapping[str, str], chips: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of each file. If the path contains the chip, there is one file per chip."""
-    template = Path(str(files("flagcore_testing"))) / "template"
-    for file in sorted(template.rglob(f"*{SUFFIX}")):
-        pattern, text = file.relative_to(template).as_posix(), file.read_text("utf-8")
+    template = files("flagcore_testing").joinpath("template.txt").read_text("utf-8")
+    for pattern, text in joined_texts(template).items():
         for chip in chips if "@file@" in pattern else chips[:1]:
             chip_words = {**words, "chip": chip, "file": chip.casefold()}
-            path = _filled(pattern, chip_words)
-            yield path.removesuffix(SUFFIX).replace("dot-", "."), _filled(text, chip_words)
+            yield _filled(pattern, chip_words), _filled(text, chip_words)
 
 
 def _filled(text: str, words: Mapping[str, str]) -> str:

@@ -19,7 +19,8 @@ from flagcore.contracts import Costs, Engine, Platform
 from flagcore.contracts.capabilities import Probes, Pruning, RuleOfThumb, Shortening, Sizes, Steps
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import Predictions, RankMeasurement, RankPrediction
+from flagcore.domain.prediction import Predictions, RankPrediction
+from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, TrialState
@@ -36,8 +37,8 @@ def _powers(task: Task) -> tuple[int, ...]:
 
 KNOBS: tuple[Knob, ...] = (
     *(
-        Knob(name=name, label=label, help=f"Number of {noun}.", neutral=1, auto=_powers, auto_help="the powers of two",
-             flags=(Flag(name=name.replace("_", "-")),), layout=True, memory_order=-1)
+        Knob(name=name, label=label, help=f"Number of {noun}.", neutral=1, maximum=1_000_000, auto=_powers,
+             auto_help="the powers of two", flags=(Flag(name=name.replace("_", "-")),), layout=True, memory_order=-1)
         for name, label, noun in ((DP, "DP", "replicas"), (TP, "TP", "parts of a layer"), (PP, "PP", "stages"))
     ),
     Knob(name=MBS, label="MBS", help="Samples.", neutral=1, auto=lambda task: (1, 2, 4, 8), auto_help="1, 2, 4 and 8",

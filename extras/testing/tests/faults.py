@@ -275,7 +275,6 @@ PACKAGING = (
     Fault("dependencies_have_no_framework", PYPROJECT, "dependencies = [", "dependencies = [\"torch>=2.0\", ", "torch>=2.0"),
     Fault("metadata_is_complete", PYPROJECT, "version = \"0.1.0\"", "version = \"first\"", "'first'"),
     Fault("metadata_is_complete", PYPROJECT, "license = \"Apache-2.0\"\n", "", "license is missing"),
-    Fault("metadata_is_complete", "flagcore_acme/py.typed", "", "", "py.typed is missing"),
     Fault("readme_names_all_chips", "README.md", "", "", "README.md is missing"),
     Fault("wheel_contains_data_files", PYPROJECT, "packages = [\"flagcore_acme\"]", "packages = [\"flagcore_acme\"]\nexclude = [\"*.yaml\"]", "leaves out flagcore_acme/"),
 )

@@ -22,10 +22,9 @@ from flagcore.report.page.blocks import (
     plain_text,
     table,
 )
-from flagcore.report.page.resources import improvements, memory, pipeline, step_time
+from flagcore.report.page.resources import front_table, improvements, memory, pipeline, serving, step_time
 from flagcore.report.page.run import RunData
 from flagcore.report.page.search import accuracy, funnel, learning, progress, trial_table, trials
-from flagcore.report.page.serving import front_table, serving
 from flagcore.report.page.summary import ending, summary
 from flagcore.report.text import funnel as funnel_text
 from flagcore.report.text import repeats_text

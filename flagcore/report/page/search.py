@@ -18,14 +18,16 @@ from flagcore.report.page.blocks import (
     Code,
     Collapsed,
     Facts,
+    Plot,
     Section,
+    Series,
     Table,
     Text,
     cell,
+    linear,
     percent,
     table,
 )
-from flagcore.report.page.charts import Plot, Series, linear
 from flagcore.report.page.run import RunData, measured_s, seconds, served
 from flagcore.report.text import duration_text, funnel_stages, gain_text, repeats_text
 

@@ -13,6 +13,11 @@ from flagcore.i18n import N_, _, ngettext
 from flagcore.report.candidate_report import causes_text, figure_pairs
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.page.blocks import (
+    BASELINE,
+    BEST,
+    OTHER,
+    Bar,
+    Bars,
     Block,
     Cell,
     Chart,
@@ -26,7 +31,6 @@ from flagcore.report.page.blocks import (
     percent,
     table,
 )
-from flagcore.report.page.charts import BASELINE, BEST, OTHER, Bar, Bars
 from flagcore.report.page.run import RunData, json_file, measured_s, served
 from flagcore.report.result import noise_warnings, number, slow_devices
 from flagcore.report.text import (

@@ -13,17 +13,12 @@ from numpy.typing import NDArray
 
 from flagcore.contracts import Costs, Engine, Platform
 from flagcore.contracts.capabilities import Bounds
-from flagcore.domain.engine import RefusedValues, ValueRule
+from flagcore.domain.engine import JOB_KEYS, SHARED_PREFIXES, RefusedValues, ValueRule
 from flagcore.domain.knob import Factor, Knob, Requirement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Legality, Merge, Rule, Space, decode
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError
 from flagcore.tuner.effects import engine_legality, plugin_axes, plugin_axis, rows_by_effects
-
-JOB_KEYS = ("precision", "attention", "implementation")
-"""Keys of a job whose values a plugin may reject."""
-SHARED_PREFIXES = ("settings.", "engine_args.")
-"""The prefixes of settings that all candidates share."""
 
 
 def legality(platform: Platform) -> Legality:

@@ -3,25 +3,15 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
-from flagcore.contracts import Costs, KernelCosts
 from flagcore.domain.chip import ASSUMED_NETWORK, Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport, has_common_library
-from flagcore.domain.spec import AUTO, ClusterSpec, Spec, TrainSpec
+from flagcore.domain.spec import AUTO, ClusterSpec, Spec
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, _
-from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
-from flagcore.physics.cost_stack import PlainMemory, with_slowdown
-from flagcore.physics.roofline import Roofline
-from flagcore.plugins import LoadedPlugins, kind_of
+from flagcore.plugins import LoadedPlugins
 from flagcore.vendorkit.machine import cores
-
-UNMEASURED_RUN_SLOWDOWN = 1.15
-"""The factor by which a run is slower than the core's roofline on a chip without measurements. Each published source
-gives a median ratio of measured to predicted times without fitted curves (0.94 to 1.7). This is the median over the
-sources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +56,7 @@ def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = No
         groups.append(_group(requested, chip, devices, support))
         supports.append(support)
     joint_support = _join_supports(supports, [group.chip.name for group in groups])
-    if isinstance(spec.work, TrainSpec) and not has_common_library(groups, supports):
+    if spec.work.has_steps and not has_common_library(groups, supports):
         text = N_(
             "messages between {chips} are copied through the memory of the hosts: no collective library connects all "
             "of them, according to the installed plugins"
@@ -74,46 +64,6 @@ def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = No
         note = _(text, chips=" and ".join(dict.fromkeys(group.chip.name for group in groups)))
         joint_support = replace(joint_support, notes=(*joint_support.notes, note))
     return Hardware(groups=tuple(groups), supports=tuple(supports), support=joint_support, devices=devices)
-
-
-def costs(cluster: Cluster, plugins: LoadedPlugins, engine: str, engine_version: str | None = None) -> Costs:
-    """Return the cost models for `cluster`. The core provides those that no plugin has."""
-    supports = [plugins.engine_support(group.chip, engine, engine_version) for group in cluster.groups]
-    costs_of_groups = [_costs_of(*each, plugins, engine) for each in zip(cluster.groups, supports, strict=True)]
-    first, *others = costs_of_groups
-    if not others:
-        return first
-    starts = accumulate(group.devices for group in cluster.groups)
-    networks = []
-    for group in cluster.groups:  # a group within one link domain is enlarged, so that it has a network level
-        extended = replace(group, nodes=max(group.nodes, group.link_domain // group.devices_per_node + 1))
-        networks.append((plugins.topology(extended) or topology_of(extended)).levels[-1])
-    is_direct = has_common_library(cluster.groups, supports)
-    between = between_groups(networks, () if is_direct else [each.kernels for each in costs_of_groups])
-    return replace(first, further=dict(zip(starts, others, strict=False)), between=between)
-
-
-def _costs_of(group: NodeGroup, support: EngineSupport, plugins: LoadedPlugins, engine: str) -> Costs:
-    """Return the cost models of one node group. The core provides those that no plugin has."""
-    kernels = plugins.kernel_costs(group.chip, engine)
-    synchronous = support.shared_devices
-    run_slowdown = UNMEASURED_RUN_SLOWDOWN if kernels is None else kernels.run_slowdown()
-    used_kernels: KernelCosts = kernels or Roofline(chip=group.chip)
-    ranks_per_core = max(1.0, group.devices_per_node / group.chip.devices_per_node) if synchronous else 1.0
-    slowdown = ranks_per_core / group.speed
-    if slowdown != 1.0:
-        used_kernels = with_slowdown(used_kernels, slowdown, launches=slowdown if synchronous else 1.0)
-    return Costs(
-        memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
-        kernels=used_kernels,
-        collectives=plugins.collective_costs(group, engine)
-        or Collectives(topology=plugins.topology(group) or topology_of(group)),
-        guessed=kernels is None or (support.support is Support.UNKNOWN and kind_of(engine) == "serve"),
-        assumed_network=group.chip.nic_bytes_per_second == ASSUMED_NETWORK,
-        synchronous=synchronous,
-        layer_s=support.layer_s,
-        run_slowdown=1.0 if synchronous else run_slowdown,
-    )
 
 
 def _require_support(chip: Chip, plugins: LoadedPlugins, engine: str, engine_version: str | None) -> EngineSupport:

@@ -8,7 +8,7 @@ from flagcore_amd import discover, smi
 from flagcore_testing import fakes
 from flagcore_testing.package import saved_outputs
 
-from flagcore.vendorkit.matrix import islands, read_matrix
+from flagcore.vendorkit.rows import islands, read_matrix
 
 SMI = Path(__file__).parent / "smi"
 

@@ -8,7 +8,7 @@ from flagcore_testing.examples import group_of
 from flagcore_testing.package import saved_outputs
 
 from flagcore.contracts import communicator_bytes
-from flagcore.vendorkit.matrix import islands, read_matrix
+from flagcore.vendorkit.rows import islands, read_matrix
 
 SMI = Path(__file__).parent / "smi"
 

@@ -11,7 +11,7 @@ from flagcore.physics.collective_costs import (
     NETWORK_LATENCY_SECONDS,
     topology_of,
 )
-from flagcore.vendorkit.matrix import group_size
+from flagcore.vendorkit.rows import group_size
 
 GROUP = 8
 """Number of devices joined by bridges: four cards with two devices each (vendor's page). yao-matrix/mblog

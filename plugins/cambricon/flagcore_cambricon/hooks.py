@@ -2,7 +2,7 @@
 
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.hooks import hookimpl
-from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import PlainMemory
 from flagcore.vendorkit.machine import tool_output
 from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_cambricon.bridges import x8_topology

@@ -10,7 +10,7 @@ from flagcore_testing.package import saved_outputs
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.machine import TorchReport
-from flagcore.vendorkit.matrix import islands, read_matrix
+from flagcore.vendorkit.rows import islands, read_matrix
 
 SMI = Path(__file__).parent / "smi"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flagcore.vendorkit.detection import DeviceDetector, list_with
 from flagcore.vendorkit.machine import TorchReport, tool_output
-from flagcore.vendorkit.matrix import adapter_share, read_matrix
+from flagcore.vendorkit.rows import adapter_share, read_matrix
 from flagcore_metax import smi
 
 NAME = re.compile(r"MetaX |MX[CNX]\d")

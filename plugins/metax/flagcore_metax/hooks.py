@@ -8,7 +8,7 @@ from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
-from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_metax.discover import DETECTOR, adapters, peer_memory_problem, topology
 from flagcore_metax.islands import c500_topology, island_size

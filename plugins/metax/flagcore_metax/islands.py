@@ -2,7 +2,7 @@
 
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.physics.collective_costs import NETWORK_COMPUTE_SHARE, NETWORK_EFFICIENCY
-from flagcore.vendorkit.matrix import group_size
+from flagcore.vendorkit.rows import group_size
 
 ISLAND = 4
 """Devices of an island, if this machine is not a C500 node that shows it. The vendor's bridge joins two or four cards,

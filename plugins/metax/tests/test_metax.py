@@ -13,7 +13,7 @@ from flagcore_testing.package import saved_outputs
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import LoadedPlugins
-from flagcore.vendorkit.matrix import adapter_share, read_matrix
+from flagcore.vendorkit.rows import adapter_share, read_matrix
 
 
 @pytest.mark.parametrize(("nodes", "devices", "sizes"), [(1, 8, [4, 8]), (2, 8, [4, 8, 16]), (1, 4, [4]), (1, 2, [2])])

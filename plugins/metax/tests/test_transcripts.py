@@ -12,7 +12,7 @@ from flagcore_metax.islands import ISLAND
 from flagcore_testing import fakes
 from flagcore_testing.package import saved_outputs
 
-from flagcore.vendorkit.matrix import devices_per_adapter, islands, near_adapters, read_matrix
+from flagcore.vendorkit.rows import devices_per_adapter, islands, near_adapters, read_matrix
 
 SMI = Path(__file__).parent / "smi"
 

@@ -1,7 +1,7 @@
 """The plugin for NVIDIA GPUs, with the memory that a rank takes in addition to its tensors."""
 
 from flagcore.domain.cluster import NodeGroup
-from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_nvidia.discover import DETECTOR
 

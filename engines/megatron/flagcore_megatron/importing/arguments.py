@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from flagcore.errors import join_errors
-from flagcore.spec.importing import Notes
-from flagcore.spec.plain_data import package_yaml
+from flagcore.spec.plain_data import Notes, package_yaml
 from flagcore_megatron.space.split import SPLIT
 
 TABLES: Any = package_yaml(__package__, "arguments.yaml")

@@ -7,15 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from flagcore_training.commands import TORCHRUN_SWITCHES, UserCommand
+from flagcore_training.commands import UserCommand, cluster_of
 
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote, SettingValue, Spec
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from, public_models, public_name
-from flagcore.spec.plain_data import load_json
+from flagcore.spec.plain_data import Notes, load_json
 from flagcore_megatron.importing.arguments import (
     SIZES,
     TABLES,
@@ -31,14 +30,6 @@ from flagcore_megatron.space.flags import parse_settings
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS, in_space
 from flagcore_megatron.space.split import EXPERT_TENSOR, TP
 from flagcore_megatron.space.stages import VIRTUAL_STAGES
-
-STARTERS = re.compile("(^|[ /])(srun|mpirun|mpiexec|orterun|jsrun|aprun)( |$)")
-"""Programs that start ranks. Their options: tasks, tasks of a host, hosts."""
-TASKS = re.compile(r" (?:-np|--np|-n|--ntasks)(?:[ =]+(\S*)|(?=\d)(\d+))")
-TASKS_PER_HOST = re.compile(
-    r" (?:-{1,2}npernode|-{1,2}ppn|--ntasks-per-node|--gpus-per-node|\S*ppr)[ =:]+(?:\w+:)?(\d+)\b"
-)
-HOSTS = re.compile(r" (?:--nodes[ =]|-N ?)(\d+)")
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
@@ -142,66 +133,6 @@ def _value(argument: Argument) -> Any:
         return argument.spec.values == 0 or argument.value
     except ValueError:
         return " ".join(argument.values) if argument.spec.choices else None
-
-
-def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, Any]:
-    """Return the section `cluster` from the options of the launcher, or else from the surroundings of the command."""
-    note_empty(command, notes)
-    option = command.option("nproc-per-node", "nproc_per_node")
-    hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances, start.devices or 0)
-    has_starter = hosts > 1 or bool(STARTERS.search(" ".join(command.prefix)))
-    default = "1" if option is None and (command.launcher or not has_starter) else "auto"
-    ranks = [name for name in start.unset if re.search("._(RANK|PROCID|SIZE)$", name)]
-    if ranks and not command.launcher and not has_starter:
-        fix = "give the command that starts it, as in `flag import -- mpirun -np N bash FILE`, or set these variables"
-        notes.report("command", f"is one rank of a job, which {', '.join(ranks)} number", fix=fix)
-    devices = option.value if option else ""
-    devices = devices if devices.isdecimal() else str(per_host or start.devices or default)
-    nodes = option.value.rpartition(":")[2] if (option := command.option("nnodes")) else ""
-    if not devices.isdecimal():
-        notes.note("cluster.devices_per_node", "is not in the command; auto is the number on this machine", "cluster")
-    return {
-        "chip": "auto",
-        "nodes": int(nodes) if nodes.isdecimal() and int(nodes) else hosts,
-        "devices_per_node": int(devices) if devices.isdecimal() else "auto",
-    }
-
-
-def note_empty(command: UserCommand, notes: Notes) -> None:
-    """Add a note on each option of a launcher that lacks its value, and on each argument such as `--name=`."""
-    options = [each.words[0] for each in command.options if not each.value and each.name not in TORCHRUN_SWITCHES]
-    for word in [*options, *(each for each in command.arguments if re.fullmatch(r"--[\w.-]+=", each))]:
-        notes.note(word.partition("=")[0], "has no value: a variable of the script may be empty", "train.command")
-
-
-def _of_launcher(command: UserCommand, notes: Notes, hosts: int, devices: int) -> tuple[int, int]:
-    """Return the number of hosts, by default `hosts`, and the ranks per host (or 0) that srun or mpirun start.
-    `devices`: those of a host, or 0. Several times as many ranks are on several hosts."""
-    text = f" {' '.join(command.prefix)}"
-    starter = STARTERS.search(text)
-    if starter is None:
-        return hosts, 0
-    text = text[starter.end() - 1 :]
-    if starter[2] == "jsrun":
-        sets, size, per_host_of = (int(each[1]) if (each := re.search(rf" -{n} ?(\d+)", text)) else 1 for n in "nar")
-        return max(1, sets // max(1, per_host_of)), 0 if command.launcher else size * per_host_of
-    tasks, per_host, given = (each.search(text) for each in (TASKS, TASKS_PER_HOST, HOSTS))
-    per = int(per_host[1]) if per_host and not command.launcher else 0
-    if starter[2] == "srun":
-        return (int(given[1]) if given else hosts), per
-    if given and not per:  # -N of Open MPI
-        per = int(given[1])
-    count = re.sub("^-.*", "", tasks[1] or tasks[2] or "") if tasks else ""
-    if tasks and not (count.isdecimal() and int(count)):
-        fix = "set the variables of the batch system that the script uses, as in NHOSTS=4 flag import FILE"
-        notes.report(tasks[0].split()[0], "has no number of processes", value=count or None, fix=fix)
-        return hosts, per
-    total = int(count or 0)
-    if command.launcher:  # a torchrun on each host
-        return (total or hosts), 0
-    if hosts == 1 and devices and total % devices == 0:
-        per = per or devices
-    return (max(1, total // per), per) if per and total else (hosts, per or -(-total // hosts))
 
 
 def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:

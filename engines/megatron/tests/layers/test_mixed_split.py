@@ -27,8 +27,7 @@ from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Topology
 from flagcore.domain.model import Model
 from flagcore.physics.collective_costs import Collectives
-from flagcore.physics.cost_stack import PlainMemory
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.roofline import PlainMemory, Roofline
 from tests.product.tasks import CHIP, SOURCE
 
 TIMES = 2.5

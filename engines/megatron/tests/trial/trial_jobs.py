@@ -1,7 +1,7 @@
 """Jobs for the trial program's tests, and a process that runs many of them after importing torch once.
 
 Run as a program: reads lines of JSON, each [folder, [[name, job], ...]], and answers each with {name: exit code}.
-A job {"simulated": [...]} is a list of jobs of `engines.training.tests.meta_ranks`.
+A job {"simulated": [...]} is a list of jobs of `engines.megatron.tests.trial.meta_ranks`.
 """
 
 import atexit
@@ -128,7 +128,7 @@ def _main() -> None:
 
 def _simulate(jobs: list[dict[str, Any]], answers: Path, number: int, listener: Any) -> int:
     """Write what `meta_ranks` finds in its jobs to a file. It replaces functions of torch, so it runs in a fork."""
-    from engines.training.tests import meta_ranks
+    from engines.megatron.tests.trial import meta_ranks
 
     answers.write_text(json.dumps(meta_ranks.run(jobs)))
     return 0

@@ -17,9 +17,8 @@ from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.domain.serving import CLIENTS_PER_DEVICE, Load
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.importing import Notes
 from flagcore.spec.models import find_public
-from flagcore.spec.plain_data import read_mapping
+from flagcore.spec.plain_data import Notes, read_mapping
 from flagcore.vendorkit.installed import strip_dashes
 from flagcore_serving.launch.profile import EngineProfile
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP

@@ -24,7 +24,7 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.domain.trial import TrialState
 from flagcore.plugins import find_engine
 from flagcore.tuner.stages.build import build, canonical
-from tests import serving_inputs
+from tests.product import serving_inputs
 from tests.product.tasks import CHIP, DENSE, SOURCE
 
 SHARED = Link(name="loopback", topology="shared-memory", bytes_per_second=Fact(value=2e9, source=SOURCE))

@@ -27,7 +27,7 @@ from flagcore.domain.serving import Load
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, SpecError
-from tests import serving_inputs
+from tests.product import serving_inputs
 from tests.product.tasks import DENSE, EXPERTS
 
 TP, PP, DP, EP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "data", "expert_model"))

@@ -15,7 +15,7 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Indexer, LinearAttention, Model, Windows
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.roofline import Roofline
-from tests.serving_inputs import CHIP, DENSE, EXPERTS, LATENT, OVER, costs, settings, times
+from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, LATENT, OVER, costs, settings, times
 
 
 @pytest.mark.parametrize("model", [DENSE, EXPERTS, LATENT], ids=lambda model: model.name)

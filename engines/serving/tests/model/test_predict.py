@@ -25,7 +25,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task, figure_name, seconds
 from flagcore.physics.roofline import Roofline
-from tests.serving_inputs import CHIP, DENSE, EXPERTS, costs, settings
+from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, costs, settings
 
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
 

@@ -16,7 +16,7 @@ from flagcore.domain.serving import LATENCIES, STATISTICS, Load, ServeSpec
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.roofline import Roofline
-from tests.serving_inputs import CHIP, DENSE, EXPERTS, SOURCE, costs, settings
+from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, SOURCE, costs, settings
 
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = (64, 256, 512, 1024, 2048, 4096, 8192)

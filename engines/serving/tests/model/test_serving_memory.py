@@ -8,7 +8,7 @@ from flagcore_serving.model.memory import ServingMemory, serving_memory, token_b
 from flagcore_serving.model.work import Serving
 
 from flagcore.domain.model import Indexer, LinearAttention, Windows
-from tests.serving_inputs import DENSE, EXPERTS, LATENT, OVER, costs, settings
+from tests.product.serving_inputs import DENSE, EXPERTS, LATENT, OVER, costs, settings
 
 GIB = 2**30
 

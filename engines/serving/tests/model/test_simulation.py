@@ -15,8 +15,8 @@ from flagcore_serving.model.iteration import IterationCosts
 from flagcore_serving.model.simulation import Lane, Price, SimulatedRun, Simulation
 from flagcore_serving.model.work import UNFITTED
 
-from tests import serving_inputs
-from tests.serving_inputs import times
+from tests.product import serving_inputs
+from tests.product.serving_inputs import times
 
 LANE = Lane(budget=2048.0, running=64.0, cache_tokens=1e9, block=16.0)
 OVER = replace(UNFITTED, request=5e-3, entry=1e-3)

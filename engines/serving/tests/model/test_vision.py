@@ -23,9 +23,9 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Images, Load
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from tests import serving_inputs
+from tests.product import serving_inputs
+from tests.product.serving_inputs import costs, settings, times
 from tests.product.tasks import DENSE, VISION
-from tests.serving_inputs import costs, settings, times
 
 ENGINES: dict[str, Any] = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMACPP, "lmdeploy": LMDEPLOY}
 SEEN = replace(DENSE, vision=VISION)

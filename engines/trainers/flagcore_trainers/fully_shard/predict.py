@@ -38,8 +38,7 @@ from flagcore_trainers.fully_shard import (
     memory,
     traffic,
 )
-from flagcore_trainers.fully_shard.traffic import TRIAL, Program
-from flagcore_trainers.meaning import BATCH_ROWS, INTERVAL
+from flagcore_trainers.fully_shard.traffic import BATCH_ROWS, INTERVAL, TRIAL, Program
 
 ADAM_TRAFFIC = 40.0
 """Bytes per sharded weight of an update: the gradients' norm and scale, and Adam in one kernel. Counted."""

@@ -15,6 +15,10 @@ from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 
+INTERVAL = (0.5, 2.0)
+"""The 80% interval of the step time relative to the prediction. Chosen by hand: no runs of other programs are known."""
+BATCH_ROWS = 1 << 14
+"""Candidates per batch of formulas."""
 FUSED = {"norm": (2.5, 5.0), "activation": (3.0, 5.0), "rotation": (2.0, 2.0)}
 """Memory passes that the shared formulas assume for one kernel, forward and backward: over the tensor between layers,
 one of the FFN's width, and queries and keys."""

@@ -14,7 +14,7 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.cost_stack import with_slowdown
+from flagcore.physics.roofline import with_slowdown
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
 from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.memory.training import split_parameters

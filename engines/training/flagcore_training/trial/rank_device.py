@@ -30,7 +30,7 @@ class Cpu:
 
     device = torch.device("cpu")
     needs_memory_step = True
-    """Whether the peaks are measured in an additional, untimed step (`training.memory_step`)."""
+    """Whether the peaks are measured in an additional, untimed step."""
 
     def __init__(self) -> None:
         _set_mmap_threshold(_EXACT_THRESHOLD)

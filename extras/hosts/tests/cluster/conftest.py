@@ -15,7 +15,7 @@ import yaml
 
 from extras.hosts.tests.cluster.bed import Bed, missing
 from flagcore.launchers import guard
-from tests.cli.conftest import FLAG, SPACE, TRAIN
+from tests.product.cli.conftest import FLAG, SPACE, TRAIN
 from tests.product.tasks import SHAPE
 
 SECRET = "hidden-4711"

@@ -10,7 +10,7 @@ import yaml
 from extras.hosts.tests.cluster.bed import FAST_NETWORK, Bed, missing
 from extras.hosts.tests.cluster.conftest import Project, Tune
 from flagcore.api.snapshot import load_snapshot
-from tests.cli.conftest import TRAIN
+from tests.product.cli.conftest import TRAIN
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -11,7 +11,7 @@ from engines.megatron.tests.command.real import ARCHITECTURE, MEGATRON, needs_me
 from extras.hosts.tests.cluster.bed import NETWORK, SLURM, missing
 from extras.hosts.tests.cluster.conftest import Project, Tune
 from extras.hosts.tests.cluster.test_faults import FAULTS, all_clean, kill
-from tests.cli.conftest import FLAG
+from tests.product.cli.conftest import FLAG
 from tests.run_checks import books_balance, check_kept_once
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200), needs_megatron_lm]

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from extras.hosts.tests.cluster.bed import ROOT, Bed, missing
-from tests.cli.conftest import FLAG
 from tests.product import tasks
+from tests.product.cli.conftest import FLAG
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 CGROUP = Path("/sys/fs/cgroup/cpu")

@@ -11,7 +11,7 @@ from extras.hosts.tests.cluster.bed import SLURM, Bed, missing
 from extras.hosts.tests.cluster.conftest import SECRET, Project, Tune
 from extras.hosts.tests.cluster.test_faults import HOSTS_LOST, all_clean
 from flagcore.launchers import guard
-from tests.cli.conftest import BEST
+from tests.product.cli.conftest import BEST
 from tests.run_checks import books_balance, check_kept_once
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def test_without_a_spare_the_search_continues_on_the_hosts_that_are_left(project: Project) -> None:
     bed = project.bed
     project.write_spec(
-        sleeps=0.5, trials=4, repeats=1, batch=12, min_nodes=2, wait_for_hosts=5, nic_bytes_per_second=1e9
+        sleeps=0.5, trials=3, repeats=1, batch=12, min_nodes=2, wait_for_hosts=5, nic_bytes_per_second=1e9
     )
     tune = Tune(project)
     assert tune.wait_for_a_trial(1) == [*bed.names]

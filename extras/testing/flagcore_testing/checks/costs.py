@@ -13,7 +13,6 @@ from flagcore.domain.space import FloatArray
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import KINDS, CollectiveTable, Curve
 from flagcore.plugins import find_engine
-from flagcore.tuner.stages.discover import costs as costs_of
 from flagcore.vendorkit.chip_file import shared_costs
 from flagcore_testing import fakes
 from flagcore_testing.examples import group_of, task_on
@@ -117,7 +116,7 @@ def memory_budget_is_respected(plugin: Subject) -> Problems:
 def larger_micro_batches_need_more_memory(plugin: Subject) -> Problems:
     engine = find_engine("megatron")
     for task in map(task_on, plugin.own_chips()):
-        costs = costs_of(task.cluster, plugin.loaded, "megatron")
+        costs = plugin.loaded.costs(task.cluster, "megatron")
         rows = [engine.columns(task, {"micro_batch_size": 2**power}) for power in range(4)]
         columns = {knob: np.concatenate([row[knob] for row in rows]) for knob in rows[0]}
         if not (np.diff(engine.predict(task, columns, costs).device_used_bytes) >= 0).all():

@@ -4,13 +4,12 @@ import re
 from contextlib import suppress
 
 from flagcore.domain.chip import Chip, Support
-from flagcore.domain.engine import EngineSupport, ForcedSetting, RefusedValues, ValueRule
+from flagcore.domain.engine import JOB_KEYS, SHARED_PREFIXES, EngineSupport, ForcedSetting, RefusedValues, ValueRule
 from flagcore.domain.knob import WHOLE_STEP, Factor, Knob
 from flagcore.domain.prediction import PART_NAMES
 from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
 from flagcore.plugins import find_engine, kind_of
-from flagcore.tuner.stages.build import JOB_KEYS, SHARED_PREFIXES
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 

@@ -87,9 +87,6 @@ def metadata_is_complete(plugin: Subject) -> Problems:
         Version(plugin.packaged.version)
     except InvalidVersion:
         yield f"pyproject.toml: version = {plugin.packaged.version!r} is invalid"
-    folder = plugin.package_folder
-    if (folder / "__init__.py").is_file() and not (folder / "py.typed").is_file():
-        yield Problem(f"{folder.name}/py.typed is missing", "add the empty file")
 
 
 @check('write one that lists all chips; readme = "README.md"')

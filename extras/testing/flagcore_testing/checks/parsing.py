@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from flagcore.vendorkit import rows
-from flagcore.vendorkit.matrix import read_matrix
+from flagcore.vendorkit.rows import read_matrix
 from flagcore_testing import fakes
 from flagcore_testing.checks.spelling import detector_of
 from flagcore_testing.checks.telemetry import READ

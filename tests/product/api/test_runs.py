@@ -1,0 +1,143 @@
+"""A run's folder as Python users read it, and what importing flagcore costs."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import flagcore
+from flagcore.contracts import Event
+from flagcore.errors import RunError, UsageError
+from flagcore.report.formats import lookup
+from flagcore.tuner.planner import STOPPED
+from flagcore.tuner.store import OptunaStore
+from tests.product.cli.conftest import Project
+
+
+def test_importing_flagcore_imports_nothing_else() -> None:
+    code = "import sys; before = set(sys.modules); import flagcore; print(*(set(sys.modules) - before))"
+    completed = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3]
+    )
+    assert completed.stdout.split() == ["flagcore"]
+    assert set(flagcore.__all__) <= set(dir(flagcore))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = flagcore.nothing  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> flagcore.Outcome:
+    """The outcome of a run of four trials."""
+    project = Project(tmp_path_factory.mktemp("made"))
+    return flagcore.tune(project.spec(control={"max_trials": 4}), run_dir=project.run_dir)
+
+
+@pytest.fixture
+def copied(made: flagcore.Outcome, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made.run_dir, tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_the_run_the_outcome_and_its_result_agree(made: flagcore.Outcome) -> None:
+    outcome, run = made, flagcore.load_run(made.run_dir)
+    assert (run.trials, run.repeats, run.best, run.gains) == (
+        outcome.plan.trials,
+        outcome.plan.repeats,
+        outcome.plan.best,
+        outcome.plan.gains,
+    )
+    assert run.gain == outcome.data["gain"]
+    assert run.data == json.loads(json.dumps(outcome.data))
+    assert run.stopped_because == outcome.plan.stopped_because
+    measurement = [each["measured"] for each in run.predictions]
+    assert measurement == [each["measured"]["step_time_s"]["median"] for each in run.data["trials"]]
+    assert run.predictions[-1]["believed"] is None or run.predictions[-1]["believed"] > 0
+    for shown in (run, outcome):
+        assert "\n" not in repr(shown)
+        assert "best trial" in shown._repr_html_()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.fidelity = "run"  # type: ignore[misc]
+
+
+@pytest.mark.slow
+def test_a_data_frame_has_the_fields_of_the_result(made: flagcore.Outcome) -> None:
+    pytest.importorskip("pandas")
+    frame, data = flagcore.load_run(made.run_dir).to_dataframe(), made.data
+    trials = sorted([*data["trials"], *data["repeats"]], key=lambda trial: trial["number"])
+    assert list(frame["number"]) == [trial["number"] for trial in trials]
+    for name in ("step_time_s.median", "tokens_per_second_per_device"):
+        assert list(frame[f"measured.{name}"]) == [lookup(trial, f"measured.{name}") for trial in trials]
+    assert {f"candidate.{knob}" for knob in data["best"]["candidate"]} <= {*frame.columns}
+
+
+def test_without_pandas_there_is_no_data_frame(made: flagcore.Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match="pip install pandas"):
+        flagcore.load_run(made.run_dir).to_dataframe()
+
+
+@pytest.mark.slow
+def test_a_callback_stops_the_search_which_can_be_resumed(tmp_path: Path) -> None:
+    def stop(event: Event) -> None:
+        if event.kind == "trial_finished" and event.trials_finished == 2:
+            event.stop()
+
+    project = Project(tmp_path)
+    spec = project.spec(control={"max_trials": 3, "repeats": 1})
+    stopped = flagcore.tune(spec, run_dir=project.run_dir, on_event=stop)
+    assert (len(stopped.plan.trials), stopped.plan.repeats, stopped.plan.stopped_because) == (2, (), STOPPED)
+    assert stopped.plan.best
+    resumed = flagcore.tune(spec, run_dir=project.run_dir)
+    assert (resumed.plan.trials[:2], len(resumed.plan.trials)) == (stopped.plan.trials, 3)
+    assert resumed.plan.repeats
+
+
+@pytest.mark.slow
+def test_reading_an_active_run_changes_nothing_in_its_folder(copied: Path) -> None:
+    identity = json.loads((copied / "task.json").read_text())["run"]
+    run = flagcore.load_run(copied)
+    (copied / "result.json").unlink()
+    store = OptunaStore(copied, {}, run=identity)
+    store.begin(run.trials[0])
+    files_before = {file: file.stat().st_mtime_ns for file in copied.rglob("*")}
+    second_read = flagcore.load_run(copied)
+    assert second_read.trials == run.trials  # the one that runs is no trial yet
+    assert (dict(second_read.data), second_read.stopped_because) == ({}, None)
+    assert {file: file.stat().st_mtime_ns for file in copied.rglob("*")} == files_before
+
+
+def test_a_run_without_trials_has_its_predictions(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    outcome = flagcore.tune(project.spec(), run_dir=project.run_dir, fidelity="estimate")
+    run = flagcore.load_run(project.run_dir)
+    assert [trial.candidate for trial in run.trials] == [trial.candidate for trial in outcome.plan.trials]
+    assert run.best is not None
+    assert run.best.number == outcome.data["best"]["number"]
+    assert run.gain == outcome.data["gain"]
+
+
+def test_folder_without_a_run_and_one_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is not a run"):
+        flagcore.load_run(tmp_path)
+    for wrong in ("{", "[]", '{"schema_version": 99}'):
+        (tmp_path / "result.json").write_text(wrong)
+        with pytest.raises(RunError, match=r"result\.json cannot be read"):
+            flagcore.load_run(tmp_path)
+    for engine in ("[]", '"x"', "null"):
+        (tmp_path / "result.json").write_text(f'{{"schema_version": 1, "engines": {{"a": {{}}}}, "engine": {engine}}}')
+        with pytest.raises(RunError, match=r"result\.json cannot be read"):
+            flagcore.load_run(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_journal_that_is_not_a_file_is_refused_immediately(copied: Path, make: Callable[[Path], None]) -> None:
+    (copied / "journal.log").unlink()
+    make(copied / "journal.log")
+    with pytest.raises(RunError, match=r"journal\.log cannot be read \(it is not a regular file\)"):
+        flagcore.load_run(copied)

@@ -1,0 +1,314 @@
+"""`flag explain` of one candidate: why it lost, with the numbers, and what would have to change."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from flagcore_megatron.space.knobs import BY_NAME
+
+from flagcore.api.commands.explain import candidate_report, state_of
+from flagcore.api.runs import Run, trial_fields
+from flagcore.api.snapshot import Snapshot, load_snapshot
+from flagcore.api.subject import Subject, columns_of
+from flagcore.domain.space import Candidate
+from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
+from flagcore.report.text import values_text
+from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.stages.learn import learn
+from tests.product import tasks
+from tests.product.cli.conftest import Answer, Flag, Project
+
+
+@pytest.fixture
+def explained(answer: Answer) -> Answer:
+    return lambda where, candidate: answer("explain", where, candidate)
+
+
+def test_illegal_candidate_is_reported_with_its_rule_its_values_and_the_smallest_legal_change(
+    explained: Answer, project: Project
+) -> None:
+    account = explained(project.spec(), "dp=2, mbs=3")
+    assert account["state"] == "illegal"
+    (rule,) = account["rules"]
+    assert (rule["rule"], rule["values"]) == ("global_batch_size", {"data_parallel_size": 2, "micro_batch_size": 3})
+    assert account["predicted"] is None
+    assert account["changes"]["allowed"]["differs"] == {"micro_batch_size": [3, 2]}
+    # a dense model has no experts, and asking for them is illegal
+    merged_candidate = explained(project.spec(), "dp=2, ep=2")
+    assert (merged_candidate["state"], merged_candidate["candidate"]["expert_model_parallel_size"]) == ("illegal", 2)
+    assert merged_candidate["changes"]["allowed"]["differs"] == {"expert_model_parallel_size": [2, 1]}
+
+
+def test_a_value_outside_the_space_is_reported_and_still_predicted(explained: Answer, project: Project) -> None:
+    account = explained(project.spec(), "tp=2, mbs=8, sp")
+    assert account["state"] == "not in the space"
+    assert {line.split(":")[1].split("=")[0].strip() for line in account["because"][:2]} == {
+        "micro_batch_size",
+        "sequence_parallel",
+    }
+    assert account["predicted"]["step_time_s"]["value"] > 0
+    useless = explained(project.spec(train={"attention": "flash"}), "tp=2, recompute_granularity=selective")
+    assert "it would be removed: selective_recompute_with_flash_attention" in useless["because"][-1]
+
+
+def test_knob_that_does_nothing_is_reported(explained: Answer, project: Project) -> None:
+    account = explained(project.spec(), "tp=1, dp=2, sp=true")
+    assert (account["requested"]["sequence_parallel"], account["candidate"]["sequence_parallel"]) == (True, False)
+    assert explained(project.spec(), "tp=2, mbs=4")["requested"] is None
+
+
+STAGES = "pp=2, layers/virtual stage=1, mbs=2"
+LAYOUT = "tp=2, mbs=4, recompute full uniform 1"
+
+
+@pytest.mark.parametrize(
+    ("plain", "forms"),
+    [
+        ("tp=2, mbs=4", ["TP=2,micro_batch_size=4", "TP2, MBS4", "tp 2, mbs 4", "no dist-opt, TP2, MBS4"]),
+        ("tp=2, mbs=4", ["tp = 2, mbs = 4", "tp=2，mbs=4", "ＴＰ２, ＭＢＳ４", "TP 2, MBS 4, no method"]),
+        (LAYOUT, ["TP2, MBS4, recompute=full uniform 1"]),
+        (STAGES, ["PP2, layers/virtual stage 1, MBS2"]),
+    ],
+)
+def test_a_candidate_may_be_typed_in_many_forms(
+    explained: Answer, project: Project, plain: str, forms: list[str]
+) -> None:
+    space = {"num_layers_per_virtual_pipeline_stage": [None, 1]}
+    spec = project.spec(model={"num_layers": 4}, auto_tuner={"space": space})
+    candidate = explained(spec, plain)["candidate"]
+    assert candidate["num_layers_per_virtual_pipeline_stage"] == (1 if plain == STAGES else None)
+    for typed in forms:
+        assert explained(spec, typed)["candidate"] == candidate
+
+
+def test_knobs_may_be_arguments_of_their_own(flag: Flag, project: Project) -> None:
+    spec = project.spec()
+    assert flag("explain", spec, "tp=2", "mbs=4").out == flag("explain", spec, "tp=2, mbs=4").out
+    assert flag("explain", spec, "BEST").out == flag("explain", spec, "best").out
+    assert flag("explain", spec, "Baseline").out == flag("explain", spec, "baseline").out
+
+
+def test_the_only_value_of_a_knob_is_not_set_without_effect(explained: Answer, project: Project) -> None:
+    space = {"recompute_granularity": ["selective", "full"], "recompute_method": "uniform", "recompute_num_layers": 1}
+    spec = project.spec(train={"attention": "flash"}, auto_tuner={"space": {**space, "use_recompute": [True, False]}})
+    selective = explained(spec, "tp=2, mbs=4, recompute selective")
+    assert selective["state"] == "removed"
+    assert selective["because"][0].startswith("selective_recompute_with_flash_attention")
+    illegal = explained(spec, "tp=2, mbs=3")
+    assert illegal["state"] == "illegal"
+    assert illegal["changes"]["allowed"]["differs"].keys() == {"micro_batch_size"}
+    assert explained(spec, "tp=2, mbs=4, recompute full")["candidate"]["recompute_method"] == "uniform"
+
+
+def test_memory_that_a_candidate_lacks_is_reported_by_parts_that_add_up(explained: Answer, project: Project) -> None:
+    account = explained(project.spec(cluster={"memory_per_device": "400MiB"}), "dp=2, mbs=4")
+    assert account["state"] == "removed"
+    (line,) = account["because"]
+    memory = account["predicted"]["memory"]
+    assert line.startswith(f"does_not_fit: needs {memory['device_used_gib']:.2f} / {memory['capacity_gib']:.2f} GiB")
+    parts = [float(part.rpartition(" ")[2]) for part in line.partition("stage 0: ")[2].split(", ")]
+    assert sum(parts) == pytest.approx(memory["device_used_gib"], abs=0.005 * len(parts))
+    assert account["changes"]["allowed"]["predicted"]["memory"]["fits"]
+
+
+def test_if_nothing_fits_no_change_is_suggested(explained: Answer, flag: Flag, project: Project) -> None:
+    spec = project.spec(cluster={"memory_per_device": "100MiB"})
+    account = explained(spec, "tp=2, mbs=1")
+    assert (account["state"], account["changes"]) == ("removed", {})
+    assert account["because"][0].startswith("does_not_fit: ")
+    best = flag("explain", spec, "best")
+    assert (best.code, best.out) == (2, "")
+
+
+@pytest.mark.slow
+def test_the_candidate_can_be_copied_from_a_table(explained: Answer, flag: Flag, project: Project) -> None:
+    space = {"use_recompute": [True, False], "sequence_parallel": [True, False], "use_distributed_optimizer": [True]}
+    spec = project.spec(auto_tuner={"space": {**space, "micro_batch_size": [1, 2]}})
+    listing = json.loads(flag("estimate", spec, "--json", "--all", "--top", "40").out)
+    assert any(each["candidate"]["use_recompute"] for each in listing)
+    for each in listing[:: len(listing) // 4]:
+        account = explained(spec, values_text(each["candidate"], BY_NAME))
+        assert account["candidate"] == each["candidate"]
+        assert f"number {each['number']:,} of" in account["because"][0]
+    assert explained(spec, "1")["candidate"] == explained(spec, "best")["candidate"] == listing[0]["candidate"]
+
+
+def test_an_ambiguous_candidate_is_refused_with_the_available_knobs(flag: Flag, project: Project) -> None:
+    for wrong, named in {
+        "tp=x": "tensor_model_parallel_size",
+        "microbatch=2": "'micro_batch_size'?",
+        "tp=0": "tensor_model_parallel_size = 0",
+        "sp=3": "sequence_parallel = 3",
+        "tp=1,TP=2": "tensor_model_parallel_size",
+        "0": "1 to 7",
+        "recompute full uniform 1 2": "recompute_num_layers",
+        "tp": "tensor_model_parallel_size",
+        "x" * 999: "x" * 40 + "'",
+        "TP2 quick": "quick",
+        "candidate": "'candidate'",
+        " , ": "data_parallel_size (DP)",
+    }.items():
+        completed = flag("explain", project.spec(), wrong)
+        assert (completed.code, completed.out) == (2, "")
+        assert named in completed.err, completed.err
+        assert completed.err.startswith("flag: ")
+        assert completed.err.count("\n") == 1
+        assert len(completed.err) < 700
+
+
+@pytest.mark.slow
+def test_trials_of_a_run_are_listed_next_to_the_best(explained: Answer, flag: Flag, finished: Project) -> None:
+    best = explained(finished.run_dir, "best")
+    number = finished.result()["best"]["number"]
+    step = f"{finished.result()['best']['measured']['step_time_s']['median']:.4g} s/step"
+    assert best["state"] == "ran"
+    repeats = [line for line in best["because"] if f"(repeat) measured: {step}" in line]
+    first, *middle, last = best["because"]
+    assert (first, middle) == (f"trial {number} (search) measured: {step}", repeats)
+    assert f" {1 + len(repeats)} runs: {step}" in last
+    assert repeats
+    assert best["expected_s"] == pytest.approx(finished.result()["best"]["measured"]["step_time_s"]["median"])
+    assert explained(finished.run_dir, f"trial {number}")["candidate"] == best["candidate"]
+    baseline = explained(finished.run_dir, "baseline")
+    assert baseline["candidate"] == finished.result()["baseline"]["candidate"]
+    assert baseline["changes"]["fastest"]["trial"] == number
+    tried_candidates = {json.dumps(each["candidate"]) for each in finished.result()["trials"]}
+    other_trials = json.loads(flag("estimate", finished.spec(control={"max_trials": 5}), "--all", "--json").out)
+    untried = next(each["candidate"] for each in other_trials if json.dumps(each["candidate"]) not in tried_candidates)
+    open_one = explained(finished.run_dir, values_text(untried, BY_NAME))
+    assert "max_trials = 5" in open_one["because"][0]
+    assert open_one["believed"]["step_time_s"]["value"] < open_one["predicted"]["step_time_s"]["value"]
+    assert flag("explain", str(finished.run_dir), "99").err.endswith(": 0, 1, 2, 3, 4, 5, 6\n")
+
+
+@pytest.mark.slow
+def test_a_run_from_before_a_knob_existed_is_explained(explained: Answer, flag: Flag, finished: Project) -> None:
+    journal = finished.run_dir / "journal.log"
+    text = journal.read_text(encoding="utf-8")
+    without = re.sub('"use_distributed_optimizer":(true|false),', "", text)
+    assert without != text
+    journal.write_text(without, encoding="utf-8")
+    best = explained(finished.run_dir, "best")
+    assert best["state"] == "ran"
+    assert best["candidate"]["use_distributed_optimizer"] is False
+
+
+@pytest.mark.slow
+def test_a_run_with_a_truncated_journal_is_not_reported_as_shorter(flag: Flag, finished: Project) -> None:
+    count_trials = finished.result()["trials"] + finished.result()["repeats"]
+    (finished.run_dir / "journal.log").unlink()
+    for ask in (("explain", "best"), ("explain", "tp=2"), ("explain",), ("compare", "baseline")):
+        completed = flag(ask[0], str(finished.run_dir), *ask[1:])
+        assert completed.code == 2
+        assert f"the journal has 0 of the {len(count_trials)} trials of result.json" in completed.err
+    assert flag("report", str(finished.run_dir), "-o", "-").code == 0
+
+
+def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, finished: Project) -> None:
+    journal = finished.run_dir / "journal.log"
+    saved = journal.read_text()
+    for name, old, new, message in (
+        ("recompute_method", "null", '"sometimes"', "was written by another version"),
+        ("recompute_method", "null", "NaN", "not a valid value"),
+        ("expert_model_parallel_size", "1", "1" * 30, "not a valid value"),
+        ("device_used_bytes", "null", '"much"', "journal.log cannot be read ("),
+        ("telemetry", "{", '3, "x": {', "journal.log cannot be read ("),
+        ("measurement", '{"step', 'null, "x": {"step', "was measured, but has no figures"),
+    ):
+        assert f'"{name}":{old}' in saved
+        journal.write_text(saved.replace(f'"{name}":{old}', f'"{name}":{new}'))
+        completed = flag("explain", str(finished.run_dir), "tp=2")
+        assert completed.code == 2
+        assert message in completed.err
+        assert completed.err.count("\n") == 1
+
+
+def test_one_candidate_has_no_csv_and_a_run_rejects_another_chip(flag: Flag, finished: Project) -> None:
+    assert "--format csv" in flag("explain", finished.spec(), "best", "--format", "csv").err
+    invalid = flag("explain", str(finished.run_dir), "best", "--chip", "cpu")
+    assert invalid.code == 2
+    assert "--chip cpu" in invalid.err
+    assert flag("explain", str(finished.folder), "best").code == 2
+
+
+def test_a_run_is_reported_with_its_own_chip(explained: Answer, flag: Flag, project: Project) -> None:
+    spec = project.spec(cluster={"chip": "H100-SXM", "devices_per_node": 2, "memory_per_device": "4GiB"})
+    run = ("tune", spec, "--run-dir", str(project.run_dir), "--fidelity", "estimate", "-q")
+    assert flag(*run).code == 0
+    saved = Path(project.run_dir, "spec.yaml")
+    data = yaml.safe_load(saved.read_text())
+    data["cluster"] = {"memory_per_device": "4GiB"}  # as if its spec had left the chip to discovery
+    report_before = explained(project.run_dir, "best")
+    saved.write_text(yaml.safe_dump(data))
+    report_after = explained(project.run_dir, "best")
+    assert (report_after["chip"], report_after["devices"]) == ("H100-SXM", 2)
+    assert report_after["predicted"] == report_before["predicted"]
+
+
+def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project) -> None:
+    snapshot = load_snapshot(project.spec(), None, ())
+    first, other = _candidates(snapshot, 0, 1)
+    slow_s = 1.01 * float(snapshot.problem.predictions.step_time_s[snapshot.problem.space.find(other)])
+    stopped_trial = tasks.trial(2, first, slow_s, state=TrialState.STOPPED)
+    learned = replace(snapshot, search_state=learn((stopped_trial,)))
+    slowest = values_text(_candidates(snapshot, -1)[0].as_dict(), BY_NAME)
+    assert candidate_report(snapshot, slowest).changes["fastest"].candidate == first.as_dict()
+    assert candidate_report(learned, slowest).changes["fastest"].candidate != first.as_dict()
+    assert "fastest" not in candidate_report(learned, "2").changes
+    assert candidate_report(learned, "1").expected_s == slow_s
+
+
+def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared_with(project: Project) -> None:
+    snapshot = load_snapshot(project.spec(), None, ())
+    best, slow = _candidates(snapshot, 0, 5)
+    ended = "clearly slower than the best: by far"
+    trials = [
+        tasks.trial(1, best, 1.0),
+        tasks.trial(2, slow, 3.0, state=TrialState.STOPPED, reason=ended),
+        tasks.trial(3, best, 0.5, role=Role.REPEAT),
+    ]
+    lines = [_explained(snapshot, some, slow)[1][0] for some in (trials[1:2], trials[:2], trials)]
+    assert all(line.startswith("trial 2 (search) stopped: 3 s/step") for line in lines)
+    assert all(line.endswith(ended) for line in lines)
+    _single, beside_one, beside_two = lines
+    assert "+200.0%" in beside_one
+    assert "trial 1: 1 s/step)" in beside_one
+    assert "+300.0%" in beside_two
+    assert "trial 1: 0.75 s/step, median of 2 runs" in beside_two
+
+
+def test_a_candidate_that_may_be_as_fast_is_reported(project: Project) -> None:
+    snapshot = load_snapshot(project.spec(), None, ())
+    candidates = _candidates(snapshot, 0, 3, 5)
+    trials = [tasks.trial(*each) for each in zip((1, 2, 3), candidates, (1.0, 1.03, 3.0), strict=True)]
+    repeated = [*trials, tasks.trial(4, candidates[0], 1.05, role=Role.REPEAT)]
+    lines = [_explained(snapshot, repeated, each)[1] for each in candidates]
+    assert [any("not significantly slower" in line for line in each) for each in lines] == [False, True, False]
+    assert len(_explained(snapshot, trials, candidates[1])[1]) == 1
+
+
+def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
+    snapshot = load_snapshot(project.spec(), None, ())
+    best, slow = _candidates(snapshot, 0, 1)
+    probes = [replace(tasks.trial(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
+    state, (ended,) = _explained(snapshot, probes, best, PROBE)
+    assert (state, ended) == ("ran", "probe 1 (search) measured: 1 s/step; it is the best")
+    line = "probe 2 (search) measured: 2 s/step, +100.0% in time vs the best (trial 1: 1 s/step)"
+    assert _explained(snapshot, probes, slow, PROBE) == ("ran", [line])
+
+
+def _candidates(snapshot: Snapshot, *places: int) -> list[Candidate]:
+    """Return the candidates at places in the order of predicted time."""
+    return [snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[list(places)]]
+
+
+def _explained(
+    snapshot: Snapshot, trials: list[Trial], candidate: Candidate, fidelity: str = RUN
+) -> tuple[str, list[str]]:
+    """Return the state of a candidate after trials, with the reasons."""
+    run = Run(folder=Path("run"), spec={}, data={}, fidelity=fidelity, **trial_fields(trials, fidelity))
+    learned = replace(snapshot, search_state=run.search_state, run=run)
+    return state_of(Subject(learned, columns_of(learned, candidate)))[:2]

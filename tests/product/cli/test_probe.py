@@ -1,0 +1,111 @@
+"""`flag probe`: ranks of worlds that this machine could not hold, played for real on a core of it."""
+
+import csv
+import io
+import json
+import signal
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.product.cli.conftest import Flag, Project
+
+pytestmark = [pytest.mark.slow, pytest.mark.together("training")]
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
+
+WORLD: dict[str, Any] = {
+    "cluster": {"chip": "cpu", "nodes": 1, "devices_per_node": 32, "memory_per_device": "2GiB"},
+    "train": {"command": None, "precision": "fp32", "seq_length": 128, "global_batch_size": 64},
+    "auto_tuner": {"control": {"train_iters": 2, "warmup_iters": 1, "max_time_per_task": 60}},
+}
+TWO_STAGES = "tensor_model_parallel_size=2,pipeline_model_parallel_size=2,data_parallel_size=8"
+KNOBS = "tensor_model_parallel_size=2,pipeline_model_parallel_size=4,data_parallel_size=4"
+
+
+@needs_megatron
+def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Project) -> None:
+    folder = project.folder / "kept"
+    completed = flag("probe", project.spec(**WORLD), "--candidate", TWO_STAGES, "--json", "--folder", str(folder))
+    assert completed.code == 0, completed.err
+    (found,) = json.loads(completed.out)
+    assert found["devices"] == 32
+    assert found["candidate"]["pipeline_model_parallel_size"] == 2
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 16]
+    for rank in found["ranks"]:
+        assert rank["state"] == "measured", rank["reason"]
+        assert rank["stage"] == rank["rank"] // 16
+        measured, predicted = rank["measured"], rank["predicted"]
+        assert 0 < measured["static_gib"] <= measured["peak_allocated_gib"] < measured["device_used_gib"]
+        assert measured["compute_time_s"] > 0 < measured["optimizer_time_s"]
+        assert measured["microbatches"] == 8 > measured["microbatches_run"] >= 4
+        assert predicted["rank"] == rank["rank"]
+        assert (folder / "candidate-0" / f"rank-{rank['rank']}" / "launch.json").exists()
+    combined, slowest = found["combined"], max(rank["measured"]["compute_time_s"] for rank in found["ranks"])
+    assert combined["time"]["compute_s"] == slowest
+    assert combined["time"]["pp_comm_s"] == found["predicted"]["time"]["pp_comm_s"]
+    assert combined["memory"]["fits"] is True
+    assert "flag: probing rank 0 of 32: " in completed.err
+    assert project.all_gone()
+
+
+@needs_megatron
+@pytest.mark.long
+def test_the_table_has_a_line_per_rank_and_marks_scaled_figures(flag: Flag, project: Project) -> None:
+    completed = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--rank", "31")
+    assert completed.code == 0, completed.err
+    heading, _, line = completed.out.splitlines()
+    assert heading.split()[:4] == ["rank", "stage", "state", "static"]
+    assert line.split()[:3] == ["31", "3", "measured"]
+    assert "16 micro-batches" in completed.err
+    assert "with probe: DP 4, TP 2, PP 4" in completed.err
+
+
+@needs_megatron
+def test_memory_that_runs_out_is_a_result(flag: Flag, project: Project) -> None:
+    small_spec = {**WORLD, "cluster": {"chip": "cpu", "nodes": 8, "devices_per_node": 1, "memory_per_device": "192MiB"}}
+    tiny = {**small_spec, "model": {"hidden_size": 64, "ffn_hidden_size": 128}}
+    completed = flag(
+        "probe", project.spec(**tiny), "--candidate", "data_parallel_size=8", "--rank", "7", "--format", "csv"
+    )
+    assert completed.code == 0, completed.err
+    (line,) = csv.DictReader(io.StringIO(completed.out))
+    assert line["state"] == "out_of_memory"
+
+
+@needs_megatron
+def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
+    slow_spec = {**WORLD, "auto_tuner": {"control": {"train_iters": 10_000, "max_time_per_task": 600}}}
+    process = project.start("probe", project.spec(**slow_spec), "--candidate", KNOBS, "--folder", str(project.folder))
+    start_time = time.monotonic()
+    while not list(project.folder.glob("candidate-0/rank-0/launch.json")) and time.monotonic() < start_time + 60:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert project.all_gone()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--candidate", "tensor_model_parallel_size=3"], "is not legal"),
+        (["--candidate", "tensor_model_paralel_size=2"], "tensor_model_paralel_size"),
+        (["--candidate", "1000000"], "there are"),
+        (["--candidate", "1", "--top", "2"], "--candidate and --top"),
+        (["--rank", "32"], "the last rank is 31"),
+        (["--chip", "H100-SXM"], "no H100-SXM on this machine"),
+    ],
+)
+def test_invalid_requests_are_reported(flag: Flag, project: Project, arguments: list[str], says: str) -> None:
+    completed = flag("probe", project.spec(**WORLD), *arguments)
+    assert completed.code in (2, 4)
+    assert says in completed.err
+
+
+def test_probing_servers_is_rejected_with_an_alternative(flag: Flag) -> None:
+    completed = flag("probe", str(Path(__file__).parents[3] / "examples" / "serve-cpu.yaml"))
+    assert completed.code == 2
+    assert "serve.engine" in completed.err

@@ -1,0 +1,133 @@
+"""What people see on a terminal, and what goes to a pipe."""
+
+import contextlib
+import json
+import os
+import pty
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+
+from flagcore.cli import options
+from tests.product.cli.conftest import Flag, Project
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def on_terminal(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return what `flag` prints on a terminal of 80 columns."""
+
+    def call(*arguments: str, columns: int = 80) -> str:
+        controller, terminal_end = pty.openpty()
+        pieces: list[bytes] = []
+        reader = threading.Thread(target=read_all, args=(controller, pieces))
+        reader.start()
+        with monkeypatch.context() as patch, open(terminal_end, "w") as terminal, redirect_stdout(terminal):
+            patch.setenv("COLUMNS", str(columns))
+            patch.setenv("TERM", "xterm-256color")
+            with redirect_stderr(terminal):
+                completed = flag(*arguments)
+        reader.join(60)
+        output = b"".join(pieces).decode()
+        assert completed.code == 0, output
+        return output
+
+    return call
+
+
+def read_all(terminal: int, pieces: list[bytes]) -> None:
+    """Read until the other end is closed."""
+    with contextlib.suppress(OSError):
+        while piece := os.read(terminal, 65536):
+            pieces.append(piece)
+    os.close(terminal)
+
+
+def test_a_line_shows_that_a_long_plan_is_working(
+    on_terminal: Callable[..., str], flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "SILENT_S", 0.0)
+    line = "predicting the candidates ..."
+    assert line in on_terminal("estimate", project.spec())
+    planned = flag("estimate", project.spec(), "--json")
+    assert planned.err.count(line) == 1
+    assert json.loads(planned.out)
+
+
+def test_tables_fit_a_terminal_and_are_complete_elsewhere(
+    flag: Flag, on_terminal: Callable[..., str], project: Project
+) -> None:
+    narrow_output = on_terminal("explain", project.spec())
+    assert max(map(len, narrow_output.splitlines())) <= 80
+    assert "\x1b" not in narrow_output
+    wide_output = on_terminal("explain", project.spec(), "--wide").replace("\r\n", "\n")
+    assert wide_output == flag("explain", project.spec()).out
+    assert max(map(len, wide_output.splitlines())) > 80
+    assert on_terminal("explain", project.spec(), "--json").count("{") > 1
+
+
+def test_sentences_fit_a_terminal_too_and_keep_every_word(
+    flag: Flag, on_terminal: Callable[..., str], project: Project
+) -> None:
+    arguments = ("explain", project.spec(), "tp=2, mbs=3")
+    narrow_output, full_output = on_terminal(*arguments, columns=40), flag(*arguments).out
+    longest = max(map(len, full_output.split()))
+    assert max(map(len, narrow_output.splitlines())) <= max(40, longest + len("  - "))
+    assert narrow_output.split() == full_output.split()
+
+
+def test_messages_fit_a_terminal_unless_it_is_wide(
+    flag: Flag, on_terminal: Callable[..., str], project: Project
+) -> None:
+    full = flag("estimate", project.spec())
+    assert max(map(len, full.err.splitlines())) > 70
+    narrow = on_terminal("estimate", project.spec(), columns=70)
+    assert max(map(len, narrow.splitlines())) <= 70
+    wide = on_terminal("estimate", project.spec(), "--wide", columns=70).replace("\r\n", "\n")
+    assert not Counter((full.err + full.out).split("\n")) - Counter(wide.split("\n"))
+
+
+def test_files_of_a_run_are_complete_regardless_of_the_terminal(
+    on_terminal: Callable[..., str], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    spec = project.spec(control={"max_trials": 2}, auto_tuner={"space": {"use_distributed_optimizer": [True]}})
+    output = on_terminal("tune", spec, "--run-dir", "run", columns=70)
+    rows = [line for line in (project.run_dir / "report.txt").read_text().splitlines() if line.startswith("0 baseline")]
+    assert len(rows) == 1
+    assert len(rows[0]) > 70
+    assert "\x1b[3" not in output  # no colour
+    assert "trial 0 (baseline) measured" in output
+
+
+def test_verbose_reports_why_each_trial_was_chosen_and_where_its_log_is(flag: Flag, project: Project) -> None:
+    arguments = ("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir))
+    progress = flag(*arguments, "-v").err
+    assert progress.count("  log: trials/") == 4  # two trials and their repeats
+    assert "  chosen for the fastest predicted candidate" in progress
+    assert "log:" not in flag(*arguments, "--new").err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_get_completion(shell: str, flag: Flag) -> None:
+    script = flag("completion", shell).out
+    assert f"_FLAG_COMPLETE={shell}_complete" in script
+    assert "flag" in script
+
+
+def test_commands_and_options_are_completed(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_FLAG_COMPLETE", "bash_complete")
+
+    def completed(words: str, place: int) -> str:
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(place))
+        return flag().out
+
+    assert completed("flag ex", 1).split() == ["plain,explain", "plain,export"]
+    assert "plain,--format" in completed("flag explain --", 2).split()
+    assert completed("flag estimate --chip h100-s", 3).split() == ["plain,H100-SXM"]
+    assert completed("flag estimate --no-plugin nvi", 3).split() == ["plain,nvidia"]

@@ -1,0 +1,1 @@
+from tests.plugins.conftest import install as install

@@ -1,0 +1,1 @@
+from tests.spec.conftest import error_of as error_of
