@@ -61,102 +61,92 @@ class Input:
         """The first script that could not be read to its end."""
         return next((each for each in self.programs if isinstance(each, FailedScript)), None)
 
-    def found(self, *, before_failure: bool = False) -> Found:
-        """Return the engines among the programs, or among those before the first failure. Those of one server are a
-        single one."""
-        found = dict[tuple[str, str, str], Start]()
-        count = self.programs.index(self.failure) if before_failure and self.failure else len(self.programs)
-        starts = [each for each in self.programs[:count] if isinstance(each, Start) and each.words]
-        for name, engine in self.engines.items():
-            for start in sorted(starts, key=_follows):
-                if engine.starts(start.words, os.getcwd()) and not KEYS.tools.match(_text(start)):
-                    key = name, start.role or engine.role(start.words), _OF_COPY.sub("", shlex.join(start.words))
-                    found[key] = _joined(found[key], start) if key in found else start
-        bare = [[*entry] for each in self.engines.values() for entry in each.images.values()]  # beside the server's
-        found = {key: each for key, each in found.items() if [*each.words] not in bare} or found
-        roles = {role: start for (_name, role, _words), start in found.items()}
-        if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
-            return {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
-        return found
 
-    def untuned(self, found: Found) -> SpecError | None:
-        """Return the error for an input that starts what flagcore does not tune, by its name, or None."""
-        unknown = [each for each in self.starts if each.image and each.words]
-        is_image = len(self.programs) > 1 and bool(unknown)
-        commands = [each for each in map(_text, unknown if is_image else self.starts) if not KEYS.tools.match(each)]
-        for name, row in read_table("untuned").items():
-            if found and not row.get("always"):
-                continue
-            in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
-            is_read = "text" in row and (not is_image or row.get("always"))
-            if in_words or (is_read and re.search(row["text"], self.text, re.MULTILINE)):
-                fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
-                problem = _("starts {name}, which `flag import` does not read", name=name)
-                if row.get("is"):
-                    problem = _("is {name}, which `flag import` does not read", name=name)
-                return self._error(problem, row.get("fix") or fix)
+def engines_in(given: Input, programs: Sequence[Program]) -> Found:
+    """Return the engines among `programs` of an input. Those of one server are a single one."""
+    found = dict[tuple[str, str, str], Start]()
+    starts = [each for each in programs if isinstance(each, Start) and each.words]
+    for name, engine in given.engines.items():
+        for start in sorted(starts, key=_follows):
+            if engine.starts(start.words, os.getcwd()) and not KEYS.tools.match(_text(start)):
+                key = name, start.role or engine.role(start.words), _OF_COPY.sub("", shlex.join(start.words))
+                found[key] = _joined(found[key], start) if key in found else start
+    bare = [[*entry] for each in given.engines.values() for entry in each.images.values()]  # beside the server's
+    found = {key: each for key, each in found.items() if [*each.words] not in bare} or found
+    roles = {role: start for (_name, role, _words), start in found.items()}
+    if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
+        return {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
+    return found
+
+
+def untuned(given: Input, found: Found) -> SpecError | None:
+    """Return the error for an input that starts what flagcore does not tune, by its name, or None."""
+    unknown = [each for each in given.starts if each.image and each.words]
+    is_image = len(given.programs) > 1 and bool(unknown)
+    commands = [each for each in map(_text, unknown if is_image else given.programs) if not KEYS.tools.match(each)]
+    for name, row in read_table("untuned").items():
+        if found and not row.get("always"):
+            continue
+        in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
+        is_read = "text" in row and (not is_image or row.get("always"))
+        if in_words or (is_read and re.search(row["text"], given.text, re.MULTILINE)):
+            fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
+            problem = _("starts {name}, which `flag import` does not read", name=name)
+            if row.get("is"):
+                problem = _("is {name}, which `flag import` does not read", name=name)
+            return SpecError(key="command", value=given.shown, problem=problem, fix=row.get("fix") or fix)
+    return None
+
+
+def not_one(given: Input, found: Found) -> SpecError | None:
+    """Return the error for an input that does not start exactly one engine, or None."""
+    if len(found) == 1:
         return None
-
-    def not_one(self, found: Found) -> SpecError | None:
-        """Return the error for an input that does not start exactly one engine, or None."""
-        if len(found) == 1:
-            return None
-        return (None if found else self._nothing_read()) or self._not_one(found)
-
-    def _error(self, problem: str, fix: str) -> SpecError:
-        return SpecError(key="command", value=self.shown, problem=problem, fix=fix)
-
-    def _nothing_read(self) -> SpecError | None:
-        """Return the error for an input whose scripts could not be read, or None."""
-        if failure := self.failure:
-            problem = _("starts no engine: it {failure}", failure=redact_text(f"ends with {failure.reason}"))
-            fix = _(
-                "give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command"
-            )
-            return self._error(problem, self._with_unset(fix))
-        scripts = [hit[1] for hit in map(_SCRIPT.search, [*map(_text, self.starts)] or [self.text]) if hit]
-        for file in [each for each in scripts if not os.path.isfile(each)]:
-            problem = _("starts no engine: the script {file}, which it starts, is not here", file=redact_text(file))
-            fix = _("give that script, or start from the folder to which its path belongs")
-            return self._error(problem, self._with_unset(fix))
-        return None
-
-    def _with_unset(self, fix: str) -> str:
-        """Return a fix with the names of the variables of a script that are not set."""
-        names = dict.fromkeys(name for each in self.programs for name in unset_names(each))
-        return _("{fix}; not set: {names}", fix=fix, names=", ".join([*names][:6])) if names else fix
-
-    def _not_one(self, found: Found) -> SpecError:
-        texts = [redact_text(_text(each)) for each in [*(found.values() or self.starts)][-4:]]
-        common = next((n for n, each in enumerate(zip(*texts, strict=False)) if len({*each}) > 1), 0) * (len(found) > 1)
-        common = texts[0].rfind(" ", 0, common) + 1 if texts else 0
-        shown = ", ".join(f"{'... ' if common > 40 else ''}{each[common * (common > 40) :][:60]}" for each in texts)
-        shown = shown or _("nothing")
-        problem = _(
-            "must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown
-        )
-        return self._error(problem, self._fix(found))
-
-    def _fix(self, found: Found) -> str:
-        unknown = [each.image for each in self.starts if each.image and (each.words or len(self.programs) == 1)]
-        if found:
-            return _("give one of them: flag import -- COMMAND")
-        if not self.programs and self.text:
-            return _(
-                "it starts no program, and only sets variables at most: give the file or the command that starts one"
-            )
-        if any("$" in each or "{" in each or "__" in each for each in unknown):
-            return _(
-                "its image is a placeholder: give the file after `envsubst`, `helm template` or the like has filled it"
-            )
-        if unknown:
-            return _("the entry point of the image is not known: write the program before its arguments")
-        return _("give the command of one of {engines}", engines=", ".join(self.known()))
+    scripts = (hit[1] for hit in map(_SCRIPT.search, [*map(_text, given.starts)] or [given.text]) if hit)
+    absent = next((each for each in scripts if not os.path.isfile(each)), "")
+    if given.failure and not found:
+        problem = _("starts no engine: it {failure}", failure=redact_text(_text(given.failure)))
+        fix = _("give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command")
+    elif absent and not found:
+        problem = _("starts no engine: the script {file}, which it starts, is not here", file=redact_text(absent))
+        fix = _("give that script, or start from the folder to which its path belongs")
+    else:
+        return _several(given, found)
+    if names := dict.fromkeys(name for each in given.programs for name in unset_names(each)):
+        fix = _("{fix}; not set: {names}", fix=fix, names=", ".join([*names][:6]))
+    return SpecError(key="command", value=given.shown, problem=problem, fix=fix)
 
 
-def _text(start: Start) -> str:
+def _several(given: Input, found: Found) -> SpecError:
+    """Return the error for an input with no engine, or with several ones."""
+    texts = [redact_text(_text(each)) for each in [*(found.values() or given.starts)][-4:]]
+    common = next((n for n, each in enumerate(zip(*texts, strict=False)) if len({*each}) > 1), 0) * (len(found) > 1)
+    common = texts[0].rfind(" ", 0, common) + 1 if texts else 0
+    shown = ", ".join(f"{'... ' if common > 40 else ''}{each[common * (common > 40) :][:60]}" for each in texts)
+    shown = shown or _("nothing")
+    problem = _("must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown)
+    return SpecError(key="command", value=given.shown, problem=problem, fix=_fix(given, found))
+
+
+def _fix(given: Input, found: Found) -> str:
+    unknown = [each.image for each in given.starts if each.image and (each.words or len(given.programs) == 1)]
+    fix = _("give the command of one of {engines}", engines=", ".join(given.known()))
+    if found:
+        fix = _("give one of them: flag import -- COMMAND")
+    elif not given.programs and given.text:
+        fix = _("it starts no program, and only sets variables at most: give the file or the command that starts one")
+    elif any("$" in each or "{" in each or "__" in each for each in unknown):
+        fix = _("its image is a placeholder: give the file after `envsubst`, `helm template` or the like has filled it")
+    elif unknown:
+        fix = _("the entry point of the image is not known: write the program before its arguments")
+    return fix
+
+
+def _text(program: Program) -> str:
     """Return a program as one text."""
-    return shlex.join((f"image {start.image}", *start.words) if start.image else start.words)
+    if isinstance(program, FailedScript):
+        return f"ends with {program.reason}"
+    return shlex.join((f"image {program.image}", *program.words) if program.image else program.words)
 
 
 def _follows(start: Start) -> bool:

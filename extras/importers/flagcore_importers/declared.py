@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -19,14 +20,15 @@ _UNUSABLE = re.compile(r"\{\{|^(?!(pvc\+)?hf://)\w+://")
 Table = Mapping[str, Any]
 
 
+@cache
 def read_table(name: str) -> Mapping[str, Table]:
     """Return a table of this package, which may contain merge keys."""
     found: Mapping[str, Table] = yaml.load(files(__package__).joinpath(f"{name}.yaml").read_text("utf-8"), SafeLoader)
     return found
 
 
-def servers_of(document: Any, images: Images, tables: Mapping[str, Table]) -> Iterator[Start]:
-    """Yield the servers in a YAML document that one of `tables` describes.
+def servers_of(document: Any, images: Images) -> Iterator[Start]:
+    """Yield the servers in a YAML document that a table of `declared.yaml` describes.
 
     - `at`, `if`: the path of the section, and patterns of values in it.
     - `image`, `command`: of the container. Without a command, the image's entry point starts the server.
@@ -36,7 +38,7 @@ def servers_of(document: Any, images: Images, tables: Mapping[str, Table]) -> It
     - `job`: environment variables that the scheduler sets, each with the quantity that is its value: devices (of a
       host), hosts, total (of devices) or rank.
     """
-    for table in tables.values():
+    for table in read_table("declared").values():
         for section in _sections(document, [key for key in table.get("at", "").split(".") if key]):
             found = _Section(document, section, table)
             if found.meets(table.get("if", {})):

@@ -15,8 +15,7 @@ from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import Notes, read_text
 from flagcore.spec.validate import LONGEST_TEXT
-from flagcore_importers.choice import OF_HOST, OF_MACHINE, Input, others, unset_names
-from flagcore_importers.declared import read_table
+from flagcore_importers.choice import OF_HOST, OF_MACHINE, Input, engines_in, not_one, others, unset_names, untuned
 from flagcore_importers.starts import Reader
 from flagcore_importers.values import split_words
 
@@ -35,16 +34,16 @@ def read_command(
     """Return the spec whose baseline is a command; see `flagcore.contracts.CommandReader`."""
     words, content = _command(words, text)
     images = {image: entry for each in engines.values() for image, entry in each.images.items()}
-    reader = Reader(images=images, tables=read_table("declared"), directory=os.getcwd())
+    programs = [*Reader(images=images, directory=os.getcwd()).programs(words, content)]
     shown = " ".join(words[1:] if content else words) or None
-    programs = [*reader.programs(words, content)]
     given = Input(programs=programs, shown=shown, text=content or "", engines=engines, known=known)
-    first = given.found(before_failure=True)
-    found = first or given.found()
-    failure, gave_up = given.failure, None if first or not given.failure else given.not_one({})
-    if error := given.untuned(found):
+    failure = given.failure
+    first = engines_in(given, programs[: programs.index(failure)] if failure else programs)
+    found = first or engines_in(given, programs)
+    gave_up = not_one(given, {}) if failure and not first else None
+    if error := untuned(given, found):
         raise error
-    if error := given.not_one(found):
+    if error := not_one(given, found):
         raise gave_up or error
     ((name, _role, _words), start) = next(iter(found.items()))
     conversion = _Conversion(
@@ -107,7 +106,11 @@ class _Conversion:
         except SpecError as error:
             if script and error.key == "train.command":
                 return self._read((), "cannot start it in trials")
-            raise join_errors([*self.gave_up, *error.problems, *self._missing()]) from None
+            problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
+            missing = [SpecError(key=each, problem=problem, fix=fix) for each in unset_names(start)]
+            problem, fix = _("is not here"), _("give its manifest in the same file or folder")
+            missing += [SpecError(key=each, problem=problem, fix=fix) for each in start.absent]
+            raise join_errors([*self.gave_up, *error.problems, *missing]) from None
         unset = unset_names(start)
         if unset and str(data["model"]).endswith("/") and not os.path.isdir(data["model"]):
             problem = _("ends with a variable that is not set: {names}", names=", ".join(unset))
@@ -125,13 +128,6 @@ class _Conversion:
             text = "is a secret: not copied" if is_secret(key) else f"is left out: {redact_text(value)[:100]}"
             notes.note(key, text)
         return notes
-
-    def _missing(self) -> list[SpecError]:
-        """Return errors for what the input needs, but does not have."""
-        problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
-        missing = [SpecError(key=each, problem=problem, fix=fix) for each in unset_names(self.start)]
-        problem, fix = _("is not here"), _("give its manifest in the same file or folder")
-        return missing + [SpecError(key=each, problem=problem, fix=fix) for each in self.start.absent]
 
     def _envs(self, variables: Mapping[str, str], notes: Notes) -> dict[str, str]:
         """Return `variables` without those that trials cannot have. Add a note on each variable."""

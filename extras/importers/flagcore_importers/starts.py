@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from flagcore.i18n import _
 from flagcore.spec.plain_data import SafeLoader
 from flagcore_importers.batch import batch_job
 from flagcore_importers.containers import CONTAINERS, Images, container, container_run, image_start, services_of
-from flagcore_importers.declared import Table, servers_of
+from flagcore_importers.declared import servers_of
 from flagcore_importers.kubernetes import containers_in, pods_of, scalers_of, with_maps, with_runtimes
 from flagcore_importers.shell import SHELLS, is_script, names_script, trace_script
 from flagcore_importers.units import UNIT, programs_of
@@ -59,13 +59,9 @@ Program: TypeAlias = Start | FailedScript
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Reads commands and files in `directory`.
-
-    `images`: the entry points of known images. `tables`: the servers that keys describe (see `servers_of`).
-    """
+    """Reads commands and files in `directory`. `images`: the entry points of known images."""
 
     images: Images
-    tables: Mapping[str, Table]
     directory: str
 
     def programs(self, words: Sequence[str], text: str | None) -> Iterator[Program]:
@@ -111,7 +107,7 @@ class Reader:
             return [
                 replace(start, left_out={**start.left_out, **scalers})
                 for each in documents
-                for start in [*servers_of(each, self.images, self.tables)]
+                for start in [*servers_of(each, self.images)]
                 or (*services_of(text, each, self.images, folder), *pods_of(each, self.images))
             ] or [start for each in containers_in(documents) for start in pods_of(each, self.images)]
         except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date

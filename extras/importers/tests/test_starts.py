@@ -24,7 +24,7 @@ BATCH = "#!/bin/bash\n#SBATCH --nodes=2 --gpus-per-node=4\nvllm serve m --rank $
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
     monkeypatch.chdir(tmp_path)
-    return Reader(images={"vllm/server": ("vllm", "serve")}, tables={}, directory=str(tmp_path))
+    return Reader(images={"vllm/server": ("vllm", "serve")}, directory=str(tmp_path))
 
 
 def test_an_image_whose_entry_point_is_unknown_is_a_field(reader: Reader) -> None:
