@@ -72,8 +72,7 @@ def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Proje
     assert "elapsed time per iteration (ms): 101.0" in completed.out
     script = project.run_dir / "best.sh"
     assert os.access(script, os.X_OK)
-    shell_output = os.popen(f"cd / && {script}").read()
-    assert shell_output.count("elapsed time per iteration (ms)") == 3
+    assert os.popen(f"cd / && {script}").read().count("elapsed time per iteration (ms)") == 3
     explanation = flag("explain", str(project.run_dir))
     assert explanation.code == 0
     assert "measured" in explanation.out
@@ -175,8 +174,7 @@ def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project
 def test_progress_on_a_pipe_is_plain_lines_on_stderr_and_quiet_is_quiet(flag: Flag, project: Project) -> None:
     small_budget = {"max_trials": 3, "repeats": 0}
     progress = tune(flag, project, control=small_budget).err.splitlines()
-    start_lines = [line for line in progress if line.startswith("trial ") and "starts" in line]
-    assert len(start_lines) == 3
+    assert len([line for line in progress if line.startswith("trial ") and "starts" in line]) == 3
     assert any("best" in line and "3/3 trials" in line for line in progress)
     assert "\x1b" not in "".join(progress)
     assert tune(flag, project, "-q", "--new", control={**small_budget, "max_trials": 1}).err == ""
@@ -195,8 +193,7 @@ def wait_for_trial(project: Project, number: int) -> None:
 def test_an_interrupt_keeps_the_measurements(number: int, project: Project) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("this signal is ignored here, as under nohup, and so it is by flagcore")
-    spec = project.spec(sleeps=0.15)
-    process = project.start("tune", spec, "--run-dir", str(project.run_dir))
+    process = project.start("tune", project.spec(sleeps=0.15), "--run-dir", str(project.run_dir))
     wait_for_trial(project, 2)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
