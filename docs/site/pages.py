@@ -12,7 +12,7 @@ from markdown.extensions.toc import slugify_unicode
 from mkdocs.structure.files import File
 
 from flagcore.plugins import engines
-from flagcore.spec.serving import json_schema
+from flagcore.spec.convert import json_schema
 
 ROOT = Path(__file__).parents[2]
 JOINED = {

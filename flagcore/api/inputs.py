@@ -19,8 +19,7 @@ from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
-from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, PRECISIONS, Spec, Task, TrainSpec
+from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, PRECISIONS, Spec, Task
 from flagcore.errors import FlagError, SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.physics.roofline import RUNS_AS
@@ -301,7 +300,7 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
     """
     cluster, work = spec.cluster, spec.work
     needs_launcher = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
-    if not needs_launcher or (isinstance(work, TrainSpec) and work.command is not None):
+    if not needs_launcher or work.starts_itself:
         return spec
     allocated = (name for name in names(LAUNCHERS) if launcher(name).has_allocation())
     return replace(spec, launcher=next(allocated, spec.launcher))
@@ -312,9 +311,9 @@ def _with_hosts(spec: Spec) -> Spec:
     cluster, at_most = spec.cluster, spec.trial_nodes + spec.cluster.spares
     hosts = () if cluster.hosts or spec.launcher == LOCAL else launcher(spec.launcher).find_hosts(at_most)
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
-        section = "serve" if isinstance(spec.work, ServeSpec) else "train"
         error_text, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("list them in cluster.hostfile")
-        raise SpecError(key=f"{section}.command", value=" ".join(spec.work.command or ()), problem=error_text, fix=fix)
+        key, value = f"{spec.work.kind}.command", " ".join(spec.work.command or ())
+        raise SpecError(key=key, value=value, problem=error_text, fix=fix)
     if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
     count = without_spares(hosts, cluster.spares)
@@ -411,7 +410,7 @@ def _task_notes(task: Task) -> Iterator[str]:
         if section.chip != AUTO and not group.chip.has_name(section.chip):
             text = N_("chip {name} means {chip}; name another variant by its own name")
             yield _(text, name=section.chip, chip=group.chip.name)
-    precision = task.spec.work.precision if isinstance(task.spec.work, TrainSpec) else ""
+    precision = task.spec.work.computes_in
     for name, group in {group.chip.name: group for group in task.cluster.groups}.items():
         if group.chip.nic_bytes_per_second == ASSUMED_NETWORK:
             text = N_(
@@ -449,7 +448,7 @@ def _idle_devices(problem: Problem) -> list[str]:
     """
     work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
     columns = problem.space.columns(rows) if rows.size else problem.space.columns()
-    if not isinstance(work, ServeSpec) or not len(problem.space):
+    if work.has_steps or not len(problem.space):
         return []
     used = optional(problem.engine, Servers).device_counts(task.for_engine(), columns)
     usable_count = work.cards or task.cluster.devices

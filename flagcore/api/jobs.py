@@ -21,9 +21,8 @@ from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Observations, PastMeasurements, Prediction, components_of_row, features
 from flagcore.domain.records import prediction_record, rank_record
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, KnobValue, Rule
-from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task, TrainSpec
+from flagcore.domain.spec import KINDS, ClusterSpec, JobRecord, Spec, Task
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
@@ -132,16 +131,14 @@ class _Jobs:
         host = job.nic_bytes_per_second, job.cpus_per_node, job.work.engine, job.work.engine_version
         cluster = (chip.name, job.devices // devices, devices, *host)
         (group, group_costs), engine = self._hardware(*cluster), self._engines[job.work.engine]
-        spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
-        if isinstance(job.work, ServeSpec):
-            spec = replace(spec, objective="output_tokens_per_s")
+        cluster_spec, objective = ClusterSpec(chip=chip.name), job.work.default_objective
+        spec = Spec(model=job.model, cluster=cluster_spec, work=job.work, objective=objective)
         plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))
         if cluster not in self._value_rules:
             self._value_rules[cluster] = self._loaded.check_task(plan_task).rules
         records = records_of(engine)
         task, values, noted = records.published(plan_task, job.candidate, job.notes)
-        settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
-        warnings = tuple(records.job_warnings(task, values, settings, noted))
+        warnings = tuple(records.job_warnings(task, values, job.work.settings, noted))
         row = _Row(place, task, values, engine.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr((task.spec.work, task.spec.space))
         platform = Platform(task=task, engine=engine, costs=group_costs, value_rules=self._value_rules[cluster])
@@ -250,7 +247,7 @@ def past(
             kind = job_record["kind"]
             work_data = dict(job_record[kind])
             command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for the command
-            if kind == "serve" and job_record["measured"]["objective"] != objective:
+            if not KINDS[kind].has_steps and job_record["measured"]["objective"] != objective:
                 continue
             engine_values = dict(job_record["candidate"])
             own_knobs = tuple(knob for knob in knobs if knob.name in engine_values)

@@ -26,7 +26,7 @@ from flagcore.domain.secrets import (
     secrets_in_environment,
 )
 from flagcore.domain.space import Candidate
-from flagcore.domain.spec import TrainSpec, is_rate
+from flagcore.domain.spec import is_rate
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import _
@@ -204,7 +204,7 @@ def require_startable(problem: Problem, best: Candidate, *, elsewhere: bool = Fa
         if why := no_launch_reason(platform.task, knob, values.get(knob.name, knob.neutral)):
             raise UsageError(f"{knob.name} = {values[knob.name]}: {why}")
     work = platform.task.spec.work
-    if isinstance(work, TrainSpec) and work.command is None:
+    if work.has_steps and not work.starts_itself:
         return  # this is the engine's own program, which the user completes
     with suppress(NoDevice):  # raised if the engine is not installed on this machine
         if not elsewhere:

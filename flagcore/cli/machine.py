@@ -31,7 +31,7 @@ def devices_command(form: str, without: tuple[str, ...]) -> None:
 def schema_command() -> None:
     """Print the JSON Schema of a spec, for editors and validators."""
     from flagcore.plugins import engines
-    from flagcore.spec.serving import json_schema
+    from flagcore.spec.convert import json_schema
 
     click.echo(json.dumps(json_schema(engines()), indent=2))
 

@@ -15,7 +15,7 @@ from flagcore.contracts.exchange import (
     Importer,
     ManifestWriter,
 )
-from flagcore.contracts.launcher import HostCheck, Hosts, Launcher, Network, RunningLaunch
+from flagcore.contracts.launcher import HeldHosts, HostCheck, Launcher, Network, RunningLaunch
 from flagcore.contracts.plugin import (
     AttentionShape,
     CollectiveCosts,
@@ -40,10 +40,10 @@ __all__ = [
     "ExportJob",
     "Exporter",
     "FindCandidate",
+    "HeldHosts",
     "HistoryReader",
     "HostCheck",
     "HostSetup",
-    "Hosts",
     "ImportedSpec",
     "Importer",
     "KernelCosts",

@@ -16,7 +16,6 @@ from flagcore.contracts.capabilities import Commands
 from flagcore.contracts.engine import Platform
 from flagcore.domain.chip import Chip
 from flagcore.domain.launch import Launch, ServerGroups
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Axis, Candidate, KnobValue
 from flagcore.domain.spec import ImportNote, Task
 from flagcore.domain.trial import Trial
@@ -152,7 +151,7 @@ class ExportJob:
     @property
     def is_server(self) -> bool:
         """Whether the job is a serving job. If it is, and `launch.ready` is empty, the servers run on several hosts."""
-        return isinstance(self.platform.task.spec.work, ServeSpec)
+        return not self.platform.task.spec.work.has_steps
 
     @property
     def unequal_nodes(self) -> bool:

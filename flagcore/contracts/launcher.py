@@ -52,7 +52,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosts:
+class HeldHosts:
     """Hosts that a launcher has reserved and checked.
 
     `devices`: the devices of the usable hosts. Empty if unknown.
@@ -116,14 +116,14 @@ class Launcher(ABC):
         """
         return tuple(hosts)
 
-    def use_hosts(self, cluster: ClusterSpec, check: HostCheck) -> AbstractContextManager[Hosts]:
+    def use_hosts(self, cluster: ClusterSpec, check: HostCheck) -> AbstractContextManager[HeldHosts]:
         """Reserve and check the hosts of a cluster, and stay connected to them until the end of the context.
 
         By default nothing is checked. Devices and versions of hosts of one kind must be the same. Up to
         `cluster.spares` unusable hosts, or with `cluster.min_nodes` all others, are skipped with a warning. Slow
         devices cause warnings, too. Raises NoDevice with a line per unusable host if more are unusable.
         """
-        return nullcontext(Hosts(names=cluster.hosts))
+        return nullcontext(HeldHosts(names=cluster.hosts))
 
     def report_hosts(
         self, kinds: Mapping[str, str], users: Mapping[str, str], check: HostCheck

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from flagcore.domain.work import Work
 
 EngineArg: TypeAlias = bool | int | float | str | Sequence[bool | int | float | str | None] | None
 
@@ -157,16 +160,14 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeSpec:
+class ServeSpec(Work):
     """A serving job.
 
     `loads`: the load points.
     `engine_args`: flags of the engine without dashes, the same for all candidates.
     `slo`: upper bounds by metric, such as `ttft_s.p99`. They must hold at all load points.
     `weights`: a Hugging Face directory or a GGUF file. Without it, candidates can be predicted but not run.
-    `command`: a command that starts a server in `directory`. None means the engine's program.
-    `cards`: the maximum number of devices of a candidate. None means all devices.
-    `engine_version`: the release of the engine. None means the installed one.
+    `command`: a command that starts a server.
     `repeats`: how many times each load point runs.
     `highest`: `request_rate` or `concurrency`, if each trial searches for the highest value that meets the SLO. The
     value in the only load is then the upper bound of this search. None otherwise.
@@ -177,18 +178,55 @@ class ServeSpec:
     not looked up on this machine. Empty otherwise.
     """
 
-    engine: str
+    kind: ClassVar[str] = "serve"
+    several_engines: ClassVar[bool] = True
+    default_objective: ClassVar[str] = "output_tokens_per_s"
+    cheapest_objective: ClassVar[str] = PER_DEVICE
+    has_steps: ClassVar[bool] = False
+    reserves_memory: ClassVar[bool] = True
+    takes_any_flag: ClassVar[bool] = True
+
     loads: tuple[Load, ...]
     precision: str = "bf16"
     engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
     slo: Mapping[str, float] = field(default_factory=dict)
     weights: str | None = None
-    command: tuple[str, ...] | None = None
-    directory: str | None = None
     cards: int | None = None
-    engine_version: str | None = None
     repeats: int = 1
     highest: str | None = None
     prefix_aware: bool = False
     default_space: bool = False
     elsewhere: Literal["", "host", "image"] = ""
+
+    @property
+    def missing(self) -> str:
+        return "weights" if self.weights is None else ""
+
+    def with_advice(self, section: str, name: str, value: EngineArg, knobs: Collection[str]) -> ServeSpec:
+        arguments = {each.lstrip("-").replace("_", "-") for each in (*self.engine_args, *knobs)}
+        if section != "engine_args" or name.replace("_", "-") in arguments:
+            return self
+        return replace(self, engine_args={**self.engine_args, name: value})
+
+    def with_warmup(self, requests: int) -> ServeSpec:
+        loads = tuple(replace(load, warmup=max(load.warmup, requests)) for load in self.loads)
+        return replace(self, loads=loads)
+
+    def on_other_machines(self, place: Any) -> ServeSpec:
+        return replace(self, elsewhere=place)
+
+    def record(self, versions: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return the section of a job record, which describes a single load of text. None for other loads."""
+        load = self.loads[0]
+        if len(self.loads) > 1 or load.trace or load.images:
+            return None
+        names = ("input_len", "output_len", "prefix_len", "range_ratio", "distribution", "concurrency", "num_prompts")
+        return {
+            "engine": self.engine,
+            "engine_version": versions.get(self.engine) or self.engine_version,
+            "precision": self.precision,
+            "engine_args": dict(self.engine_args),
+            "weights": self.weights if self.weights and os.path.isfile(self.weights) else None,
+            **{name: getattr(load, name) for name in names},
+            "request_rate": "inf" if load.request_rate == math.inf else load.request_rate,
+        }

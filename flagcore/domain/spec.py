@@ -5,9 +5,10 @@ The search always minimizes seconds. Reports convert them to the unit of the obj
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from flagcore.domain.model import Model
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray, KnobValue
 from flagcore.domain.trial import Measurement
+from flagcore.domain.work import Work
+
+TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -85,31 +89,60 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSpec:
+class TrainSpec(Work):
     """A training job.
 
     `command`: the user's launch command. None means flagcore's trial program.
     `directory`: the working directory of the command, by default the folder of the spec.
-    `engine_version`: the release of the engine that the command starts. None if unknown.
     `settings`: engine settings, the same for all candidates. Lists are comma-separated text.
-    `assumed`: settings that a plan assumes for the candidates with which they are legal.
     `flags`: arguments that knobs with effects add to the command.
-    `program`: plain data that describes the user's program, for `Engine.with_program`.
     """
 
-    engine: str
+    kind: ClassVar[str] = "train"
+    default_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
+    cheapest_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
+
     seq_length: int
     global_batch_size: int
-    precision: str
     attention: str = "flash"
     implementation: str | None = None
-    command: tuple[str, ...] | None = None
-    directory: str | None = None
-    engine_version: str | None = None
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
     assumed: Mapping[str, SettingValue] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     program: Any = None
+
+    @property
+    def step_samples(self) -> int:
+        return self.global_batch_size
+
+    @property
+    def step_tokens(self) -> int:
+        return self.global_batch_size * self.seq_length
+
+    def with_samples(self, samples: int) -> TrainSpec:
+        return replace(self, global_batch_size=samples)
+
+    def with_flags(self, flags: tuple[str, ...]) -> TrainSpec:
+        return replace(self, flags=flags)
+
+    def with_settings(self, settings: Mapping[str, SettingValue]) -> TrainSpec:
+        return replace(self, settings={**self.settings, **settings})
+
+    def with_advice(self, section: str, name: str, value: SettingValue, knobs: Collection[str]) -> TrainSpec:
+        is_used = section == "settings" and self.command
+        return replace(self, settings={name: value, **self.settings}) if is_used else self
+
+    def record(self, versions: Mapping[str, str]) -> dict[str, Any]:
+        names = ("seq_length", "global_batch_size", "precision", "attention", "implementation", "engine", "command")
+        return {**{name: getattr(self, name) for name in names}, "settings": dict(self.settings)}
+
+    def distance(self, other: Any) -> float:
+        scale: float = abs(math.log2(self.seq_length / other.seq_length))
+        return float(self.precision != other.precision) + scale / 4
+
+
+KINDS: Mapping[str, type[Work]] = {each.kind: each for each in (TrainSpec, ServeSpec)}
+"""The records of all kinds of jobs, by the name of their sections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +191,7 @@ class Spec:
 
     model: Model
     cluster: ClusterSpec
-    work: TrainSpec | ServeSpec
+    work: Work
     space: Mapping[str, str | tuple[KnobValue, ...]] = field(default_factory=dict)
     baseline: Mapping[str, KnobValue] | None = None
     control: Control = Control()
@@ -185,13 +218,13 @@ class Spec:
         """
         all_nodes = self.cluster.nodes
         fewest = self.cluster.min_nodes or all_nodes
-        return tuple(n for n in range(fewest, all_nodes + 1) if self.train.global_batch_size * n % all_nodes == 0)
+        return tuple(n for n in range(fewest, all_nodes + 1) if self.work.step_samples * n % all_nodes == 0)
 
     def on_nodes(self, nodes: int) -> Spec:
         """Return the spec of a trial on fewer nodes, with a global batch that is smaller by the same factor."""
-        if nodes == self.cluster.nodes or not isinstance(self.work, TrainSpec):
+        if nodes == self.cluster.nodes or not self.work.has_steps:
             return self
-        work = replace(self.work, global_batch_size=self.work.global_batch_size * nodes // self.cluster.nodes)
+        work = self.work.with_samples(self.work.step_samples * nodes // self.cluster.nodes)
         return replace(self, work=work, cluster=replace(self.cluster, nodes=nodes))
 
     @property
@@ -211,7 +244,7 @@ class Spec:
     @property
     def limits(self) -> Mapping[str, float]:
         """The upper bounds of measured metrics, by the name of the metric. Empty for training."""
-        return self.work.slo if isinstance(self.work, ServeSpec) else {}
+        return self.work.slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +291,7 @@ class Task:
 
     def devices_on(self, group: NodeGroup) -> int:
         """Return the number of devices of one node of `group` that a trial uses."""
-        cards = self.spec.work.cards if isinstance(self.spec.work, ServeSpec) else None
-        return min(cards or group.devices_per_node, group.devices_per_node)
+        return min(self.spec.work.cards or group.devices_per_node, group.devices_per_node)
 
     def for_engine(self, effects: Sequence[Effect] = ()) -> Task:
         """Return the engine's task: without the knobs that have an `Effect`, but with the settings of `effects`."""
@@ -269,8 +301,8 @@ class Task:
             space = {name: values for name, values in spec.space.items() if name not in names}
             baseline = spec.baseline and {name: value for name, value in spec.baseline.items() if name not in names}
             spec = replace(spec, space=space, baseline=baseline)
-        if settings and isinstance(spec.work, TrainSpec):
-            spec = replace(spec, work=replace(spec.work, settings={**spec.work.settings, **settings}))
+        if settings and (work := spec.work.with_settings(settings)) is not spec.work:
+            spec = replace(spec, work=work)
         return self if spec is self.spec and not names else replace(self, spec=spec, knobs=())
 
     def on_nodes(self, nodes: int) -> Task:
@@ -281,8 +313,7 @@ class Task:
 
     def with_batch(self, global_batch_size: int) -> Task:
         """Return a training task with another global batch size."""
-        work = replace(self.spec.train, global_batch_size=global_batch_size)
-        return replace(self, spec=replace(self.spec, work=work))
+        return replace(self, spec=replace(self.spec, work=self.spec.work.with_samples(global_batch_size)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +334,7 @@ class JobRecord:
     chip: str
     devices: int
     devices_per_node: int
-    work: TrainSpec | ServeSpec
+    work: Work
     candidate: Mapping[str, KnobValue]
     nic_bytes_per_second: float | None = None
     cpus_per_node: int | None = None
@@ -311,12 +342,7 @@ class JobRecord:
     notes: str = ""
 
 
-TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
 COST = "cost"
-CHEAPEST = {"train": TOKENS_PER_SECOND_PER_DEVICE, "serve": "output_tokens_per_s_per_device"}
-"""The objective that minimizes the cost per token, by kind of job. All devices in use are paid, so the candidate with
-the most tokens per device is the cheapest. Training uses all devices of the spec, and serving uses the devices of its
-instances."""
 SERVING = (*RATES, *LATENCIES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS))
 """The objectives of serving. The name of a latency without a statistic means its mean."""
 

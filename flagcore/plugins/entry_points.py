@@ -23,9 +23,8 @@ from stevedore.named import NamedExtensionManager
 
 from flagcore.contracts import CommandReader, Engine, Importer, Launcher, Strategy, Watcher
 from flagcore.contracts.capabilities import Commands, Programs
-from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
+from flagcore.domain.work import Work
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
 from flagcore.plugins.validation import BadPlugin, PluginFailure, check_protocol
 
@@ -253,11 +252,9 @@ def find_engine(name: str, key: str = "engine") -> Engine:
     return _named(ENGINES, Engine, name, key)
 
 
-def engine_of(work: TrainSpec | ServeSpec) -> Engine:
+def engine_of(work: Work) -> Engine:
     """Return the engine of a job. Raises SpecError, NoDevice."""
-    if isinstance(work, ServeSpec):
-        return find_engine(work.engine, "serve.engine")
-    return _with_program(find_engine(work.engine, "train.engine"), work.program)
+    return _with_program(find_engine(work.engine, f"{work.kind}.engine"), work.program)
 
 
 def _with_program(engine: Engine, program: object) -> Engine:

@@ -29,7 +29,7 @@ from flagcore.domain.chip import ASSUMED_NETWORK, Chip, Device, Support, normali
 from flagcore.domain.cluster import Cluster, NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice, has_common_library
 from flagcore.domain.knob import Knob
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import KINDS, Task
 from flagcore.errors import NoDevice
 from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
 from flagcore.physics.roofline import CollectiveCostStack, KernelCostStack, PlainMemory, Roofline, with_slowdown
@@ -341,12 +341,13 @@ class LoadedPlugins:
         slowdown = ranks_per_core / group.speed
         if slowdown != 1.0:
             used_kernels = with_slowdown(used_kernels, slowdown, launches=slowdown if synchronous else 1.0)
+        job = KINDS.get(kind_of(engine))
         return Costs(
             memory=self.memory_model(group, engine) or PlainMemory.of(group),
             kernels=used_kernels,
             collectives=self.collective_costs(group, engine)
             or Collectives(topology=self.topology(group) or topology_of(group)),
-            guessed=kernels is None or (support.support is Support.UNKNOWN and kind_of(engine) == "serve"),
+            guessed=kernels is None or (support.support is Support.UNKNOWN and job is not None and not job.has_steps),
             assumed_network=group.chip.nic_bytes_per_second == ASSUMED_NETWORK,
             synchronous=synchronous,
             layer_s=support.layer_s,

@@ -1,18 +1,22 @@
 """Reads spec files as `flagcore.domain.spec.Spec`, and checks rules that concern several sections."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from importlib import import_module
+from operator import or_
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
+from flagcore.contracts.capabilities import Programs
 from flagcore.domain.knob import Knob
-from flagcore.domain.spec import CHEAPEST, COST, Spec
+from flagcore.domain.spec import COST, KINDS, Spec
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.knobs import Engines, knobs_of, knobs_of_engine
 from flagcore.spec.plain_data import plain, spec_error
-from flagcore.spec.schema import CommonSection, Document, document_of
+from flagcore.spec.schema import CommonSection
 from flagcore.spec.validate import Context, Section, located, validated
 
 
@@ -39,6 +43,10 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     raise located(problem_of_sections, (), file)
 
 
+DOCUMENTS = {"train": "flagcore.spec.schema", "serve": "flagcore.spec.serving"}
+"""The modules that read each kind of job. They are imported only for such a job, and have a function `document_for`."""
+
+
 def engines_of(data: object, kind: str = "serve") -> tuple[str, ...]:
     """Return the names of the engines in the section `kind` of a spec's data, without duplicates.
 
@@ -46,7 +54,7 @@ def engines_of(data: object, kind: str = "serve") -> tuple[str, ...]:
     """
     section = data.get(kind) if isinstance(data, Mapping) else None
     engine = section.get("engine") if isinstance(section, Mapping) else None
-    names = engine if isinstance(engine, list) and kind == "serve" else [engine]
+    names = engine if isinstance(engine, list) and KINDS[kind].several_engines else [engine]
     return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
@@ -89,21 +97,14 @@ def _document(
         raise spec_error((), _("must be a mapping with the keys model, cluster and train"), value=data, file=file)
     if "serve" in data and "train" in data:
         raise spec_error("serve", _("cannot be combined with train"), fix=_("remove one of the two"), file=file)
-    kind: Literal["train", "serve"] = "serve" if "serve" in data else "train"
+    kind = next((each for each in KINDS if each in data), next(iter(KINDS)))
     knobs, problems = dict[str, tuple[Knob, ...]](), list[SpecError]()
     for name in engines_of(data, kind):
         try:
             knobs[name] = (*knobs_of(name, engines, f"{kind}.engine", file, kind), *plugin_knobs)
         except SpecError as error:
             problems += [located(each, (), file) for each in error.problems]
-    document_type: type[CommonSection] = Document
-    rows = () if problems else tuple(knobs.items())
-    if kind == "serve":
-        from flagcore.spec.serving import ServeDocument, serve_document_of  # specs for training do not need it
-
-        document_type = serve_document_of(rows) if rows else ServeDocument
-    elif rows:
-        document_type = document_of(*rows[0])
+    document_type = import_module(DOCUMENTS[kind]).document_for(() if problems else tuple(knobs.items()))
     _add_sections(document_type, data)
     document, found = validated(document_type, data, Context(file=file, base=base, data=data))
     return document, problems + found
@@ -124,7 +125,7 @@ def _add_sections(kind: type[BaseModel], data: dict[str, Any]) -> None:
 def _spec_of(document: CommonSection) -> Spec:
     """Return the spec for a valid document. Raises SpecError if its sections contradict each other."""
     fields = dict[str, Any](document)
-    tuner, kind = dict(fields["auto_tuner"]), "serve" if "serve" in fields else "train"
+    tuner, kind = dict(fields["auto_tuner"]), next(each for each in KINDS if each in fields)
     tuner.pop("cards", None)
     if tuner["objective"] == COST:
         cluster = fields["cluster"]
@@ -132,7 +133,7 @@ def _spec_of(document: CommonSection) -> Spec:
             key = "cluster.groups[].price_per_device_hour" if cluster.groups else "cluster.price_per_device_hour"
             fix = _("set {key}, or choose another objective", key=key)
             raise spec_error("auto_tuner.objective", _("needs the price of all devices"), value=COST, fix=fix)
-        tuner["objective"] = CHEAPEST[kind]
+        tuner["objective"] = KINDS[kind].cheapest_objective
     spec = Spec(**{name: fields[name] for name in ("model", "cluster", "envs")}, work=fields[kind], **tuner)
     nodes, whole = spec.control.trial_nodes, spec.cluster.nodes
     if nodes and (problem := _trial_nodes_problem(spec, nodes)):
@@ -159,3 +160,15 @@ def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
             batch=batch,
         )
     return ""
+
+
+def json_schema(engines: Engines) -> dict[str, Any]:
+    """Return the JSON Schema that specs for any of `engines` must satisfy, except those whose knobs a spec names."""
+    fixed = [(name, each) for name, each in engines.items() if not isinstance(each, Programs)]
+    documents = list[Any]()
+    for kind, module in DOCUMENTS.items():
+        rows = tuple((name, each.knobs) for name, each in fixed if each.kind == kind)
+        several = [rows] if KINDS[kind].several_engines and len(rows) > 1 else []
+        documents += [import_module(module).document_for(each) for each in (*((row,) for row in rows), *several)]
+    schema = TypeAdapter(reduce(or_, documents or [CommonSection])).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "flagcore spec"}

@@ -5,7 +5,7 @@ Unknown keys are allowed, because they describe the source of a record.
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -145,19 +145,18 @@ def read_job(line: Mapping[str, object], engines: Engines) -> JobRecord:
     """Convert a record to a job. Raises SpecError. A relative path of a model is relative to the working directory."""
     if not isinstance(line, Mapping):
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object per line")
-    kind = line.get("kind")
-    if kind not in ("train", "serve"):
+    kind: Any = line.get("kind")
+    if kind not in READERS:
         problem = "is missing" if kind is None else "must be train or serve"
         raise spec_error("kind", problem, value=kind, fix="write train or serve")
-    record_type = _Record if kind == "train" else _ServeRecord
+    record_type, read, has_default = READERS[kind]
     data = plain({key: line[key] for key in record_type.model_fields if key in line})
     section = data.get(kind) if isinstance(data.get(kind), dict) else {}
-    if kind == "train" and section is data.get(kind):
-        default = next((name for name, engine in engines.items() if engine.kind == "train"), "")
-        section = data["train"] = {"engine": default, **section}
+    if has_default and section is data.get(kind):
+        default = next((name for name, engine in engines.items() if engine.kind == kind), "")
+        section = data[kind] = {"engine": default, **section}
     engine = section.get("engine")
     knobs = knobs_of(engine, engines, f"{kind}.engine", kind=kind) if isinstance(engine, str) else ()
-    read = _train_job if kind == "train" else _serve_job
     record, fields = read(line, data, section, knobs)
     cluster = {"chip", "devices", "devices_per_node", "nic_bytes_per_second", "cpus_per_node"}
     facts = record.cluster.model_dump(include=cluster)
@@ -204,6 +203,13 @@ def _serve_job(
     record = checked(_ServeRecord, data)
     candidate = {key: str(value) if isinstance(value, float) else value for key, value in record.candidate.items()}
     return record, {"work": record.serve, "candidate": candidate}
+
+
+READERS: Mapping[str, tuple[type[_AnyRecord], Callable[..., ReadRecord], bool]] = {
+    "train": (_Record, _train_job, True),
+    "serve": (_ServeRecord, _serve_job, False),
+}
+"""For each kind of job: the record, the function that reads it, and whether the engine has a default."""
 
 
 def _reject_misplaced_keys(line: Mapping[str, object], record: type[_AnyRecord], sections: Mapping[str, str]) -> None:

@@ -15,12 +15,19 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import AUTO, SettingValue
 from flagcore.errors import SpecError, join_errors
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.validate import DID_YOU_MEAN, Section
 
 Engines: TypeAlias = Mapping[str, Engine]
 """The installed engines by name. An engine is loaded only when it is looked up."""
+
+
+OTHER_KIND = {
+    "train": (N_("is a serving engine"), N_("name a training engine, or write a serve section")),
+    "serve": (N_("is a training engine"), N_("name a serving engine, or write a train section")),
+}
+"""The problem and the fix if a section names an engine of another kind, by the section."""
 
 
 @runtime_checkable
@@ -31,9 +38,7 @@ class Installable(Protocol):
         """Return the command that installs the engine `name`, or an empty text if there is none."""
 
 
-def knobs_of(
-    name: str, engines: Engines, key: KeyPath | str, file: str = "", kind: Literal["train", "serve"] = "train"
-) -> tuple[Knob, ...]:
+def knobs_of(name: str, engines: Engines, key: KeyPath | str, file: str = "", kind: str = "train") -> tuple[Knob, ...]:
     """Return the knobs of the engine `name`.
 
     `key`: the key of the spec that names the engine, for errors.
@@ -46,9 +51,7 @@ def knobs_of(
         fix = (engines.missing(name) if isinstance(engines, Installable) else "") or fix
         raise spec_error(key, _("is not an installed engine"), value=name, fix=fix, file=file)
     if engines[name].kind != kind:
-        problem, fix = _("is a serving engine"), _("name a training engine, or write a serve section")
-        if kind == "serve":
-            problem, fix = _("is a training engine"), _("name a serving engine, or write a train section")
+        problem, fix = map(_, OTHER_KIND[kind])
         raise spec_error(key, problem, value=name, fix=fix, file=file)
     return engines[name].knobs
 

@@ -3,6 +3,7 @@
 Validation replaces each section with a record of `flagcore.domain`. The sections for serving are in `serving`.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -204,6 +205,11 @@ def document_of(engine: str, knobs: tuple[Knob, ...]) -> type[Document]:
     )
     train_field = (Annotated[train, rule(train_of)], ...)
     return with_fields(Document, suffix, train=train_field, auto_tuner=(tuner, tuner()))
+
+
+def document_for(engines: Sequence[tuple[str, tuple[Knob, ...]]]) -> type[Document]:
+    """Return the pydantic model of a spec for the first of these engines, or for any engine if there are none."""
+    return document_of(*engines[0]) if engines else Document
 
 
 def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:

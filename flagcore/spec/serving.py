@@ -7,23 +7,21 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import lru_cache, reduce
-from operator import or_
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
-from flagcore.contracts.capabilities import Programs
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
 from flagcore.domain.spec import AUTO, COST, SERVING, ServePrecision
 from flagcore.errors import SpecError
 from flagcore.i18n import _
-from flagcore.spec.knobs import Engines, knobs_of_engine, section_of, serving_types, serving_values
+from flagcore.spec.knobs import knobs_of_engine, section_of, serving_types, serving_values
 from flagcore.spec.models import find_public, model_of
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, document_of, with_fields
+from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, with_fields
 from flagcore.spec.shapes import Shape
 from flagcore.spec.validate import (
     Context,
@@ -445,13 +443,6 @@ def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
     return section_of(f"Serve{title}{suffix}", doc, fields)
 
 
-def json_schema(engines: Engines) -> dict[str, Any]:
-    """Return the JSON Schema that specs for any of `engines` must satisfy, except those whose knobs a spec names."""
-    fixed = [(name, each) for name, each in engines.items() if not isinstance(each, Programs)]
-    documents: list[Any] = [document_of(name, each.knobs) for name, each in fixed if each.kind == "train"]
-    served = tuple((name, each.knobs) for name, each in fixed if each.kind == "serve")
-    documents += [serve_document_of((each,)) for each in served]
-    if len(served) > 1:
-        documents.append(serve_document_of(served))
-    schema = TypeAdapter(reduce(or_, documents or [CommonSection])).json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "flagcore spec"}
+def document_for(engines: ServedEngines) -> type[ServeDocument]:
+    """Return the pydantic model of a spec for these serving engines, or for any engine if there are none."""
+    return serve_document_of(engines) if engines else ServeDocument

@@ -14,7 +14,7 @@ import numpy as np
 from flagcore.contracts import Platform, Problem, SearchContext
 from flagcore.contracts.capabilities import Shortening, optional
 from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
-from flagcore.domain.spec import Control, Task, TrainSpec
+from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import FAILED_STATES, MIN_STEPS, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
 from flagcore.tuner.effects import engine_candidate
@@ -206,7 +206,7 @@ def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], ranks
     longest = START_SLACK * max(overheads(control, earlier), default=0.0)
     because = f"{start:g} s to start" if start >= longest else f"{longest:.0f} s to start, twice the longest so far"
     steps = 0.0
-    if isinstance(task.spec.work, TrainSpec):
+    if task.spec.work.has_steps:
         step = _slowest_step(trial, earlier)
         if step is None:
             return TimeLimit(seconds=UNKNOWN_SECONDS, because=f"{UNKNOWN_SECONDS:g} s without a predicted step time")
@@ -223,7 +223,7 @@ def with_target(limit: TimeLimit, task: Task, trial: Trial, share_s: float, earl
     duration of the trial, and leaves RESERVE of the limit for the end of the trial. The trial is assumed to start in
     the median time of the `earlier` trials.
     """
-    if not isinstance(task.spec.work, TrainSpec):
+    if not task.spec.work.has_steps:
         return limit
     control, step = task.spec.control, _slowest_step(trial, ())
     start = median(overheads(control, earlier) or [0.0])
@@ -300,7 +300,7 @@ def why_no_trial(context: SearchContext) -> Message | None:
     trials = [trial for trial in context.trials if not trial.source]
     if not trials or not is_cut_short(trials[-1]):
         return None  # this function is called after every trial, so the cheap test comes first
-    if not isinstance(task.spec.work, TrainSpec):
+    if not task.spec.work.has_steps:
         return _why_no_load(trials)
     last, start = trials[-1], overhead_seconds(context)
     last_row = context.space.find(last.candidate)
@@ -363,7 +363,7 @@ def _faster_precision(task: Task) -> tuple[Message, Message] | None:
 
     Returns None unless fp32 is much faster on the chip.
     """
-    chip, name = task.cluster.groups[0].chip, task.spec.train.precision
+    chip, name = task.cluster.groups[0].chip, task.spec.work.precision
     if (factor := slowness(chip, name)) < MUCH_SLOWER:
         return None
     slow, fast = (chip.dense_flops_per_second[each].value / 1e9 for each in (name, "fp32"))

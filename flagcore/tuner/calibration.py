@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,9 +13,8 @@ from typing import Any
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.files import HOME_VARIABLE, data_folder, read_regular, replace, writable
-from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import Task, TrainSpec
-from flagcore.domain.trial import RUN, Measurement, Trial, TrialState
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import RUN, Trial, TrialState
 from flagcore.errors import RunError, SpecError
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.collective_curves import Curve as CollectiveCurve
@@ -246,7 +244,7 @@ class Experience:
         work = task.spec.work
         if not task.spec.model.is_inline:
             return None
-        if isinstance(work, ServeSpec) and (len(work.loads) > 1 or work.loads[0].trace or work.loads[0].images):
+        if work.record({}) is None:
             return None
         records = [
             _record(run, task, trial)
@@ -289,14 +287,14 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
     group, work, measured = task.cluster.groups[0], task.spec.work, trial.measurement
     assert measured is not None
     used_bytes = measured.device_used_bytes
-    kind = "serve" if isinstance(work, ServeSpec) else "train"
-    job = _serve_fields(work, measured) if isinstance(work, ServeSpec) else _train_fields(work, trial)
+    job = (work.with_samples(trial.shortened.global_batch_size) if trial.shortened else work).record(measured.versions)
+    assert job is not None
     return {
         "id": f"{run}/{trial.number}",
-        "kind": kind,
+        "kind": work.kind,
         "model": {name: value for name in Shape.model_fields if (value := getattr(task.spec.model, name)) is not None},
         "cluster": {"chip": group.chip.name, "devices": group.devices, "devices_per_node": group.devices_per_node},
-        kind: {name: value for name, value in job.items() if value is not None},
+        work.kind: {name: value for name, value in job.items() if value is not None},
         "candidate": {knob: value for knob, value in trial.candidate.as_dict().items() if value is not None},
         "measured": {
             "chip_aliases": list(group.chip.aliases),
@@ -305,25 +303,4 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
             "noise": max(measured.spread_s / measured.step_time_s, trial.interval) if measured.step_time_s else 0.0,
             **({"device_used_gib": used_bytes / GIB} if used_bytes else {}),
         },
-    }
-
-
-def _train_fields(work: TrainSpec, trial: Trial) -> dict[str, Any]:
-    """Return the training job's fields for the record, with the global batch size that the trial ran."""
-    names = ("seq_length", "global_batch_size", "precision", "attention", "implementation", "engine", "command")
-    fields = {**{name: getattr(work, name) for name in names}, "settings": dict(work.settings)}
-    return fields | ({"global_batch_size": trial.shortened.global_batch_size} if trial.shortened else {})
-
-
-def _serve_fields(work: ServeSpec, measured: Measurement) -> dict[str, Any]:
-    load = work.loads[0]
-    names = ("input_len", "output_len", "prefix_len", "range_ratio", "distribution", "concurrency", "num_prompts")
-    return {
-        "engine": work.engine,
-        "engine_version": measured.versions.get(work.engine) or work.engine_version,
-        "precision": work.precision,
-        "engine_args": dict(work.engine_args),
-        "weights": work.weights if work.weights and Path(work.weights).is_file() else None,
-        **{name: getattr(load, name) for name in names},
-        "request_rate": "inf" if load.request_rate == math.inf else load.request_rate,
     }

@@ -13,7 +13,6 @@ import numpy as np
 
 from flagcore.contracts import Platform, Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device, DeviceUse
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO
 from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice
@@ -52,7 +51,7 @@ def _problem(platform: Platform) -> str:
         return ""
     if task.cluster.groups[0].nodes > 1 or len(task.cluster.groups) > 1:
         return Message("the user's command starts on all nodes")
-    if support.shared_devices and isinstance(task.spec.work, ServeSpec):
+    if support.shared_devices and not task.spec.work.has_steps:
         return Message("servers on a CPU share its cores with the load generator")
     if not (support.visible_devices or support.shared_devices):
         return Message("the plugin of {chip} names no variable that selects devices", chip=task.cluster.chips)
@@ -197,10 +196,9 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
     `devices`: all detected devices. `needed`: the required number of devices; by default, the devices of a node.
     """
     cluster, support, work = platform.task.cluster, platform.support, platform.task.spec.work
-    section = "serve" if isinstance(work, ServeSpec) else "train"
     if work.command is None and (support.device_type is None or support.distributed_backend is None):
         text = N_("no installed plugin defines how {engine} runs on {chip}; give a {where}.command")
-        raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=section))
+        raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=work.kind))
     if platform.task.spec.on_each_host and not devices:
         return  # the devices of the hosts are unknown
     if platform.setups and platform.task.spec.on_each_host:

@@ -29,13 +29,8 @@ from flagcore.domain.space import (
     Rule,
     rows_by_codes,
 )
-from flagcore.domain.spec import Spec, Task, TrainSpec
+from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-
-
-def has_user_command(spec: Spec) -> bool:
-    """Return whether trials of `spec` run the user's training command, to which flags can be added."""
-    return isinstance(spec.work, TrainSpec) and spec.work.command is not None
 
 
 def plugin_axis(task: Task, knob: Knob) -> Axis:
@@ -43,7 +38,7 @@ def plugin_axis(task: Task, knob: Knob) -> Axis:
 
     The axis has the values that the spec lists. `auto` means all values that trials can use.
     """
-    listed, user_command = task.spec.space.get(knob.name, (knob.neutral,)), has_user_command(task.spec)
+    listed, user_command = task.spec.space.get(knob.name, (knob.neutral,)), task.spec.work.starts_itself
     if isinstance(listed, str):
         effects = knob.effects.items()
         usable = [value for value, effect in effects if not effect.no_launch_reason(user_command=user_command)]
@@ -108,9 +103,9 @@ def effects_of_row(task: Task, columns: Columns) -> list[Effect]:
 def with_flags(task: Task, effects: Sequence[Effect]) -> Task:
     """Return `task` with the flags of `effects` added to the user's command, if there is one."""
     flags, work = tuple(flag for effect in effects for flag in effect.flags), task.spec.work
-    if not flags or not isinstance(work, TrainSpec) or work.command is None:
+    if not flags or not work.starts_itself:
         return task
-    return replace(task, spec=replace(task.spec, work=replace(work, flags=flags)))
+    return replace(task, spec=replace(task.spec, work=work.with_flags(flags)))
 
 
 def scaled(predictions: Predictions, effects: Sequence[Effect]) -> Predictions:

@@ -14,9 +14,8 @@ from flagcore.contracts.capabilities import Servers, optional
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.plan import Plan, SearchTime
 from flagcore.domain.prediction import MEMORY_ERROR
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import DOES_NOT_FIT, FloatArray, IntArray
-from flagcore.domain.spec import AUTO, PRECISIONS, Task, TrainSpec
+from flagcore.domain.spec import AUTO, PRECISIONS, Task
 from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
@@ -199,12 +198,12 @@ def search_time(problem: Problem) -> SearchTime:
         trial_seconds = float(np.minimum(seconds, steps * max_step).sum())  # longer steps are shortened
         return trial_seconds + repeats * float(np.max(seconds, initial=0.0))
 
-    is_training, steps = isinstance(task.spec.work, TrainSpec), control.train_iters
+    has_steps, steps = task.spec.work.has_steps, control.train_iters
     servers = optional(problem.engine, Servers)
-    expected = steps * predictions.step_time_s if is_training else servers.load_seconds(task, predictions)
+    expected = steps * predictions.step_time_s if has_steps else servers.load_seconds(task, predictions)
     predicted, high = (seconds_of_all(column[rows]) for column in (expected, steps * predictions.high_s))
-    is_unknown = is_training and not math.isfinite(high)
-    steps_limit = SLACK * high if is_training and not is_unknown and control.max_time_per_task is None else 0.0
+    is_unknown = has_steps and not math.isfinite(high)
+    steps_limit = SLACK * high if has_steps and not is_unknown and control.max_time_per_task is None else 0.0
     trial_limit = control.max_time_per_task or (UNKNOWN_SECONDS if is_unknown else start_seconds)
     at_most = (rows.size + repeats) * trial_limit + steps_limit
     return SearchTime(
@@ -257,9 +256,9 @@ def no_time(task: Task, costs: Costs) -> str:
         fix = "give nic_bytes_per_second in each of cluster.groups"
         by_fix.setdefault(fix, []).append("the network between node groups")
     if not by_fix and not unlisted:
-        is_serving = isinstance(task.spec.work, ServeSpec)
-        rate = "the host's speed for layers that are not on a device" if is_serving else "a rate of the device"
-        by_fix["trials measure it" if is_serving else CALIBRATE] = [rate]
+        of_host = ("trials measure it", "the host's speed for layers that are not on a device")
+        fix, rate = (CALIBRATE, "a rate of the device") if task.spec.work.has_steps else of_host
+        by_fix[fix] = [rate]
     rates_text = ", ".join(f"{' and '.join(rates)} ({fix})" for fix, rates in by_fix.items())
     chips = {group.chip.name: group for group in task.cluster.groups}
     unlimited = [

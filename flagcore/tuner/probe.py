@@ -257,7 +257,7 @@ def trial_of_probe(platform: Platform, trial: Trial, probe: Probe, predicted: Pr
 
 def _measurement(task: Task, probe: Probe, combined: Prediction, step: float) -> Measurement:
     """Return the measurement of a probed candidate whose combined step takes `step` seconds."""
-    train, ranks = task.spec.train, probe.measured
+    tokens, ranks = task.spec.work.step_tokens, probe.measured
     slowest = max(ranks, key=lambda rank: rank.compute_time_s)
     optimizer = max(ranks, key=lambda rank: rank.optimizer_time_s)
     caching = any(rank.reserved_bytes is not None for rank in ranks)
@@ -265,7 +265,7 @@ def _measurement(task: Task, probe: Probe, combined: Prediction, step: float) ->
         step_times_s=(step,),
         step_time_s=step,
         spread_s=slowest.compute_spread_s + optimizer.optimizer_spread_s,
-        tokens_per_second_per_device=train.global_batch_size * train.seq_length / step / task.cluster.devices,
+        tokens_per_second_per_device=tokens / step / task.cluster.devices,
         peak_allocated_bytes=int(combined.peak_allocated_bytes),
         peak_reserved_bytes=int(combined.reserved_bytes) if caching else None,
         device_used_bytes=int(combined.device_used_bytes),

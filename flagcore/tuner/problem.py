@@ -16,14 +16,13 @@ from flagcore.contracts.capabilities import Production, Pruning, RuleOfThumb, Se
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Legality, Space, as_candidate
-from flagcore.domain.spec import JobRecord, Spec, Task, TrainSpec
+from flagcore.domain.spec import JobRecord, Spec, Task
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import FlagError, NothingFits, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.effects import has_user_command, plugin_columns
+from flagcore.tuner.effects import plugin_columns
 from flagcore.tuner.shorten import smaller_task
 from flagcore.tuner.stages.build import NOT_LIKELY, PLANNED_SHARE, bounds, build, check, legality
 from flagcore.tuner.stages.complete import complete
@@ -123,7 +122,7 @@ def require_launchable(problem: Problem) -> None:
 def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
     """Return why trials of `task` cannot use a value of a knob, or an empty string if they can."""
     effect = knob.effect(value)
-    return effect.no_launch_reason(user_command=has_user_command(task.spec)) if effect else ""
+    return effect.no_launch_reason(user_command=task.spec.work.starts_itself) if effect else ""
 
 
 def rows_by_time(problem: Problem) -> IntArray:
@@ -175,7 +174,7 @@ def lacks_margin(task: Task, predictions: Predictions) -> BoolArray:
     Servers reserve a share that a knob sets, and `cluster.memory_per_device` is a budget in which the user has already
     left a margin: for these, no row lacks one.
     """
-    has_budget = not isinstance(task.spec.work, TrainSpec) or task.spec.cluster.memory_bytes_per_device
+    has_budget = task.spec.work.reserves_memory or task.spec.cluster.memory_bytes_per_device
     return predictions.share_in_use > (np.inf if has_budget else PLANNED_SHARE)
 
 
@@ -248,30 +247,28 @@ def _nothing_legal(space: Space, legal: Legality) -> str:
 def nearest_runs(
     task: Task, loaded: LoadedPlugins, *, others: bool = False
 ) -> tuple[tuple[JobRecord, Mapping[str, Any]], ...]:
-    """Return the published training runs on the task's kinds of chips (or on `others`), the nearest first."""
+    """Return the published runs of the same kind on the task's kinds of chips (or on `others`), the nearest first.
+
+    Only runs of jobs with steps can be compared.
+    """
     from flagcore.spec.jobs import read_job  # takes long to import
 
     chips, engines, found = {group.chip.name for group in task.cluster.groups}, plugins.engines(), []
-    for record in () if isinstance(task.spec.work, ServeSpec) else loaded.published_runs():
+    work = task.spec.work
+    for record in loaded.published_runs() if work.has_steps else ():
         with suppress(FlagError, KeyError):
             chip = loaded.find_chip(record["cluster"]["chip"])
-            if chip is None or (chip.name in chips) == others:
+            if chip is None or (chip.name in chips) == others or record["kind"] != work.kind:
                 continue
             job = read_job(record, engines)
-            if not isinstance(job.work, ServeSpec):
-                found.append((distance(task, job), job, record))
+            found.append((distance(task, job), job, record))
     return tuple((job, record) for _, job, record in sorted(found, key=lambda each: each[0]))
 
 
 def distance(task: Task, job: JobRecord) -> float:
-    """Return how much a published job differs from `task`: in model, precision, devices and length of the sequences.
-
-    The weights were chosen by hand: a run of the same model and precision at another scale is nearer than another
-    model's.
-    """
-    model, train = task.spec.model, task.spec.train
-    assert not isinstance(job.work, ServeSpec)
+    """Return how much a published job differs from `task`: in model, devices, and as `Work.distance` returns."""
+    model = task.spec.model
     sizes = [math.log2(each.num_layers * each.hidden_size**2) for each in (model, job.model)]
     is_other_kind = (model.num_moe_experts is None) != (job.model.num_moe_experts is None)
-    scale = abs(math.log2(task.cluster.devices / job.devices)) + abs(math.log2(train.seq_length / job.work.seq_length))
-    return abs(sizes[0] - sizes[1]) + 2 * is_other_kind + (train.precision != job.work.precision) + scale / 4
+    scale = abs(math.log2(task.cluster.devices / job.devices))
+    return abs(sizes[0] - sizes[1]) + 2 * is_other_kind + task.spec.work.distance(job.work) + scale / 4

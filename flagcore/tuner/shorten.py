@@ -43,8 +43,8 @@ def scale_nodes(task: Task, nodes: int, predicted: float) -> Shortened:
     spread = math.hypot(model_error, QUANTILE * UNMODELLED_DEVIATION * math.log2(of_nodes / nodes))
     low, middle, high = (max(each, MIN_SCALE) for each in (predicted - spread, predicted, predicted + spread))
     return Shortened(
-        global_batch_size=task.on_nodes(nodes).spec.train.global_batch_size,
-        whole=task.spec.train.global_batch_size,
+        global_batch_size=task.on_nodes(nodes).spec.work.step_samples,
+        whole=task.spec.work.step_samples,
         scale=middle,
         low=low,
         high=high,
@@ -80,7 +80,7 @@ def shorten(platform: Platform, candidate: Candidate, columns: Columns, step_s: 
     whole_s, short_s = (float(predict_columns(each, columns).step_time_s[0]) for each in (platform, short_task))
     if not math.isfinite(whole_s / short_s) or whole_s <= short_s:
         return None
-    return scale_steps(batch, task.spec.train.global_batch_size, short_s, whole_s)
+    return scale_steps(batch, task.spec.work.step_samples, short_s, whole_s)
 
 
 def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) -> Shortened:

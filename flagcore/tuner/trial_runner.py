@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flagcore.contracts import Launcher, Platform, Problem
-from flagcore.domain.spec import Task, TrainSpec
+from flagcore.domain.spec import Task
 from flagcore.domain.trial import PROBE, RUN, Trial, TrialState
 from flagcore.errors import HostLost, LaunchError, UsageError
 from flagcore.i18n import N_, Message
@@ -41,7 +41,7 @@ def memory_needed(task: Task, trial: Trial) -> float:
     used_bytes = trial.predicted.device_used_bytes if trial.predicted else 0.0
     if not math.isfinite(used_bytes):
         return 0.0
-    uses_whole_node = isinstance(task.spec.work, TrainSpec) and trial.fidelity != PROBE
+    uses_whole_node = task.spec.work.has_steps and trial.fidelity != PROBE
     return used_bytes * (task.cluster.groups[0].devices_per_node if uses_whole_node else 1)
 
 

@@ -27,7 +27,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Effect, Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import Task, TrainSpec
+from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.vendorkit.fields import KINDS, Content, Scope, applicable, build, entries, finish, read_as, read_file
 
@@ -71,7 +71,7 @@ class Variable(Scope):
     def applies_to(self, task: Task | None) -> bool:
         """Return whether the variable's conditions hold for a task. None means a task on one node without settings."""
         nodes = sum(group.nodes for group in task.cluster.groups) if task else 1
-        settings = task.spec.work.settings if task and isinstance(task.spec.work, TrainSpec) else {}
+        settings = task.spec.work.settings if task else {}
         return (nodes > 1 or not self.several_nodes) and not (self.unless and settings.get(self.unless))
 
 

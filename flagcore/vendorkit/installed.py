@@ -9,7 +9,6 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec
 from flagcore.errors import NoDevice, SpecError
 
@@ -101,8 +100,7 @@ def check_version(spec: Spec, installed: str) -> None:
     if version and installed and version != installed and release(version) != release(installed):
         problem = f"is not the installed release, {installed}: defaults and speed may differ"
         fix = "remove it, or install that release; `flag estimate` accepts any release"
-        kind = "serve" if isinstance(spec.work, ServeSpec) else "train"
-        raise SpecError(key=f"{kind}.engine_version", value=version, problem=problem, fix=fix)
+        raise SpecError(key=f"{spec.work.kind}.engine_version", value=version, problem=problem, fix=fix)
 
 
 def release(version: str) -> tuple[int, ...] | None:

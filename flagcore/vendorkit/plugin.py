@@ -11,7 +11,6 @@ from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import topology_of
@@ -110,18 +109,17 @@ class VendorPlugin:
 
     @hookimpl
     def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
-        is_serving = isinstance(task.spec.work, ServeSpec)
         chips = [group.chip for group in task.cluster.groups if self.owns(group.chip)]
         if not chips:
             return None
 
         def of_chips(quirks: Iterable[S]) -> tuple[S, ...]:
-            about = (task.spec.work.engine, engine_version, "serve" if is_serving else "train")
+            about = (task.spec.work.engine, engine_version, task.spec.work.kind)
             return tuple(dict.fromkeys(each for chip in chips for each in applicable(quirks, chip, *about)))
 
         quirks, is_set = read_quirks(self.package), {*os.environ, *task.spec.envs, *task.spec.cluster.envs}
         hidden = [each for each in of_chips(read_variables(self.package)) if each.overridden_by in is_set]
-        unit, slow = "requests of a load" if is_serving else "steps of a trial", of_chips(quirks.warmup)
+        unit, slow = "steps of a trial" if task.spec.work.has_steps else "requests of a load", of_chips(quirks.warmup)
         return TaskAdvice(
             rules=(*of_chips(quirks.refused), *of_chips(quirks.forced)),
             preferred=of_chips(quirks.preferred),

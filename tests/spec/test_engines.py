@@ -9,9 +9,8 @@ import pytest
 
 from flagcore.domain.knob import Knob
 from flagcore.errors import SpecError
-from flagcore.spec.convert import parse_spec
+from flagcore.spec.convert import json_schema, parse_spec
 from flagcore.spec.jobs import read_job
-from flagcore.spec.serving import json_schema
 from tests.tasks import SHAPE
 
 KNOBS = (

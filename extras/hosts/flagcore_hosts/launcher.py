@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flagcore.contracts import HostCheck, Hosts, Launcher
+from flagcore.contracts import HeldHosts, HostCheck, Launcher
 from flagcore.domain.chip import Device, DeviceUse
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import NoDevice
@@ -46,7 +46,7 @@ class HostsLauncher(HostTrials):
     """Starts trials on hosts that it has checked. Subclasses and instances differ in how agents are started."""
 
     @contextlib.contextmanager
-    def use_hosts(self, cluster: ClusterSpec, check: HostCheck) -> Iterator[Hosts]:
+    def use_hosts(self, cluster: ClusterSpec, check: HostCheck) -> Iterator[HeldHosts]:
         not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
         names = [group.kind for group in cluster.groups for _node in range(group.nodes)]
         with self.keep_agents() as agents:
@@ -65,7 +65,7 @@ class HostsLauncher(HostTrials):
             by_host = {report.host: report.devices or () for report in reports}
             if any(by_host.values()):
                 agents.watch_devices((*check.report, "watch"), shared_variables())
-            yield Hosts(
+            yield HeldHosts(
                 names=hosts,
                 devices=tuple(device for devices in by_host.values() for device in devices),
                 network=measured_network(speeds, cluster.devices_per_node) if cluster.nodes > 1 else None,

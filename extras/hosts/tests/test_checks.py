@@ -4,9 +4,9 @@ import json
 import socket
 import sys
 import time
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flagcore_hosts.checks import (
@@ -26,7 +26,7 @@ from flagcore_hosts.launcher import SSH, HostsLauncher
 from extras.hosts.tests.cluster.bed import missing
 from flagcore import __version__, api
 from flagcore.api.commands.doctor import busy, host_check
-from flagcore.contracts import Hosts, Network, Telemetry, device_use
+from flagcore.contracts import Network, Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import LaunchError, NoDevice, UsageError
@@ -40,7 +40,7 @@ GOOD = HostReport(
 )
 
 
-def use(launcher: HostsLauncher, *hosts: str, variables: dict[str, str] | None = None) -> AbstractContextManager[Hosts]:
+def use(launcher: HostsLauncher, *hosts: str, variables: dict[str, str] | None = None) -> Any:
     cluster = ClusterSpec(hosts=hosts, nodes=len(hosts))
     return launcher.use_hosts(cluster, host_check((), variables, compare=False))
 

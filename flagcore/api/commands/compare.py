@@ -13,7 +13,6 @@ from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.subject import Subject
 from flagcore.domain.prediction import Prediction
 from flagcore.domain.records import GIB
-from flagcore.domain.serving import ServeSpec
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import (
@@ -64,7 +63,7 @@ def _split_name(text: str, default: SpecLike | None = None) -> tuple[SpecLike, s
 def compare_subjects(a: Subject, b: Subject) -> Comparison:
     """Return the comparison of two candidates. Raises UsageError if one is a training job and the other a server."""
     specs = [side.snapshot.task.spec for side in (a, b)]
-    if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
+    if specs[0].work.kind != specs[1].work.kind:
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
         raise UsageError(_("{a} and {b} cannot be compared: one is a training job, the other a server", **places))
     seconds, certainty = _times(a, b)
@@ -127,10 +126,8 @@ def _measured(side: Subject) -> MeasuredRuns | None:
 
 def _unit(side: Subject) -> float:
     """Return the tokens per device and step, or 1 for a server. To compare tasks, step times are divided by them."""
-    spec = side.snapshot.task.spec
-    if isinstance(spec.work, ServeSpec):
-        return 1.0
-    return spec.train.global_batch_size * spec.train.seq_length / side.snapshot.task.cluster.devices
+    tokens = side.snapshot.task.spec.work.step_tokens
+    return tokens / side.snapshot.task.cluster.devices if tokens else 1.0
 
 
 def _relative(a: Subject, b: Subject, a_s: float, b_s: float) -> float:

@@ -170,9 +170,7 @@ def _runs(problem: Problem) -> str:
 def _assumed(task: Task) -> Mapping[str, Any]:
     """Return the implementation and the settings that a plan assumes. The mapping is empty if it assumes none."""
     work = task.spec.work
-    if isinstance(work, ServeSpec) or not work.assumed:
-        return {}
-    return {"implementation": work.implementation, **work.assumed}
+    return {"implementation": task.spec.train.implementation, **work.assumed} if work.assumed else {}
 
 
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
@@ -287,7 +285,7 @@ def _plan(problem: Problem, rows: IntArray, split: str = "") -> ChipPlan | None:
     for row in rows[:1].tolist():
         prediction = problem.predictions.row(row)
         if (seconds := prediction.step_time_s) is not None:
-            tokens = train.global_batch_size * train.seq_length
+            tokens = train.step_tokens
             return ChipPlan(
                 chips=cluster.chips,
                 devices=cluster.devices,

@@ -21,7 +21,6 @@ from flagcore.contracts.exchange import ANY_HOST
 from flagcore.domain.files import writable
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import HOSTFILE
 from flagcore.errors import FlagError, SpecError, UsageError
@@ -67,9 +66,9 @@ def export(
         raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
     require_startable(snapshot.problem, chosen, elsewhere=True)
     work = snapshot.problem.task.spec.work
-    if isinstance(work, ServeSpec) and work.weights is None:
+    if work.missing:
         fix = N_("set the path or the name of the model that the servers load")
-        raise SpecError(key="serve.weights", problem="is missing", fix=fix)
+        raise SpecError(key=f"{work.kind}.{work.missing}", problem="is missing", fix=fix)
     with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
         job = _job(snapshot, chosen, exporter, draft, job_id, options or {})
         _require_equal_nodes(job, target)
@@ -189,11 +188,10 @@ def _elsewhere(platform: Platform, exporter: Exporter | None, engine: object) ->
     """
     spec, work = platform.task.spec, platform.task.spec.work
     cluster, launcher = spec.cluster, spec.launcher
-    if isinstance(work, ServeSpec):
-        in_image = exporter is engine or (exporter is not None and exporter.per_server)
-        work = replace(work, elsewhere="image" if in_image else "host")
-    elif work.command is None or any(HOSTFILE in word for word in work.command):
+    if work.has_steps and (work.command is None or any(HOSTFILE in word for word in work.command)):
         return platform
+    in_image = exporter is engine or (exporter is not None and exporter.per_server)
+    work = work.on_other_machines("image" if in_image else "host")
     if cluster.nodes > 1 and not (exporter is None and spec.on_each_host):
         cluster = replace(cluster, hosts=tuple(ANY_HOST.format(number) for number in range(cluster.nodes)))
         launcher = ON_HOSTS

@@ -19,14 +19,21 @@ from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.serving import ProfileSection, ServeSection
 from flagcore.spec.validate import Section
 
-TRAINING: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
-SERVING: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": CLIENTS_PER_DEVICE}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "train": {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"},
+    "serve": {"input_len": 1024, "output_len": 128, "concurrency": CLIENTS_PER_DEVICE},
+}
 """The values that a new spec needs, by the kind of its engine, with their defaults."""
+PARTS: Mapping[str, Mapping[str, type[Section]]] = {
+    "train": {"train": TrainSection},
+    "serve": {"serve": ServeSection, "serve.profile": ProfileSection},
+}
+"""The sections of a new spec, by the kind of its engine. The last one has the values in DEFAULTS."""
 
 
 def defaults_of(engine: str) -> Mapping[str, Any]:
     """Return the keys that a new spec of an engine needs, each with its default. Raises SpecError."""
-    return TRAINING if plugins.find_engine(engine).kind == "train" else SERVING
+    return DEFAULTS[plugins.find_engine(engine).kind]
 
 
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
@@ -34,13 +41,10 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
     model_from(model, base=Path())
     path = absolute_model(model, Path())
     data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
-    sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection}
-    if plugins.find_engine(engine).kind == "train":
-        data["train"] = {"engine": engine, **values}
-        sections["train"] = TrainSection
-    else:
-        data["serve"] = {"engine": engine, "profile": dict(values)}
-        sections |= {"serve": ServeSection, "serve.profile": ProfileSection}
+    kind = plugins.find_engine(engine).kind
+    *_section, inner = list(PARTS[kind])[-1].split(".")
+    data[kind] = {"engine": engine, **(values if inner == kind else {inner: dict(values)})}
+    sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection, **PARTS[kind]}
     data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
     check_spec(LoadedSpec(Path(), data))
     check_chips(cluster)

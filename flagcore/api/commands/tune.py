@@ -44,7 +44,7 @@ from flagcore.domain.files import writable, write
 from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data, secrets_in_environment
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import Control, Task, TrainSpec
+from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import (
     ESTIMATE,
     FIDELITIES,
@@ -183,7 +183,7 @@ class _EngineRun:
     def _use_hosts(self, agents: ExitStack) -> tuple[tuple[Device, ...], Callable[[Device], Telemetry | None]]:
         """Reserve the spec's hosts. Return their devices, and telemetry until `agents` ends. Raises NoDevice."""
         cluster = self.spec.cluster
-        variables = self.spec.envs if isinstance(self.spec.work, TrainSpec) else None
+        variables = self.spec.envs if self.spec.work.has_steps else None
         check = host_check(self._files(), variables, compare=self.spec.control.compare_hosts)
         hosts = agents.enter_context(self.launcher.use_hosts(cluster, check))
         cluster = replace(cluster, hosts=hosts.names)

@@ -14,8 +14,7 @@ from flagcore.domain.chip import TRAINED, slowness, usual_precision
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice, ValueRule
 from flagcore.domain.knob import Knob
-from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
+from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.errors import FlagError, NoDevice, SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
@@ -110,7 +109,7 @@ def _with_precision(
     The precision is the first of bf16, fp16 and fp32 in which all chips compute at least as fast as in fp32. A chip
     without known rates is assumed to do so in all three. fp16 is excluded on shared devices, which are CPU cores.
     """
-    if not isinstance(spec.work, TrainSpec) or spec.work.precision != AUTO:
+    if spec.work.precision != AUTO:
         return spec, ""
     about = [rule for rule in value_rules if isinstance(rule, RefusedValues) and rule.knob == "precision"]
     refused_everywhere = {value for rule in about for value in rule.values}
@@ -160,9 +159,8 @@ def _with_preferred(spec: Spec, preferred: PreferredSetting) -> Spec:
 
 def _with_warmup(spec: Spec, warmup: int) -> Spec:
     """Return `spec` with at least `warmup` unmeasured training steps, or unmeasured requests for each load."""
-    if isinstance(spec.work, ServeSpec):
-        loads = tuple(replace(load, warmup=max(load.warmup, warmup)) for load in spec.work.loads)
-        return replace(spec, work=replace(spec.work, loads=loads))
+    if not spec.work.has_steps:
+        return replace(spec, work=spec.work.with_warmup(warmup))
     more = max(warmup - spec.control.warmup_iters, 0)
     control = replace(
         spec.control, warmup_iters=spec.control.warmup_iters + more, train_iters=spec.control.train_iters + more
@@ -177,13 +175,8 @@ def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting
     """
     for setting in values:
         section, _, name = setting.setting.partition(".")
-        work = spec.work
-        if section == "settings" and isinstance(work, TrainSpec) and work.command and setting.value is not None:
-            spec = replace(spec, work=replace(work, settings={name: setting.value, **work.settings}))
-        elif section == "engine_args" and isinstance(work, ServeSpec) and setting.value is not None:
-            arguments = {each.lstrip("-").replace("_", "-") for each in (*work.engine_args, *(spec.baseline or {}))}
-            if name.replace("_", "-") not in arguments:
-                spec = replace(spec, work=replace(work, engine_args={**work.engine_args, name: setting.value}))
+        if setting.value is not None:
+            spec = replace(spec, work=spec.work.with_advice(section, name, setting.value, spec.baseline or {}))
     return spec
 
 
@@ -214,7 +207,7 @@ def with_plugin_knobs(platform: Platform) -> Platform:
     settings = [_compared_setting(task, knob) for knob in engine.knobs if knob.comparable and knob.name in named_knobs]
     chosen = (*settings, *(knob for knob in plugin_knobs if knob.name in named_knobs))
     plugin_names = ", ".join(knob.name for knob in plugin_knobs)
-    if isinstance(spec.work, TrainSpec):
+    if not spec.work.takes_any_flag:
         for name in named_knobs.keys() - engine_names - {knob.name for knob in chosen}:
             section = "space" if name in spec.space else "baseline"
             problem = f"is not a knob of {spec.work.engine} on {task.cluster.chips}"
@@ -256,10 +249,10 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
         knob.parse(value, f"auto_tuner.space.{knob.name}")
     if knob.name in baseline:
         knob.parse(baseline[knob.name], f"auto_tuner.baseline.{knob.name}")
-    settings = spec.work.settings if isinstance(spec.work, TrainSpec) else {}
+    kind = spec.work.kind
     for effect in knob.effects.values():
         for section, values, names in (
-            ("train.settings", settings, effect.settings),
+            (f"{kind}.settings", spec.work.settings, effect.settings),
             ("envs", spec.envs, effect.environment),
         ):
             if duplicates := [name for name in names if name in values]:
@@ -267,7 +260,7 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
                 raise SpecError(key=key, value=values[duplicates[0]], problem=problem, fix="remove one of the two")
         if duplicates := [flag for flag in effect.flags if flag.startswith("--") and flag in (spec.work.command or ())]:
             problem = f"has {duplicates[0]}, which auto_tuner.space.{knob.name} adds or leaves out"
-            raise SpecError(key="train.command", problem=problem, fix="remove one of the two")
+            raise SpecError(key=f"{kind}.command", problem=problem, fix="remove one of the two")
 
 
 def engine_version(spec: Spec, engine: Engine) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from flagcore.domain.chip import ASSUMED_NETWORK, Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport, has_common_library
-from flagcore.domain.spec import AUTO, ClusterSpec, Spec, TrainSpec
+from flagcore.domain.spec import AUTO, ClusterSpec, Spec
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -56,7 +56,7 @@ def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = No
         groups.append(_group(requested, chip, devices, support))
         supports.append(support)
     joint_support = _join_supports(supports, [group.chip.name for group in groups])
-    if isinstance(spec.work, TrainSpec) and not has_common_library(groups, supports):
+    if spec.work.has_steps and not has_common_library(groups, supports):
         text = N_(
             "messages between {chips} are copied through the memory of the hosts: no collective library connects all "
             "of them, according to the installed plugins"

@@ -20,7 +20,7 @@ from flagcore.contracts import Platform, RunningLaunch
 from flagcore.contracts.capabilities import Steps, optional
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.launch import INCONCLUSIVE, LONGEST_REASON, Exit, FailurePattern, failure
-from flagcore.domain.spec import Control, TrainSpec, objective_value
+from flagcore.domain.spec import Control, objective_value
 from flagcore.domain.trial import MIN_STEPS, Measurement, Trial, TrialState, steps_in_time, warmup_steps
 from flagcore.errors import FlagError
 from flagcore.tuner.devices import device_readers
@@ -76,8 +76,8 @@ class _Monitor:
         return self.platform.task.spec.control
 
     @property
-    def is_training(self) -> bool:
-        return isinstance(self.platform.task.spec.work, TrainSpec)
+    def has_steps(self) -> bool:
+        return self.platform.task.spec.work.has_steps
 
     def outcome(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
         """Wait until the trial ends, or stop it, and return it with its outcome."""
@@ -118,7 +118,7 @@ class _Monitor:
         trial = self._stopped_early() if is_slower else self._ended(ended, steps, has_all_steps=has_all_steps)
         if steps_to_run and trial.state is TrialState.MEASURED and not has_run_steps:
             trial = replace(trial, reason=self._end_remark(ended, len(steps), steps_to_run))
-        if self.is_training:
+        if self.has_steps:
             silent_s = time.monotonic() - start - last_step_at
             if ended.ended_by == "timeout" and silent_s > max(HANG_STEPS * max(steps, default=math.inf), HANG_SECONDS):
                 trial = replace(trial, silent_s=silent_s, reason=self._hang_reason(steps))
@@ -152,7 +152,7 @@ class _Monitor:
         time.
         """
         limit = self.trial.time_limit
-        if not self.is_training or len(steps) != 1 or self.control.train_iters < MIN_STEPS or limit is None:
+        if not self.has_steps or len(steps) != 1 or self.control.train_iters < MIN_STEPS or limit is None:
             return False
         is_shared = self.platform.support.shared_devices
         next_s = steps[0] if is_shared else min(steps[0], _predicted_step(self.trial) or 0.0)
@@ -185,14 +185,14 @@ class _Monitor:
 
     def _ended(self, ended: Exit, steps: Sequence[float], *, has_all_steps: bool) -> Trial:
         """Return the trial as measured if it ran long enough, or with the reason for its failure."""
-        cut_off = ended.ended_by == "timeout" and not has_all_steps and self.is_training and len(steps) >= MIN_STEPS
+        cut_off = ended.ended_by == "timeout" and not has_all_steps and self.has_steps and len(steps) >= MIN_STEPS
         if (ended.code == 0 and ended.ended_by is None) or has_all_steps or cut_off:
             try:
                 return self._checked(self._measurement(partial=cut_off))
             except FlagError as error:
                 return self._failed(error)
         state, reason = failure(ended, self.folder, self._failure_patterns, self.trial.time_limit)
-        if state is TrialState.TIMED_OUT and self.is_training:
+        if state is TrialState.TIMED_OUT and self.has_steps:
             reason = self._timeout_reason(reason, steps)
         is_inconclusive = ended.ended_by in INCONCLUSIVE
         return replace(self.trial, state=state, reason=reason, inconclusive=is_inconclusive, lost_host=ended.lost_host)
@@ -204,7 +204,7 @@ class _Monitor:
     def _checked(self, measured: Measurement) -> Trial:
         """Return the trial as measured, or as failed if its measurement is invalid."""
         group, trial = self.platform.task.cluster.groups[0], replace(self.trial, measurement=measured)
-        checks_ranks = self.platform.support.shared_devices and self.is_training
+        checks_ranks = self.platform.support.shared_devices and self.has_steps
         budget = group.memory_bytes if checks_ranks else None  # servers need no check: the launcher limits their memory
         if budget and measured.device_used_bytes and measured.device_used_bytes > budget:
             used_bytes = measured.device_used_bytes
@@ -217,7 +217,7 @@ class _Monitor:
             if (actual := measured.effective.get(knob, requested)) != requested:
                 reason = f"the engine ran with {knob} = {actual} instead of {requested}"[:LONGEST_REASON]
                 return replace(trial, state=TrialState.INVALID, reason=reason)
-        if measured.partial and not self.is_training and self.best is not None:
+        if measured.partial and not self.has_steps and self.best is not None:
             best, name = self.best, self.platform.task.spec.objective
             rate = objective_value(name, best.measurement.step_time_s) if best.measurement else math.nan
             reason = (

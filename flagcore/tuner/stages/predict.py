@@ -16,7 +16,7 @@ from flagcore.contracts import Platform
 from flagcore.contracts.capabilities import Details, optional
 from flagcore.domain.plan import cost_figures
 from flagcore.domain.prediction import Interval, Prediction, Predictions, part_name
-from flagcore.domain.serving import PER_DEVICE, ServeSpec
+from flagcore.domain.serving import PER_DEVICE
 from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task, objective_value
 from flagcore.tuner.effects import rows_by_effects, scaled
@@ -141,13 +141,13 @@ def with_figures(task: Task, prediction: Prediction, layers: Sequence[int] = ())
     step, work = prediction.step, task.spec.work
     if step is None:
         return replace(prediction, stage_layers=tuple(layers))
-    if isinstance(work, ServeSpec):
+    if not work.has_steps:
         objective = task.spec.objective
         bounds = sorted((objective_value(objective, step.low), objective_value(objective, step.high)))
         costs = cost_figures(task, step.value, prediction.figures.get(PER_DEVICE))
         return replace(prediction, objective=Interval(objective_value(objective, step.value), *bounds), costs=costs)
     devices, peak = task.cluster.devices, task.cluster.peak_flops(work.precision)
-    tokens = work.global_batch_size * work.seq_length / devices
+    tokens = work.step_tokens / devices
     rate = prediction.model_flops / step.value / devices
     return replace(
         prediction,

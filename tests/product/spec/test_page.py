@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from docs.site import spec_tables
-from flagcore.spec.convert import parse_spec
-from flagcore.spec.serving import json_schema
+from flagcore.spec.convert import json_schema, parse_spec
 from flagcore.spec.validate import keys_of
 from tests.product.tasks import ENGINES
 

@@ -9,9 +9,8 @@ import pytest
 
 from flagcore.domain.serving import Images, Load, ServeSpec
 from flagcore.errors import SpecError
-from flagcore.spec.convert import check_engines, engines_of, parse_spec, select_engine
+from flagcore.spec.convert import check_engines, engines_of, json_schema, parse_spec, select_engine
 from flagcore.spec.jobs import read_job
-from flagcore.spec.serving import json_schema
 from tests.product.spec.test_page import BASE
 from tests.product.tasks import ENGINES
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def test_without_a_spare_the_search_continues_on_the_hosts_that_are_left(project: Project) -> None:
     bed = project.bed
     project.write_spec(
-        sleeps=0.5, trials=4, repeats=1, batch=12, min_nodes=2, wait_for_hosts=5, nic_bytes_per_second=1e9
+        sleeps=0.5, trials=3, repeats=1, batch=12, min_nodes=2, wait_for_hosts=5, nic_bytes_per_second=1e9
     )
     tune = Tune(project)
     assert tune.wait_for_a_trial(1) == [*bed.names]
