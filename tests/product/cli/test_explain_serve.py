@@ -77,7 +77,7 @@ def test_if_no_trial_met_the_limits_there_is_no_best(spec: Callable[..., str]) -
     late_trials = [
         replace(trial(row, 10.0 * (row + 1), 9.0), candidate=space.candidate(row)) for row in range(len(space))
     ]
-    limits = {"limits": snapshot.task.spec.limits, "fastest": late_trials[0].number}
+    limits = {"limits": snapshot.task.spec.work.slo, "fastest": late_trials[0].number}
     objective = {"name": snapshot.task.spec.objective}
     trials = [as_data(each) for each in late_trials]
     data = run_data(stopped_because="all is tried", objective=objective, trials=trials, **limits).data
