@@ -20,10 +20,9 @@ from flagcore.contracts.capabilities import Probes, Pruning, RuleOfThumb, Shorte
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions, RankPrediction
-from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
-from flagcore.domain.trial import Measurement, TrialState
+from flagcore.domain.trial import Measurement, RankMeasurement, TrialState
 from flagcore.errors import FlagError
 from flagcore_testing import toy_program
 
