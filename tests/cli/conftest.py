@@ -64,13 +64,13 @@ def do(what):
 TRAIN = f'''\
 """Plays a training run: fails as the variables say, or does what the toy's program does."""
 {DO}
-folder = sys.argv[2]
+folder = sys.argv[-1]
 with open(folder + "/job.json") as file:
     knobs = json.load(file)["knobs"]
 if os.environ["TRAIN_WHEN"] in ("1", f"{{knobs['tensor_model_parallel_size']}}x{{knobs['micro_batch_size']}}"):
     do(os.environ["TRAIN_DOES"])
 print(f"cores {{sorted(os.sched_getaffinity(0))}}", flush=True)
-sys.argv.pop(0)
+sys.argv = [sys.argv[1], folder]
 runpy.run_path(sys.argv[0], run_name="__main__")
 '''
 BEST = {"tensor_model_parallel_size": 2, "micro_batch_size": 2}

@@ -17,8 +17,8 @@ from flagcore.api.subject import allowed_rows
 from flagcore.errors import NothingFits
 from flagcore.report.result import trial as as_data
 from flagcore.tuner.stages.learn import learn
+from tests.page_reading import run_data
 from tests.product.cli.conftest import Flag
-from tests.product.report.page.reading import run_data
 from tests.serving_trials import trial
 
 SHAPE = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 1000}
