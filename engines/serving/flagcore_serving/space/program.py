@@ -18,7 +18,7 @@ from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError, join_errors
-from flagcore.spec.plain_data import package_yaml
+from flagcore.spec.plain_data import SafeLoader, package_yaml
 from flagcore.vendorkit import installed
 from flagcore.vendorkit.installed import strip_dashes
 from flagcore_serving.space import knobs
@@ -128,7 +128,7 @@ class Program:
         Each knob in `knobs` may also contain `default`, the engine's own value, and `word_releases`. `autos`: meanings
         of `auto` that only this engine has, by the names with which its knobs refer to them.
         """
-        data = yaml.load(files(package).joinpath("engine.yaml").read_text("utf-8"), knobs.LOADER)
+        data = yaml.load(files(package).joinpath("engine.yaml").read_text("utf-8"), SafeLoader)
         knob_rows = {name: row or {} for name, row in data.pop("knobs").items()}
         knob_rows[knobs.KV]["words"] = list(data["cache_types"])
         releases = {name: row.pop("word_releases") for name, row in knob_rows.items() if "word_releases" in row}
