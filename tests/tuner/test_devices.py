@@ -19,8 +19,7 @@ from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.errors import NoDevice
 from flagcore.physics.roofline import PlainMemory
 from flagcore.tuner import devices
-from flagcore.tuner.devices import divide, require_devices, wait_for_devices
-from flagcore.tuner.launches import on_hosts, with_selected_devices
+from flagcore.tuner.devices import divide, on_hosts, require_devices, wait_for_devices, with_selected_devices
 from tests import tasks
 from tests.tasks import Readings
 

@@ -10,7 +10,8 @@ from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec
-from flagcore.tuner.launches import on_hosts, prepared_launch, with_selected_devices, without_local_devices
+from flagcore.tuner.devices import on_hosts, with_selected_devices, without_local_devices
+from flagcore.tuner.stages.launch import prepared_launch
 from tests import tasks
 
 SUPPORT = EngineSupport(support=Support.YES, visible_devices=("X_DEVICES", "Y_DEVICES"), outer_variable="Z_DEVICES")

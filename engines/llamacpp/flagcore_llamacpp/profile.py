@@ -33,8 +33,8 @@ from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
 from flagcore.spec.models import context_length
-from flagcore.vendorkit import installed
-from flagcore.vendorkit.installed import strip_dashes
+from flagcore.vendorkit import programs as installed
+from flagcore.vendorkit.programs import strip_dashes
 from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"

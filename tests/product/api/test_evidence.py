@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from flagcore import api
-from flagcore.api.evidence import published_runs
 from flagcore.api.inputs import loaded_plugins, open_spec
-from flagcore.api.jobs import predict_records
+from flagcore.api.jobs import predict_records, published_runs
 from flagcore.errors import UsageError
 from flagcore.report.estimate import Estimate, estimate_texts
 from flagcore.tuner.problem import rows_by_time

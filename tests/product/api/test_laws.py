@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flagcore.api.snapshot import load_snapshot
+from flagcore.api.runs import load_snapshot
 from flagcore.tuner.stages import build
 from tests.product.tasks import LLAMA_8B
 

@@ -8,7 +8,7 @@ import pytest
 
 from flagcore import api
 from flagcore.api.commands.explain import REMOVED
-from flagcore.api.snapshot import load_snapshot
+from flagcore.api.runs import load_snapshot
 from flagcore.domain.records import read_prediction
 from flagcore.errors import NothingFits
 from flagcore.plugins import load_plugins

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.tuner.launches import planned_launch
+from flagcore.tuner.stages.launch import planned_launch
 from tests import tasks
 from tests.tuner.benches import SPACE
 

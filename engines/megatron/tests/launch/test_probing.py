@@ -10,7 +10,7 @@ from flagcore_megatron import ENGINE
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
-from flagcore.vendorkit.results import NoMetrics
+from flagcore.vendorkit.programs import NoMetrics
 from tests.product import tasks
 
 DEEP = dataclasses.replace(tasks.DENSE, num_layers=16, hidden_size=1024, ffn_hidden_size=4096, kv_channels=256)

@@ -19,8 +19,8 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError, join_errors
 from flagcore.spec.plain_data import package_yaml
-from flagcore.vendorkit import installed
-from flagcore.vendorkit.installed import strip_dashes
+from flagcore.vendorkit import programs as installed
+from flagcore.vendorkit.programs import strip_dashes
 from flagcore_serving.space import knobs
 from flagcore_serving.space.knobs import Auto
 from flagcore_serving.space.weights import check_directory

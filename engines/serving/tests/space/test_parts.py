@@ -11,7 +11,7 @@ from flagcore_serving.space.weights import cache_bytes_per_token, min_devices, p
 from engines.serving.tests.engines.tasks import serving
 from flagcore.domain.serving import Load
 from flagcore.errors import NoDevice
-from flagcore.vendorkit import installed
+from flagcore.vendorkit import programs as installed
 from tests.product.tasks import DENSE
 
 
