@@ -15,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 # Tests start hundreds of processes: modules are compiled once, also where the environment keeps Python from it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray test-watchers test-anywhere coverage mutations samples \
+.PHONY: setup setup-vllm tune tune-serve lint test test-core test-fast test-all test-long test-browser test-hosts test-ray test-watchers test-anywhere coverage mutations samples \
   changelog dist reference docs docs-release bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
 
 setup: $(VENV)/.done examples/spec.schema.json
@@ -84,6 +84,17 @@ lint: setup
 # All that guards behaviour: about 6 minutes on 2 cores (333 s of pytest measured, and the linters).
 test: lint
 	$(PYTEST) -m "not long" $(TESTS)
+
+# The tests of the core in an environment with its libraries and the cpu plugin, but no engine, vendor or extra.
+test-core: build/core
+	build/core/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not long" tests
+
+OTHERS := /_*(editable|flagcore)[^/-]*[_-][^0/][^/]*$$|[.]pth$$
+build/core: | setup
+	$(BIN)/python -m venv --without-pip $@
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	ln -s $$(ls -d $$site/* | grep -vE '$(OTHERS)') $$site/flagcore_cpu-*.dist-info \
+	  $(addprefix $(CURDIR)/,flagcore plugins/cpu/flagcore_cpu extras/testing/flagcore_testing) $@/lib/python3*/site-packages/
 
 # What starts no processes and takes less than half a second.
 test-fast: setup

@@ -1,14 +1,16 @@
-"""Kernel times from measurements."""
+"""Kernel times from measurements, and costs of several sources."""
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.domain.space import FloatArray
 from flagcore.physics.kernel_table import ATTENTION, GridAxis, Kernel, KernelSheet, learn_grid, octaves, with_measured
-from flagcore.physics.roofline import Curve, Roofline
+from flagcore.physics.roofline import Curve, KernelCostStack, Roofline, with_slowdown
 
 SOURCE = Source(kind="datasheet", detail="made up")
 CHIP = Chip(
@@ -128,3 +130,54 @@ def test_attention_in_a_precision_of_unknown_peak_leaves_the_other_precisions_as
     kernels = [replace(each, precision="fp16") if each.name == "attention" else each for each in measured().kernels]
     table = with_measured(Roofline(chip=CHIP), KernelSheet(tuple(kernels)))
     assert table.curve.attention_share == Curve().attention_share
+
+
+SIZE = np.array([1.0, 10.0, 100.0])
+NONE = np.zeros(3)
+
+
+@dataclass(frozen=True)
+class LimitedCosts:
+    """Knows sizes up to a limit: a size takes `rate` seconds a unit."""
+
+    limit: float
+    rate: float
+    launch: float = math.nan
+
+    def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
+        return self.memory_seconds(m)
+
+    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        return self.memory_seconds(shape.queries)
+
+    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        return self.memory_seconds(shape.queries)
+
+    def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
+        return np.where(bytes_moved <= self.limit, self.rate * bytes_moved, np.nan)
+
+    def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
+        return self.memory_seconds(bytes_moved)
+
+    def launch_seconds(self) -> float:
+        return self.launch
+
+    def run_slowdown(self) -> float:
+        return 1.2
+
+
+STACK = KernelCostStack((LimitedCosts(1.0, 1.0), LimitedCosts(10.0, 2.0, launch=5.0), LimitedCosts(1e9, 3.0)))
+
+
+def test_each_element_comes_from_the_first_source_that_knows_it() -> None:
+    assert STACK.memory_seconds(SIZE).tolist() == [1.0, 20.0, 300.0]
+    assert STACK.gemm_seconds(SIZE, SIZE, SIZE, "bf16").tolist() == [1.0, 20.0, 300.0]
+    assert STACK.launch_seconds() == 5.0
+
+
+def test_a_slowdown_applies_only_to_kernels_of_the_device() -> None:
+    slow = with_slowdown(STACK, 2.0)
+    assert slow.memory_seconds(SIZE).tolist() == [2.0, 40.0, 600.0]
+    assert slow.host_copy_seconds(SIZE).tolist() == STACK.host_copy_seconds(SIZE).tolist()
+    assert (slow.launch_seconds(), slow.run_slowdown(), STACK.run_slowdown()) == (5.0, 1.0, 1.2)
+    assert with_slowdown(LimitedCosts(1e9, 3.0), 2.0).memory_seconds(SIZE).tolist() == pytest.approx([6.0, 60.0, 600.0])

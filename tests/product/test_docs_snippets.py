@@ -36,7 +36,7 @@ OWN_TEST = {
     "docs/write-a-plugin.md": "",
     "docs/write-an-engine.md": "",
 }
-"""Pages with tests of their own: test_docs_hooks.py (Python only), test_docs_plugin.py and test_docs_own_engine.py."""
+"""Pages with tests of their own: test_docs_examples.py (of hooks: Python only) and test_docs_plugin.py."""
 PLANNED = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia"), "cluster.yaml": ("flagcore_nvidia",)}
 PLANNED |= {
     "job.yaml": ("flagcore_nvidia",),

@@ -1,7 +1,8 @@
-"""The devices of a platform, and the variables that select them."""
+"""The devices of a platform, the variables that select them, and what a user's command is given."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,9 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec
 from flagcore.tuner.devices import on_hosts, with_selected_devices, without_local_devices
-from flagcore.tuner.stages.launch import prepared_launch
+from flagcore.tuner.stages.launch import planned_launch, prepared_launch
 from tests import tasks
+from tests.tuner.benches import SPACE
 
 SUPPORT = EngineSupport(support=Support.YES, visible_devices=("X_DEVICES", "Y_DEVICES"), outer_variable="Z_DEVICES")
 RESTRICTED = {"X_DEVICES": "4,5", "Y_DEVICES": "4,5"}
@@ -78,3 +80,14 @@ def test_variables_of_the_spec_name_the_devices_of_hosts() -> None:
     platform = on(*found, envs={"X_DEVICES": "3,1"}, hosts=("a", "b"))
     assert platform.devices_of("b") == (device(3, "b"), device(1, "b"))
     assert with_selected_devices(platform) == platform
+
+
+@pytest.mark.parametrize("launcher", ["local", "ssh"])
+def test_a_command_can_read_the_hosts_of_its_trial(tmp_path: Path, launcher: str) -> None:
+    task = tasks.task(space=SPACE, devices=2, command=("mpirun", "--hostfile={hostfile}", "train"))
+    cluster = replace(task.spec.cluster, hosts=("a", "b", "c"), nodes=2, spares=1)
+    task = replace(task, spec=replace(task.spec, cluster=cluster, launcher=launcher))
+    planned = planned_launch(tasks.platform(task), tasks.candidate(), str(tmp_path))
+    assert planned.argv[1] == f"--hostfile={tmp_path}/hostfile"
+    assert (tmp_path / "hostfile").read_text() == "a slots=2\nb slots=2\n"
+    assert planned.hosts == (() if launcher == "local" else ("a", "b"))

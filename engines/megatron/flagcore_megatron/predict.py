@@ -15,6 +15,7 @@ from flagcore_training.stages import (
     placed,
     stage,
     stage_of,
+    stages,
 )
 from flagcore_training.time import step
 from flagcore_training.time.step import Blocks, Pace, costs_in_run, rank_time, step_time
@@ -319,8 +320,9 @@ def layout_of(task: Task, columns: Columns) -> Layout:
 
 def _predict(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
     """Return the predictions of each candidate, or those of all candidates for each `layout.sharded_optimizer`."""
-    memory = memory_in_use(train, layout, costs)
-    time_s = step_time(train, layout, costs, blocks)
+    distinct_stages = stages(train.model, layout, train.options, StageGroups.from_layout(layout, costs).starts)
+    memory = memory_in_use(train, layout, costs, distinct_stages)
+    time_s = step_time(train, layout, costs, blocks, distinct_stages)
     total = sum(time_s.values(), np.zeros(()))
     run_interval = DENSE_INTERVAL if train.model.num_moe_experts is None else MOE_INTERVAL
     intervals = [run_interval]

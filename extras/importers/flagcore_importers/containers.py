@@ -209,14 +209,11 @@ def _mounted(start: Start, service: Mapping[str, Any], folder: Path) -> Start:
     mounts = [each.split(":") for each in service.get("volumes") or () if isinstance(each, str) and ":" in each]
     here = {each[1]: str(folder / each[0]) for each in mounts if (folder / each[0]).is_file()}
     fixed = {each[1]: each[0] for each in mounts if each[0].startswith("/")}
-    words, first = start.words, 1 if start.image else 2
-    return replace(
-        start,
-        words=tuple(
-            here.get(word, word) if n < first or words[n - 1] == "--config" else _on_host(word, fixed)
-            for n, word in enumerate(words)
-        ),
-    )
+    first = 1 if start.image else 2
+    before = ("--config",) * first + start.words[first - 1 :]
+    pairs = zip(start.words, before, strict=False)
+    words = (here.get(word, word) if flag == "--config" else _on_host(word, fixed) for word, flag in pairs)
+    return replace(start, words=tuple(words))
 
 
 def _unset_names(text: str, variables: Mapping[str, str]) -> tuple[str, ...]:

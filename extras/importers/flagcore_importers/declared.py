@@ -93,11 +93,8 @@ class _Section:
 
     def meets(self, conditions: Mapping[str, str]) -> bool:
         """Return whether the values at the paths match the patterns. A missing value is an empty text."""
-        values = {path: self._at(path) for path in conditions}
-        return all(
-            re.search(pattern, "" if values[path] is None else str(values[path]))
-            for path, pattern in conditions.items()
-        )
+        values = ((pattern, self._at(path)) for path, pattern in conditions.items())
+        return all(re.search(pattern, "" if value is None else str(value)) for pattern, value in values)
 
     def text(self, template: str) -> str:
         """Return a text with values in place of `<path>`. Unknown values become empty."""

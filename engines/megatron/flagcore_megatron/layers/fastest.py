@@ -356,11 +356,16 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
     np.copyto(most, second[:, None, None], where=between)
     reach = np.where(between, before[:, None, None], most).max(axis=1).sum(axis=1)
     is_needed = (second < before) & ((reach >= train.model.num_layers) | (train.model.mtp_num_layers > 0))
-    rows, leading, stage = np.nonzero(between & is_needed[:, None, None])
-    room = _Room(train, layout[rows], costs, leading, stage, last[rows], last[rows])
-    share = (stage - 1.0) / (last[rows] - 2.0)
-    guess = np.floor(1.0 / ((1.0 - share) / np.maximum(second[rows], 0.5) + share / before[rows]))
-    most[rows, leading, stage] = room.largest(second[rows], before[rows] + 1.0, guess)
+    rows = np.flatnonzero(is_needed & (not costs.further))
+    low, high = np.ones_like(rows), last[rows].astype(np.int64) - 1
+    while (is_open := high - low > 1).any():  # halve the stages between two whose limits are known
+        rows, low, high = rows[is_open], low[is_open], high[is_open]
+        fits, most_layers, stage = most[rows, 0, low], most[rows, 0, high], (low + high) // 2
+        share = (stage - low) / (high - low)
+        guess = np.floor(1.0 / ((1.0 - share) / np.maximum(fits, 0.5) + share / np.maximum(most_layers, 0.5)))
+        room = _Room(train, layout[rows], costs, np.zeros_like(stage), stage, last[rows], last[rows])
+        most[rows, 0, stage] = room.largest(fits, most_layers + 1.0, guess)
+        rows, low, high = np.tile(rows, 2), np.concatenate((low, stage)), np.concatenate((stage, high))
     return most
 
 

@@ -1,18 +1,35 @@
-"""What a trial left in its folder becomes a measurement, or an error that says what is missing."""
+"""What a trial left in its folder and its logs becomes a measurement, or an error that says what went wrong first."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flagcore_llamacpp.profile import ENGINE as LLAMACPP
-from flagcore_serving.trial.reading import NoMetrics
+from flagcore_llamacpp.profile import ENGINE as LLAMACPP_ENGINE
+from flagcore_serving.engine import ServingEngine
+from flagcore_serving.trial import failures
+from flagcore_serving.trial.failures import PATTERNS, TrialFailure, first_error, log_text, server_failure
+from flagcore_serving.trial.reading import NoMetrics, acceptance, with_measured_acceptance
+from flagcore_sglang.profile import ENGINE as SGLANG_ENGINE
+from flagcore_vllm.profile import ENGINE
+from flagcore_vllm.profile import ENGINE as VLLM_ENGINE
 
-from engines.serving.tests.engines.tasks import serving
+from engines.serving.tests.engines.tasks import serving, space_of
+from flagcore.contracts import Problem
+from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, classify
 from flagcore.domain.serving import HighestLoad
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Measurement
+from flagcore.domain.trial import Measurement, Trial, TrialState
+from flagcore.tuner.problem import with_learned
+from flagcore.tuner.stages.build import legality
+from flagcore.tuner.stages.predict import predict
+from flagcore.tuner.stages.prune import prune
+from tests.product import tasks
+from tests.serving_trials import trial
 
 
 def task(objective: str = "output_tokens_per_s", highest: str | None = None, **slo: float) -> Task:
@@ -147,3 +164,129 @@ def test_a_latency_is_reported_at_its_worst_load(tmp_path: Path) -> None:
     over = read(tmp_path, task("tpot_s", ttft_s__p99=0.5), *points)
     assert over.figures["ttft_s.p99"] == 0.9
     assert over.broken
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("INFO: fine\nTypeError: a\nValueError: b\n", "TypeError: a"),
+        ("error: no such flag\nValueError: b\n", "ValueError: b"),
+        ("ready\nfatal: it broke\nbye\n", "fatal: it broke"),
+        ("WARNING: TypeError: harmless\nready\nbye\n", "bye"),
+        ("(EngineCore pid=7) WARNING 11-25 04:00:00 [cuda.py:88] RuntimeError: no NVML\nready\nbye\n", "bye"),
+        ("ImportError: x, falling back to y\nValueError: b\nbye\n", "ValueError: b"),
+        ("", ""),
+    ],
+)
+def test_without_a_pattern_the_reason_is_an_exception_or_an_error_or_the_last_line(log: str, line: str) -> None:
+    assert first_error(log, ()) == (None, line)
+    if "WARNING" in log:
+        assert first_error(log, VLLM_ENGINE.reports.failures) == (None, line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [VLLM_ENGINE, SGLANG_ENGINE, LLAMACPP_ENGINE])
+@pytest.mark.parametrize("line", ["x" * 2000, "a." * 1000])
+def test_long_single_word_lines_are_searched(engine: ServingEngine, line: str) -> None:
+    log = f"{line}\n" * 500 + "ValueError: at last"
+    assert first_error(log, engine.reports.failures)[1] == "ValueError: at last"
+
+
+def test_out_of_memory_is_classified_before_its_consequences() -> None:
+    patterns = (
+        FailurePattern(pattern="ValueError", state=TrialState.INVALID),
+        FailurePattern(pattern="out of memory", state=TrialState.OUT_OF_MEMORY, advice="use less"),
+    )
+    assert first_error("ValueError: x\nCUDA out of memory", patterns) == (
+        TrialState.OUT_OF_MEMORY,
+        "CUDA out of memory (use less)",
+    )
+
+
+def test_the_beginning_and_end_of_a_long_log_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "HEAD_BYTES", 20)
+    monkeypatch.setattr(failures, "TAIL_BYTES", 10)
+    (tmp_path / "log").write_text("first line" + "x" * 100 + "\nlast line")
+    text = log_text(tmp_path / "log")
+    assert text.startswith("first line")
+    assert text.endswith("last line")
+    assert len(text) == 31
+    assert log_text(tmp_path / "none") == ""
+
+
+def test_a_server_crash_under_load_is_reported_with_its_error_and_no_harmless_lines(tmp_path: Path) -> None:
+    begun = "ImportError: fast_kernels is not there\nready\n"
+    (tmp_path / "log").write_text(begun + "slot 3 is free\nbus error in worker 1\nslot 4 is free\n")
+    assert "its log: bus error in worker 1" in str(
+        server_failure("instance 0", "ended", tmp_path / "log", (), len(begun))
+    )
+    (tmp_path / "log").write_text("listening\nerrors are ignored\nPOST /v1/completions 200\n")
+    reported = str(server_failure("instance 0", "ended with signal 11", tmp_path / "log", ()))
+    assert "its log names no error, and ends: POST /v1/completions 200" in reported
+
+
+def test_a_server_that_the_system_killed_was_probably_too_large(tmp_path: Path) -> None:
+    assert server_failure("instance 0", "ended with signal 9", tmp_path / "log", ()).state is TrialState.OUT_OF_MEMORY
+    assert server_failure("instance 0", "ended with signal 11", tmp_path / "log", ()).state is TrialState.FAILED
+
+
+@pytest.mark.parametrize("state", failures.PREFIXES)
+def test_final_messages_of_the_program_are_classified(state: TrialState) -> None:
+    line = str(TrialFailure(state, "it\nsaid " + "much " * 200))
+    ended = Exit(code=1, ended_by=None, duration_s=1.0)
+    found, reason = classify(ended, f"load 1 of 1\n{line}\n", PATTERNS)
+    assert (found, reason) == (state, line.removeprefix(f"{state.value.replace('_', ' ')}: "))
+    assert len(line) <= LONGEST_REASON
+
+
+VALUES = {"speculation": "ngram", "speculative_tokens": 3}
+
+
+def measured(tokens: float | None, **values: object) -> Trial:
+    """A trial with a mean number of tokens per iteration."""
+    found = trial(1, 100.0)
+    assert found.measurement is not None
+    figures = {**found.measurement.figures, **({} if tokens is None else {"drafted_share": 1.0 - 1.0 / tokens})}
+    candidate = type(found.candidate).of({**VALUES, **values})
+    return replace(found, candidate=candidate, measurement=replace(found.measurement, figures=figures))
+
+
+@pytest.mark.parametrize(("probability", "drafted"), [(0.0, 3), (0.7, 1), (0.7, 4), (1.0, 5)])
+def test_the_acceptance_follows_from_the_tokens_of_an_iteration(probability: float, drafted: int) -> None:
+    tokens = 1.0 + sum(probability**each for each in range(1, drafted + 1))
+    assert acceptance(tokens, drafted) == pytest.approx(probability, abs=1e-6)
+
+
+def test_iterations_without_drafts_count() -> None:
+    found = measured(1.5)
+    assert found.measurement is not None
+    figures = {**found.measurement.figures, "acceptance_rate": 0.9}
+    often = replace(found, measurement=replace(found.measurement, figures=figures))
+    assert with_measured_acceptance(serving("vllm"), [often]) == with_measured_acceptance(serving("vllm"), [found])
+    reported = replace(found, measurement=replace(found.measurement, figures={"tokens_per_iteration": 1.5}))
+    assert with_measured_acceptance(serving("vllm"), [reported]) == with_measured_acceptance(serving("vllm"), [found])
+
+
+def test_the_median_of_trials_replaces_the_value_of_the_spec() -> None:
+    task = serving("vllm")
+    assert with_measured_acceptance(task, [measured(None), measured(1.5, speculative_tokens=None)]) == task
+    learned = with_measured_acceptance(task, [measured(1.1), measured(1.8, speculative_tokens=1), measured(4.0)])
+    assert [load.acceptance for load in learned.spec.serve.loads] == [pytest.approx(0.8)]
+
+
+def test_predictions_of_other_candidates_with_speculation_change() -> None:
+    space = {"speculation": [None, "ngram"], "speculative_tokens": [2, 3], "max_num_seqs": [64]}
+    task = serving("vllm", devices=1, space=space)
+    platform, found = tasks.platform(task), space_of(ENGINE, task)
+    legal = legality(platform)
+    predictions = predict(platform, found)
+    pruned, first = prune(found, predictions, ()), found.candidate(0)
+    problem = Problem(
+        platform=platform, legality=legal, space=found, predictions=predictions, pruned=pruned, baseline=first
+    )
+    learned = with_learned(problem, [measured(3.5)])
+    drafts = problem.space.columns(np.arange(len(found)))["speculation"] > 0
+    before, after = problem.predictions.step_time_s, learned.predictions.step_time_s
+    assert (after[drafts] < 0.8 * before[drafts]).all()
+    assert (after[~drafts] == before[~drafts]).all()
+    assert with_learned(learned, [measured(3.5)]) is learned

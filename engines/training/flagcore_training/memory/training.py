@@ -258,8 +258,10 @@ class InUse(ArrayRecord):
     capacity: FloatArray
 
 
-def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
-    """Return the memory in use of the worst stage of each candidate.
+def memory_in_use(
+    train: Training, layout: Layout, costs: Costs, distinct_stages: Sequence[Stage] | None = None
+) -> InUse:
+    """Return the memory in use of the worst stage of each candidate. `distinct_stages` are `stages`, if known.
 
     The worst stage has the largest peak or, with several chip models, uses the largest share of its device's capacity.
     A stage with unknown capacity counts as full, so that no candidate is reported to fit by mistake. The peak is the

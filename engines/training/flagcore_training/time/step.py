@@ -140,16 +140,23 @@ class _NoCollectives:
         return np.zeros(np.shape(ranks))
 
 
-def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | None = None) -> dict[str, FloatArray]:
+def step_time(
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    blocks: Blocks | None = None,
+    distinct_stages: Sequence[Stage] | None = None,
+) -> dict[str, FloatArray]:
     """Return the step time in seconds, divided into parts whose sum is the step time. NaN if a cost is unknown.
 
-    `blocks` are the blocks of the candidates at `costs_in_run(costs)`, if already computed. The parts are those of the
-    slowest stage, with the costs of its node group. The rest of the pipeline's time is split into exposed messages and
-    bubble.
+    `blocks` are the blocks of the candidates at `costs_in_run(costs)`, and `distinct_stages` their `stages`, if already
+    computed. The parts are those of the slowest stage, with the costs of its node group. The rest of the pipeline's
+    time is split into exposed messages and bubble.
     """
     costs = costs_in_run(costs)
     placement, groups = StageGroups.from_layout(layout, costs), costs.groups
-    distinct_stages = stages(train.model, layout, train.options, placement.starts)
+    if distinct_stages is None:
+        distinct_stages = stages(train.model, layout, train.options, placement.starts)
     blocks = Blocks.from_layout(train, layout, costs) if blocks is None else blocks
     timed = _timed(train, groups, blocks, placement, distinct_stages)
     times = [each.time for each in timed]

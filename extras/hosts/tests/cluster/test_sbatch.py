@@ -1,4 +1,4 @@
-"""Slurm's own check accepts the batch scripts that are exported."""
+"""Slurm's own check accepts exported scripts, and best.sh of a plan starts on the nodes of a job."""
 
 import json
 import sys
@@ -69,3 +69,40 @@ def test_an_exported_server_starts_on_all_nodes_of_a_job(bed: Bed, tmp_path: Pat
         words = tuple((folder / host).read_text().split())
         assert words[:3] == (str(rank), f"10.77.0.{11 + rank}", "eth0")
         assert {"--master-addr", "h1", "--headless"} & {*words} == {"--master-addr", "h1", *["--headless"] * rank}
+
+
+TRAINING = """\
+import os
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
+"""
+"""torchrun sets these variables when the nodes have found each other."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [("srun", "--nodes=2"), pytest.param(("sbatch", "--wait", "--output=out"), marks=pytest.mark.long)]
+)
+def test_the_best_script_of_a_plan_starts_with_slurm(command: tuple[str, ...], bed: Bed, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    if reason := missing(*SLURM, "sbatch"):
+        pytest.skip(reason)
+    if not bed.slurm:
+        bed.start_slurm()
+    nodes = {"nodes": 2, "devices_per_node": 1, "memory_per_device": "4GiB", "nic_bytes_per_second": 1e8}
+    spec = {
+        "model": SHAPE,
+        "cluster": {"chip": "cpu", **nodes},
+        "train": {"engine": "megatron", "seq_length": 64, "global_batch_size": 4, "precision": "bf16"},
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    outcome = api.tune(tmp_path / "spec.json", run_dir=tmp_path / "run", fidelity="estimate")
+    folder = bed.folder / command[0]
+    folder.mkdir()
+    (folder / "pretrain_gpt.py").write_text(TRAINING)
+    (folder / "best.sh").write_text((outcome.run_dir / "best.sh").read_text())
+    (folder / "best.sh").chmod(0o755)
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin"
+    words = ("sh", "-c", f'cd {folder}; export PATH={path}; exec "$@"', "sh", *command, "./best.sh")
+    output = bed.run("h0", *words)
+    output += (folder / "out").read_text() if (folder / "out").exists() else ""
+    assert {"rank 0 of 2", "rank 1 of 2"} <= set(output.splitlines()), output

@@ -1,16 +1,37 @@
-"""What every page has, whatever the run, and the stages of a mixed cluster."""
+"""What every page has, whatever the run: stages of a mixed cluster, the geometry of charts, and texts of others."""
 
 import re
 from base64 import b64encode
 from hashlib import sha256
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from flagcore.report.page.blocks import Table
+from flagcore.report.page.blocks import (
+    BEST,
+    OTHER,
+    Bar,
+    Bars,
+    Chart,
+    Code,
+    Collapsed,
+    Page,
+    Plot,
+    Section,
+    Series,
+    Table,
+    Text,
+    as_html,
+    linear,
+    spread,
+    table,
+)
 from flagcore.report.page.resources import pipeline
-from tests.product.report.page.conftest import KINDS, Made, Runs
-from tests.product.report.page.reading import run_data
+from flagcore.report.page.run import tail
+from flagcore.report.result import read_trial
+from tests.product.report.page.conftest import HOSTILE, KINDS, Made, Runs
+from tests.product.report.page.reading import read, run_data
 
 
 @pytest.fixture(params=KINDS)
@@ -67,11 +88,11 @@ def test_every_chart_is_described_and_has_its_figures_in_a_table(report: Made) -
 
 
 def test_every_table_has_a_caption_and_headings_for_columns_and_rows(report: Made) -> None:
-    for table in report.page.root.every("table"):
-        assert next(table.every("caption")).text
-        columns = [each for head in table.every("thead") for each in head.every("th")]
+    for each_table in report.page.root.every("table"):
+        assert next(each_table.every("caption")).text
+        columns = [each for head in each_table.every("thead") for each in head.every("th")]
         assert all(each.attributes["scope"] == "col" and each.text for each in columns)
-        for body in table.every("tbody"):
+        for body in each_table.every("tbody"):
             for row in body.every("tr"):
                 assert next(row.every("th")).attributes["scope"] == "row"
                 assert len(list(row.every("th", "td"))) == len(columns)
@@ -111,3 +132,143 @@ def test_a_pipeline_has_the_times_and_the_idle_share_of_its_stages(schedule: str
     assert len(stages.headings) == 1 + columns + 2
     assert [row[-2].value for row in stages.rows] == [12.0, 20.0]
     assert [row[-1].value for row in stages.rows] == pytest.approx([0.52, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("values", "from_zero", "ticks"),
+    [
+        ([3.0, 9.5], True, [0.0, 5.0, 10.0]),
+        ([101.0, 399.0], False, [100.0, 200.0, 300.0, 400.0]),
+        ([0.0001, 0.00035], False, [0.0001, 0.0002, 0.0003, 0.0004]),
+        ([5.0], False, [4.5, 5.0, 5.5]),
+        ([0.0, 0.0], True, [-0.1, -0.05, 0.0, 0.05, 0.1]),
+    ],
+)
+def test_a_linear_axis_has_round_ticks_around_its_values(
+    values: list[float], from_zero: bool, ticks: list[float]
+) -> None:
+    axis = linear("", values, from_zero=from_zero)
+    assert axis.ticks == pytest.approx(ticks)
+    assert (axis.place(axis.low), axis.place(axis.high)) == (0.0, 100.0)
+    assert all(0.0 <= axis.place(each) <= 100.0 for each in values)
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [([0.03, 0.4], [0.02, 0.05, 0.1, 0.2, 0.5]), ([0.02, 100.0], [0.1, 1.0, 10.0, 100.0]), ([1e-9, 1e6], None)],
+)
+def test_a_wide_axis_is_logarithmic(values: list[float], ticks: list[float] | None) -> None:
+    axis = spread("", values)
+    assert axis.is_log
+    assert len(axis.ticks) <= 6
+    assert ticks is None or axis.ticks == pytest.approx(ticks)
+    assert all(0.0 <= axis.place(each) <= 100.0 for each in [*values, *axis.ticks])
+    assert axis.place((axis.low * axis.high) ** 0.5) == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("values", [[1.0, 7.0], [0.0, 100.0], [-1.0, 100.0]])
+def test_other_axes_are_linear(values: list[float]) -> None:
+    assert not spread("", values).is_log
+
+
+def test_points_and_steps_are_placed_from_the_top_left() -> None:
+    axis = linear("", [0.0, 10.0])
+    series = Series(name="", points=[(0.0, 0.0, ""), (5.0, 10.0, "")], style=0, stepped=True)
+    plot = Plot(x=axis, y=axis, series=[series])
+    assert plot.at(2.0, 4.0) == (20.0, 60.0)
+    assert plot.steps(series) == "M0.0 100.0H50.0V0.0"
+
+
+def test_bars_share_the_width_of_the_largest_value() -> None:
+    bars = Bars("", [Bar("", BEST, 5.0, 4.0, 10.0), Bar("", OTHER, 2.0, 2.0, 2.0)])
+    assert [bars.share(each.value) for each in bars.bars] == [50.0, 20.0]
+    assert Bars("", [Bar("", BEST, 0.0, 0.0, 0.0)]).share(0.0) == 0.0
+
+
+def test_a_value_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        linear("", [0.0, 1.0]).place(float("nan"))
+    with pytest.raises(ValueError, match="finite"):
+        Bars("", [Bar("", BEST, 1.0, 1.0, 1.0)]).share(float("inf"))
+
+
+MALICIOUS = (
+    "</script></pre><script>alert(1)</script><img src=x onerror=alert(1)>\"' --> ]]> & a|b ``` {{ 7*7 }} <a href='#x'>"
+)
+
+
+def malicious_page() -> Page:
+    rows = [[MALICIOUS, 1.0]]
+    axis = linear(MALICIOUS, [1.0, 2.0])
+    series = Series(name=MALICIOUS, points=[(1.0, 2.0, MALICIOUS)], style=0)
+    charts = [
+        Chart(title=MALICIOUS, summary=MALICIOUS, drawing=drawing, table=table(MALICIOUS, [MALICIOUS, "n"], rows))
+        for drawing in (
+            Bars(MALICIOUS, [Bar(MALICIOUS, BEST, 1.0, 0.5, 2.0)]),
+            Plot(x=axis, y=axis, series=[series], limits=[(MALICIOUS, 1.5)]),
+        )
+    ]
+    section = Collapsed(anchor="trial-0", title=MALICIOUS, blocks=(Code(MALICIOUS, MALICIOUS), Text(MALICIOUS)))
+    section = Section(
+        anchor="summary",
+        title=MALICIOUS,
+        blocks=(Text(MALICIOUS), *charts, table(MALICIOUS, [MALICIOUS, "n"], rows), section),
+    )
+    return Page(title=MALICIOUS, subtitle=MALICIOUS, sections=(section,))
+
+
+def test_text_of_every_kind_stays_text_in_html() -> None:
+    page = read(as_html(malicious_page()))
+    assert len(list(page.root.every("script"))) == 1
+    assert not list(page.root.every("img"))
+    assert all(each.text == MALICIOUS for each in page.root.every("h1", "h2", "h3", "pre"))
+    assert all(each.text.startswith(MALICIOUS) for each in page.root.every("title"))
+    assert not [name for each in page.root.every() for name in each.attributes if name.startswith("on")]
+    assert len(page.charts) == 2
+
+
+def test_a_log_with_html_is_escaped(runs: Runs) -> None:
+    report = runs("failed")
+    shown_words = HOSTILE.replace("\x1b[31m", "").replace("\x1b[0m", "").replace("\x07", "\N{REPLACEMENT CHARACTER}")
+    logs = [each.text for each in report.page.section("trials").every("pre")]
+    assert shown_words in logs
+    assert sum("</pre><b>it is</b>" in text for text in logs) == len(report.result["trials"])
+    reasons = [row["reason"].text for row in report.page.rows("summary", "Reasons")]
+    assert reasons == [trial["reason"] for trial in report.result["trials"]]
+
+
+def test_secrets_of_the_spec_are_left_out(runs: Runs) -> None:
+    report = runs("serving")
+    assert "a-secret-of-mine" in (report.folder / "spec.yaml").read_text()
+    assert "a-secret-of-mine" not in report.html
+    assert "HF_TOKEN" in report.html
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    file.write_text("".join(f"line {number}\n" for number in range(100_000)))
+    lines = tail(file).splitlines()
+    assert lines[-1] == "line 99999"
+    assert len(lines) == 25
+    file.write_text("x" * 100_000)
+    assert len(tail(file)) == 4000
+
+
+def test_a_log_that_is_not_a_text_file_does_not_fail_the_trial(tmp_path: Path) -> None:
+    import os
+
+    assert tail(tmp_path / "none") == ""
+    os.mkfifo(tmp_path / "pipe")
+    assert tail(tmp_path / "pipe") == ""
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    assert "\x00" not in tail(tmp_path / "binary")
+
+
+def test_a_link_out_of_the_run_is_not_a_log_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "private").write_text("of the reader's own")
+    folder = tmp_path / "run" / "trials" / "0"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").write_text("of the trial")
+    (folder / "stderr.log").symlink_to(tmp_path / "private")
+    run = run_data(folder=tmp_path / "run")
+    assert run.tails(read_trial({"number": 0, "candidate": {}})) == [("stdout.log", "of the trial")]

@@ -1,0 +1,128 @@
+"""What pages show works: engines as distributions of their own, hooks with all their arguments, and the notebook."""
+
+import ast
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from flagcore_testing.examples import FOREIGN_CHIP, task_on
+
+from docs.site.docstrings import HOOKS as SPECS
+from flagcore.contracts import Engine
+from flagcore.domain.cluster import NodeGroup
+from flagcore.plugins import LoadedPlugins
+from flagcore.plugins.validation import check_protocol
+from flagcore.vendorkit.engines import Quirks
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_hook_is_documented_with_its_arguments(name: str) -> None:
+    arguments = [argument for argument in inspect.signature(SPECS[name]).parameters if argument != "self"]
+    assert f"## {name}({', '.join(arguments)})\n" in (DOCS / "hooks.md").read_text()
+
+
+def test_no_hook_is_documented_that_does_not_exist() -> None:
+    assert re.findall(r"^## (flagcore_\w+)", (DOCS / "hooks.md").read_text(), re.MULTILINE) == list(SPECS)
+
+
+def test_the_page_of_plugins_lists_every_section_of_the_quirks() -> None:
+    page = (DOCS / "plugin-data.md").read_text()
+    assert set(re.findall(r"^\| `([a-z]+)` \| .* \| `flagcore_", page, re.MULTILINE)) == set(Quirks.__annotations__)
+    assert set(re.findall(r"`(flagcore_[a-z]+_[a-z_]+)`", page)) <= set(SPECS)
+
+
+def test_the_examples_of_all_hooks_work_as_one_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("documented")
+    monkeypatch.setitem(sys.modules, "documented", module)
+    snippets = re.findall(r"```python\n(.*?)```", (DOCS / "hooks.md").read_text(), re.DOTALL)
+    exec(compile("\n".join(snippets), "docs/hooks.md", "exec"), vars(module))
+    loaded = LoadedPlugins.of({"acme": module})
+    (plugin,) = loaded.plugins
+    assert set(plugin.hooks) == set(SPECS)
+    chip = loaded.find_chip("ACME A1")
+    assert chip is not None
+    for each in (chip, FOREIGN_CHIP):
+        group, task = NodeGroup(chip=each, nodes=1, devices_per_node=8), task_on(each)
+        is_own = each is chip
+        assert bool(loaded.topology(group)) == is_own
+        assert bool(loaded.memory_model(group, "megatron")) == is_own
+        assert bool(loaded.kernel_costs(each, "megatron")) == is_own
+        assert bool(loaded.collective_costs(group, "megatron")) == is_own
+        assert bool(loaded.environment(each, "megatron")) == is_own
+        assert bool(loaded.knobs(each, "megatron")) == is_own
+        advice = loaded.check_task(task)
+        assert [bool(advice.rules), bool(advice.failures)] == [is_own, is_own]
+        assert loaded.engine_support(each, "megatron").device_type == ("acme" if is_own else None)
+    assert loaded.devices() == ()
+    assert loaded.failures == ()
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "write-an-engine.md").read_text("utf-8")
+FILES = dict(re.findall(r"\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of the page, and the metadata of an installed distribution."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    info = tmp_path / "acme_train-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-train\nVersion: 1.0\n")
+    (target,) = re.findall(r'^acme = "(.*)"$', FILES["pyproject.toml"], re.MULTILINE)
+    (info / "entry_points.txt").write_text(f"[flagcore.engines]\nacme = {target}\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_training_engine_is_tuned(folder: Path) -> None:
+    command = [sys.executable, "-c", "from flagcore.cli import main; main()", "tune", "train-acme.yaml", "--json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert {trial["state"] for trial in result["trials"]} == {"measured"}
+    assert result["best"]["candidate"] == {"data_parallel_size": 2, "micro_batch_size": 4}
+    assert result["gain"] == pytest.approx(1.5, abs=0.1)
+
+
+def test_the_engines_define_what_has_no_default() -> None:
+    for name in ("acme_train.py", "acme_serving.py"):
+        module = {"__name__": name.removesuffix(".py")}
+        exec(compile(FILES[name], name, "exec"), module)
+        assert check_protocol(Engine, module["ENGINE"]) is module["ENGINE"]
+
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "tune.ipynb"
+
+
+@pytest.mark.slow
+def test_the_notebook_tunes_and_shows_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas")
+    pytest.importorskip("megatron.core")
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+            *body, last = ast.parse("".join(cell["source"])).body
+            assert isinstance(last, ast.Expr)
+            exec(compile(ast.Module(body, []), cell["id"], "exec"), names)
+            shown = eval(compile(ast.Expression(last.value), cell["id"], "eval"), names)
+            assert getattr(shown, "_repr_html_", shown.__repr__)()
+    assert names["outcome"].plan.best
+    assert list(names["trials"]["number"]) == [0, 1, 2]
