@@ -20,10 +20,9 @@ from flagcore import plugins
 from flagcore.contracts import Costs, Engine, Platform, Problem
 from flagcore.domain.chip import Chip
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Axis, Candidate, FloatArray, IntArray, Space
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, JobRecord, Spec, Task
-from flagcore.domain.trial import TrialState
+from flagcore.domain.trial import Probe, RankMeasurement, RankProbe, TrialState
 from flagcore.errors import FlagError
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins

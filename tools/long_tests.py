@@ -13,14 +13,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "mark.long"
 FURTHER = {
-    "flagcore/tuner/loop.py": ("tests/product/cli",),
-    "flagcore/launchers": ("tests/product/cli", "engines", "extras"),
-    "flagcore/contracts": ("tests/product/cli", "engines", "extras/flagscale"),
-    "flagcore/tuner/stages": ("tests/product/cli",),
-    "flagcore/tuner/strategies": ("tests/product/cli", "tests/product/benchmarks"),
-    "flagcore/api": ("tests/product/cli",),
-    "flagcore/plugins": ("tests/product/cli",),
-    "flagcore/tuner/store.py": ("tests/product/cli", "tests/tuner/test_store.py"),
+    "flagcore/tuner/loop.py": ("tests/cli", "tests/product/cli"),
+    "flagcore/launchers": ("tests/cli", "tests/product/cli", "engines", "extras"),
+    "flagcore/contracts": ("tests/cli", "tests/product/cli", "engines", "extras/flagscale"),
+    "flagcore/tuner/stages": ("tests/cli", "tests/product/cli"),
+    "flagcore/tuner/strategies": ("tests/cli", "tests/product/benchmarks"),
+    "flagcore/api": ("tests/cli", "tests/product/cli"),
+    "flagcore/plugins": ("tests/cli", "tests/product/cli"),
+    "flagcore/tuner/store.py": ("tests/cli", "tests/tuner/test_store.py"),
     "flagcore/hooks.py": ("extras/testing", "plugins"),
     "flagcore/vendorkit": ("extras/testing", "tests/product/vendors", "plugins"),
     "flagcore/physics": ("tests/product/vendors",),

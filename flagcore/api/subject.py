@@ -270,7 +270,7 @@ def allowed_rows(snapshot: Snapshot) -> IntArray:
     excluded = [row for trial in failed if (row := space.find(trial.candidate)) is not None]
     measured = [(state.keeps_limits(trial.candidate), row) for trial, row in _measured(snapshot)]
     excluded += [row for is_kept, row in measured if not is_kept]
-    within_limits = snapshot.problem.predictions.keeps_limits(snapshot.task.spec.limits)
+    within_limits = snapshot.problem.predictions.keeps_limits(snapshot.task.spec.work.slo)
     open_rows: IntArray = np.setdiff1d(rows[within_limits[rows]], np.array(excluded, dtype=np.int64))
     return np.union1d(open_rows, np.array([row for is_kept, row in measured if is_kept], dtype=np.int64))
 

@@ -25,10 +25,9 @@ from flagcore.domain.prediction import (
     Predictions,
     RankPrediction,
 )
-from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import ImportNote, SettingValue, Spec, Task
-from flagcore.domain.trial import Trial
+from flagcore.domain.trial import RankMeasurement, Trial
 
 C = TypeVar("C")
 

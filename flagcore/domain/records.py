@@ -104,21 +104,11 @@ def read_belief(data: Mapping[str, Any]) -> Belief | None:
 
 def rank_record(figures: RankPrediction) -> dict[str, object]:
     """Return the prediction of a rank as plain data. Unknown values are left out."""
-    data: dict[str, object] = {"rank": figures.rank}
-    for name in ("static", "peak_allocated", "reserved", "device_used"):
-        data[f"{name}_gib"] = getattr(figures, f"{name}_bytes") / GIB
-    times = {"compute_time_s": figures.compute_time_s, "optimizer_time_s": figures.optimizer_time_s}
-    return data | {name: seconds for name, seconds in times.items() if seconds is not None}
+    return {name: value for name, value in in_gib(asdict(figures)).items() if value is not None}
 
 
 def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
     """Return the parts of a model as plain data, with their numbers of parameters."""
-    return [
-        {
-            "component": part.name,
-            "params_per_layer": part.params,
-            "layers": part.layers,
-            "params": part.params * part.layers,
-        }
-        for part in parts
-    ]
+    names = ("component", "params_per_layer", "layers", "params")
+    rows = ((part.name, part.params, part.layers, part.params * part.layers) for part in parts)
+    return [dict(zip(names, row, strict=True)) for row in rows]

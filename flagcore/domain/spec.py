@@ -241,11 +241,6 @@ class Spec:
             raise TypeError("this spec has no serving job")
         return self.work
 
-    @property
-    def limits(self) -> Mapping[str, float]:
-        """The upper bounds of measured metrics, by the name of the metric. Empty for training."""
-        return self.work.slo
-
 
 @dataclass(frozen=True, slots=True)
 class ImportNote:
@@ -320,7 +315,6 @@ class Task:
 class JobRecord:
     """A job record: one candidate on one cluster. Knobs that are not in `candidate` have the engine's defaults.
 
-    `kind`: train or serve.
     `chip`: the name or an alias of the chip.
     `nic_bytes_per_second`: the network rate. None if it is not given.
     `cpus_per_node`: the number of CPUs of a host. None if it is not given.
@@ -329,7 +323,6 @@ class JobRecord:
     """
 
     id: str
-    kind: str
     model: Model
     chip: str
     devices: int

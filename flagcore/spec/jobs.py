@@ -160,7 +160,7 @@ def read_job(line: Mapping[str, object], engines: Engines) -> JobRecord:
     record, fields = read(line, data, section, knobs)
     cluster = {"chip", "devices", "devices_per_node", "nic_bytes_per_second", "cpus_per_node"}
     facts = record.cluster.model_dump(include=cluster)
-    return JobRecord(id=record.id, kind=kind, model=record.model, **facts, **fields)  # type: ignore[arg-type]
+    return JobRecord(id=record.id, model=record.model, **facts, **fields)  # type: ignore[arg-type]
 
 
 ReadRecord = tuple[_AnyRecord, dict[str, Any]]

@@ -130,7 +130,7 @@ def unmet_text(problem: Problem) -> str:
     The line is empty if a candidate is predicted to meet the limits, or if no candidate fits into memory.
     """
     task, predictions = problem.task, problem.predictions
-    limits = {name: limit for name, limit in task.spec.limits.items() if name in predictions.figures}
+    limits = {name: limit for name, limit in task.spec.work.slo.items() if name in predictions.figures}
     rows = np.flatnonzero(predictions.fits)
     if not limits or not rows.size or predictions.keeps_limits(limits)[rows].any():
         return ""

@@ -324,7 +324,7 @@ def feasibility_probability(context: SearchContext, rows: IntArray, features: Fe
     without a prediction are ignored.
     """
     probability = np.ones(rows.size)
-    for name, limit in context.task.spec.limits.items():
+    for name, limit in context.task.spec.work.slo.items():
         predicted = context.predictions.figures.get(name)
         if predicted is None:
             continue

@@ -14,10 +14,9 @@ from flagcore.contracts import Launcher, MemoryModel, Platform, RunningLaunch, c
 from flagcore.contracts.capabilities import probing
 from flagcore.domain.launch import INCONCLUSIVE, Exit, Launch, failure
 from flagcore.domain.prediction import Prediction
-from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Measurement, TimeLimit, Trial, TrialState
+from flagcore.domain.trial import Measurement, Probe, RankMeasurement, RankProbe, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, LaunchError
 from flagcore.tuner.devices import with_selected_devices
 from flagcore.tuner.effects import effects_of, engine_candidate, environment_of, task_to_start

@@ -138,7 +138,7 @@ def rows_by_time(problem: Problem) -> IntArray:
     unusual = optional(problem.engine, Production).unusual(problem.task, columns, predictions.take(rows))
     unusual = unusual - _is_published(problem, columns)
     time = np.nan_to_num(predictions.step_time_s[rows] * (1.0 + UNUSUAL_SHARE * unusual), nan=np.inf)
-    breaks_limit = ~predictions.keeps_limits(problem.task.spec.limits)[rows]
+    breaks_limit = ~predictions.keeps_limits(problem.task.spec.work.slo)[rows]
     is_added = np.full(rows.size, problem.adds_baseline)
     is_added &= rows == problem.row_of(problem.baseline)
     last = (lacks_margin(problem.task, predictions)[rows] & np.isfinite(time), breaks_limit, is_added)

@@ -315,7 +315,7 @@ def summarize(
         probes=search_state.probes,
         fastest=search_state.fastest,
         interference=search_state.interference,
-        limits=task.spec.limits,
+        limits=task.spec.work.slo,
         knobs=knobs,
     )
 

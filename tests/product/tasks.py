@@ -9,25 +9,7 @@ from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.plugins import engines
 from tests import tasks
-from tests.tasks import (  # noqa: F401
-    CHIP,
-    DENSE,
-    EXPERTS,
-    LATENT,
-    LLAMA_8B,
-    SHAPE,
-    SOURCE,
-    VISION,
-    Readings,
-    chip,
-    costs,
-    plugin,
-    prediction,
-    problem,
-    read,
-    trial,
-    with_task,
-)
+from tests.tasks import *  # noqa: F403
 
 ENGINES: Any = {name: engines()[name] for name in ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")}
 """The engines of this repository."""

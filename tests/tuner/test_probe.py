@@ -16,9 +16,8 @@ from flagcore.domain.chip import Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.prediction import RankPrediction
-from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Candidate
-from flagcore.domain.trial import TimeLimit, TrialState
+from flagcore.domain.trial import Probe, RankMeasurement, RankProbe, TimeLimit, TrialState
 from flagcore.launchers.local import LAUNCHER
 from flagcore.physics.roofline import PlainMemory
 from flagcore.tuner.devices import parallel_probe_ranks

@@ -11,24 +11,8 @@ from typing import Any
 import numpy as np
 from flagcore_training.reading import FAILURES
 
-from flagcore import contracts
-from flagcore.contracts.capabilities import (
-    Advice,
-    Bounds,
-    Commands,
-    Details,
-    Installation,
-    JobRecords,
-    Layouts,
-    MixedClusters,
-    Probes,
-    Production,
-    Pruning,
-    RuleOfThumb,
-    Shortening,
-    Sizes,
-    Steps,
-)
+from flagcore.contracts import Engine, PruningRule
+from flagcore.contracts import capabilities as can
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Start
 from flagcore.domain.prediction import Predictions
@@ -60,22 +44,22 @@ class UselessSelectiveRecompute:
 
 
 class Megatron(
-    contracts.Engine,
-    Advice,
-    Bounds,
-    Commands,
-    Details,
-    Installation,
-    JobRecords,
-    Layouts,
-    MixedClusters,
-    Probes,
-    Production,
-    Pruning,
-    RuleOfThumb,
-    Shortening,
-    Sizes,
-    Steps,
+    Engine,
+    can.Advice,
+    can.Bounds,
+    can.Commands,
+    can.Details,
+    can.Installation,
+    can.JobRecords,
+    can.Layouts,
+    can.MixedClusters,
+    can.Probes,
+    can.Production,
+    can.Pruning,
+    can.RuleOfThumb,
+    can.Shortening,
+    can.Sizes,
+    can.Steps,
 ):
     """Training with megatron-core, or with a user's own Megatron-LM command."""
 
@@ -142,7 +126,7 @@ class Megatron(
     probe_ranks = staticmethod(probing.probe_ranks)
     probe_launch = staticmethod(probing.probe_launch)
 
-    def pruning_rules(self, task: Task) -> tuple[contracts.PruningRule, ...]:
+    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         only_core = options.recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
         return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
 

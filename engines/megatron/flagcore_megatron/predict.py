@@ -333,8 +333,10 @@ def _predict(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> P
     if any(each.assumed_network for each in costs.groups):
         network = sum((time_s[part] for part in NETWORK_PARTS if part in time_s), network)
 
+    shape = np.broadcast_shapes(layout.data.shape, np.shape(layout.sharded_optimizer))
+
     def flat(values: NDArray[Any]) -> NDArray[Any]:
-        return np.broadcast_to(values, total.shape).ravel()
+        return np.broadcast_to(values, shape).ravel()
 
     return Predictions(
         step_time_s=flat(total),

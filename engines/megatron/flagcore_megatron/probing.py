@@ -12,9 +12,9 @@ from flagcore_training.start import program_launch
 
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.launch import Launch
-from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Candidate, Columns
 from flagcore.domain.spec import Spec, Task
+from flagcore.domain.trial import RankMeasurement
 from flagcore.errors import SpecError
 from flagcore.vendorkit.programs import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore_megatron.predict import inputs, rank_figures

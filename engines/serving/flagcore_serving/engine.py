@@ -144,7 +144,7 @@ class ServingEngine(
 
         The metrics are those of one load point. Answers of points with fewer clients are assumed to take as long.
         """
-        serve, asked, figures = task.spec.serve, (*task.spec.limits, task.spec.objective), predictions.figures
+        serve, asked, figures = task.spec.serve, (*task.spec.work.slo, task.spec.objective), predictions.figures
         seconds = np.full(predictions.step_time_s.shape, np.nan if serve.highest else 0.0)
         for load in map(in_flight, serve.loads):
             requests = load.num_prompts or SteadyState(asked, load.concurrency).enough
@@ -153,7 +153,7 @@ class ServingEngine(
         return seconds
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        return (SloImpossible(task.spec.limits),) if task.spec.limits else ()
+        return (SloImpossible(task.spec.work.slo),) if task.spec.work.slo else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return the rows of `columns` that are certain to need at least as much memory as `candidate`, as a mask.
@@ -223,7 +223,7 @@ class ServingEngine(
         if serve.directory is not None and not Path(serve.directory).is_dir():
             problem, fix = "is not a folder, but serve.command starts there", "use an existing folder, or remove it"
             raise SpecError(key="serve.directory", value=serve.directory, problem=problem, fix=fix)
-        if spec.objective == "goodput_requests_per_s" and not spec.limits:
+        if spec.objective == "goodput_requests_per_s" and not spec.work.slo:
             problem, fix = "needs an SLO: it counts the requests that meet it", "set serve.slo"
             raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)
         self.program.ready(spec)

@@ -90,7 +90,7 @@ def predicted(job: TrialJob) -> tuple[float, float]:
 
     each, is_narrow = job.candidate, job.train.precision == "bf16"
     result = memory.of_rank(
-        memory.TrialJob(
+        memory.MemoryInputs(
             model=job.model,
             value_bytes=2.0 if is_narrow else 4.0,
             ranks=one(each.shard * each.context),

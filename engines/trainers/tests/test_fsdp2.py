@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.errors import LaunchError, SpecError
+from flagcore.launchers.local import LocalLauncher
+from tests.launchers.processes import ended
 from tests.product.tasks import DENSE, EXPERTS, SHAPE, costs, task
 
 pytestmark = pytest.mark.spread
@@ -147,13 +150,21 @@ def test_memory_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str,
     assert counted.predicted(job) == (pytest.approx(static, rel=0.01), pytest.approx(peak, rel=0.05))
 
 
-def trial(folder: Path, model: Model = UNTIED, **values: Any) -> Any:
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[LocalLauncher]:
+    """A launcher that forks trials, so that torch is imported once."""
+    warm = LocalLauncher()
+    yield warm
+    warm.close()
+
+
+def trial(launcher: LocalLauncher, folder: Path, model: Model = UNTIED, **values: Any) -> Any:
     """Run a trial of two ranks, and return its measurement."""
     job = task(model, devices=2, engine="fsdp2", seq_length=32, precision="fp32")
     folder.mkdir()
     candidate = Candidate.of({**NEUTRAL, **values})
     launch = FSDP2.launch(Platform(task=job, engine=FSDP2, costs=costs(job), support=CPU), candidate, str(folder))
-    subprocess.run(launch.argv, check=True, cwd=folder)
+    assert ended(launcher.start(launch), 120).code == 0, (folder / "stderr.log").read_text()
     measured = FSDP2.read(job, candidate, str(folder))
     effective = dict(measured.effective)
     assert effective.pop("precision") == "fp32"
@@ -162,7 +173,7 @@ def trial(folder: Path, model: Model = UNTIED, **values: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_layouts_have_the_same_losses(tmp_path: Path) -> None:
+def test_layouts_have_the_same_losses(launcher: LocalLauncher, tmp_path: Path) -> None:
     layouts: list[dict[str, Any]] = [
         {SHARD: 2, MBS: 2, AC: "selective"},
         {TP: 2, MBS: 4, AC: "full"},
@@ -170,22 +181,22 @@ def test_layouts_have_the_same_losses(tmp_path: Path) -> None:
         {PP: 2, MBS: 2, RESHARD: False},
         {PP: 2, MBS: 2, RESHARD: False, SCHEDULE: "zbv"},
     ]
-    first, *others = (trial(tmp_path / str(number), **values) for number, values in enumerate(layouts))
+    first, *others = (trial(launcher, tmp_path / str(number), **values) for number, values in enumerate(layouts))
     assert first.losses[-1] < first.losses[0]
     for other in others:
         assert other.losses == pytest.approx(first.losses, rel=1e-4)
     assert first.peak_allocated_bytes > 0
-    alone, split = (trial(tmp_path / f"experts{size}", MIXED, **{SHARD: 2, EP: size}) for size in (1, 2))
+    alone, split = (trial(launcher, tmp_path / f"experts{size}", MIXED, **{SHARD: 2, EP: size}) for size in (1, 2))
     assert split.losses == pytest.approx(alone.losses, rel=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_tensor_parallel_norms_of_queries_have_the_same_losses(tmp_path: Path, checkpointing: str) -> None:
+def test_tensor_parallel_norms_of_queries_have_the_same_losses(launcher: LocalLauncher, tmp_path: Path) -> None:
     model = replace(UNTIED, qk_layernorm=True)
-    alone = trial(tmp_path / "alone", model, **{SHARD: 2, MBS: 2})
-    split = trial(tmp_path / "split", model, **{TP: 2, MBS: 4, AC: checkpointing})
-    assert split.losses == pytest.approx(alone.losses, rel=1e-4)
+    alone = trial(launcher, tmp_path / "alone", model, **{SHARD: 2, MBS: 2})
+    for checkpointing in ("none", "selective", "full"):
+        split = trial(launcher, tmp_path / checkpointing, model, **{TP: 2, MBS: 4, AC: checkpointing})
+        assert split.losses == pytest.approx(alone.losses, rel=1e-4), checkpointing
 
 
 def test_there_is_no_real_job(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import yaml
 from flagcore.domain.knob import Flag, Knob, Requirement
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
+from flagcore.spec.plain_data import SafeLoader
 
 AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
     "divisors": lambda task: divisors(task.cluster.devices),
@@ -24,8 +25,7 @@ AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
 
 def read_knobs(package: str, **defaults: object) -> tuple[Knob, ...]:
     """Return the knobs in the file `knobs.yaml` of a package. `defaults`: keys of all rows that lack them."""
-    text = files(package).joinpath("knobs.yaml").read_text("utf-8")
-    rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    rows = yaml.load(files(package).joinpath("knobs.yaml").read_text("utf-8"), SafeLoader)
     return tuple(knob_of_row(name, {**defaults, **row}) for name, row in rows.items())
 
 

@@ -220,7 +220,7 @@ def _serving(task: Task, figures: dict[str, float]) -> Measurement | None:
     step = seconds(objective, figures[name])
     broken = tuple(
         f"{each} is {figures[each]:.4g} s, over its limit" if each in figures else f"{each} is not measured"
-        for each, limit in task.spec.limits.items()
+        for each, limit in task.spec.work.slo.items()
         if figures.get(each, math.inf) > limit
     )
     return Measurement(

@@ -9,8 +9,7 @@ from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import HostsLauncher
 
 from flagcore.domain.launch import Launch
-from flagcore.domain.probe import Probe
-from flagcore.domain.trial import TrialState
+from flagcore.domain.trial import Probe, TrialState
 from flagcore.errors import HostLost
 from flagcore.tuner.probe import probe
 from tests import tasks

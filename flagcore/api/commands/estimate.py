@@ -177,7 +177,7 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
 
     `slo` contains the predicted figures of a server that exceed their limits, in seconds.
     """
-    task, space, limits = problem.task, problem.space, problem.task.spec.limits
+    task, space, limits = problem.task, problem.space, problem.task.spec.work.slo
     records = []
     for row, found in zip(rows, detailed_predictions(problem.platform, space.columns(rows)), strict=True):
         candidate = space.candidate(int(row))

@@ -14,11 +14,10 @@ from flagcore.api.inputs import LoadedSpec, loaded_plugins, read_spec, warn_abou
 from flagcore.contracts import Engine, Problem
 from flagcore.contracts.capabilities import probing
 from flagcore.domain.knob import Knobs
-from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.records import in_gib, prediction_record, rank_record
 from flagcore.domain.space import Candidate, as_candidate
 from flagcore.domain.spec import Spec
-from flagcore.domain.trial import PROBE, Role
+from flagcore.domain.trial import PROBE, Probe, RankProbe, Role
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins

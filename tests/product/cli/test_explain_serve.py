@@ -17,8 +17,8 @@ from flagcore.api.subject import allowed_rows
 from flagcore.errors import NothingFits
 from flagcore.report.result import trial as as_data
 from flagcore.tuner.stages.learn import learn
+from tests.page_reading import run_data
 from tests.product.cli.conftest import Flag
-from tests.product.report.page.reading import run_data
 from tests.serving_trials import trial
 
 SHAPE = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 1000}
@@ -77,7 +77,7 @@ def test_if_no_trial_met_the_limits_there_is_no_best(spec: Callable[..., str]) -
     late_trials = [
         replace(trial(row, 10.0 * (row + 1), 9.0), candidate=space.candidate(row)) for row in range(len(space))
     ]
-    limits = {"limits": snapshot.task.spec.limits, "fastest": late_trials[0].number}
+    limits = {"limits": snapshot.task.spec.work.slo, "fastest": late_trials[0].number}
     objective = {"name": snapshot.task.spec.objective}
     trials = [as_data(each) for each in late_trials]
     data = run_data(stopped_because="all is tried", objective=objective, trials=trials, **limits).data

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.product.cli.conftest import Answer, Flag, Project
-from tests.product.cli.test_tune import books_balance
+from tests.run_checks import books_balance
 
 pytestmark = [pytest.mark.slow, pytest.mark.together("training")]
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.product.cli.conftest import SERVER, Flag, Project, Ran
-from tests.product.cli.test_tune import books_balance
+from tests.run_checks import books_balance
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 

@@ -44,7 +44,7 @@ def changed(path: tuple[str, ...], value: object) -> dict[str, Any]:
 
 def test_a_record_becomes_a_job_and_unknown_keys_are_ignored() -> None:
     job = read_job(RECORD, ENGINES)
-    assert (job.id, job.kind, job.chip, job.devices, job.devices_per_node) == ("a#1", "train", "Example 80G", 8, 4)
+    assert (job.id, job.work.kind, job.chip, job.devices, job.devices_per_node) == ("a#1", "train", "Example 80G", 8, 4)
     assert (job.model.name, job.model.kv_channels) == ("tiny", 16)
     assert (job.work.precision, job.work.attention, job.work.implementation) == ("nvfp4", "unfused", None)
     settings = {"recompute_modules": "core_attn,mlp", "pipeline_schedule": "zb-h1"}

@@ -3,16 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 
 from flagcore.domain.knob import SHARES, Flag, Knob
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Task, is_rate
 from flagcore.errors import SpecError
+from flagcore.spec.plain_data import package_yaml
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import (
     DP,
@@ -33,7 +32,6 @@ DEFAULT_SPACE = (*LAYOUT, SHARING, "max_num_seqs", "max_num_batched_tokens")
 """Names or aliases of the knobs that a spec without a space searches: layouts and limits of the batch."""
 CONTEXT = "context_len"
 """The knob for the context length. A spec without a space sets it only if the engine would not start otherwise."""
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 IMPLIED_VALUES: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys((INSTANCES, TP, PP, DP, EP), (None, 1)),
     **dict.fromkeys((PREFILL_DECODE, "max_num_seqs", "max_num_batched_tokens", "block_size"), (None,)),
@@ -319,7 +317,5 @@ def _knob(name: str, row: dict[str, Any], autos: Mapping[str, Auto]) -> Knob:
     return (RolesKnob if name == PREFILL_DECODE else Knob)(name=name, **fields)
 
 
-COMMON: Mapping[str, Mapping[str, Any]] = yaml.load(
-    files(__package__).joinpath("knobs.yaml").read_text("utf-8"), LOADER
-)
+COMMON: Mapping[str, Mapping[str, Any]] = package_yaml(__package__, "knobs.yaml")
 """The fields of the knobs that engines share, by name of the knob."""

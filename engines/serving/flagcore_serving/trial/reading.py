@@ -93,9 +93,9 @@ class _Point:
         if not all(math.isfinite(step) and step > 0 for step in self.steps_s):
             raise ValueError(f"{name} is not a positive number")
         self.step_s = statistics.median(self.steps_s)
-        excess = {name: self.figures.get(name, math.inf) / limit for name, limit in task.spec.limits.items()}
+        excess = {name: self.figures.get(name, math.inf) / limit for name, limit in task.spec.work.slo.items()}
         self.excess = max(1.0, *excess.values()) if excess else 1.0
-        limits = {name: limit for name, limit in task.spec.limits.items() if excess[name] > 1.0}
+        limits = {name: limit for name, limit in task.spec.work.slo.items() if excess[name] > 1.0}
         seen = {name: f"{self.figures[name]:.4g} s" if name in self.figures else "not measured" for name in limits}
         self.broken = tuple(f"{name} is {seen[name]}, over {limit:g} s" for name, limit in limits.items())
 

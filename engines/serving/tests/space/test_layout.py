@@ -125,7 +125,7 @@ def test_the_interpreter_of_a_script_is_read_in_its_first_line(tmp_path: Path) -
     script.write_bytes(b"\x7fELF\x02\x01")
     assert programs.interpreter(str(script)) is None
     assert programs.interpreter(sys.executable) == sys.executable
-    assert installed.package_folders(str(script)) == ()
+    assert programs.package_folders(str(script)) == ()
 
 
 def test_the_version_of_a_package_comes_from_the_interpreter() -> None:
@@ -142,7 +142,7 @@ def test_a_release_is_read_from_unusual_versions(version: str, numbers: tuple[in
 
 def test_a_missing_program_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(NoDevice, match="no-such-engine"):
-        installed.find_command(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
+        programs.find_command(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
     (tmp_path / "run").touch(mode=0o755)
     spec = serving("vllm", command=("./run", "x"), directory=str(tmp_path)).spec
-    assert installed.find_command(spec, ("vllm",)) == (str(tmp_path / "run"), "x")
+    assert programs.find_command(spec, ("vllm",)) == (str(tmp_path / "run"), "x")

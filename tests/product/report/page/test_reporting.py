@@ -10,9 +10,9 @@ import pytest
 from flagcore import api
 from flagcore.api.commands import report
 from flagcore.errors import RunError
+from tests.page_reading import read
 from tests.product.cli.conftest import Flag, Project
 from tests.product.report.page.conftest import KINDS, Runs
-from tests.product.report.page.reading import read
 
 Copied = Callable[..., Path]
 

@@ -30,8 +30,8 @@ from flagcore.report.page.blocks import (
 from flagcore.report.page.resources import pipeline
 from flagcore.report.page.run import tail
 from flagcore.report.result import read_trial
+from tests.page_reading import read, run_data
 from tests.product.report.page.conftest import HOSTILE, KINDS, Made, Runs
-from tests.product.report.page.reading import read, run_data
 
 
 @pytest.fixture(params=KINDS)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from flagcore_testing import toy_program
 
 import flagcore
 from flagcore import api
@@ -19,13 +20,13 @@ from flagcore.errors import RunError, UsageError
 from flagcore.report.formats import lookup
 from flagcore.tuner.planner import STOPPED
 from flagcore.tuner.store import OptunaStore
-from tests.product.cli.conftest import TRAIN, Project
+from tests.cli.conftest import TRAIN, Project
 
 
 def test_importing_flagcore_imports_nothing_else() -> None:
     code = "import sys; before = set(sys.modules); import flagcore; print(*(set(sys.modules) - before))"
     completed = subprocess.run(
-        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3]
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     assert completed.stdout.split() == ["flagcore"]
     assert set(flagcore.__all__) <= set(dir(flagcore))
@@ -154,7 +155,8 @@ def test_secrets_are_not_exposed_and_best_sh_still_has_them(tmp_path: Path, monk
     monkeypatch.setenv("HF_TOKEN", SHELL_SECRET)
     project, where = Project(tmp_path), tmp_path / "run"
     (tmp_path / "train.py").write_text(LOGS + TRAIN)
-    command = [sys.executable, "-S", "-E", str(tmp_path / "train.py"), "{folder}", "--api-key", COMMAND_SECRET]
+    command = [sys.executable, "-S", "-E", str(tmp_path / "train.py"), toy_program.__file__]
+    command += ["--api-key", COMMAND_SECRET]
     envs = {"HF_TOKEN": SHELL_SECRET, "WANDB_API_KEY": SPEC_SECRET}
     spec = project.spec(control={"max_trials": 2, "repeats": 0}, train={"command": command}, envs=envs)
     api.tune(spec, run_dir=where)

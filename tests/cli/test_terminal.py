@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 
 from flagcore.cli import options
-from tests.product.cli.conftest import Flag, Project
+from tests.cli.conftest import Flag, Project
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from flagcore.report.result import read_trial, result
 from flagcore.report.text import candidate_line, highest_text
 from flagcore.tuner.search_state import gains
 from flagcore.tuner.stages.learn import learn
-from tests.product import tasks
+from tests import tasks
 from tests.serving_trials import LIMITS, OBJECTIVE, trial
 
 COUNTS = Counts(

@@ -13,8 +13,8 @@ from flagcore.api.runs import state_of_ended
 from flagcore.contracts import Event
 from flagcore.errors import EveryTrialFailed, Interrupted
 from flagcore.tuner.run_folder import RunDirectory
-from tests.product.cli.conftest import Flag, Project
-from tests.product.report.page.reading import run_data
+from tests.cli.conftest import Flag, Project
+from tests.page_reading import run_data
 
 pytestmark = pytest.mark.slow
 REASON = "ValueError: it is broken"
@@ -22,7 +22,6 @@ STATES = {"failed": "no measurement", "interrupted": "interrupted", "killed": "i
 CODES = {"failed": 5, "interrupted": 2, "killed": 2}
 NEED_THE_BEST = (
     ("run", "RUN"),
-    ("export", "RUN", "--to", "megatron"),
     ("explain", "RUN", "best"),
     ("compare", "RUN", "RUN:baseline"),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from flagcore.i18n import choose, columns
-from tests.product.cli.conftest import Flag, Project
+from tests.cli.conftest import Flag, Project
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
 

@@ -1,0 +1,1 @@
+from tests.cli.conftest import with_toy as with_toy

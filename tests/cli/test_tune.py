@@ -1,0 +1,245 @@
+"""`flag tune` with real processes that play training runs of known speed."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fixed_machine import PINS
+from flagcore_testing import toy_program
+
+from tests.cli.conftest import BEST, SPACE, Flag, Project, Ran
+from tests.run_checks import books_balance, check_kept_once
+
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
+LONG = pytest.mark.long
+
+
+def tune(flag: Flag, project: Project, *more: str, **of_spec: Any) -> Ran:
+    return flag("tune", project.spec(**of_spec), "--run-dir", str(project.run_dir), *more)
+
+
+def states(result: Any) -> list[str]:
+    return [trial["state"] for trial in result["trials"]]
+
+
+def test_the_known_best_is_found_and_every_trial_is_stored(flag: Flag, project: Project) -> None:
+    completed = tune(flag, project, "--json")
+    assert completed.code == 0, completed.err
+    result = json.loads(completed.out)
+    assert result == project.result()
+    assert result["best"]["candidate"].items() >= BEST.items()
+    assert result["baseline"]["role"] == "baseline"
+    assert result["baseline"]["number"] == 0
+    base, best = (result[name]["measured"]["step_time_s"]["median"] for name in ("baseline", "best"))
+    assert best == pytest.approx(0.1, rel=0.01)
+    assert result["gain"] == pytest.approx(base / best - 1)
+    assert {trial["candidate"]["micro_batch_size"] for trial in result["repeats"]} == {
+        result[name]["candidate"]["micro_batch_size"] for name in ("baseline", "best")
+    }
+    assert books_balance(result)
+    tried_candidates = [json.dumps(trial["candidate"]) for trial in result["trials"]]
+    assert len(set(tried_candidates)) == len(tried_candidates) >= 5
+    for trial in result["trials"]:
+        folder = project.run_dir / "trials" / str(trial["number"])
+        assert {"launch.json", "stdout.log", "stderr.log"} <= {file.name for file in folder.iterdir()}
+        assert (project.run_dir / trial["log"]).exists()
+    assert "trial 0 (baseline) starts" in completed.err
+    assert "Traceback" not in completed.err
+    assert project.all_gone()
+
+
+@pytest.mark.parametrize(
+    ("does", "state", "words"),  # ends that only a real process has; tests of measure.py have others
+    [
+        ("binary", "failed", "exit code 3"),
+        ("oom", "out_of_memory", "more than the memory budget"),
+        ("vanish", "failed", "no metrics.json"),
+        ("disk", "failed", "disk_limit"),
+    ],
+)
+def test_a_trial_that_fails_is_reported_and_the_others_continue(
+    does: str, state: str, words: str, flag: Flag, project: Project
+) -> None:
+    completed = tune(flag, project, "--json", does=does, when="1x1", control={"max_trials": 4, "repeats": 0})
+    assert completed.code == 0, completed.err
+    result = project.result()
+    failed_trials = [trial for trial in result["trials"] if trial["state"] not in ("measured", "stopped")]
+    assert [trial["state"] for trial in failed_trials] == [state] * len(failed_trials)
+    assert failed_trials
+    assert all(words in trial["reason"] for trial in failed_trials)
+    assert "measured" in states(result)
+    assert result["best"]["state"] == "measured"
+    assert books_balance(result)
+    assert "Traceback" not in completed.err
+    assert project.all_gone()
+
+
+def test_when_every_trial_failed_the_exit_code_is_5_and_the_last_reason_is_reported(
+    flag: Flag, project: Project
+) -> None:
+    completed = tune(flag, project, "-q", does="crash")
+    assert completed.code == 5
+    assert completed.err.count("\n") == 1
+    assert "it is broken" in completed.err
+    result = project.result()
+    assert set(states(result)) == {"failed"}
+    assert result["best"] is None
+    assert result["gain"] is None
+    assert books_balance(result)
+    assert len(result["trials"]) == 5
+    assert flag("run", str(project.run_dir)).code == 5
+
+
+@pytest.mark.parametrize("where", [None, "elsewhere"])
+def test_a_command_runs_in_the_folder_of_the_spec_or_in_its_own_directory(
+    where: str | None, flag: Flag, project: Project
+) -> None:
+    folder = project.folder / (where or ".")
+    folder.mkdir(exist_ok=True)
+    (folder / "here.py").write_text((project.folder / "train.py").read_text())
+    train = {"command": [sys.executable, "here.py", toy_program.__file__], "directory": where}
+    completed = tune(flag, project, train=train, control={"max_trials": 1, "repeats": 0})
+    assert completed.code == 0, completed.err
+    assert yaml.safe_load((project.run_dir / "best.yaml").read_text())["train"]["directory"] == str(folder)
+
+
+def test_max_trials_is_a_limit_without_the_repeats(flag: Flag, project: Project) -> None:
+    assert tune(flag, project, control={"max_trials": 3, "repeats": 2}).code == 0
+    result = project.result()
+    assert len(result["trials"]) == 3
+    assert "max_trials" in result["stopped_because"]
+    assert result["stopped_message"]["values"] == {"count": 3}
+    assert len(result["repeats"]) in (0, 3, 4)  # 3: the baseline is clearly slower
+
+
+def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_again(flag: Flag, project: Project) -> None:
+    small_budget = {"max_trials": 1, "repeats": 0}
+    assert tune(flag, project, control=small_budget).code == 0
+    changed = {"train": {"seq_length": 256}, "control": small_budget}
+    completed = tune(flag, project, "-q", **changed)
+    assert completed.code == 2
+    assert "spec.train.seq_length: 1024 -> 256" in completed.err
+    assert completed.err.count("\n") == 1
+    assert tune(flag, project, "--new", **changed).code == 0
+    saved = [folder for folder in project.folder.iterdir() if folder.name.startswith("run.")]
+    assert len(saved) == 1
+    assert json.loads((saved[0] / "result.json").read_text())["trials"]
+
+
+def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project) -> None:
+    completed = tune(flag, project, "-q", train={"command": ["/no/such/program"]})
+    assert completed.code == 2
+    assert "cannot run /no/such/program" in completed.err
+    assert completed.err.count("\n") == 1
+
+
+def test_progress_on_a_pipe_is_plain_lines_on_stderr_and_quiet_is_quiet(flag: Flag, project: Project) -> None:
+    small_budget = {"max_trials": 3, "repeats": 0}
+    progress = tune(flag, project, control=small_budget).err.splitlines()
+    start_lines = [line for line in progress if line.startswith("trial ") and "starts" in line]
+    assert len(start_lines) == 3
+    assert any("best" in line and "3/3 trials" in line for line in progress)
+    assert "\x1b" not in "".join(progress)
+    assert tune(flag, project, "-q", "--new", control={**small_budget, "max_trials": 1}).err == ""
+
+
+def wait_for_trial(project: Project, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while not (project.run_dir / "trials" / str(number) / "launch.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG), pytest.param(signal.SIGHUP, marks=LONG)]
+)
+def test_an_interrupt_keeps_the_measurements(number: int, project: Project) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("this signal is ignored here, as under nohup, and so it is by flagcore")
+    spec = project.spec(sleeps=0.15)
+    process = project.start("tune", spec, "--run-dir", str(project.run_dir))
+    wait_for_trial(project, 2)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err
+    assert "interrupted" in err.splitlines()[-1]
+    result = project.result()
+    assert states(result).count("measured") + states(result).count("stopped") >= 2
+    assert result["trials"][-1]["state"] == "interrupted"
+    assert books_balance(result)
+    assert result["best"] is not None
+    assert project.all_gone()
+
+
+CORES = sorted(os.sched_getaffinity(0))
+TWO_AT_ONCE = {
+    "cluster": {"devices_per_node": 1, "memory_per_device": "1GiB"},
+    "control": {"parallel_trials": 2},
+    "auto_tuner": {"space": {**SPACE, "micro_batch_size": [1, 2, 4, 8]}},
+}
+
+
+def test_trials_side_by_side_have_separate_cores(flag: Flag, project: Project) -> None:
+    completed = tune(flag, project, "--json", sleeps=0.3, **TWO_AT_ONCE)
+    assert completed.code == 0, completed.err
+    result = json.loads(completed.out)
+    assert result["side_by_side"]["quiet"]
+    assert result["side_by_side"]["text"] in completed.err
+    assert {trial["group"] for trial in result["trials"]} >= {None, 1}  # on the first core, the baseline runs again
+    assert {trial["group"] for trial in result["repeats"]} == {None}
+    for trial in (*result["trials"], *result["repeats"]):
+        log = (project.run_dir / trial["log"]).read_text()
+        assert log.startswith(f"cores [{CORES[trial['group'] or 0]}]\n") or not PINS
+    assert books_balance(result)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(6, marks=LONG)])
+def test_a_run_killed_at_random_times_resumes_without_loss(kills: int, flag: Flag, project: Project) -> None:
+    draw = random.Random(11)
+    space = {**SPACE, "micro_batch_size": [1, 2]}
+    spec = project.spec(sleeps=0.1, auto_tuner={"space": space}, control={"repeats": 0})
+    arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--json", "-q")
+    for _ in range(kills):
+        number = sum(1 for _ in (project.run_dir / "trials").glob("*"))
+        process = project.start(*arguments)
+        while not (project.run_dir / "trials" / str(number)).exists() and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.6))
+        process.kill()
+        process.communicate()
+        assert project.all_gone(10)
+    completed = flag(*arguments)
+    assert completed.code == 0, completed.err
+    result = json.loads(completed.out)
+    assert result == project.result()
+    assert result["best"]["candidate"].items() >= BEST.items()
+    assert books_balance(result)
+    check_kept_once(project.run_dir, result)
+
+
+def test_a_run_learns_from_earlier_ones_unless_disabled(
+    flag: Flag, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
+
+    def corrected_prediction(name: str, **control: object) -> float:
+        spec = project.spec(control={"max_trials": 2, "repeats": 0, **control}, auto_tuner={"strategy": "learned"})
+        completed = flag("tune", spec, "--run-dir", str(tmp_path / name), "--json", "--quiet")
+        return float(json.loads(completed.out)["trials"][1]["predicted"]["believed"]["step_time_s"]["value"])
+
+    first = corrected_prediction("one")
+    assert corrected_prediction("two", use_experience=False) == first
+    assert corrected_prediction("three") != first
+    assert len(list((tmp_path / "home" / "experience").iterdir())) == 3
+    shutil.rmtree(tmp_path / "home" / "experience")
+    assert corrected_prediction("four") == first
