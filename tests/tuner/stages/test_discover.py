@@ -61,8 +61,7 @@ def test_local_devices_are_the_default_cluster() -> None:
 
 def test_a_chip_can_be_planned_for_without_the_hardware() -> None:
     platform = completed(spec(chip="TEST-CHIP", nodes=2), loaded(x=plugin(tasks.CHIP)))
-    group = platform.task.cluster.groups[0]
-    assert group.devices == 16
+    assert platform.task.cluster.groups[0].devices == 16
     assert platform.costs.memory.capacity_bytes() == 80e9
     with pytest.raises(NoDevice, match=r"no test-chip on this machine.*`flag tune --fidelity estimate`"):
         require_devices(platform, ())

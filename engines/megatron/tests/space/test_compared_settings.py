@@ -59,8 +59,7 @@ def test_a_setting_may_need_another_that_is_compared_too() -> None:
         "optimizer_cpu_offload": (False, True),
         "exp_avg_dtype": (None, "bf16"),
     }
-    names = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "exp_avg_dtype")
-    found = values(task_of(space), *names)
+    found = values(task_of(space), *("use_precision_aware_optimizer", "optimizer_cpu_offload", "exp_avg_dtype"))
     assert {row for row in found if not row[0]} == {(False, False, None)}
     assert len({row for row in found if row[0]}) == 4
 
