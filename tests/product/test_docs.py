@@ -20,7 +20,7 @@ from docs.site import cli_page, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
 from flagcore.plugins import ENGINES, find_engine, names
-from flagcore.vendorkit.results import METRICS
+from flagcore.vendorkit.programs import METRICS
 from tests.product.doc_pages import FENCE, PAGES, ROOT, TEXT, prose
 
 FILES = generate.files()

@@ -21,14 +21,15 @@ from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.errors import NoDevice
 from flagcore.physics.roofline import PlainMemory
 from flagcore.tuner import devices
-from flagcore.tuner.devices import divide, require_devices, wait_for_devices
-from flagcore.tuner.launches import (
+from flagcore.tuner.devices import (
+    divide,
     on_hosts,
-    planned_launch,
-    prepared_launch,
+    require_devices,
+    wait_for_devices,
     with_selected_devices,
     without_local_devices,
 )
+from flagcore.tuner.stages.launch import planned_launch, prepared_launch
 from tests import tasks
 from tests.tasks import Readings
 from tests.tuner.benches import SPACE

@@ -17,7 +17,7 @@ from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.hooks import hookimpl
 from flagcore.report.result import result
 from flagcore.tuner import devices
-from flagcore.tuner.hosts import MAX_CONSECUTIVE_BUSY
+from flagcore.tuner.parallel import MAX_CONSECUTIVE_BUSY
 from tests import tasks
 from tests.tuner.benches import Bench, Ended, job_of, plugin, sizes_of, write_steps
 

@@ -19,8 +19,8 @@ from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
 from flagcore.plugins import load_plugins
 from flagcore.spec.convert import parse_spec
-from flagcore.tuner.launches import planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
+from flagcore.tuner.stages.launch import planned_launch, prepared_launch
 from tests.product import tasks
 
 pytestmark = pytest.mark.spread

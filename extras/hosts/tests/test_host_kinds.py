@@ -19,8 +19,8 @@ from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.devices import require_devices
-from flagcore.tuner.launches import host_lines, planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
+from flagcore.tuner.stages.launch import host_lines, planned_launch, prepared_launch
 from tests.launchers.processes import ended
 from tests.product import tasks
 

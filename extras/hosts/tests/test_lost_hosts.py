@@ -17,7 +17,7 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import TrialState
 from flagcore.errors import HostLost, Interrupted
 from flagcore.tuner import trial_runner
-from flagcore.tuner.hosts import MAX_CONSECUTIVE_BUSY
+from flagcore.tuner.parallel import MAX_CONSECUTIVE_BUSY
 from tests.product import tasks
 from tests.tuner.benches import Bench, Ended, plugin, sizes_of, sound, write_steps
 

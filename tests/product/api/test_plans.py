@@ -9,10 +9,9 @@ import pytest
 
 from flagcore import api
 from flagcore.api.commands.explain import REMOVED
-from flagcore.api.evidence import published_runs
 from flagcore.api.inputs import loaded_plugins, open_spec
-from flagcore.api.jobs import predict_records
-from flagcore.api.snapshot import load_snapshot
+from flagcore.api.jobs import predict_records, published_runs
+from flagcore.api.runs import load_snapshot
 from flagcore.domain.records import read_prediction
 from flagcore.errors import NothingFits, UsageError
 from flagcore.plugins import load_plugins

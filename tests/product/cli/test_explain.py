@@ -10,8 +10,7 @@ import yaml
 from flagcore_megatron.space.knobs import BY_NAME
 
 from flagcore.api.commands.explain import candidate_report, state_of
-from flagcore.api.runs import Run, trial_fields
-from flagcore.api.snapshot import Snapshot, load_snapshot
+from flagcore.api.runs import Run, Snapshot, load_snapshot, trial_fields
 from flagcore.api.subject import Subject, columns_of
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState

@@ -12,7 +12,7 @@ import yaml
 
 from flagcore import api
 from flagcore.api.commands.explain import candidate_report
-from flagcore.api.snapshot import load_snapshot
+from flagcore.api.runs import load_snapshot
 from flagcore.api.subject import allowed_rows
 from flagcore.errors import NothingFits
 from flagcore.report.result import trial as as_data

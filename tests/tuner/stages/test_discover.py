@@ -20,8 +20,8 @@ from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.devices import require_devices
-from flagcore.tuner.launches import prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
+from flagcore.tuner.stages.launch import prepared_launch
 from tests import tasks
 
 SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)

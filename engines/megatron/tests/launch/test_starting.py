@@ -17,7 +17,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import TimeLimit
 from flagcore.tuner.stages.launch import launch
-from flagcore.vendorkit.results import NoMetrics
+from flagcore.vendorkit.programs import NoMetrics
 from tests.product import tasks
 
 LONG = tasks.task(global_batch_size=512, control=Control(max_step_time=60.0))

@@ -16,9 +16,9 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.effects import effects_of
-from flagcore.tuner.launches import planned_launch
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.complete import with_plugin_knobs
+from flagcore.tuner.stages.launch import planned_launch
 from flagcore.tuner.stages.predict import predict
 from tests.product import tasks
 

@@ -18,7 +18,7 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import Measurement, Role, TimeLimit, Trial, TrialState
 from flagcore.launchers.local import LAUNCHER
 from flagcore.tuner.stages.launch import launch
-from flagcore.vendorkit.results import METRICS
+from flagcore.vendorkit.programs import METRICS
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
