@@ -20,7 +20,7 @@ from docs.site import cli_page, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
 from flagcore.plugins import ENGINES, find_engine, names
-from flagcore.vendorkit.results import METRICS
+from flagcore.vendorkit.programs import METRICS
 from tests.product.doc_pages import FENCE, PAGES, ROOT, TEXT, prose
 
 FILES = generate.files()
@@ -136,8 +136,7 @@ def test_reference_has_every_file_of_a_run(example_folder: Path) -> None:
     listed = {name for row in rows for name in _full_names(row)}
     found = {re.sub(r"^trials/\d+/", "trials/N/", str(file.relative_to(run))) for file in run.rglob("*")}
     found = {"best/" if name.startswith("best/") else name for name in found if (run / name).is_file() or "N/" in name}
-    trial_program = {f"trials/N/{name}" for name in ("job.json", STEPS, METRICS)}
-    assert listed == found | trial_program | {"best/"}
+    assert listed == found | {f"trials/N/{name}" for name in ("job.json", STEPS, METRICS)} | {"best/"}
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -21,8 +21,7 @@ def test_planning_does_not_import_torch(project: Project) -> None:
 
 
 def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
-    schema = json.loads(flag("schema").out)
-    assert schema["$defs"]["Document_megatron"]["properties"]["train"]
+    assert json.loads(flag("schema").out)["$defs"]["Document_megatron"]["properties"]["train"]
     parts = {part["name"]: part for part in json.loads(flag("doctor", "--json").out)}
     assert parts["flagcore"]["ok"]
     assert "pip install" in parts["torch"]["fix"] or parts["torch"]["ok"]
