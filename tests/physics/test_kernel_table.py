@@ -94,8 +94,7 @@ def test_a_bound_corrects_downwards_only() -> None:
 
 
 def test_unpublished_peaks_are_replaced_by_measured_ones() -> None:
-    bare = Chip(name="bare", vendor="x")
-    table = with_measured(Roofline(chip=bare), measured())
+    table = with_measured(Roofline(chip=Chip(name="bare", vendor="x")), measured())
     for shape in SHAPES:
         assert gemm(table, shape) == pytest.approx(gemm(TRUTH, shape), rel=0.1)
     assert "measured" in table.chip.dense_flops_per_second["bf16"].source.kind

@@ -25,8 +25,7 @@ def test_each_page_is_in_the_navigation_once() -> None:
 
 def test_first_page_leads_to_every_page() -> None:
     docs = ROOT / "docs"
-    text = (docs / "index.md").read_text(encoding="utf-8")
-    linked = set(re.findall(r"\]\(([^)#]+)", text))
+    linked = set(re.findall(r"\]\(([^)#]+)", (docs / "index.md").read_text(encoding="utf-8")))
     assert {file.name for file in docs.glob("*.md")} - linked == {"index.md"}
 
 

@@ -201,8 +201,7 @@ def test_vision_towers_are_read(tmp_path: Path) -> None:
 
 def test_sizes_of_images_are_those_of_the_processor(tmp_path: Path) -> None:
     assert getattr(model_in(tmp_path, QWEN25_VL).vision, "max_pixels", None) == 28 * 28 * 1280
-    size = {"longest_edge": 16777216, "shortest_edge": 65536}
-    model = model_in(tmp_path, QWEN3_VL, size=size)
+    model = model_in(tmp_path, QWEN3_VL, size={"longest_edge": 16777216, "shortest_edge": 65536})
     assert (model.vision.min_pixels, model.vision.max_pixels, model.vision.mergers) == (65536, 16777216, 4)
     assert model.vision.tokens(1280, 704) == 40 * 22
     assert model.qk_layernorm

@@ -74,8 +74,7 @@ def test_finished_steps_of_a_trial_without_a_measurement_count() -> None:
     slow = timed_out(7, 0.1, 20.0, predicted=tasks.prediction(compute_s=step), finished_steps_s=(30 * step,))
     assert reported(slow) == [pytest.approx(np.log(30.0))]
     assert reported(replace(slow, finished_steps_s=(90 * step, 30 * step))) == [pytest.approx(np.log(30.0))]
-    context = search_context(KNOWN, [slow])
-    expected = expected_step_times(context, np.arange(20)) / KNOWN.step_time_s[:20]
+    expected = expected_step_times(search_context(KNOWN, [slow]), np.arange(20)) / KNOWN.step_time_s[:20]
     assert (expected > 15).all()
 
 
@@ -156,8 +155,7 @@ def test_a_failure_is_attributed_to_the_value_without_successful_trials() -> Non
 
 
 def test_a_value_that_failed_once_among_many_successes_is_hardly_suspected() -> None:
-    sizes = COLUMNS["micro_batch_size"]
-    rows = np.flatnonzero(sizes == 2)
+    rows = np.flatnonzero(COLUMNS["micro_batch_size"] == 2)
     ended = [trial_of(int(row), 1.0, at) for at, row in enumerate(rows[1:9])]
     assert np.median(chances(*ended, out_of_memory(int(rows[0]), 10))[rows]) > 0.5
 

@@ -112,5 +112,4 @@ def test_a_large_factor_that_all_trials_share_is_that_of_the_run(factor: float) 
     assert np.median(np.abs(one - ratio[0])) < np.log(1.5)
     assert np.median(np.abs(two - ratio[0])) < np.log(1.25)
     ratio[TRIED_ROWS[1]] = 0.0
-    posterior = Ratios(observed(TRIED_ROWS[:2], ratio), ALL, TIME).posterior(untried)
-    assert (posterior.deviation > 0.5).all()
+    assert (Ratios(observed(TRIED_ROWS[:2], ratio), ALL, TIME).posterior(untried).deviation > 0.5).all()

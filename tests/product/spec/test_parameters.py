@@ -36,8 +36,7 @@ or the weights report, or that the model of transformers 5.19 with this config.j
 @pytest.mark.parametrize(("data", "count"), KNOWN.values(), ids=KNOWN)
 def test_known_model_has_its_known_number_of_parameters(data: dict[str, Any], count: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(data))
-    model = model_from(".", base=tmp_path)
-    assert parameters(model) == pytest.approx(count, rel=6e-4)
+    assert parameters(model_from(".", base=tmp_path)) == pytest.approx(count, rel=6e-4)
 
 
 @pytest.mark.parametrize("off", [0, None, [0, None]])

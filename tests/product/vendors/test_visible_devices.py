@@ -22,8 +22,7 @@ from flagcore.domain.engine import EngineSupport, device_variables
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.plugins.entry_points import capture_warnings
-from flagcore.tuner.devices import divide, parallel_probe_ranks
-from flagcore.tuner.launches import with_selected_devices
+from flagcore.tuner.devices import divide, parallel_probe_ranks, with_selected_devices
 from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.rows import Listing, Row

@@ -83,8 +83,7 @@ def listed(
 
 @vendors
 def test_torch_identifies_the_vendor_of_devices(vendor: Vendor, tmp_path: Path) -> None:
-    found = listed(tmp_path, vendor.torch, VENDORS)
-    assert found == {vendor.name: [(vendor.chip, vendor.memory_bytes)] * 2}
+    assert listed(tmp_path, vendor.torch, VENDORS) == {vendor.name: [(vendor.chip, vendor.memory_bytes)] * 2}
 
 
 def test_names_of_older_drivers_are_accepted_from_torch(tmp_path: Path) -> None:
