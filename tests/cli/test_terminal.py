@@ -128,5 +128,5 @@ def test_commands_and_options_are_completed(flag: Flag, monkeypatch: pytest.Monk
 
     assert completed("flag ex", 1).split() == ["plain,explain", "plain,export"]
     assert "plain,--format" in completed("flag explain --", 2).split()
-    assert completed("flag estimate --chip h100-s", 3).split() == ["plain,H100-SXM"]
-    assert completed("flag estimate --no-plugin nvi", 3).split() == ["plain,nvidia"]
+    assert completed("flag estimate --chip cp", 3).split() == ["plain,cpu"]
+    assert completed("flag estimate --no-plugin cp", 3).split() == ["plain,cpu"]

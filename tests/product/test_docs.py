@@ -27,7 +27,9 @@ FILES = generate.files()
 REFERENCE = TEXT["docs/cli.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/])docs/[\w-]+\.md")
-PATH = re.compile(r"`((?:flagcore|plugins|tests|examples|benchmarks|docs)/[\w./-]*)`")
+ROOMS = ("flagcore", "engines", "plugins", "extras", "tests", "examples", "benchmarks", "docs", "tools")
+PATH = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]*)`")
+FILE = re.compile(r"`(\w[\w./-]*\.(?:py|yaml))`")
 TWINS = [page for page in PAGES if page.endswith(".zh.md")]
 SERVING_ENGINES = [
     each
@@ -60,6 +62,15 @@ def test_paths_that_a_page_names_exist(page: str) -> None:
     assert {
         path for path in paths if not (ROOT / path).exists() and not ((ROOT / page).parent / path).exists()
     } == set()
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_files_that_a_page_for_developers_names_exist(page: str) -> None:
+    files = [f"/{file.relative_to(ROOT)}" for room in ROOMS for file in (ROOT / room).rglob("*.*")] + [
+        "/hatch_build.py"
+    ]
+    named = FILE.findall(TEXT[page])
+    assert {name for name in named if not any(file.endswith(f"/{name}") for file in files)} == set()
 
 
 def test_pages_that_code_names_exist() -> None:
