@@ -18,7 +18,7 @@ from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
-from tests.physics.test_kernel_table import LimitedCosts
+from tests.physics.test_roofline import LimitedCosts
 from tests.tasks import plugin
 
 CHIP = Chip(name="X1", vendor="x", aliases=("Example X1",))
