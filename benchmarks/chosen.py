@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagcore import api
-from flagcore.api.evidence import CHOSEN
 from flagcore.api.inputs import loaded_plugins, open_spec
+from flagcore.api.jobs import CHOSEN
 from flagcore.tuner.problem import rows_by_time
 
 BOUNDS = ("not_likely", "far_too_slow", "far_too_large")

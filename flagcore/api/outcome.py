@@ -36,9 +36,10 @@ from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData, json_file
 from flagcore.report.result import result
 from flagcore.report.text import best_text, candidate_text
-from flagcore.tuner.launches import planned_launch, prepared_launch, with_selected_devices
+from flagcore.tuner.devices import with_selected_devices
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.problem import no_launch_reason
+from flagcore.tuner.stages.launch import planned_launch, prepared_launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -8,8 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from flagcore.api.candidate_parser import broken_rules_of, parse_candidate
-from flagcore.api.runs import no_best_error
-from flagcore.api.snapshot import Snapshot, all_trials
+from flagcore.api.runs import Snapshot, all_trials, no_best_error
 from flagcore.domain.prediction import Belief
 from flagcore.domain.space import Axis, Candidate, Columns, FloatArray, IntArray, KnobValue, as_candidate
 from flagcore.domain.trial import Trial, TrialState

@@ -144,10 +144,11 @@ class Group(click.Group):
     def write_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter, title: str, names: Sequence[str]
     ) -> None:
-        """Write a section with the given commands."""
+        """Write a section with the given commands, if there are any."""
         commands = [(name, self.get_command(ctx, name)) for name in names]
-        with formatter.section(title):
-            formatter.write_dl([(name, self.summary(name, each)) for name, each in commands if each])
+        if rows := [(name, self.summary(name, each)) for name, each in commands if each]:
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def summary(self, name: str, command: click.Command) -> str:
         """Return the whole summary of a command."""

@@ -50,7 +50,7 @@ class Prediction:
     `components`: the figures of the worst stage by model component.
     `figures`: the other metrics of a server, by the names in `flagcore.domain.serving`.
 
-    What follows from the task, in predictions that are shown or stored:
+    What follows from the task, in predictions that are shown or stored, instead of `model_flops`:
 
     `objective`: of a server, in the unit of the objective.
     `costs`: the result of `flagcore.domain.plan.cost_figures`.

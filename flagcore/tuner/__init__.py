@@ -10,6 +10,6 @@
    `shorten` makes it smaller. A `probe` runs single ranks instead.
 
 What a search may use has one module each: `budget` (trials, time, the limits of each trial), `parallel` (groups
-of devices), and `hosts`. `search_state` says what trials have shown: noise, ties, and what runs again. `learning`
+of devices, hosts). `search_state` says what trials have shown: noise, ties, and what runs again. `learning`
 corrects predictions by measurements. `store` keeps the trials of a run, `calibration` what later runs use.
 """

@@ -1,4 +1,4 @@
-"""Check that a task's devices exist, divide them among parallel trials, and wait until they are free."""
+"""Select a task's devices and hosts, check that they exist, divide them among trials, and wait until they are free."""
 
 import os
 import time
@@ -13,11 +13,48 @@ import numpy as np
 
 from flagcore.contracts import Platform, Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device, DeviceUse
+from flagcore.domain.engine import device_variables, without_devices
 from flagcore.domain.spec import AUTO
 from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, Message, _
-from flagcore.tuner.launches import on_hosts
+
+
+def on_hosts(platform: Platform, hosts: tuple[str, ...]) -> Platform:
+    """Return the platform for trials on `hosts` only."""
+    spec = platform.task.spec
+    task = replace(platform.task, spec=replace(spec, cluster=replace(spec.cluster, hosts=hosts)))
+    devices = tuple(device for host in hosts for device in platform.devices if device.host == host)
+    return replace(platform, task=task, devices=devices)
+
+
+def with_selected_devices(platform: Platform, devices: Sequence[Device] = ()) -> Platform:
+    """Return the platform with the environment variables that select devices added to its spec.
+
+    On this machine, the variables select `devices`, or the devices of a trial if `devices` is empty. Another host
+    gets variables only if the trial does not use the host's first devices in order.
+    """
+    spec = platform.task.spec
+    if not spec.on_each_host:
+        chosen = devices or (platform.devices_of() if platform.devices else ())
+        variables = device_variables(platform.support, chosen) if chosen else {}
+        return replace(platform, task=replace(platform.task, spec=replace(spec, envs={**spec.envs, **variables})))
+    host_envs = dict(spec.cluster.host_envs)
+    for host in dict.fromkeys(device.host for device in platform.devices):
+        support, set_variables = platform.variables_of(host)
+        used = platform.devices_of(host)
+        is_default = all(each.selector == str(place) and not each.within for place, each in enumerate(used))
+        if not is_default and not set_variables.keys() & set(support.visible_devices):
+            host_envs[host] = {**host_envs.get(host, {}), **device_variables(support, used)}
+    cluster = replace(spec.cluster, host_envs=host_envs)
+    return replace(platform, task=replace(platform.task, spec=replace(spec, cluster=cluster)))
+
+
+def without_local_devices(platform: Platform) -> Platform:
+    """Return the platform without this machine's devices, for a host or pod that assigns devices itself."""
+    spec = platform.task.spec
+    spec = replace(spec, envs=without_devices(platform.support, spec.envs))
+    return replace(platform, task=replace(platform.task, spec=spec), devices=())
 
 
 def divide(platform: Platform) -> tuple[tuple[Platform, ...], str]:

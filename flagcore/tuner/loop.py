@@ -19,8 +19,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.budget import Budget
 from flagcore.tuner.devices import require_devices
 from flagcore.tuner.feasibility import dry_run, require_feasible
-from flagcore.tuner.hosts import Hosts
-from flagcore.tuner.parallel import Parallelism
+from flagcore.tuner.parallel import Hosts, Parallelism
 from flagcore.tuner.planner import Planner, Progress
 from flagcore.tuner.problem import build_problem, require_launchable
 from flagcore.tuner.search_state import next_repeat, summarize

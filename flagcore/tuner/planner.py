@@ -16,8 +16,7 @@ from flagcore.errors import HostLost
 from flagcore.i18n import N_, Message, _
 from flagcore.tuner.budget import Budget, has_time_to_repeat, seconds_left, stop_reason, why_no_trial
 from flagcore.tuner.feasibility import search_time
-from flagcore.tuner.hosts import Hosts, nodes_left
-from flagcore.tuner.parallel import Parallelism
+from flagcore.tuner.parallel import Hosts, Parallelism, nodes_left
 from flagcore.tuner.problem import with_learned
 from flagcore.tuner.shorten import shortened_steps
 from flagcore.tuner.stages.learn import learn

@@ -18,8 +18,9 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Probe, RankMeasurement, RankProbe, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, LaunchError
+from flagcore.tuner.devices import with_selected_devices
 from flagcore.tuner.effects import effects_of, engine_candidate, environment_of, task_to_start
-from flagcore.tuner.launches import limited_launch, prepared_launch, with_selected_devices
+from flagcore.tuner.stages.launch import limited_launch, prepared_launch
 
 POLL_SECONDS = 60.0
 PARALLEL_POLL_SECONDS = 0.1

@@ -17,8 +17,7 @@ from flagcore.domain.trial import PROBE, RUN, Trial, TrialState
 from flagcore.errors import HostLost, LaunchError, UsageError
 from flagcore.i18n import N_, Message
 from flagcore.tuner.devices import SETTLE_SECONDS, parallel_probe_ranks, wait_for_devices
-from flagcore.tuner.hosts import with_hosts
-from flagcore.tuner.parallel import Parallelism
+from flagcore.tuner.parallel import Parallelism, with_hosts
 from flagcore.tuner.probe import probe, trial_of_probe
 from flagcore.tuner.shorten import SmallerTask
 from flagcore.tuner.stages.launch import launch

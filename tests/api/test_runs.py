@@ -106,8 +106,7 @@ def test_reading_an_active_run_changes_nothing_in_its_folder(copied: Path) -> No
     identity = json.loads((copied / "task.json").read_text())["run"]
     run = flagcore.load_run(copied)
     (copied / "result.json").unlink()
-    store = OptunaStore(copied, {}, run=identity)
-    store.begin(run.trials[0])
+    OptunaStore(copied, {}, run=identity).begin(run.trials[0])
     files_before = {file: file.stat().st_mtime_ns for file in copied.rglob("*")}
     second_read = flagcore.load_run(copied)
     assert second_read.trials == run.trials  # the one that runs is no trial yet

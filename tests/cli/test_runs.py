@@ -82,8 +82,7 @@ def test_runs_of_engines_without_a_best_are_listed(ended: Path, tmp_path: Path) 
 def test_reports_work_and_name_the_cause(flag: Flag, ended: Path, kind: str) -> None:
     run = str(ended / kind)
     explained = flag("explain", run, "--json")
-    no_best = json.loads(explained.out)["no_best"]
-    texts = [no_best, flag("explain", run).out, flag("runs", "show", run).out]
+    texts = [json.loads(explained.out)["no_best"], flag("explain", run).out, flag("runs", "show", run).out]
     assert explained.code == 0
     for text in texts:
         assert f"flag tune SPEC --run-dir {run}" in text

@@ -144,8 +144,7 @@ def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project
 def test_progress_on_a_pipe_is_plain_lines_on_stderr_and_quiet_is_quiet(flag: Flag, project: Project) -> None:
     small_budget = {"max_trials": 3, "repeats": 0}
     progress = tune(flag, project, control=small_budget).err.splitlines()
-    start_lines = [line for line in progress if line.startswith("trial ") and "starts" in line]
-    assert len(start_lines) == 3
+    assert len([line for line in progress if line.startswith("trial ") and "starts" in line]) == 3
     assert any("best" in line and "3/3 trials" in line for line in progress)
     assert "\x1b" not in "".join(progress)
     assert tune(flag, project, "-q", "--new", control={**small_budget, "max_trials": 1}).err == ""
@@ -164,8 +163,7 @@ def wait_for_trial(project: Project, number: int) -> None:
 def test_an_interrupt_keeps_the_measurements(number: int, project: Project) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("this signal is ignored here, as under nohup, and so it is by flagcore")
-    spec = project.spec(sleeps=0.15)
-    process = project.start("tune", spec, "--run-dir", str(project.run_dir))
+    process = project.start("tune", project.spec(sleeps=0.15), "--run-dir", str(project.run_dir))
     wait_for_trial(project, 2)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)

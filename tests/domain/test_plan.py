@@ -33,8 +33,7 @@ def test_each_round_of_both_gives_a_gain() -> None:
 def test_gains_are_those_over_the_last_measured_baseline(
     first: tuple[Trial, ...], repeats: list[tuple[int, str, float]], expected: tuple[float, ...]
 ) -> None:
-    found = gains(learn((*first, *(trial(*each, Role.REPEAT) for each in repeats))))
-    assert found == pytest.approx(expected)
+    assert gains(learn((*first, *(trial(*each, Role.REPEAT) for each in repeats)))) == pytest.approx(expected)
 
 
 def test_an_incomplete_round_does_not_count() -> None:
@@ -85,8 +84,7 @@ def test_predictions_before_and_after_are_compared_over_the_same_trials() -> Non
     plan = replace(PLAN, trials=(reported(4.0, None), reported(0.5, 1.25), reported(2.0, 0.8), reported(None, 0.1)))
     assert (plan.prediction_error.before, plan.prediction_error.after) == (pytest.approx(1.0), pytest.approx(0.25))
     assert plan.prediction_error.trials == 2
-    uncorrected = replace(plan, trials=(reported(4.0, None),))
-    assert uncorrected.prediction_error is None
+    assert replace(plan, trials=(reported(4.0, None),)).prediction_error is None
 
 
 SINGLE = trial(0, "base", 100.0, Role.BASELINE)
@@ -117,8 +115,7 @@ def test_a_slowdown_must_be_within_the_noise_and_small(speed: float, spread: flo
 
 def test_a_run_that_fails_while_others_run_counts_as_interference() -> None:
     failed = replace(parallel_trial(1, 100.0), state=TrialState.OUT_OF_MEMORY, measurement=None)
-    found = interference([SINGLE, failed])
-    assert not found.is_negligible
+    assert not interference([SINGLE, failed]).is_negligible
 
 
 def test_it_is_unknown_without_both_runs() -> None:
@@ -133,7 +130,5 @@ def test_disturbed_trials_are_ignored() -> None:
     known = learn(disturbed)
     assert known.best == SINGLE
     assert disturbed[2].candidate not in known.settled
-    again = learn([*disturbed, trial(3, "a", 130.0)])
-    assert again.best.number == 3
-    quiet = learn([SINGLE, parallel_trial(1, 99.0), parallel_trial(2, 150.0, Role.SEARCH, "a")])
-    assert quiet.best.number == 2
+    assert learn([*disturbed, trial(3, "a", 130.0)]).best.number == 3
+    assert learn([SINGLE, parallel_trial(1, 99.0), parallel_trial(2, 150.0, Role.SEARCH, "a")]).best.number == 2

@@ -61,8 +61,7 @@ def test_an_invalid_value_is_an_error_with_key_value_and_fix(knob: Knob, given: 
 
 
 def test_flags_follow_the_release_of_the_engine() -> None:
-    flags = (Flag(name="new-size", versions=">=0.12"), Flag(name="size"))
-    knob = Knob(name="size", flags=flags)
+    knob = Knob(name="size", flags=(Flag(name="new-size", versions=">=0.12"), Flag(name="size")))
     assert knob.arguments(4, "0.12.1") == ("--new-size", "4")
     assert knob.arguments(4, "0.11.0") == ("--size", "4")
     assert knob.arguments(None, "0.12.1") == ()
@@ -143,8 +142,7 @@ def test_the_rate_of_training_is_scaled_from_a_measurement() -> None:
 
 def test_the_front_has_the_points_that_no_other_point_exceeds_in_both() -> None:
     first = np.array([1.0, 5.0, 3.0, 5.0, 2.0, np.nan])
-    second = np.array([9.0, 1.0, 4.0, 2.0, 3.0, 99.0])
-    assert pareto(first, second).tolist() == [3, 2, 0]
+    assert pareto(first, np.array([9.0, 1.0, 4.0, 2.0, 3.0, 99.0])).tolist() == [3, 2, 0]
     assert pareto(np.zeros(0), np.zeros(0)).tolist() == []
 
 

@@ -45,8 +45,7 @@ def test_a_message_of_a_record_is_english_and_translated_where_it_is_printed() -
 
 
 def test_a_saved_message_is_translated_with_its_values() -> None:
-    stop_message = Message("max_trials = {count} reached", count=3)
-    message = Message("cannot be read ({why})", why=stop_message)
+    message = Message("cannot be read ({why})", why=Message("max_trials = {count} reached", count=3))
     saved = json.loads(json.dumps(message.record))
     assert from_record(str(message), saved) == message
     choose("zh")
@@ -93,8 +92,7 @@ def test_translations_have_the_fields_of_their_messages() -> None:
 
 @pytest.mark.slow
 def test_sources_have_help_headings_and_messages() -> None:
-    ids = {message.id for message in sources()}
-    assert {"Hide progress.", "limited by", "Saved to {folder}."} <= ids
+    assert {"Hide progress.", "limited by", "Saved to {folder}."} <= {message.id for message in sources()}
 
 
 def test_a_wide_character_takes_two_columns() -> None:

@@ -18,7 +18,7 @@ from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
-from tests.physics.test_kernel_table import LimitedCosts
+from tests.physics.test_roofline import LimitedCosts
 from tests.tasks import plugin
 
 CHIP = Chip(name="X1", vendor="x", aliases=("Example X1",))
@@ -262,8 +262,7 @@ def test_an_object_that_fails_later_is_reported_with_its_plugin_and_fix() -> Non
 def test_telemetry_asks_for_the_device_of_a_chip_by_alias() -> None:
     own = plugin(telemetry=lambda: SimpleNamespace(sample=lambda: {"own": 1.0}), **chips_of(CHIP))
     add_on = plugin(telemetry=lambda device: SimpleNamespace(sample=lambda: {"add-on": 1.0}))
-    loaded = LoadedPlugins.of({"a": own, "b": add_on})
-    reading = loaded.telemetry(Device(index=0, chip="Example X1"))
+    reading = LoadedPlugins.of({"a": own, "b": add_on}).telemetry(Device(index=0, chip="Example X1"))
     assert reading is not None
     assert reading.sample() == {"add-on": 1.0}
 

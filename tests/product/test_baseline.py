@@ -22,9 +22,7 @@ def problem(memory_bytes: int | None = None) -> Problem:
 
 def test_the_rule_of_thumb_chooses_a_candidate_that_fits_if_one_does() -> None:
     found = problem()
-    used = found.predictions.device_used_bytes
-    default = float(used[found.row_of(found.baseline)])
-    less = problem(int(default) - 1)
+    less = problem(int(float(found.predictions.device_used_bytes[found.row_of(found.baseline)])) - 1)
     assert less.predictions.fits[less.row_of(less.baseline)]
 
 

@@ -20,13 +20,15 @@ from docs.site import cli_page, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
 from flagcore.plugins import ENGINES, find_engine, names
-from flagcore.vendorkit.results import METRICS
+from flagcore.vendorkit.programs import METRICS
 from tests.product.doc_pages import FENCE, PAGES, ROOT, TEXT, prose
 
 REFERENCE = TEXT["docs/cli.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/])docs/[\w-]+\.md")
-PATH = re.compile(r"`((?:flagcore|plugins|tests|examples|benchmarks|docs)/[\w./-]*)`")
+ROOMS = ("flagcore", "engines", "plugins", "extras", "tests", "examples", "benchmarks", "docs", "tools")
+PATH = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]*)`")
+FILE = re.compile(r"`(\w[\w./-]*\.(?:py|yaml))`")
 TWINS = [page for page in PAGES if page.endswith(".zh.md")]
 SERVING_ENGINES = [
     each
@@ -59,6 +61,15 @@ def test_paths_that_a_page_names_exist(page: str) -> None:
     assert {
         path for path in paths if not (ROOT / path).exists() and not ((ROOT / page).parent / path).exists()
     } == set()
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_files_that_a_page_for_developers_names_exist(page: str) -> None:
+    files = [f"/{file.relative_to(ROOT)}" for room in ROOMS for file in (ROOT / room).rglob("*.*")] + [
+        "/hatch_build.py"
+    ]
+    named = FILE.findall(TEXT[page])
+    assert {name for name in named if not any(file.endswith(f"/{name}") for file in files)} == set()
 
 
 def test_pages_that_code_names_exist() -> None:
@@ -135,8 +146,7 @@ def test_reference_has_every_file_of_a_run(example_folder: Path) -> None:
     listed = {name for row in rows for name in _full_names(row)}
     found = {re.sub(r"^trials/\d+/", "trials/N/", str(file.relative_to(run))) for file in run.rglob("*")}
     found = {"best/" if name.startswith("best/") else name for name in found if (run / name).is_file() or "N/" in name}
-    trial_program = {f"trials/N/{name}" for name in ("job.json", STEPS, METRICS)}
-    assert listed == found | trial_program | {"best/"}
+    assert listed == found | {f"trials/N/{name}" for name in ("job.json", STEPS, METRICS)} | {"best/"}
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -139,8 +139,7 @@ def test_command_lines_are_valid(page: str, example_folder: Path, monkeypatch: A
 
 def _check(line: str) -> None:
     """Raise if a line names a program, command, option, argument, target or extra that does not exist."""
-    words = shlex.split(line, comments=True)
-    program, *arguments = [word for word in words if not re.match(r"[A-Z]+=", word)]
+    program, *arguments = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z]+=", word)]
     if Path(program).name != "flag":
         assert line in ENVIRONMENT or Path(program).name in FOLLOWERS, line
         if Path(program).name in ("make", "pip"):

@@ -166,8 +166,7 @@ def test_trials_that_disturb_each_other_run_again_one_at_a_time(bench: NodeBench
     assert [trial.group for trial in timed] == [None] * len(timed)
     assert plan.gain == pytest.approx(0.95)
     assert sum(event.note != "" for event in bench.events) == 1
-    again = bench.run()
-    assert again.plan == plan
+    assert bench.run().plan == plan
 
 
 @pytest.mark.parametrize(

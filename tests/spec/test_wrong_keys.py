@@ -199,8 +199,7 @@ def test_a_key_under_another_tools_name_is_not_also_missing(called: str, key: st
     ],
 )
 def test_plugins_knobs_are_listed_for_an_unknown_name(knob: str, fix: str) -> None:
-    graph_level = Knob(name="acme_graph_level", effects={1: Effect()})
-    assert error_in(SHAPE, {knob: 2}, graph_level).fix.endswith(fix)
+    assert error_in(SHAPE, {knob: 2}, Knob(name="acme_graph_level", effects={1: Effect()})).fix.endswith(fix)
 
 
 ErrorOf = Callable[..., SpecError]

@@ -183,8 +183,7 @@ def test_a_rank_that_runs_out_of_memory_excludes_its_candidate_and_those_that_ne
     ranks = Counter(candidate for candidate, _ in bench.launcher.probed)
     for trial in failed:
         values = {knob: value for knob, value in trial.candidate.items if knob != "layer_split"}
-        probed = [job for job in ranks.elements() if values.items() <= json.loads(job).items()]
-        assert len(probed) == 1
+        assert len([job for job in ranks.elements() if values.items() <= json.loads(job).items()]) == 1
 
 
 def test_a_probed_rank_that_needs_more_than_a_device_has_is_out_of_memory(bench: Bench) -> None:
@@ -201,8 +200,7 @@ def test_an_interrupted_probe_resumes_with_the_ranks_that_are_left(bench: Bench)
     uninterrupted = new_bench(bench.folder / "whole")
     expected = probe(uninterrupted, 8)
     bench.launcher = Ranks(at(stop_at, compute, KeyboardInterrupt()))
-    first = bench.tune(16, fidelity="probe", max_trials=8)
-    assert isinstance(first.error, Interrupted)
+    assert isinstance(bench.tune(16, fidelity="probe", max_trials=8).error, Interrupted)
     done = bench.launcher.probed[:stop_at]
     bench.launcher = Ranks()
     second = bench.tune(16, fidelity="probe", max_trials=8)
@@ -273,15 +271,13 @@ def test_runs_learn_from_earlier_probes(bench: Bench) -> None:
     assert plan.probes == probed.trials
     other = new_bench(bench.folder / "other")
     other.strategy = learned.STRATEGY
-    without = run(other, max_trials=2, repeats=0).plan
-    assert plan.trials[1].believed != without.trials[1].believed
+    assert plan.trials[1].believed != run(other, max_trials=2, repeats=0).plan.trials[1].believed
 
 
 def test_probes_leave_half_of_the_time_for_runs(bench: Bench) -> None:
     bench.launcher = Ranks(at(5, compute, KeyboardInterrupt()))
     limits = {"probes": 100, "repeats": 0, "max_trials": 2}
-    first = run(bench, **limits)
-    spent = sum(trial.duration_s for trial in first.plan.probes)
+    spent = sum(trial.duration_s for trial in run(bench, **limits).plan.probes)
     assert spent > 1.0
     bench.launcher = Ranks()
     plan = run(bench, max_time=2 * spent, **limits).plan

@@ -1,4 +1,4 @@
-"""What trials teach: the best, and durations, probabilities and memory of open candidates."""
+"""What trials teach: the best, durations, probabilities and memory, and what measurements let us believe."""
 
 import math
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flagcore.domain.prediction import Observations
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Role, Trial, TrialState
 from flagcore.tuner.learning import (
@@ -17,6 +18,7 @@ from flagcore.tuner.learning import (
     overhead_seconds,
     success_probability,
 )
+from flagcore.tuner.ratios import MEMORY, TIME, Points, Ratios, covariance, time_scales, variance
 from flagcore.tuner.stages.learn import learn
 from tests import tasks
 from tests.serving_trials import trial
@@ -74,8 +76,7 @@ def test_finished_steps_of_a_trial_without_a_measurement_count() -> None:
     slow = timed_out(7, 0.1, 20.0, predicted=tasks.prediction(compute_s=step), finished_steps_s=(30 * step,))
     assert reported(slow) == [pytest.approx(np.log(30.0))]
     assert reported(replace(slow, finished_steps_s=(90 * step, 30 * step))) == [pytest.approx(np.log(30.0))]
-    context = search_context(KNOWN, [slow])
-    expected = expected_step_times(context, np.arange(20)) / KNOWN.step_time_s[:20]
+    expected = expected_step_times(search_context(KNOWN, [slow]), np.arange(20)) / KNOWN.step_time_s[:20]
     assert (expected > 15).all()
 
 
@@ -156,8 +157,7 @@ def test_a_failure_is_attributed_to_the_value_without_successful_trials() -> Non
 
 
 def test_a_value_that_failed_once_among_many_successes_is_hardly_suspected() -> None:
-    sizes = COLUMNS["micro_batch_size"]
-    rows = np.flatnonzero(sizes == 2)
+    rows = np.flatnonzero(COLUMNS["micro_batch_size"] == 2)
     ended = [trial_of(int(row), 1.0, at) for at, row in enumerate(rows[1:9])]
     assert np.median(chances(*ended, out_of_memory(int(rows[0]), 10))[rows]) > 0.5
 
@@ -193,3 +193,108 @@ def test_a_run_of_flagcore_replaces_an_imported_one() -> None:
     assert learn((imported, again)).speed_of(imported.candidate) == again.speed
     own = replace(trial(2, 100.0), candidate=imported.candidate)
     assert learn((imported, own)).trials == (own,)
+
+
+PAST = predictions()
+SEEN = np.arange(len(SPACE))
+ALL = search_context(PAST).features(SEEN)
+TRIED_ROWS = np.random.default_rng(0).permutation(len(SPACE))[:40]
+
+
+def observed(rows: np.ndarray, ratio: FloatArray, task: int = 0) -> Observations:
+    return Observations(ALL.take(rows), ratio[rows], np.full(rows.size, 0.01), np.full(rows.size, task, dtype=np.int64))
+
+
+def by_parts(wrong: float) -> FloatArray:
+    """The logarithm of measured over predicted where parts of the step are off, in turns one way and the other."""
+    parts = sum(share * np.exp(wrong if at % 2 else -wrong) for at, share in enumerate(ALL.parts.values()))
+    ratio: FloatArray = np.log(parts)
+    return ratio
+
+
+@pytest.mark.parametrize("rough", [0.01, 0.05, 0.2, 0.3])
+def test_the_roughness_of_errors_is_learned_from_trials(rough: float) -> None:
+    ratio = np.random.default_rng(1).normal(0.0, rough, len(SPACE))
+    untried = np.setdiff1d(SEEN, TRIED_ROWS)
+    deviation = Ratios(observed(TRIED_ROWS, ratio), ALL, TIME).posterior(ALL.take(untried)).deviation
+    assert 0.7 * rough < np.median(deviation) < 1.4 * rough + 0.03
+
+
+def test_consistent_experience_is_used_from_the_start() -> None:
+    ratio = by_parts(0.3)
+    without_experience, experienced = (
+        Ratios(Observations.join([*past, observed(TRIED_ROWS[:3], ratio)]), ALL, TIME).posterior(ALL)
+        for past in ([], [observed(SEEN[::3], ratio, task=1)])
+    )
+    assert np.abs(experienced.mean - ratio).mean() < 0.5 * np.abs(without_experience.mean - ratio).mean()
+
+
+def test_contradicted_experience_is_ignored() -> None:
+    past, real = observed(SEEN[::3], by_parts(-0.4), task=1), by_parts(0.4)
+    posterior = Ratios(Observations.join([past, observed(TRIED_ROWS[:8], real)]), ALL, TIME).posterior(ALL)
+    without_experience = Ratios(observed(TRIED_ROWS[:8], real), ALL, TIME).posterior(ALL)
+    assert np.abs(posterior.mean - real).mean() < 1.5 * np.abs(without_experience.mean - real).mean()
+    assert np.mean(np.abs(posterior.mean - real) < 2 * posterior.deviation) > 0.9
+
+
+@pytest.mark.parametrize("scales", [TIME, MEMORY])
+def test_before_any_measurement_the_prediction_is_used(scales: object) -> None:
+    posterior = Ratios(Observations.empty(), ALL, scales).posterior(ALL)  # type: ignore[arg-type]
+    assert posterior.mean == pytest.approx(0.0)
+    assert (posterior.deviation > scales.chip).all()  # type: ignore[attr-defined]
+
+
+def test_errors_correlate_less_between_tasks_than_within_a_task() -> None:
+    first = Points.from_features(ALL, np.zeros(len(SPACE)))
+    second = Points.from_features(ALL, np.ones(len(SPACE)))
+    within, between = covariance(TIME, first, first), covariance(TIME, first, second)
+    assert np.diag(within) == pytest.approx(variance(TIME, first))
+    shared = TIME.part_of_task**2 * (first.parts**2).sum(axis=1)
+    assert np.diag(within - between) == pytest.approx(TIME.task**2 + TIME.own**2 + shared)
+    assert np.linalg.eigvalsh(within).min() > -1e-9
+
+
+@pytest.mark.parametrize("task", [0, 1])
+def test_noise_is_a_standard_deviation_of_logarithms(task: int) -> None:
+    def posterior_mean(noise: float) -> float:
+        row = SEEN[:1]
+        observation = Observations(ALL.take(row), np.array([0.3]), np.array([noise]), np.array([task]))
+        return float(Ratios(observation, ALL, TIME).posterior(ALL.take(row)).mean[0])
+
+    assert posterior_mean(0.01) == pytest.approx(posterior_mean(0.0), rel=0.01)
+    assert posterior_mean(0.3) < 0.7 * posterior_mean(0.01)
+
+
+def test_experience_that_held_narrows_the_intervals_and_trials_that_held_do_not() -> None:
+    rows, exact = np.arange(0, len(ALL), 2), np.zeros(len(ALL))
+
+    def width(task: int) -> float:
+        ratios = Ratios(observed(rows, exact, task), ALL, TIME)
+        return float(np.mean([process.fit.scale for process in ratios._processes]))
+
+    assert width(task=1) < 0.5
+    assert width(task=0) == 1.0
+
+
+def test_one_trial_corrects_all_predictions_if_their_intervals_are_wide() -> None:
+    assert time_scales(PAST) == TIME
+    unsure = replace(PAST, low_s=PAST.step_time_s / 2.5, high_s=PAST.step_time_s * 2.5)
+    ratio = np.full(len(SPACE), np.log(1.9))
+    expected = [
+        Ratios(observed(SEEN[:1], ratio), ALL, time_scales(predicted)).posterior(ALL.take(SEEN[1:])).mean
+        for predicted in (PAST, unsure)
+    ]
+    assert np.median(np.exp(ratio[1:] - expected[1])) < 1.15 < np.median(np.exp(ratio[1:] - expected[0]))
+    unknown = np.full(len(SPACE), np.nan)
+    assert time_scales(replace(PAST, low_s=unknown, high_s=unknown)) == TIME
+
+
+@pytest.mark.parametrize("factor", [1 / 9, 9.0, 26.0])
+def test_a_large_factor_that_all_trials_share_is_that_of_the_run(factor: float) -> None:
+    ratio = np.full(len(SPACE), np.log(factor))
+    untried = ALL.take(np.setdiff1d(SEEN, TRIED_ROWS))
+    one, two = (Ratios(observed(TRIED_ROWS[:count], ratio), ALL, TIME).posterior(untried).mean for count in (1, 2))
+    assert np.median(np.abs(one - ratio[0])) < np.log(1.5)
+    assert np.median(np.abs(two - ratio[0])) < np.log(1.25)
+    ratio[TRIED_ROWS[1]] = 0.0
+    assert (Ratios(observed(TRIED_ROWS[:2], ratio), ALL, TIME).posterior(untried).deviation > 0.5).all()

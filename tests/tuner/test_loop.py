@@ -44,8 +44,7 @@ def test_the_gain_is_relative_to_the_users_own_baseline(bench: Bench) -> None:
 
 def test_a_baseline_above_the_memory_by_less_than_the_error_runs_alone(bench: Bench) -> None:
     own = {"micro_batch_size": 1, "tensor_model_parallel_size": 2, "data_parallel_size": 1}
-    predicted = bench.tune(baseline=own).plan.baseline.predicted
-    used = predicted.device_used_bytes
+    used = bench.tune(baseline=own).plan.baseline.predicted.device_used_bytes
     for share, runs in ((0.5, False), (0.97, True)):
         bench.beside(str(share))
         bench.cluster = ClusterSpec(memory_bytes_per_device=int(share * used))
@@ -126,8 +125,7 @@ def test_one_fast_outlier_does_not_win(bench: Bench) -> None:
         return plain(tensor, micro)
 
     bench.launcher = Instant(seconds_with_outlier)
-    plan = bench.tune(repeats=1).plan
-    assert knobs(plan.best.candidate) == (2, 2)
+    assert knobs(bench.tune(repeats=1).plan.best.candidate) == (2, 2)
 
 
 def test_machine_drift_is_reported(bench: Bench) -> None:
@@ -163,8 +161,7 @@ def test_a_failed_launch_ends_the_run_and_keeps_its_measurements(bench: Bench) -
 
 def test_a_run_whose_first_trials_all_failed_resumes_when_the_cause_is_gone(bench: Bench) -> None:
     bench.launcher = Instant(lambda tensor, micro: CRASH)
-    failed = bench.tune(max_trials=9).plan
-    assert [trial.state for trial in failed.trials] == [TrialState.FAILED] * 5
+    assert [trial.state for trial in bench.tune(max_trials=9).plan.trials] == [TrialState.FAILED] * 5
     bench.launcher = Instant(plain)
     resumed = bench.tune(max_trials=9).plan
     assert knobs(resumed.best.candidate) == (2, 2)

@@ -17,7 +17,7 @@ from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.hooks import hookimpl
 from flagcore.report.result import result
 from flagcore.tuner import devices
-from flagcore.tuner.hosts import MAX_CONSECUTIVE_BUSY
+from flagcore.tuner.parallel import MAX_CONSECUTIVE_BUSY
 from tests import tasks
 from tests.tuner.benches import Bench, Ended, job_of, plugin, sizes_of, write_steps
 
@@ -121,8 +121,7 @@ def test_long_steps_run_shortened_and_the_finalists_whole(bench: BusyBench) -> N
 def test_steps_run_whole_on_request_or_if_they_cannot_be_shorter(
     bench: BusyBench, batch: int, control: dict[str, Any]
 ) -> None:
-    plan = bench.plan(batch, repeats=0, max_trials=2, **control)
-    assert shortened_trials(plan) == []
+    assert shortened_trials(bench.plan(batch, repeats=0, max_trials=2, **control)) == []
     assert {batch_of(launch) for launch in bench.player.launches} == {batch}
 
 
@@ -194,8 +193,7 @@ def test_out_of_memory_next_to_other_processes_is_tried_again(bench: BusyBench) 
     assert failed[0].reason is not None
     assert "out of memory" in failed[0].reason
     assert plan.counts.pruned == {}
-    again = {trial.candidate: trial for trial in plan.trials}
-    assert again[failed[0].candidate].state is TrialState.MEASURED
+    assert {trial.candidate: trial for trial in plan.trials}[failed[0].candidate].state is TrialState.MEASURED
 
 
 def test_a_spare_replaces_a_lost_host_and_a_resumed_search_remembers_the_loss(bench: BusyBench) -> None:

@@ -108,8 +108,7 @@ def test_an_interrupt_ends_all_probes(tmp_path: Path) -> None:
 
 def test_probes_run_in_parallel_unless_devices_are_shared() -> None:
     first = tuple(Device(index=at, chip="test-chip", memory_bytes=1) for at in range(3))
-    other = Device(index=3, chip="another", memory_bytes=1)
-    plain = tasks.platform(TASK, devices=(*first, other))
+    plain = tasks.platform(TASK, devices=(*first, Device(index=3, chip="another", memory_bytes=1)))
     assert parallel_probe_ranks(plain) == 3
     shared = EngineSupport(support=plain.support.support, shared_devices=True)
     assert parallel_probe_ranks(replace(plain, support=shared)) == 1
@@ -186,16 +185,14 @@ def test_buffers_of_collectives_that_a_probe_does_not_have_are_added() -> None:
 
 
 def test_a_rank_that_needs_too_much_or_ran_out_of_memory_excludes_its_candidate() -> None:
-    large = replace(FIRST, reserved_bytes=79_500_000_000)
-    assert combine(PREDICTED, probe_of(large), PLATFORM).fits is False
+    assert combine(PREDICTED, probe_of(replace(FIRST, reserved_bytes=79_500_000_000)), PLATFORM).fits is False
     found = combine(PREDICTED, probe_of(FIRST, failed=TrialState.OUT_OF_MEMORY), PLATFORM)
     assert found.fits is False
     assert found.device_used_bytes >= 80e9
 
 
 def test_a_missing_allocator_is_modelled() -> None:
-    plain = replace(FIRST, reserved_bytes=None, device_used_bytes=0)
-    found = combine(PREDICTED, probe_of(plain), PLATFORM)
+    found = combine(PREDICTED, probe_of(replace(FIRST, reserved_bytes=None, device_used_bytes=0)), PLATFORM)
     assert found.reserved_bytes == pytest.approx(66e9)
     assert found.device_used_bytes == pytest.approx(67e9)
 

@@ -75,8 +75,7 @@ def test_a_candidate_that_breaks_a_limit_is_not_a_rival() -> None:
 def test_a_much_slower_candidate_is_distinguished_despite_noise() -> None:
     known = [*first(base=50.0, a=100.0, b=99.0), trial(3, "slow", 25.0, spread=2.0)]
     assert names(learn(known).rivals) == ["b"]
-    less = trial(3, "slow", 35.0, spread=2.0)
-    assert names(learn([*known[:3], less]).rivals) == ["b", "slow"]
+    assert names(learn([*known[:3], trial(3, "slow", 35.0, spread=2.0)]).rivals) == ["b", "slow"]
 
 
 @pytest.mark.parametrize(("longer", "apart"), [(0.02, True), (0.0199, False)])
@@ -170,8 +169,7 @@ def test_an_interrupted_repeat_runs_again_but_a_failed_repeat_does_not() -> None
     interrupted = replace(trial(2, "base", 1.0, Role.REPEAT), state=TrialState.INTERRUPTED, measurement=None)
     repeat = next_repeat(CONTROL, learn([*known, interrupted]))
     assert repeat.number == 0
-    failed = replace(interrupted, state=TrialState.FAILED)
-    repeat = next_repeat(CONTROL, learn([*known, failed]))
+    repeat = next_repeat(CONTROL, learn([*known, replace(interrupted, state=TrialState.FAILED)]))
     assert repeat.number == 1
 
 

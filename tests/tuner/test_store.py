@@ -129,12 +129,10 @@ def interrupt(*_: object) -> None:
 
 @pytest.mark.parametrize("size", [1, 10, -2, -40])
 def test_a_journal_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path, size: int) -> None:
-    first = store(tmp_path)
-    trial_ = run(first)
+    trial_ = run(store(tmp_path))
     journal = tmp_path / "journal.log"
     content = journal.read_bytes()
-    last = content.splitlines(keepends=True)[-1]
-    journal.write_bytes(content + last[:size])
+    journal.write_bytes(content + content.splitlines(keepends=True)[-1][:size])
     second = store(tmp_path)
     assert second.trials() == (trial_,)
     run(second, 2)

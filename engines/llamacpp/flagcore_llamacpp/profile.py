@@ -33,8 +33,8 @@ from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
 from flagcore.spec.models import context_length
-from flagcore.vendorkit import installed
-from flagcore.vendorkit.installed import strip_dashes
+from flagcore.vendorkit import programs
+from flagcore.vendorkit.programs import strip_dashes
 from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
@@ -74,7 +74,7 @@ class LlamaProgram(Program):
         return FLAGS_BY_NAME if spec.serve.command is None else ()
 
     def version(self, spec: Spec) -> str:
-        wheel = "" if spec.serve.command is not None else installed.package_version(sys.executable, PACKAGE)
+        wheel = "" if spec.serve.command is not None else programs.package_version(sys.executable, PACKAGE)
         return spec.serve.engine_version or wheel
 
     def ready(self, spec: Spec) -> None:
@@ -84,14 +84,14 @@ class LlamaProgram(Program):
             raise unusable_weights(spec, "is not a file", fix)
         self.parse(spec)
         if serve.command is not None:
-            installed.find_command(spec, serve.command)
+            programs.find_command(spec, serve.command)
         elif find_spec(PACKAGE) is None:
             raise NoDevice(
                 f"{PACKAGE} is not installed; run pip install 'flagcore[llamacpp]', or set serve.command, such "
                 "as [llama-server]"
             )
         else:
-            installed.check_version(spec, installed.package_version(sys.executable, PACKAGE))
+            programs.check_version(spec, programs.package_version(sys.executable, PACKAGE))
 
 
 def _batches(task: Task) -> tuple[int, ...]:

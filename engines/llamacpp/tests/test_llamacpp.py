@@ -74,8 +74,7 @@ def test_false_is_the_opposite_flag(flag: str, word: str) -> None:
 
 def test_the_host_keeps_prompts_that_are_shared() -> None:
     def kept(turns: int, **arguments: int) -> tuple[bool, float]:
-        loads = (replace(LOAD, turns=turns, num_prompts=64, concurrency=8),)
-        task = cores(loads=loads, engine_args=arguments)
+        task = cores(loads=(replace(LOAD, turns=turns, num_prompts=64, concurrency=8),), engine_args=arguments)
         hit_rate = figures(task, parallel=2).get("cache_hit_rate", 0.0)
         return ("--cache-ram", "0") not in pairwise(server(task, parallel=2).argv), hit_rate
 
@@ -105,7 +104,6 @@ def test_the_cache_has_the_elements_of_all_slots() -> None:
 
 
 def test_the_default_uses_the_cards_that_the_weights_need() -> None:
-    small = serving("llamacpp", memory=10**6)
-    assert ENGINE.defaults(small)["pipeline_model_parallel_size"] == 1
+    assert ENGINE.defaults(serving("llamacpp", memory=10**6))["pipeline_model_parallel_size"] == 1
     large = replace(DENSE, num_layers=64, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64)
     assert ENGINE.defaults(serving("llamacpp", model=large, devices=8))["pipeline_model_parallel_size"] == 2

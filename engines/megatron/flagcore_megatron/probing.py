@@ -16,7 +16,7 @@ from flagcore.domain.space import Candidate, Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import RankMeasurement
 from flagcore.errors import SpecError
-from flagcore.vendorkit.results import METRICS, NoMetrics, interquartile_range, read_metrics
+from flagcore.vendorkit.programs import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore_megatron.predict import inputs, rank_figures
 from flagcore_megatron.space.knobs import columns
 from flagcore_megatron.space.meshes import stage_devices

@@ -16,7 +16,7 @@ from flagcore_training.reading import MAX_MIB, LogFiles, measurement, program_pr
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
-from flagcore.vendorkit.results import NoMetrics
+from flagcore.vendorkit.programs import NoMetrics
 from flagcore_megatron.mixed.equal_meshes import as_asked, devices_of
 from flagcore_megatron.space.knobs import BY_NAME
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT

@@ -38,7 +38,7 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
 from flagcore.spec.models import find_public
-from flagcore.vendorkit.installed import release
+from flagcore.vendorkit.programs import release
 from flagcore_serving.launch import importing, start
 from flagcore_serving.launch.profile import EngineProfile
 from flagcore_serving.load.figures import SteadyState

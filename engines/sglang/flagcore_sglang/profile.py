@@ -36,7 +36,7 @@ from flagcore.domain.knob import in_versions
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.vendorkit.installed import strip_dashes
+from flagcore.vendorkit.programs import strip_dashes
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"

@@ -29,13 +29,11 @@ def test_attention_dp_is_inside_sglangs_tp_size_in_old_and_new_spelling(version:
 
 
 def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
-    words = server(cores()).argv
-    assert words[-4:] == ("--device", "cpu", "--max-total-tokens", str(2 * 16 * (128 + 64)))
+    assert server(cores()).argv[-4:] == ("--device", "cpu", "--max-total-tokens", str(2 * 16 * (128 + 64)))
     assert settings(cores()).cache_bytes.item() == pytest.approx(
         2 * 16 * 192 * DENSE.num_layers * 2 * DENSE.num_query_groups * DENSE.kv_channels * 2 / 2
     )
-    own = cores(engine_args={"max_total_tokens": 5000})
-    assert server(own).argv.count("--max-total-tokens") == 1
+    assert server(cores(engine_args={"max_total_tokens": 5000})).argv.count("--max-total-tokens") == 1
     assert "--max-total-tokens" not in server(cards()).argv
 
 

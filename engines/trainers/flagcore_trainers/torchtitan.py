@@ -21,24 +21,9 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
+from flagcore_trainers import fully_shard as fs
 from flagcore_trainers import start
-from flagcore_trainers.fully_shard import (
-    AC,
-    COMPILE,
-    CP,
-    EP,
-    MBS,
-    OFFLOAD,
-    PARTS,
-    PP,
-    REDUCE,
-    REPLICATE,
-    RESHARD,
-    SCHEDULE,
-    SHARD,
-    TP,
-)
-from flagcore_trainers.fully_shard import predict as fully_shard
+from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
 from flagcore_trainers.importing import CONFIG_FILE, Imported, option, read_toml, spec_of_torchtitan, starts_torchtitan
 from flagcore_trainers.trainer import Trainer
@@ -49,22 +34,22 @@ COMPILE_FLAG = "--compile.enable"
 SIZES = [1, 2, 4, 8]
 PROGRAM: Mapping[str, Any] = {
     "knobs": {
-        TP: {"flag": "--parallelism.tensor_parallel_degree", "values": SIZES, "label": "TP"},
-        CP: {"flag": "--parallelism.context_parallel_degree", "values": SIZES, "label": "CP"},
-        MBS: {"flag": "--training.local_batch_size", "values": [1, 2, 4, 8, 16], "label": "MBS"},
-        AC: {
+        fs.TP: {"flag": "--parallelism.tensor_parallel_degree", "values": SIZES, "label": "TP"},
+        fs.CP: {"flag": "--parallelism.context_parallel_degree", "values": SIZES, "label": "CP"},
+        fs.MBS: {"flag": "--training.local_batch_size", "values": [1, 2, 4, 8, 16], "label": "MBS"},
+        fs.AC: {
             "flag": f"{CHECKPOINTING}{{}}",
             "values": {"none": 0, "selective": 1, "full": 2},
             "meaning": "recompute",
             "label": "AC",
             "default": "selective",
         },
-        RESHARD: {
+        fs.RESHARD: {
             "flag": "--parallelism.fsdp_reshard_after_forward",
             "values": ["default", "never"],
             "label": "reshard",
         },
-        COMPILE: {"flag": COMPILE_FLAG, "values": [False, True]},
+        fs.COMPILE: {"flag": COMPILE_FLAG, "values": [False, True]},
     },
     "fixed": {"zero_stage": 3},
     "trial_args": [
@@ -98,7 +83,7 @@ class TorchTitan(Trainer, Commands):
         """Return the user's command. Raises SpecError if its TOML file cannot be read, or the program has no options
         of releases with such files.
         """
-        command, checkpointing = super().command(spec), self.described.knobs.get(AC)
+        command, checkpointing = super().command(spec), self.described.knobs.get(fs.AC)
         if (file := option(command.words, CONFIG_FILE)) is None:
             return command
         read_toml(str(file), Path(command.directory))
@@ -112,7 +97,7 @@ class TorchTitan(Trainer, Commands):
         """Return the predictions of the engine `fsdp2`, or those of ZeRO 3 for models that it does not have."""
         model, numbers = task.spec.model, self.numbers(task, columns)
         pipeline = numbers["pipeline_model_parallel_size"]
-        if any(getattr(model, name) for name in PARTS) or model.num_moe_experts or (pipeline > 1).any():
+        if any(getattr(model, name) for name in fs.PARTS) or model.num_moe_experts or (pipeline > 1).any():
             return super().predict(task, columns, costs)
         ones = np.ones_like(pipeline)
 
@@ -124,21 +109,21 @@ class TorchTitan(Trainer, Commands):
             return np.where(columns[name] == code, ones, 0)
 
         given = {
-            REPLICATE: ones,
-            SHARD: numbers["data_parallel_size"],
-            TP: numbers[TP],
-            CP: numbers[CP],
-            PP: ones,
-            EP: ones,
-            SCHEDULE: ones,
-            MBS: numbers[MBS],
-            AC: 1 + numbers["recompute"],
-            RESHARD: 1 - is_value(RESHARD, "never"),
-            REDUCE: ones,
-            OFFLOAD: 0 * ones,
-            COMPILE: is_value(COMPILE, True),
+            fs.REPLICATE: ones,
+            fs.SHARD: numbers["data_parallel_size"],
+            fs.TP: numbers[fs.TP],
+            fs.CP: numbers[fs.CP],
+            fs.PP: ones,
+            fs.EP: ones,
+            fs.SCHEDULE: ones,
+            fs.MBS: numbers[fs.MBS],
+            fs.AC: 1 + numbers["recompute"],
+            fs.RESHARD: 1 - is_value(fs.RESHARD, "never"),
+            fs.REDUCE: ones,
+            fs.OFFLOAD: 0 * ones,
+            fs.COMPILE: is_value(fs.COMPILE, True),
         }
-        return fully_shard.predict(task, given, costs, TORCHTITAN_PROGRAM)
+        return prediction.predict(task, given, costs, TORCHTITAN_PROGRAM)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         train = platform.task.spec.train
@@ -151,11 +136,11 @@ class TorchTitan(Trainer, Commands):
         spec = replace(platform.task.spec, work=replace(train, flags=(*work, *train.flags)))
         platform = replace(platform, task=replace(platform.task, spec=spec))
         launch = super().launch(platform, candidate, folder, for_real=for_real)
-        row = self.described.knobs.get(COMPILE)
+        row = self.described.knobs.get(fs.COMPILE)
         off = _negative(row.flag) if row and row.flag else ""
         usual = row is not None and row.flag == COMPILE_FLAG
         argv = [word for word in launch.argv if word != off]
-        if off and candidate.as_dict()[COMPILE] is False and (usual or (row and row.default)):
+        if off and candidate.as_dict()[fs.COMPILE] is False and (usual or (row and row.default)):
             argv.append(off)
         last = [word for word in argv if word.startswith(CHECKPOINTING)]
         return replace(launch, argv=(*(word for word in argv if word not in last), *last))

@@ -21,8 +21,7 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
-from flagcore.vendorkit.installed import check_version, find_program, package_version
-from flagcore.vendorkit.results import NoMetrics
+from flagcore.vendorkit.programs import NoMetrics, check_version, find_program, package_version
 from flagcore_trainers import logs, meaning, start
 from flagcore_trainers.importing import processes
 from flagcore_trainers.meaning import Codes

@@ -102,8 +102,7 @@ def test_a_spec_may_name_the_knobs_of_its_program() -> None:
 
 def test_what_does_not_reach_the_program_is_a_warning() -> None:
     engine = engine_of({"knobs": {"tp": TP, "depth": {"values": [1, 2]}, "width": {"values": [1, 2]}}})
-    job = task_of(("train", "width={width}", "{grad_acc}"), engine_version="9.9")
-    lines = engine.spec_warnings(job.spec)
+    lines = engine.spec_warnings(task_of(("train", "width={width}", "{grad_acc}"), engine_version="9.9").spec)
     assert "{grad_acc}" in lines[0]
     assert [each.split()[0] for each in lines] == [
         "train.command",
@@ -125,8 +124,7 @@ def test_rules_use_what_knobs_mean() -> None:
 def test_each_zero_stage_shares_more_of_the_states(precision: str, weights: int, gradients: int, states: int) -> None:
     """Bytes per parameter of ZeRO (arXiv 1910.02054, section 3 and 5)."""
     task = task_of(devices=4, precision=precision)
-    engine = engine_of({"knobs": {"shard": ZERO}})
-    predictions = engine.predict(task, {"shard": np.arange(1, 5)}, costs(task))
+    predictions = engine_of({"knobs": {"shard": ZERO}}).predict(task, {"shard": np.arange(1, 5)}, costs(task))
     whole = layout_of(numbers({}, {}, {"shard": np.ones(1, dtype=np.int64)}, 1, 1))
     params = weights_of_rank(training(task, 0, 0, StateSection()), whole)
     saved = -np.diff(predictions.static_bytes) / (0.75 * params)
@@ -171,8 +169,7 @@ def test_a_candidate_is_a_changed_command_and_a_copy_of_the_configuration(tmp_pa
         "save": False,
         "log": {"every": 1},
     }
-    real = launch(engine, task, tmp_path / "real", for_real=True, workers=2)
-    assert "--steps" not in real.argv
+    assert "--steps" not in launch(engine, task, tmp_path / "real", for_real=True, workers=2).argv
     assert yaml.safe_load((tmp_path / f"real/candidate.{suffix}").read_text())["save"] is True
     assert config.read_text() == text
     assert engine.usual_space(task) == {"tp": (2,), "micro": (1,), "shard": ("none",), "workers": (4,)}

@@ -245,8 +245,7 @@ def test_values_in_use_are_read_from_the_log(tmp_path: Path) -> None:
     step = "[2026-11-26 09:08:3{},433] [INFO] [logging.py:107:log_dist] [Rank 0] step={}, skipped=0\n"
     text = line.format(433, "train_micro_batch_size_per_gpu  8") + line.format(434, "zero_optimization_stage ...... 1")
     (tmp_path / "stdout.log").write_text(text + "".join(step.format(number, number) for number in range(1, 6)))
-    job = task(engine="deepspeed", command=("x",))
-    measured = DEEPSPEED.read(job, Candidate.of({}), str(tmp_path))
+    measured = DEEPSPEED.read(task(engine="deepspeed", command=("x",)), Candidate.of({}), str(tmp_path))
     assert measured.effective == {MICRO: 8, ZERO: 1}
 
 

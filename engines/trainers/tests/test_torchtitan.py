@@ -26,8 +26,7 @@ NEUTRAL = {knob.name: knob.neutral for knob in TORCHTITAN.knobs}
 def argv(folder: Path, *own: str, for_real: bool = False, **values: Any) -> tuple[str, ...]:
     job = task(engine="torchtitan", command=(*COMMAND, *own))
     platform = Platform(task=job, engine=TORCHTITAN, costs=costs(job))
-    launch = TORCHTITAN.launch(platform, Candidate.of({**NEUTRAL, **values}), str(folder), for_real=for_real)
-    return launch.argv
+    return TORCHTITAN.launch(platform, Candidate.of({**NEUTRAL, **values}), str(folder), for_real=for_real).argv
 
 
 def test_options_of_a_candidate_replace_the_users(tmp_path: Path) -> None:
@@ -39,8 +38,7 @@ def test_options_of_a_candidate_replace_the_users(tmp_path: Path) -> None:
     assert {"--compile.enable", "--checkpoint.no-enable", "--training.steps"} <= {*words}
     assert "--compile.no-enable" in argv(tmp_path)
     assert "--compile.no-enable" not in words
-    real = argv(tmp_path, *own, for_real=True)
-    assert not {"--checkpoint.no-enable", "--training.steps"} & {*real}
+    assert not {"--checkpoint.no-enable", "--training.steps"} & {*argv(tmp_path, *own, for_real=True)}
     assert words[words.index("--training.global_batch_size") + 1] == "8"
 
 
@@ -89,8 +87,7 @@ def test_torchtitan_parses_the_options(tmp_path: Path) -> None:
         "print(c.training.local_batch_size, c.parallelism.context_parallel_degree, c.compile.enable,"
         "c.parallelism.fsdp_reshard_after_forward, type(c.activation_checkpoint).__qualname__, c.checkpoint.enable)"
     )
-    program = [sys.executable, "-c", code, *words[3:]]
-    ended = subprocess.run(program, capture_output=True, text=True, check=True)
+    ended = subprocess.run([sys.executable, "-c", code, *words[3:]], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "4 2 True never FullAC.Config False"
 
 

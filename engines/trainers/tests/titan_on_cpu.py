@@ -29,8 +29,7 @@ def write_assets(directory: Path) -> None:
     (folder / "tokenizer" / "tokenizer_config.json").write_text(names)
     choose = random.Random(0)
     texts = [" ".join(f"w{int(choose.random() ** 3 * WORDS)}" for _ in range(400)) for _ in range(200)]
-    lines = [json.dumps({"text": text}) for text in texts]
-    (folder / "c4_test" / "data.json").write_text("\n".join(lines))
+    (folder / "c4_test" / "data.json").write_text("\n".join([json.dumps({"text": text}) for text in texts]))
 
 
 def main() -> None:

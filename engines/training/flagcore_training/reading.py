@@ -18,7 +18,7 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, TrialState, warmup_of_fewer
 from flagcore.spec.plain_data import package_yaml
-from flagcore.vendorkit.results import METRICS, NoMetrics, interquartile_range, read_metrics
+from flagcore.vendorkit.programs import METRICS, NoMetrics, interquartile_range, read_metrics
 
 MAX_MIB = 1 << 30
 """Maximum plausible memory in MiB (1 PiB). Lines that report more are ignored."""

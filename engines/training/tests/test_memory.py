@@ -183,8 +183,7 @@ def test_offload_frees_memory_of_the_named_stages_only() -> None:
 )
 def test_bytes_per_parameter(precision: str, options: Options, each: float) -> None:
     split = layout(data=8, sharded_optimizer=1)
-    work = train(precision=precision, options=options)
-    table = memory.component_table(work, split, np.zeros(1))
+    table = memory.component_table(train(precision=precision, options=options), split, np.zeros(1))
     for name in ("qkv_proj", "ffn", "embedding", "norms"):
         assert state_bytes(table[name])[0] / table[name]["params"][0] == pytest.approx(each), name
 

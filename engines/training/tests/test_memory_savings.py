@@ -205,8 +205,7 @@ def test_overlapped_experts_hold_one_more_pass_and_part_of_a_layer() -> None:
 
 def test_fully_sharded_on_one_rank_adds_nothing() -> None:
     job, split = train(MOE), layout(expert=1)
-    sharded = changed(job, fsdp=True)
-    assert rank_memory(sharded, split, 0).peak == rank_memory(job, split, 0).peak
+    assert rank_memory(changed(job, fsdp=True), split, 0).peak == rank_memory(job, split, 0).peak
 
 
 def test_fully_sharded_layers_are_gathered_one_at_a_time() -> None:

@@ -20,7 +20,7 @@ from flagcore_serving.space.weights import cache_bytes_per_token, context_limit,
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.vendorkit.installed import release, strip_dashes
+from flagcore.vendorkit.programs import release, strip_dashes
 
 NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""

@@ -45,8 +45,7 @@ def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
 
 
 def test_ranks_on_cores_are_bound_individually_and_a_single_rank_is_not() -> None:
-    usable = sorted(os.sched_getaffinity(0))[:2]
-    first, second = map(str, usable)
+    first, second = map(str, sorted(os.sched_getaffinity(0))[:2])
     bound = "VLLM_CPU_OMP_THREADS_BIND"
     assert bound not in server(cores()).environment
     assert server(cores(), tensor_model_parallel_size=2).environment[bound] == f"{first}|{second}"

@@ -19,8 +19,8 @@ from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
 from flagcore.plugins import load_plugins
 from flagcore.spec.convert import parse_spec
-from flagcore.tuner.launches import planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
+from flagcore.tuner.stages.launch import planned_launch, prepared_launch
 from tests.product import tasks
 
 pytestmark = pytest.mark.spread
@@ -254,8 +254,7 @@ def test_a_tuners_space_has_meshes_on_all_devices_of_the_host_file(tmp_path: Pat
 
 @pytest.mark.slow
 def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
-    asked = case("second", tmp_path, WHEEL)
-    _, platform, candidate = read(asked)
+    _, platform, candidate = read(case("second", tmp_path, WHEEL))
     launch = prepared_launch(platform, planned_launch(platform, candidate, str(tmp_path), for_real=True))
     exporter: Any = FlagScale()
     job = ExportJob(name="job", comments=(), platform=platform, candidate=candidate, launch=launch, devices=8)

@@ -153,8 +153,7 @@ def test_flagscale_is_found_and_its_folders_are_on_the_path(tmp_path: Path, monk
     data = tree("train_dense").data
     assert data["train"]["directory"] == str(root)
     assert data["envs"]["PYTHONPATH"] == f"{root}/third_party/Megatron-LM:{root}:{root}"
-    own = tree("train_dense", "+experiment.envs.PYTHONPATH=mine").data
-    assert own["envs"]["PYTHONPATH"] == "mine"
+    assert tree("train_dense", "+experiment.envs.PYTHONPATH=mine").data["envs"]["PYTHONPATH"] == "mine"
 
 
 def test_without_flagscale_or_with_a_value_that_is_missing_no_trial_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,8 +284,7 @@ def test_instances_that_only_prefill_or_decode_become_one_candidate() -> None:
 def test_servers_start_on_the_hosts_of_the_hostfile(lines: str, launcher: str) -> None:
     Path("hosts.txt").write_text(lines)
     vllm = ("experiment.auto_tuner.engines=[vllm]", "++experiment.runner.hostfile=hosts.txt")
-    nodes = f"++experiment.runner.nnodes={len(lines.splitlines())}"
-    found = tree("serve_pairs", *vllm, nodes)
+    found = tree("serve_pairs", *vllm, f"++experiment.runner.nnodes={len(lines.splitlines())}")
     spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
     assert (spec.cluster.nodes, spec.launcher) == (len(lines.splitlines()), launcher)
 

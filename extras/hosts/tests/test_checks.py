@@ -199,8 +199,7 @@ def test_the_network_of_a_run_is_that_of_its_slowest_host_and_cores_share_it() -
         (True, 2, Network(nic_bytes_per_second=5e8, nic_latency_seconds=3e-5)),
     ]
     for cores, devices, expected in networks:
-        speeds = [speed(*fast, cores=cores), speed(*slow, cores=cores)]
-        assert measured_network(speeds, devices) == expected
+        assert measured_network([speed(*fast, cores=cores), speed(*slow, cores=cores)], devices) == expected
     assert measured_network([HostSpeed(host="a", products_s=(1.0,), link_s=None)]) is None
 
 

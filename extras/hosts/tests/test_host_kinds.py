@@ -19,8 +19,8 @@ from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.devices import require_devices
-from flagcore.tuner.launches import host_lines, planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
+from flagcore.tuner.stages.launch import host_lines, planned_launch, prepared_launch
 from tests.launchers.processes import ended
 from tests.product import tasks
 
@@ -75,8 +75,7 @@ def platform(given: Spec) -> Platform:
 def test_variables_of_a_host_override_all_others(kinds: str, tmp_path: Path) -> None:
     chip: dict[str, Any] = {} if "type" in kinds else {"chip": "chip-x"}
     there = platform(spec(tmp_path, kinds, **chip, host_envs={"b": {"X_VISIBLE": "1", "Y_VISIBLE": "1"}}))
-    planned = planned_launch(there, tasks.candidate(), str(tmp_path))
-    on_host = prepared_launch(there, planned).on_host
+    on_host = prepared_launch(there, planned_launch(there, tasks.candidate(), str(tmp_path))).on_host
     assert on_host["b"].environment.items() >= {"X_VISIBLE": "1", "Y_VISIBLE": "1"}.items()
     assert on_host["a"].environment["X_VISIBLE"] == "0,1"
 
@@ -88,16 +87,14 @@ def test_each_host_has_the_environment_of_its_own_chip(tmp_path: Path) -> None:
     folder = tmp_path / "trial"
     folder.mkdir()
     planned = planned_launch(there, tasks.candidate(), str(folder))
-    exit_record = ended(SHELL.start(prepared_launch(there, planned)))
-    assert exit_record.code == 0
+    assert ended(SHELL.start(prepared_launch(there, planned))).code == 0
     order = ("127.0.0.1", "c", "b")
     said = {host: json.loads((folder / "hosts" / host / "stdout.log").read_text()) for host in order}
     assert [said[host][0] for host in order] == [["0", "chip-x", "2"], ["1", "chip-x", "2"], ["2", "chip-y", "1"]]
     interface = said["127.0.0.1"][1]["X_SOCKET_IFNAME"]
     assert interface != "{interface}"
     assert said["127.0.0.1"][1] == said["c"][1] == {"X_VISIBLE": "0,1", "X_SOCKET_IFNAME": interface}
-    of_b = {"Y_VISIBLE": "0,1", "Y_SOCKET_IFNAME": interface, "OF_GROUP": "ours"}
-    assert said["b"][1] == of_b
+    assert said["b"][1] == {"Y_VISIBLE": "0,1", "Y_SOCKET_IFNAME": interface, "OF_GROUP": "ours"}
     assert (folder / "hostfile").read_text() == "".join(
         f"{line}\n" for line in ("127.0.0.1 slots=2 type=chip-x", "c slots=2 type=chip-x", "b slots=1 type=chip-y")
     )

@@ -144,8 +144,7 @@ def test_ssh_forwards_nothing(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("Host *\n  ForwardAgent yes\n  ForwardX11 yes\n  LocalForward 8080 far:80\n")
     ssh, *options, _agent = ssh_channel("a")
     shown = subprocess.run([ssh, "-G", "-F", tmp_path / "config", *options], capture_output=True, text=True, check=True)
-    settings = {*shown.stdout.splitlines()}
-    assert {"forwardagent no", "forwardx11 no", "clearallforwardings yes"} <= settings
+    assert {"forwardagent no", "forwardx11 no", "clearallforwardings yes"} <= {*shown.stdout.splitlines()}
 
 
 def test_files_go_to_every_host_and_come_back(tmp_path: Path, mark: str) -> None:

@@ -54,16 +54,14 @@ def keys(imported: ImportedSpec) -> set[str]:
 
 @pytest.mark.parametrize("words", [["run.sh"], [f"torchrun --nproc-per-node=4 pretrain_gpt.py {TRAINING}"]])
 def test_a_training_command_is_its_own_baseline(words: list[str], tmp_path: Path) -> None:
-    imported = api.read_command("megatron", words, chip="H100-SXM")
-    data = imported.data
+    data = api.read_command("megatron", words, chip="H100-SXM").data
     assert data["model"]["vocab_size"] == CONFIG["vocab_size"]
     assert data["model"]["num_query_groups"] == 8
     assert "add_qkv_bias" not in data["model"]
     assert data["cluster"] == {"chip": "H100-SXM", "nodes": 1, "devices_per_node": 4}
     assert data["train"]["command"][0] in ("bash", "torchrun")
     assert data["train"]["directory"] == str(tmp_path)
-    problem = open_spec(data, None, (), plan=True).problem
-    values = problem.baseline.as_dict()
+    values = open_spec(data, None, (), plan=True).problem.baseline.as_dict()
     assert (values["tensor_model_parallel_size"], values["micro_batch_size"]) == (2, 2)
     assert values["sequence_parallel"]
     assert values["use_distributed_optimizer"]
@@ -98,8 +96,7 @@ def test_an_export_comes_back_as_the_same_spec(name: str, tmp_path: Path) -> Non
     for target in targets.split():
         options = {"image": IMAGES.get(engine, "image:1")}
         file = api.export("spec.yaml", target, "baseline", output=f"out-{target}", name="job", options=options).files[0]
-        again = api.read_command(None, [str(file)], chip="H100-SXM").data
-        assert shown(again) == shown(data), target
+        assert shown(api.read_command(None, [str(file)], chip="H100-SXM").data) == shown(data), target
 
 
 COMMANDS = {

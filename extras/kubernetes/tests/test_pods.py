@@ -100,8 +100,7 @@ def test_the_devices_of_pods_are_read_beside_trials(join: Join, tmp_path: Path) 
     check = host_check((), None, compare=False)
     with LAUNCHER.use_hosts(ClusterSpec(hosts=PODS, nodes=len(PODS)), check) as hosts:
         reader = hosts.telemetry(hosts.devices[-1])
-        exit_record = ended(LAUNCHER.start(launch("true", tmp_path / "trial", hosts.names)))
-        assert exit_record.code == 0
+        assert ended(LAUNCHER.start(launch("true", tmp_path / "trial", hosts.names))).code == 0
         assert reader
         assert within(30, lambda: device_use(reader).free_bytes)
 
@@ -116,8 +115,7 @@ def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path
     exit_record = ended(trial)
     assert (exit_record.ended_by, exit_record.detail.partition(":")[0]) == ("host", PODS[2])
     join("pod-2")
-    second_trial = ended(LAUNCHER.start(launch("true", tmp_path / "two")))
-    assert second_trial.code == 0
+    assert ended(LAUNCHER.start(launch("true", tmp_path / "two"))).code == 0
     for disk in set((tmp_path / TMP).glob("flagcore-*")) - set((tmp_path / TMP).glob("flagcore-hub-*")):
         shutil.rmtree(disk)  # a pod's disk is gone with it
 

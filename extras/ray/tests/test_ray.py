@@ -144,8 +144,7 @@ def test_another_node_replaces_one_that_dies(cluster: dict[str, Any], tmp_path: 
 
     def on_event(event: Event) -> None:
         if event.kind == "trial_started" and event.trial.number == 1:
-            record = json.loads((tmp_path / "run/trials/0/launch.json").read_text())
-            lost.append(record["hosts"][0])
+            lost.append(json.loads((tmp_path / "run/trials/0/launch.json").read_text())["hosts"][0])
             cluster["cluster"].remove_node(cluster[lost[0]], allow_graceful=False)
 
     api.tune(spec, run_dir=tmp_path / "run", on_event=on_event)

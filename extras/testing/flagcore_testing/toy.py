@@ -41,7 +41,7 @@ KNOBS: tuple[Knob, ...] = (
         for name, label, noun in ((DP, "DP", "replicas"), (TP, "TP", "parts of a layer"), (PP, "PP", "stages"))
     ),
     Knob(name=MBS, label="MBS", help="Samples.", neutral=1, auto=lambda task: (1, 2, 4, 8), auto_help="1, 2, 4 and 8",
-         flags=(Flag(name="micro-batch-size"),), memory_order=1, aliases=("mbs",)),
+         flags=(Flag(name="micro-batch-size"),), memory_order=1, shows_neutral=True),
     Knob(name=DIST_OPT, label="DO", kind="flag", help="Whether replicas share the optimizer.", neutral=False,
          auto=lambda task: (False, True), auto_help="false and true", memory_order=-1),
     Knob(name=RECOMPUTE, label="RC", kind="flag", help="Whether layers are computed again.", neutral=False,

@@ -42,8 +42,7 @@ def test_mlflow_has_a_parent_and_a_run_per_trial(tmp_path: Path, monkeypatch: py
         for kind in (RUN_STARTED, TRIAL_FINISHED, RUN_FINISHED):
             watcher.on_event(replace(EVENT, kind=kind))
     client = mlflow.MlflowClient()
-    experiment = client.get_experiment_by_name("flagcore").experiment_id
-    logged = client.search_runs([experiment])
+    logged = client.search_runs([client.get_experiment_by_name("flagcore").experiment_id])
     (parent,) = [each for each in logged if "flagcore.run" in each.data.tags]
     children = [each for each in logged if each.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert len(children) == 2

@@ -9,7 +9,7 @@ from statistics import median
 
 from flagcore.api.commands.explain import MAX_DIFFERENCES, RAN, state_of
 from flagcore.api.inputs import SpecLike
-from flagcore.api.snapshot import Snapshot, load_snapshot
+from flagcore.api.runs import Snapshot, load_snapshot
 from flagcore.api.subject import Subject
 from flagcore.domain.prediction import Prediction
 from flagcore.domain.records import GIB

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.api.evidence import NEAREST, expected_seconds, published_runs
 from flagcore.api.inputs import SpecLike, changed_spec, open_spec
-from flagcore.api.jobs import detailed_predictions
+from flagcore.api.jobs import NEAREST, detailed_predictions, expected_seconds, published_runs
 from flagcore.contracts import Platform, Problem
 from flagcore.contracts.capabilities import Details, MixedClusters, Production, RuleOfThumb, optional
 from flagcore.domain.engine import ForcedSetting

@@ -9,10 +9,9 @@ import numpy as np
 from flagcore import plugins
 from flagcore.api.candidate_parser import values_of
 from flagcore.api.commands.estimate import knob_record, plugin_notes
-from flagcore.api.evidence import predicted_like, published_job
 from flagcore.api.inputs import SpecLike, changed_spec, read_spec
-from flagcore.api.runs import no_best_error
-from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
+from flagcore.api.jobs import predicted_like, published_job
+from flagcore.api.runs import Snapshot, all_trials, load_snapshot, no_best_error
 from flagcore.api.subject import Subject, best_of
 from flagcore.contracts.capabilities import Layouts, Production, Shortening, optional
 from flagcore.domain.plan import failed_repeats

@@ -13,7 +13,7 @@ from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
 from flagcore.api.inputs import LoadedSpec, with_settings
 from flagcore.api.outcome import require_startable
-from flagcore.api.snapshot import Snapshot, load_snapshot
+from flagcore.api.runs import Snapshot, load_snapshot
 from flagcore.api.subject import columns_of, named_columns
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
 from flagcore.contracts.capabilities import Servers, optional
@@ -28,7 +28,8 @@ from flagcore.i18n import N_, _, did_you_mean
 from flagcore.launchers.script import checked_name, job_name, start_script
 from flagcore.report.formats import hardware_text
 from flagcore.report.text import candidate_text
-from flagcore.tuner.launches import planned_launch, prepared_launch, without_local_devices
+from flagcore.tuner.devices import without_local_devices
+from flagcore.tuner.stages.launch import planned_launch, prepared_launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,12 +21,15 @@ from flagcore.api.runs import (
     RUNNING,
     SPEC,
     UNREADABLE,
+    Snapshot,
+    all_trials,
     count_trials,
     ended_trials,
+    load_snapshot,
     read_run,
+    run_home,
     state_of_ended,
 )
-from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot, run_home
 from flagcore.contracts import Problem
 from flagcore.contracts.capabilities import Details, Probes, optional
 from flagcore.domain.chip import Chip, Fact

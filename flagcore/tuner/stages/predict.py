@@ -138,9 +138,10 @@ def with_figures(task: Task, prediction: Prediction, layers: Sequence[int] = ())
 
     `layers`: the number of layers of each pipeline stage, if the engine chose the split.
     """
-    step, work = prediction.step, task.spec.work
+    step, work, flops = prediction.step, task.spec.work, prediction.model_flops
+    prediction = replace(prediction, model_flops=0.0, stage_layers=tuple(layers))
     if step is None:
-        return replace(prediction, stage_layers=tuple(layers))
+        return prediction
     if not work.has_steps:
         objective = task.spec.objective
         bounds = sorted((objective_value(objective, step.low), objective_value(objective, step.high)))
@@ -148,7 +149,7 @@ def with_figures(task: Task, prediction: Prediction, layers: Sequence[int] = ())
         return replace(prediction, objective=Interval(objective_value(objective, step.value), *bounds), costs=costs)
     devices, peak = task.cluster.devices, task.cluster.peak_flops(work.precision)
     tokens = work.step_tokens / devices
-    rate = prediction.model_flops / step.value / devices
+    rate = flops / step.value / devices
     return replace(
         prediction,
         tokens_per_second_per_device=Interval(tokens / step.value, tokens / step.high, tokens / step.low),
@@ -156,5 +157,4 @@ def with_figures(task: Task, prediction: Prediction, layers: Sequence[int] = ())
         model_tflops_per_device=rate / 1e12,
         mfu=rate / peak if peak else None,
         limit=limit(prediction),
-        stage_layers=tuple(layers),
     )

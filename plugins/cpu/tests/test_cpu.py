@@ -54,8 +54,7 @@ def test_each_available_core_is_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_devices_share_less_memory_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "allowed_memory_bytes", lambda: 2**30)
-    devices = devices_here()
-    assert 0 < sum(device.memory_bytes or 0 for device in devices) <= 0.75 * 2**30
+    assert 0 < sum(device.memory_bytes or 0 for device in devices_here()) <= 0.75 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -56,5 +56,4 @@ def test_a_card_without_memory_is_left_out() -> None:
 )
 def test_torch_of_another_vendor_is_not_trusted(version: str, name: str, trusted: bool) -> None:
     device = Device(index=0, chip=name, memory_bytes=64 << 30)
-    report = TorchReport(version=version, attributes=frozenset(), devices=(device,))
-    assert DETECTOR.trusts(report) == trusted
+    assert DETECTOR.trusts(TorchReport(version=version, attributes=frozenset(), devices=(device,))) == trusted

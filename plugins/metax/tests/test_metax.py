@@ -18,8 +18,7 @@ from flagcore.vendorkit.rows import adapter_share, read_matrix
 
 @pytest.mark.parametrize(("nodes", "devices", "sizes"), [(1, 8, [4, 8]), (2, 8, [4, 8, 16]), (1, 4, [4]), (1, 2, [2])])
 def test_a_c500_node_has_islands_of_four(nodes: int, devices: int, sizes: list[int]) -> None:
-    group = NodeGroup(chip=chip("C500"), nodes=nodes, devices_per_node=devices)
-    topology = plugin.flagcore_topology(group)
+    topology = plugin.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=nodes, devices_per_node=devices))
     assert topology is not None
     assert [level.devices for level in topology.levels] == sizes
 

@@ -102,13 +102,11 @@ def test_devices_of_another_detector_match_the_catalogue() -> None:
     assert chip == "C500"
     assert {each["memory"] for each in found} == {65536}
     (topology,) = json.loads(text("topology-gpustack-1.json"))
-    near = [sum(distance <= 5 for distance in row) for row in topology["devices_distances"]]
-    assert set(near) == {ISLAND}
+    assert {sum(distance <= 5 for distance in row) for row in topology["devices_distances"]} == {ISLAND}
 
 
 def test_the_shipped_all_reduce_matches_the_log() -> None:
-    package = Path(smi.__file__).parent
-    (curve,) = yaml.safe_load((package / "costs/c500/collectives.yaml").read_text())["curves"]
+    (curve,) = yaml.safe_load((Path(smi.__file__).parent / "costs/c500/collectives.yaml").read_text())["curves"]
     logged = [line.split()[1:] for line in text("mccl-allreduce-1.txt").splitlines() if "bfloat16" in line]
     assert [int(words[0]) for words in logged] == curve["payload_bytes"]
     assert [float(words[5]) for words in logged] == pytest.approx([each * 1e6 for each in curve["seconds"]], rel=1e-4)

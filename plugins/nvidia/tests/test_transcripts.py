@@ -37,8 +37,7 @@ def test_a_table_has_readings() -> None:
 
 def test_a_reading_has_the_fields_of_its_query() -> None:
     identity = "0, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled"
-    line = f"{identity}, 1024, 412.50, 700.00, 61, 97, 1980"
-    (row,) = smi.read(line, smi.READING_FIELDS).rows
+    (row,) = smi.read(f"{identity}, 1024, 412.50, 700.00, 61, 97, 1980", smi.READING_FIELDS).rows
     assert row.reading == {
         "memory_used_bytes": 2**30,
         "power_watts": 412.5,

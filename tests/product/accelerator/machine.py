@@ -84,8 +84,7 @@ class Machine:
         self.flag("plugins", "new", *SCAFFOLD)
         project = self.folder / "flagcore-simu"
         shutil.copytree(HERE / "plugin", project, dirs_exist_ok=True)
-        listing = self.run("simu-smi").stdout
-        (project / "tests" / "smi" / "simu-smi-1.txt").write_text(listing)
+        (project / "tests" / "smi" / "simu-smi-1.txt").write_text(self.run("simu-smi").stdout)
         (site / "flagcore_simu").symlink_to(project / "flagcore_simu")
         info = site / "flagcore_simu-0.1.0.dist-info"
         info.mkdir()

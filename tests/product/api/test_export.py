@@ -57,8 +57,7 @@ def server(
     (weights / "config.json").write_text(json.dumps(config))
     serve = {"engine": engine, "weights": str(weights), "engine_args": args}
     cluster = {"chip": "H100-SXM", "devices_per_node": 4}
-    space = {"instances": [1, 2], "tensor_model_parallel_size": [1, 2, 4], "max_num_seqs": [64, 128]}
-    tuner = {"space": space}
+    tuner = {"space": {"instances": [1, 2], "tensor_model_parallel_size": [1, 2, 4], "max_num_seqs": [64, 128]}}
     return written(folder, {"model": str(weights), "cluster": cluster, "serve": serve, "auto_tuner": tuner, **changes})
 
 
@@ -96,8 +95,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_script_of_a_plan_starts_a_node_with_its_rank(plan: Path, tmp_path: Path) -> None:
-    script = only(exported(plan, "megatron"))
-    words = started(script, tmp_path, "torchrun", NODE_RANK="5", MASTER_ADDR="first")
+    words = started(only(exported(plan, "megatron")), tmp_path, "torchrun", NODE_RANK="5", MASTER_ADDR="first")
     assert {"--nnodes=128", "--node-rank=5", "--master-addr=first", "--mock-data"} <= set(words)
     assert subprocess.run(["bash", tmp_path / "script"], env={}, capture_output=True, cwd=tmp_path).returncode != 0
 
@@ -178,8 +176,7 @@ def test_several_servers_of_a_compose_file_have_a_proxy(count: int, proxy: set[s
 
 
 def test_the_script_of_a_server_starts_the_engine_of_another_machine(tmp_path: Path) -> None:
-    script = only(exported(server(tmp_path), "vllm", "instances=1, tp=4"))
-    words = started(script, tmp_path, "vllm")
+    words = started(only(exported(server(tmp_path), "vllm", "instances=1, tp=4")), tmp_path, "vllm")
     assert words[:2] == ["serve", str(tmp_path / "model")]
     assert words[words.index("--tensor-parallel-size") + 1] == "4"
     assert "--enforce-eager" in words

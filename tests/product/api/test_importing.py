@@ -117,8 +117,7 @@ def test_tune_uses_rows_of_the_same_machine_but_reports_only_its_own_gain(
 
 def test_rows_of_another_machine_are_experience_only(importing: Callable[..., Any], project: Project) -> None:
     spec = project.spec(control={"max_trials": 3})
-    result = importing(ROWS)
-    assert {trial.role for trial in result.trials} == {Role.IMPORTED}
+    assert {trial.role for trial in importing(ROWS).trials} == {Role.IMPORTED}
     (file,) = Experience.of_user().folder.glob("*.jsonl")
     assert [json.loads(line)["measured"]["step_time_s"] for line in file.read_text().splitlines()] == [0.15, 0.09]
     plan = flagcore.tune(spec, run_dir=project.run_dir).plan
@@ -164,8 +163,7 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
     with pytest.raises(RunError, match="already contains the trials of"):
         importing(ROWS)
     distant_history = history(tmp_path / "far.csv", [{"idx": 1, **TP2, "performance": 90_000.0}])
-    implausible = import_history(distant_history, tmp_path / "spec.yaml", run_dir=tmp_path / "far")
-    (note,) = implausible.notes
+    (note,) = import_history(distant_history, tmp_path / "spec.yaml", run_dir=tmp_path / "far").notes
     assert float(re.findall(r"[\d.]+", note)[0]) > 20  # measured over predicted
 
 

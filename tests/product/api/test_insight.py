@@ -56,8 +56,7 @@ def test_insight_reports_every_stage_and_adds_up_to_the_prediction(problem: Prob
         for row in range(len(problem.space))
         if problem.space.columns(np.array([row]))["pipeline_model_parallel_size"][0] == 4
     ]
-    best = problem.space.candidate(staged[0])
-    insight_data = insight(problem, best)
+    insight_data = insight(problem, problem.space.candidate(staged[0]))
     assert [stage["rank"] for stage in insight_data["stages"]] == [0, 1, 2, 3]
     assert len(insight_data["pipelines"][0]["forward_s"]) == 4
     worst = max(insight_data["stages"], key=lambda stage: stage["device_used_gib"])

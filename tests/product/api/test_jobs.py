@@ -149,8 +149,7 @@ def test_records_of_instances_that_only_prefill_or_decode_are_predicted_with_the
     serve = {**RECORD["serve"], "engine_version": "0.19.0", "concurrency": 8, "request_rate": None}
     records = [{**RECORD, "serve": serve, "candidate": {"prefill_decode": f"1xtp1+1xtp{size}"}} for size in (1, 4)]
     together = [each["tpot_s"]["mean"] for each in estimate_jobs(records)]
-    alone = [next(iter(estimate_jobs([each])))["tpot_s"]["mean"] for each in records]
-    assert together == alone
+    assert together == [next(iter(estimate_jobs([each])))["tpot_s"]["mean"] for each in records]
     assert together[0] != together[1]
 
 

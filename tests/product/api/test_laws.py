@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.api.inputs import loaded_plugins
 from flagcore.api.jobs import predict_records
-from flagcore.api.snapshot import load_snapshot
+from flagcore.api.runs import load_snapshot
 from flagcore.tuner.stages import build
 from tests.product.tasks import LLAMA_8B
 

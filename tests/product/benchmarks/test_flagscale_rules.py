@@ -43,8 +43,7 @@ def verdict(old: dict[str, Any], seconds: float | None, new: dict[str, Any]) -> 
     tuner._order = [0, 1]
     assert tuner.next() == 0
     tuner.tell(seconds)
-    place = tuner.next()
-    assert (place is None) == (tuner.history[1].pruned_by is not None)
+    assert (tuner.next() is None) == (tuner.history[1].pruned_by is not None)
     return tuner.history[1].pruned_by
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from flagcore.api.commands.compare import compare_subjects, overlap
-from flagcore.api.snapshot import load_snapshot
+from flagcore.api.runs import load_snapshot
 from flagcore.api.subject import Subject, columns_of
 from flagcore.domain.trial import TrialState
 from flagcore.report.candidate_report import CORRECTED, PREDICTED

@@ -10,8 +10,7 @@ import yaml
 from flagcore_megatron.space.knobs import BY_NAME
 
 from flagcore.api.commands.explain import candidate_report, state_of
-from flagcore.api.runs import Run, trial_fields
-from flagcore.api.snapshot import Snapshot, load_snapshot
+from flagcore.api.runs import Run, Snapshot, load_snapshot, trial_fields
 from flagcore.api.subject import Subject, columns_of
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
@@ -236,8 +235,7 @@ def test_one_candidate_has_no_csv_and_a_run_rejects_another_chip(flag: Flag, fin
 
 def test_a_run_is_reported_with_its_own_chip(explained: Answer, flag: Flag, project: Project) -> None:
     spec = project.spec(cluster={"chip": "H100-SXM", "devices_per_node": 2, "memory_per_device": "4GiB"})
-    run = ("tune", spec, "--run-dir", str(project.run_dir), "--fidelity", "estimate", "-q")
-    assert flag(*run).code == 0
+    assert flag(*("tune", spec, "--run-dir", str(project.run_dir), "--fidelity", "estimate", "-q")).code == 0
     saved = Path(project.run_dir, "spec.yaml")
     data = yaml.safe_load(saved.read_text())
     data["cluster"] = {"memory_per_device": "4GiB"}  # as if its spec had left the chip to discovery
@@ -252,8 +250,7 @@ def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project)
     snapshot = load_snapshot(project.spec(), None, ())
     first, other = _candidates(snapshot, 0, 1)
     slow_s = 1.01 * float(snapshot.problem.predictions.step_time_s[snapshot.problem.space.find(other)])
-    stopped_trial = tasks.trial(2, first, slow_s, state=TrialState.STOPPED)
-    learned = replace(snapshot, search_state=learn((stopped_trial,)))
+    learned = replace(snapshot, search_state=learn((tasks.trial(2, first, slow_s, state=TrialState.STOPPED),)))
     slowest = values_text(_candidates(snapshot, -1)[0].as_dict(), BY_NAME)
     assert candidate_report(snapshot, slowest).changes["fastest"].candidate == first.as_dict()
     assert candidate_report(learned, slowest).changes["fastest"].candidate != first.as_dict()

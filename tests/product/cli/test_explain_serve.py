@@ -12,7 +12,7 @@ import yaml
 
 from flagcore import api
 from flagcore.api.commands.explain import candidate_report
-from flagcore.api.snapshot import load_snapshot
+from flagcore.api.runs import load_snapshot
 from flagcore.api.subject import allowed_rows
 from flagcore.errors import NothingFits
 from flagcore.report.result import trial as as_data
@@ -129,8 +129,7 @@ def test_advice_on_idle_devices_names_knobs_that_are_not_auto(
 
 def test_idle_devices_of_the_fastest_candidate_are_named(caplog: pytest.LogCaptureFixture) -> None:
     cluster = {"chip": "H100-SXM", "devices_per_node": 7, "price_per_device_hour": 2}
-    load = {"input_len": 32, "output_len": 16, "concurrency": 1}
-    serve = {"engine": "vllm", "profile": load}
+    serve = {"engine": "vllm", "profile": {"input_len": 32, "output_len": 16, "concurrency": 1}}
     found = api.estimate({"model": SHAPE, "cluster": cluster, "serve": serve, "auto_tuner": {"objective": "cost"}})
     used = found.candidates[0]["candidate"]["instances"]
     assert used < 7

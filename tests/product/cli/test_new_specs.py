@@ -82,8 +82,7 @@ def test_an_imported_command_is_printed_with_its_notes_on_stderr(flag: Flag, tmp
         "import", "vllm", "--chip", "H100-SXM", "--", *["vllm", "serve", "model", "--tp", "2", "--port", "9"]
     )
     assert completed.code == 0, completed.err
-    data = yaml.safe_load(completed.out)
-    assert data["auto_tuner"]["baseline"]["tensor_model_parallel_size"] == 2
+    assert yaml.safe_load(completed.out)["auto_tuner"]["baseline"]["tensor_model_parallel_size"] == 2
     assert "--port" in completed.err
 
 

@@ -28,8 +28,7 @@ def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Proje
     assert "elapsed time per iteration (ms): 101.0" in completed.out
     script = project.run_dir / "best.sh"
     assert os.access(script, os.X_OK)
-    shell_output = os.popen(f"cd / && {script}").read()
-    assert shell_output.count("elapsed time per iteration (ms)") == 3
+    assert os.popen(f"cd / && {script}").read().count("elapsed time per iteration (ms)") == 3
     explanation = flag("explain", str(project.run_dir))
     assert explanation.code == 0
     assert "measured" in explanation.out

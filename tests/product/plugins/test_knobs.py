@@ -128,8 +128,7 @@ def test_settings_of_a_choice_predict_with_the_cores_own_formula() -> None:
 
 
 def test_settings_of_a_choice_restrict_only_candidates_with_that_choice() -> None:
-    settings = {"pipeline_schedule": "dualpipev"}
-    knob = replace(SCHEDULE, effects={"dualpipev": Effect(settings=settings)})
+    knob = replace(SCHEDULE, effects={"dualpipev": Effect(settings={"pipeline_schedule": "dualpipev"})})
     task = replace(tasks.task(space={"acme_schedule": (None, "dualpipev")}, global_batch_size=8), knobs=(knob,))
     (rule,) = [each for each in legality(tasks.platform(task)).rules if each.name == "acme_schedule_pipeline_schedule"]
     own = {"data_parallel_size": 1, "pipeline_model_parallel_size": 4}
@@ -142,8 +141,7 @@ def test_settings_of_a_choice_restrict_only_candidates_with_that_choice() -> Non
 
 def test_a_setting_overridden_by_a_choice_is_validated_with_its_new_value() -> None:
     updated = Effect(settings={"pipeline_schedule": "zb-h1"})
-    extra = Effect(settings={"offload_stages": "0,3"})
-    knob = replace(SCHEDULE, effects={"zb-h1": updated, "both": extra})
+    knob = replace(SCHEDULE, effects={"zb-h1": updated, "both": Effect(settings={"offload_stages": "0,3"})})
     task = replace(
         tasks.task(settings={"pipeline_schedule": "dualpipe", "offload_stages": "0"}, global_batch_size=4),
         knobs=(knob,),
@@ -286,8 +284,7 @@ def test_a_setting_of_the_spec_can_meet_a_requirement(settings: dict[str, bool],
     knob = replace(KNOB, requires=(Requirement(knob="overlap_grad_reduce", one_of=(True,)),))
     task = tasks.task(space={"acme_fused": (False, True)}, settings=settings)
     legal = legality(tasks.platform(replace(task, knobs=(knob,))))
-    columns = build(legal.axes, legal.rules, legal.merges).columns()
-    assert set(columns["acme_fused"].astype(bool)) == allowed
+    assert set(build(legal.axes, legal.rules, legal.merges).columns()["acme_fused"].astype(bool)) == allowed
 
 
 SERVES = """
@@ -349,8 +346,7 @@ def test_a_trial_gets_the_flag_and_the_variable_of_a_plugins_knobs(install: Inst
     (tmp_path / "launch.py").write_text(LAUNCH)
     command = [sys.executable, str(tmp_path / "launch.py"), "{folder}", "{flags}"]
     space = {"acme_fused": "auto", "acme_wait": [None, 2], "data_parallel_size": 2}
-    file = with_space(tmp_path, space=space, train={"command": command})
-    outcome = api.tune(file, run_dir=tmp_path / "run")
+    outcome = api.tune(with_space(tmp_path, space=space, train={"command": command}), run_dir=tmp_path / "run")
     trials = outcome.data["trials"]
     assert [trial["state"] for trial in trials] == ["measured"] * 4, [trial["reason"] for trial in trials]
     for trial in trials:

@@ -1,14 +1,16 @@
-"""Parameters of models whose config.json is read, and forms of a value of Megatron."""
+"""Public models: the names of their repositories, and their parameters."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from flagcore_serving.space.weights import parameters
 
+from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
-from flagcore.spec.models import model_from
+from flagcore.spec.models import find_public, model_from
 from tests.product.tasks import ENGINES, SHAPE
 from tests.spec.test_models import DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_NEXT, QWEN35_MOE, config
 
@@ -28,7 +30,7 @@ KNOWN = {
     "Qwen3.5-35B-A3B": (QWEN35_MOE, 34_660_610_688),
     "Ministral-3-8B": (config("ministral3", 34, 4096, 14336, 32, 131072), 8_489_553_920),
 }
-"""Models with sizes that no model of `test_public` checks: the keys of config.json, and the parameters that the authors
+"""Models with sizes that no other test checks: the keys of config.json, and the parameters that the authors
 or the weights report, or that the model of transformers 5.19 with this config.json has.
 """
 
@@ -36,8 +38,7 @@ or the weights report, or that the model of transformers 5.19 with this config.j
 @pytest.mark.parametrize(("data", "count"), KNOWN.values(), ids=KNOWN)
 def test_known_model_has_its_known_number_of_parameters(data: dict[str, Any], count: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(data))
-    model = model_from(".", base=tmp_path)
-    assert parameters(model) == pytest.approx(count, rel=6e-4)
+    assert parameters(model_from(".", base=tmp_path)) == pytest.approx(count, rel=6e-4)
 
 
 @pytest.mark.parametrize("off", [0, None, [0, None]])
@@ -46,3 +47,52 @@ def test_all_forms_of_no_virtual_stages_are_one_value(off: Any) -> None:
     space = {"num_layers_per_virtual_pipeline_stage": off}
     data = {"model": SHAPE, "train": train, "auto_tuner": {"space": space}}
     assert parse_spec(data, file="x", base=Path(), engines=ENGINES).space.items() >= {(*space, (None,))}
+
+
+BILLIONS: dict[str, float] = yaml.safe_load(Path(__file__).with_name("parameters.yaml").read_text())
+
+
+def test_a_public_model_has_its_published_number_of_parameters() -> None:
+    found = {name: parameters(model_from(name, base=Path())) / 1e9 for name in BILLIONS}
+    rounded = "baidu/ERNIE-4.5-300B-A47B-PT"
+    assert found.pop(rounded) == pytest.approx(BILLIONS[rounded], rel=4e-3)
+    assert found == pytest.approx({name: BILLIONS[name] for name in found}, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "weights"),
+    [
+        ("qwen/qwen3-8b", "Qwen/Qwen3-8B", None),
+        ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B", "fp8"),
+        ("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int8", "Qwen/Qwen2.5-72B", "int8"),
+        ("RedHatAI/DeepSeek-R1-0528-quantized.w4a16", "deepseek-ai/DeepSeek-R1", "int4"),
+        ("nvidia/DeepSeek-V3.1-NVFP4", "deepseek-ai/DeepSeek-V3.1", "nvfp4"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-V3", "fp8"),
+        ("unsloth/DeepSeek-R1-BF16", "deepseek-ai/DeepSeek-R1", None),
+        ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Meta-Llama-3.1-70B", None),
+    ],
+)
+def test_variants_have_the_shape_of_their_model(name: str, shape: str, weights: str | None) -> None:
+    found, known = find_public(name), find_public(shape)
+    assert found is not None
+    assert known is not None
+    assert found == (known[0], weights)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-9B", "Qwen3-8B", "a/b/Qwen3-8B", "./Qwen3-8B/x", ""])
+def test_other_names_are_unknown(name: str) -> None:
+    assert find_public(name) is None
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-9B", "Qwen3-8B", "/nowhere/Qwen3-8B-FP8"])
+def test_a_misspelled_name_and_a_path_that_does_not_exist_get_the_nearest_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        model_from(name, base=tmp_path)
+    assert (caught.value.key, caught.value.value) == ("model", name)
+    assert "Qwen/Qwen3-8B" in str(caught.value)
+
+
+def test_a_directory_wins_over_a_public_name(tmp_path: Path) -> None:
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    with pytest.raises(SpecError):
+        model_from("Qwen/Qwen3-8B", base=tmp_path)

@@ -11,7 +11,7 @@ from flagcore_testing import fakes
 
 from flagcore import api
 from tests.product.vendors.test_simulated_nodes import CAMBRICON, METAX
-from tests.product.vendors.test_without_tool import VENDORS
+from tests.product.vendors.test_visible_devices import VENDORS_WITH_TOOLS
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +27,7 @@ class Stack:
 
 
 STACKS = {"metax": Stack("mx-smi", METAX, "C500"), "cambricon": Stack("cnmon", CAMBRICON, "MLU370-X8")}
-BUILDS = {vendor.name: vendor for vendor in VENDORS}
+BUILDS = {vendor.name: vendor for vendor in VENDORS_WITH_TOOLS}
 
 
 @functools.cache

@@ -64,8 +64,7 @@ SMALL = {"num_layers": 4, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_att
     ],
 )
 def test_a_plan_lists_the_assumptions_of_the_vendor(chip: str, implementation: str | None) -> None:
-    job = spec(SMALL, chip, 2, seq_length=2048, global_batch_size=64, precision="fp16")
-    found = api.estimate(job, top=1)
+    found = api.estimate(spec(SMALL, chip, 2, seq_length=2048, global_batch_size=64, precision="fp16"), top=1)
     assert found.assumed.get("implementation") == implementation
     assert ("assumed" in found.candidates[0]) is (implementation is not None)
 

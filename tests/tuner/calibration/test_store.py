@@ -58,8 +58,7 @@ def test_the_calibration_of_the_installed_torch_is_preferred_over_a_newer_one(ca
     for each in (MADE, newer):
         calibrations.save(each)
     for torch, expected in (("2.10.0+acme", MADE), ("2.11.0+acme", newer), ("2.9.0", newer), (None, newer)):
-        found = calibrations.find(X1, torch)
-        assert found[1] == expected
+        assert calibrations.find(X1, torch)[1] == expected
 
 
 def test_two_processors_of_one_chips_name_are_distinguished(calibrations: Calibrations) -> None:
@@ -67,8 +66,7 @@ def test_two_processors_of_one_chips_name_are_distinguished(calibrations: Calibr
     calibrations.save(cpu)
     calibrations.save(replace(cpu, aliases=("Brand 7",)))
     assert len(calibrations.all()) == 2
-    found = calibrations.find(Chip(name="CPU", vendor="cpu", aliases=("brand 9",)))
-    assert found[1] == cpu
+    assert calibrations.find(Chip(name="CPU", vendor="cpu", aliases=("brand 9",)))[1] == cpu
     assert calibrations.find(Chip(name="cpu", vendor="cpu", aliases=("Brand 8",))) is None
 
 

@@ -20,8 +20,8 @@ from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.devices import require_devices
-from flagcore.tuner.launches import prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
+from flagcore.tuner.stages.launch import prepared_launch
 from tests import tasks
 
 SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
@@ -61,8 +61,7 @@ def test_local_devices_are_the_default_cluster() -> None:
 
 def test_a_chip_can_be_planned_for_without_the_hardware() -> None:
     platform = completed(spec(chip="TEST-CHIP", nodes=2), loaded(x=plugin(tasks.CHIP)))
-    group = platform.task.cluster.groups[0]
-    assert group.devices == 16
+    assert platform.task.cluster.groups[0].devices == 16
     assert platform.costs.memory.capacity_bytes() == 80e9
     with pytest.raises(NoDevice, match=r"no test-chip on this machine.*`flag tune --fidelity estimate`"):
         require_devices(platform, ())

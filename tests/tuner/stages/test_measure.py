@@ -269,8 +269,7 @@ def test_unreported_memory_of_a_trial_comes_from_the_fullest_device(
     readers = tuple(Readings(*({"memory_used_bytes": each} for each in device)) for device in used if device)
     platform = tasks.platform(TASK, **tasks.read(devices(*range(len(readers))), readers))
     platform = replace(platform, support=support) if support else platform
-    done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
-    assert done.measurement.device_used_bytes == known
+    assert measured(Ran(ended(), polls=2), tmp_path, platform=platform).measurement.device_used_bytes == known
     own = Engine(result=replace(MEASURED, device_used_bytes=5))
     reported = measured(Ran(ended()), tmp_path, own, platform=replace(platform, telemetry={}, devices=()))
     assert reported.measurement.device_used_bytes == 5
@@ -297,8 +296,7 @@ def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Pa
 
 def test_telemetry_comes_from_the_devices_of_the_trial(tmp_path: Path) -> None:
     readers = tuple(Readings({"power_watts": watts, "power_limit_watts": 500}) for watts in (100, 200, 300, 400))
-    task = tasks.task(devices=2)
-    platform = tasks.platform(task, **tasks.read(devices(3, 2, 1, 0), readers[::-1]))
+    platform = tasks.platform(tasks.task(devices=2), **tasks.read(devices(3, 2, 1, 0), readers[::-1]))
     done = measured(Ran(ended(), polls=2), tmp_path, platform=platform).measurement
     assert [(each["device"], each["power_watts"]) for each in done.devices] == [(0, 400), (1, 300)]
     assert done.telemetry.keys() == {"power_limit_watts", "power_watts", "peak_power_watts"}  # a limit has no peak

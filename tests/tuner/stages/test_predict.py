@@ -56,8 +56,7 @@ def test_predictions_do_not_depend_on_the_block_size_and_on_forks(
 
 def test_arrays_of_different_lengths_are_an_error() -> None:
     task = tasks.task()
-    columns = ENGINE.columns(task, {})
-    found = ENGINE.predict(task, columns, tasks.costs(task))
+    found = ENGINE.predict(task, ENGINE.columns(task, {}), tasks.costs(task))
     with pytest.raises(ValueError, match="reserved_bytes"):
         dataclasses.replace(found, reserved_bytes=np.array(1.0))
     with pytest.raises(ValueError, match="compute_s"):

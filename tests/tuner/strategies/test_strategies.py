@@ -92,8 +92,7 @@ def test_after_out_of_memory_similar_candidates_are_avoided() -> None:
     real = distorted(known, 2, spread=0.01)
     fits = 1.3 * known.device_used_bytes <= capacity
     trials = search(known, real, capacity, memory=1.3)
-    lost = [trial for trial in trials if trial.measurement is None]
-    assert len(lost) <= 10
+    assert len([trial for trial in trials if trial.measurement is None]) <= 10
     assert best_of(trials) <= 1.03 * real[fits].min()
 
 
@@ -179,8 +178,7 @@ def test_a_large_ratio_of_a_trial_on_shared_cores_is_not_credible(others: float,
     slow = trial_of(0, 5.0 * float(KNOWN.step_time_s[0]), 0)
     assert slow.measurement is not None
     measured = replace(slow.measurement, telemetry={CORES: 2.0, OTHERS_CORES: others})
-    context = search_context(KNOWN, [replace(slow, measurement=measured)])
-    expected = expected_step_times(context, np.arange(50))
+    expected = expected_step_times(search_context(KNOWN, [replace(slow, measurement=measured)]), np.arange(50))
     assert (np.median(expected / KNOWN.step_time_s[:50]) > times) is not bool(others)
 
 
@@ -204,8 +202,7 @@ def test_with_planned_steps_the_search_ends_when_a_trial_costs_more_than_it_may_
 
     def planned(steps: int) -> SearchContext:
         spec = context.task.spec
-        control = replace(spec.control, planned_steps=steps)
-        task = replace(context.task, spec=replace(spec, control=control))
+        task = replace(context.task, spec=replace(spec, control=replace(spec.control, planned_steps=steps)))
         return replace(made_up.with_task(context, task), trials=trials)
 
     assert STRATEGY.next(planned(10)).row is None
@@ -233,8 +230,7 @@ def test_before_the_first_run_probes_determine_the_fastest_candidate() -> None:
 def test_all_probes_cost_the_same_regardless_of_the_step_time() -> None:
     seen = search_context(KNOWN, [trial_of(0, float(KNOWN.step_time_s[0]), 0)])
     control = replace(seen.task.spec.control, fidelity=PROBE)
-    task = replace(seen.task, spec=replace(seen.task.spec, control=control))
-    alike = made_up.with_task(seen, task)
+    alike = made_up.with_task(seen, replace(seen.task, spec=replace(seen.task.spec, control=control)))
     costs = [full_trial_seconds(each, np.log(KNOWN.step_time_s)) for each in (seen, alike)]
     assert np.ptp(costs[0]) > 0
     assert np.ptp(costs[1]) == 0
@@ -290,8 +286,7 @@ def test_experience_ends_a_run_after_two_measurements_that_confirm_it(factors: t
         trial_of(int(row), factor * float(KNOWN.step_time_s[row]), number)
         for number, (row, factor) in enumerate(zip(rows, factors, strict=False))
     ]
-    choice = STRATEGY.next(search_context(KNOWN, trials, past=certain_experience()))
-    assert (choice.row is None) == stops
+    assert (STRATEGY.next(search_context(KNOWN, trials, past=certain_experience())).row is None) == stops
 
 
 def test_a_part_of_the_step_that_no_trial_measured_keeps_a_confirmed_search_going() -> None:
@@ -371,8 +366,7 @@ def rows_of(seed: int) -> IntArray:
 
 def misleading(rows: IntArray, seed: int) -> PastMeasurements:
     """A past with smooth errors, in which other parts of a step are slow than in the task at hand."""
-    real = distorted(KNOWN, 100 + seed, spread=0.02)
-    ratio = np.log(real[rows] / KNOWN.step_time_s[rows])
+    ratio = np.log(distorted(KNOWN, 100 + seed, spread=0.02)[rows] / KNOWN.step_time_s[rows])
     features = search_context(KNOWN).features(rows)
     time = Observations(features, ratio, np.full(rows.size, 0.01), np.ones(rows.size, dtype=np.int64))
     return replace(PastMeasurements.empty(), time=time)

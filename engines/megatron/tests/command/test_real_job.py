@@ -80,8 +80,7 @@ def tuned(job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[api.Outc
     where = tmp_path_factory.mktemp("tune")
     (where / "spec.yaml").write_text(yaml.safe_dump(spec_of(job, control=CONTROL, space=SPACE)))
     before = {**content(job), **content(MEGATRON)}
-    outcome = api.tune(where / "spec.yaml", run_dir=where / "run")
-    return outcome, before, {**content(job), **content(MEGATRON)}
+    return api.tune(where / "spec.yaml", run_dir=where / "run"), before, {**content(job), **content(MEGATRON)}
 
 
 def content(folder: Path) -> dict[str, str]:

@@ -59,8 +59,7 @@ def test_the_tree_of_the_program_counts_before_pythonpath(
 def test_a_program_elsewhere_has_the_release_of_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(tmp_path / "other", "0.12.3")
     assert find_release(str(tmp_path), "train.py", None, "nothing:other") == "0.12.3"
-    own = tree(tmp_path / "own", "0.14.0")
-    assert find_release(str(own), "examples/mimo/train.py", None, "") == "0.14.0"
+    assert find_release(str(tree(tmp_path / "own", "0.14.0")), "examples/mimo/train.py", None, "") == "0.14.0"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
     assert find_release(str(tmp_path), None, None) == "0.12.3"
 

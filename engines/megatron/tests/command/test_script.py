@@ -232,6 +232,5 @@ def test_the_reason_why_a_script_ends_is_reported(tmp_path: Path) -> None:
 
 
 def test_variables_of_functions_are_no_part_of_the_environment(tmp_path: Path) -> None:
-    found = read(f"f() {{ :; }}\nexport -f f\nexport A=1\nB=2\n{LAUNCH}", tmp_path)
-    assert found.environment == {"A": "1"}
+    assert read(f"f() {{ :; }}\nexport -f f\nexport A=1\nB=2\n{LAUNCH}", tmp_path).environment == {"A": "1"}
     assert "FLAGCORE_TRACE" not in os.environ

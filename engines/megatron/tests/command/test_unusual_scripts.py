@@ -73,8 +73,7 @@ def test_unusual_job_is_measured(name: str, tmp_path: Path) -> None:
 
 
 def test_crash_after_the_last_step_counts(tmp_path: Path) -> None:
-    program = PROGRAM.format(before="", after='raise OSError("cannot save")')
-    trial = tune(tmp_path, TRAIN, program=program)
+    trial = tune(tmp_path, TRAIN, program=PROGRAM.format(before="", after='raise OSError("cannot save")'))
     assert trial.state.value == "measured"
     assert trial.reason is None or "cannot save" in trial.reason
 
@@ -89,5 +88,4 @@ def test_rank_that_dies_fails_the_trial(tmp_path: Path) -> None:
 
 def test_hang_is_timed_out(tmp_path: Path) -> None:
     program = PROGRAM.format(before="time.sleep(1000)", after="")
-    trial = tune(tmp_path, TRAIN, program=program, control={"max_time_per_task": 8})
-    assert trial.state.value == "timed_out"
+    assert tune(tmp_path, TRAIN, program=program, control={"max_time_per_task": 8}).state.value == "timed_out"

@@ -110,8 +110,7 @@ def test_steps_so_far_are_read_up_to_a_half_written_line(tmp_path: Path) -> None
     lines = "\n".join(json.dumps(step) for step in STEPS[:3])
     (tmp_path / "steps.jsonl").write_text(lines + '\n{"step_time_s": 1.')
     assert program_progress(str(tmp_path)) == (9.0, 2.0, 1.0)
-    measured = ENGINE.read(TASK, ONE, str(tmp_path), partial=True)
-    assert measured.step_times_s == (2.0, 1.0)
+    assert ENGINE.read(TASK, ONE, str(tmp_path), partial=True).step_times_s == (2.0, 1.0)
 
 
 @pytest.mark.parametrize("line", ["null", "[]", "[" * 100_000, '{"step_time_s": [1]}', "1" + "0" * 400, "\x00"])
@@ -137,8 +136,7 @@ def log(folder: Path, arguments: Mapping[str, str], milliseconds: tuple[float, .
 
 def test_a_users_command_is_measured_by_its_log(tmp_path: Path) -> None:
     log(tmp_path, {})
-    measured = ENGINE.read(COMMAND, ONE, str(tmp_path))
-    assert measured.step_times_s == (0.2, 0.1)
+    assert ENGINE.read(COMMAND, ONE, str(tmp_path)).step_times_s == (0.2, 0.1)
     assert CommandProgress(str(tmp_path))() == (0.9, 0.2, 0.1)
 
 

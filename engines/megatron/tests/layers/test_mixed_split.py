@@ -162,10 +162,8 @@ def test_each_stage_has_the_context_and_workspace_of_its_own_device() -> None:
 def test_a_stage_that_does_not_fit_is_found_despite_an_unknown_capacity() -> None:
     unknown, small = costs(capacity=None), costs(capacity=1e9)
     for mixed_costs in (mixed(unknown, small), mixed(small, unknown)):
-        found = memory_in_use(train(), halves(), mixed_costs)
-        assert found.capacity == 1e9
-    enough = memory_in_use(train(), halves(), mixed(costs(capacity=1e12), unknown))
-    assert np.isnan(enough.capacity).all()
+        assert memory_in_use(train(), halves(), mixed_costs).capacity == 1e9
+    assert np.isnan(memory_in_use(train(), halves(), mixed(costs(capacity=1e12), unknown)).capacity).all()
 
 
 def test_an_unknown_rate_of_one_chip_gives_no_time() -> None:
@@ -180,8 +178,7 @@ def test_a_derived_split_is_the_best_of_all_that_fit(kind: str, virtual: int) ->
         for work, split in islice(cases(kind, pipeline=4, virtual=virtual, data=4, microbatches=64), 0, None, 2):
             every = all_splits(work, split)
             found = memory_in_use(*every, pair)
-            fits = ~(found.used > found.capacity)
-            best = np.where(fits, slowest(*every, pair), np.inf).min()
+            best = np.where(~(found.used > found.capacity), slowest(*every, pair), np.inf).min()
             result = derived(work, split, pair)
             held = memory_in_use(*result, pair)
             assert bool(held.used[0] > held.capacity[0]) == bool(np.isinf(best))

@@ -258,8 +258,7 @@ def test_virtual_stages_without_dense_layers_and_loss_differ_by_at_most_one_laye
 
 def test_layers_that_divide_over_no_pipeline_are_candidates_without_a_setting() -> None:
     task = tasks.task(dataclasses.replace(tasks.DENSE, num_layers=7), devices=4)
-    space = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task))
-    columns = space.columns()
+    columns = build(ENGINE.axes(task), ENGINE.rules(task), ENGINE.merges(task)).columns()
     assert set(columns[PP].tolist()) == {1, 2, 4}
     assert (columns[SPLIT][columns[PP] == 1] == 0).all()
     assert (columns[SPLIT][columns[PP] > 1] == 1).all()
@@ -299,8 +298,7 @@ def test_a_candidate_has_the_same_split_alone_and_among_others() -> None:
         assert layouts(*inputs(task, one, costs)) == [texts[row]]
         if texts[row]:  # the layout as a setting is the same job
             fixed = tasks.task(model, devices=8, settings={LAYOUT: texts[row]})
-            as_given = {**one, SPLIT: np.array([0]), EACH: np.array([0])}
-            again = ENGINE.predict(fixed, as_given, costs)
+            again = ENGINE.predict(fixed, {**one, SPLIT: np.array([0]), EACH: np.array([0])}, costs)
             assert again.step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-9)
             assert again.device_used_bytes[0] == pytest.approx(many.device_used_bytes[row], rel=1e-9)
 

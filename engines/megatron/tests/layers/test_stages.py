@@ -80,16 +80,14 @@ def test_an_invalid_layout_is_refused(text: str, layers: int, mtp: int, problem:
     ],
 )
 def test_published_runs_split_by_one_rule(layers: int, stages: int, settings: dict[str, object]) -> None:
-    model = dataclasses.replace(tasks.DENSE, num_layers=layers)
-    found = published_split(model, stages)
+    found = published_split(dataclasses.replace(tasks.DENSE, num_layers=layers), stages)
     assert set(found) == set(settings)
     if LAYOUT in found:
         assert [stage.layers for stage in parse_layout(str(found[LAYOUT]), layers, 0)] == settings[LAYOUT]
 
 
 def test_split_puts_multi_token_prediction_on_the_last_stage() -> None:
-    model = dataclasses.replace(tasks.DENSE, num_layers=61, mtp_num_layers=1)
-    text = str(published_split(model, 16)[LAYOUT])
+    text = str(published_split(dataclasses.replace(tasks.DENSE, num_layers=61, mtp_num_layers=1), 16)[LAYOUT])
     assert parse_layout(text, 61, 1) == parse_layout("Et*4|(t*4|)*14tmL", 61, 1)
 
 

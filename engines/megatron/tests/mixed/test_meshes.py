@@ -138,8 +138,7 @@ def test_meshes_of_equal_sizes_are_predicted_like_plain_sizes() -> None:
     assert first.step_time_s == pytest.approx(second.step_time_s)
     assert first.device_used_bytes == pytest.approx(second.device_used_bytes)
     row = ENGINE.columns(job, {MESHES: job.spec.space[MESHES][0], "sequence_parallel": True})
-    half = ENGINE.predict(job, row, pair())
-    assert half.step_time_s[0] < second.step_time_s[0]
+    assert ENGINE.predict(job, row, pair()).step_time_s[0] < second.step_time_s[0]
 
 
 def test_the_order_of_the_meshes_is_that_of_the_pipeline() -> None:
@@ -189,8 +188,7 @@ def test_thousands_of_devices_have_few_candidates(model: Model) -> None:
     job = job.with_batch(4096)
     platform = ENGINE.with_derived_values(tasks.platform(job, costs=made))
     space = build(ENGINE.axes(platform.task), ENGINE.rules(platform.task), ENGINE.merges(platform.task))
-    number = np.count_nonzero(space.columns()[MESHES])
-    assert 1_000 < number < len(space) < 60_000
+    assert 1_000 < np.count_nonzero(space.columns()[MESHES]) < len(space) < 60_000
 
 
 @pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
@@ -215,8 +213,7 @@ def test_sizes_with_experts_in_parallel_do_not_crowd_out_the_others() -> None:
     options = mesh_options(job, replace(pair().groups[1], further={}, between=None), 1)
     some = options[np.flatnonzero((options.samples == 16) & (options.context == 1))]
     few = _useful(some[np.flatnonzero(some.ep == 1)], 12.0, np.inf, equal=())
-    every = _useful(some, 12.0, np.inf, equal=())
-    assert np.count_nonzero(every.ep == 1) == few.ep.size > 20
+    assert np.count_nonzero(_useful(some, 12.0, np.inf, equal=()).ep == 1) == few.ep.size > 20
 
 
 def replace_space(job: Task, lists: Mapping[str, Any]) -> Task:

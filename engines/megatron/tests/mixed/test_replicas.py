@@ -66,8 +66,7 @@ def test_the_planned_data_splits_have_the_best_of_all(model: Model, capacity: tu
 
 
 def test_meshes_with_their_own_micro_batch_sizes_are_one_candidate() -> None:
-    job = task("fast dp8 mbs1 x3 | slow dp8 mbs1 x1", "fast dp8 x1 | slow dp8 mbs1 x2")
-    space, _ = predicted(job, pair())
+    space, _ = predicted(task("fast dp8 mbs1 x3 | slow dp8 mbs1 x1", "fast dp8 x1 | slow dp8 mbs1 x2"), pair())
     rows = [space.candidate(row).as_dict() for row in np.flatnonzero(space.columns()[MESHES] > 0)]
     found = {(row[MESHES], row["micro_batch_size"]) for row in rows}
     assert {size for text, size in found if "x3" in text} == {1}

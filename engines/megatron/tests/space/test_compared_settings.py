@@ -16,9 +16,9 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.effects import effects_of
-from flagcore.tuner.launches import planned_launch
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.complete import with_plugin_knobs
+from flagcore.tuner.stages.launch import planned_launch
 from flagcore.tuner.stages.predict import predict
 from tests.product import tasks
 
@@ -59,8 +59,7 @@ def test_a_setting_may_need_another_that_is_compared_too() -> None:
         "optimizer_cpu_offload": (False, True),
         "exp_avg_dtype": (None, "bf16"),
     }
-    names = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "exp_avg_dtype")
-    found = values(task_of(space), *names)
+    found = values(task_of(space), *("use_precision_aware_optimizer", "optimizer_cpu_offload", "exp_avg_dtype"))
     assert {row for row in found if not row[0]} == {(False, False, None)}
     assert len({row for row in found if row[0]}) == 4
 

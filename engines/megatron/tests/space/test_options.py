@@ -1,4 +1,4 @@
-"""From settings to the options of physics, and what a published run means that does not say."""
+"""From settings and the free text of a source to the options of physics, and what a published run leaves out."""
 
 import dataclasses
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.predict import layout_of, training
 from flagcore_megatron.space.options import options
+from flagcore_megatron.space.production import read_notes
 from flagcore_training.layout import Options
 
 from flagcore.errors import NotModelled, SpecError
@@ -147,8 +148,7 @@ def test_flags_of_a_custom_command_are_settings() -> None:
     assert not found.overlap_p2p_comm
     assert found.recompute_modules == {"mlp", "layernorm"}
     assert found.exp_avg_bytes == 2
-    local = tasks.task(command=(*COMMAND, "--transformer-impl", "local"))
-    assert not training(local).transformer_engine
+    assert not training(tasks.task(command=(*COMMAND, "--transformer-impl", "local"))).transformer_engine
     assert training(tasks.task(command=COMMAND)).transformer_engine
 
 
@@ -203,8 +203,7 @@ def test_a_record_overrides_its_notes_and_these_override_defaults() -> None:
 def test_layout_of_a_published_run_gives_its_virtual_stages() -> None:
     task = tasks.task(devices=2, settings={"pipeline_model_parallel_layout": "Et|t|t|tL"})
     found, values, _ = ENGINE.published(task, {"pipeline_model_parallel_size": 2}, "")
-    layout = layout_of(found, ENGINE.columns(found, values))
-    assert layout.virtual.tolist() == [2.0]
+    assert layout_of(found, ENGINE.columns(found, values)).virtual.tolist() == [2.0]
 
 
 def test_counting_embedding_and_loss_as_layers_allows_an_even_split() -> None:
@@ -230,3 +229,74 @@ def test_published_runs_in_8_bits_keep_their_weights_in_fp8(precision: str, kept
     assert published(values, precision=precision).fp8_param_gather is kept
     assert not published({"use_distributed_optimizer": False}, precision=precision).fp8_param_gather
     assert not published(values, settings={"fp8_param_gather": False}, precision=precision).fp8_param_gather
+
+
+OVERLAP, EXPERTS = "overlap_grad_reduce", "overlap_moe_expert_parallel_comm"
+DISPATCHER, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
+IMPL, SCOPE = "cuda_graph_impl", "cuda_graph_scope"
+SAYS: dict[str, dict[str, Any]] = {
+    "cuda_graph_impl=transformer_engine; cuda_graph_scope=['attn', 'moe_router', 'moe_preprocess']": {
+        IMPL: "transformer_engine",
+        SCOPE: "attn,moe_preprocess,moe_router",
+    },
+    "cuda_graph_impl=full_iteration; tp_comm_overlap_rs=True": {IMPL: "local", SCOPE: "full_iteration"},
+    "cuda_graph_impl=none; cuda_graph_scope=full_iteration": {IMPL: "none", SCOPE: "full_iteration"},
+    "cuda-graph attn+moe_router+moe_preprocess": {IMPL: "transformer_engine", SCOPE: "attn,moe_preprocess,moe_router"},
+    "full-iteration CUDA graph": {IMPL: "local", SCOPE: "full_iteration"},
+    "moe_flex_dispatcher_backend=hybridep": {DISPATCHER: "flex", BACKEND: "hybridep"},
+    "dispatcher=DeepEP; ": {DISPATCHER: "flex", BACKEND: "deepep"},
+    "dispatcher=A2A; ": {DISPATCHER: "alltoall"},
+    "dispatcher = AllToAll": {DISPATCHER: "alltoall"},
+    "DeepEP": {DISPATCHER: "flex", BACKEND: "deepep"},
+    "cp_comm_type=a2a": {"cp_comm_type": "a2a"},
+    "moe_a2a_overlap=True": {EXPERTS: True},
+    "A2A overlap; +1f1b EP overlap": {EXPERTS: True},
+    "pp_layout=Et*4|(t*4|)*14tmL; vboost": {"pipeline_model_parallel_layout": "Et*4|(t*4|)*14tmL"},
+    "no overlap (tp-comm-overlap off, no overlap-grad-reduce)": {
+        OVERLAP: False,
+        "overlap_param_gather": False,
+        "tp_comm_overlap": False,
+    },
+    "overlap-grad-reduce; --overlap-param-gather": {OVERLAP: True, "overlap_param_gather": True},
+    "--no-overlap-grad-reduce": {OVERLAP: False},
+    "precision-aware optimizer exp_avg bf16; fp8-param-gather": {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "bf16",
+        "fp8_param_gather": True,
+    },
+    "FSDP=8 (Megatron-FSDP)": {"use_megatron_fsdp": True},
+    "FSDP on; disable log param norm": {"use_megatron_fsdp": True},
+    "FSDP=1": {"use_megatron_fsdp": False},
+    "capacity factor 1 + pad to capacity, grouped gemm, permute fusion, first 1 layer dense": {
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_grouped_gemm": True,
+    },
+    "CE fusion": {"cross_entropy_loss_fusion": True},
+    "cross-entropy fusion (TE)": {"cross_entropy_loss_fusion": True},
+    "activation offload expert_fc1+moe_act": {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": "expert_fc1,moe_act",
+    },
+    "optimizer CPU offload": {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True},
+    "fp32 grad accum": {"accumulate_allreduce_grads_in_fp32": True},
+    "grad_reduce_in_fp32=False": {"accumulate_allreduce_grads_in_fp32": False},
+    "recompute_modules=mlp,moe_act; tp-comm-overlap on": {"recompute_modules": "mlp,moe_act", "tp_comm_overlap": True},
+    "LoRA": {"trainable": "adapters"},
+    "interleaved 1F1B": {"pipeline_schedule": "interleaved"},
+    "schedule=V-Half": {"pipeline_schedule": "V-Half"},
+    "ZB-2p": {"pipeline_schedule": "zb-2p"},
+    "vboost; not well tuned; recompute cell empty; CUDA_DEVICE_MAX_CONNECTIONS=1; bf16 params": {},
+    "cuda_graph_impl=magic; moe_expert_imbalance=0.1; =; ]]] [": {},
+    "": {},
+}
+
+
+@pytest.mark.parametrize("notes", SAYS)
+def test_notes_report_settings_and_the_rest_is_ignored(notes: str) -> None:
+    assert read_notes(notes) == SAYS[notes]
+
+
+def test_names_with_values_take_precedence_over_phrases() -> None:
+    assert read_notes("alltoall; dispatcher=DeepEP")[DISPATCHER] == "flex"

@@ -11,7 +11,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.space import Axis, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore.vendorkit.installed import strip_dashes
+from flagcore.vendorkit.programs import strip_dashes
 from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.launch.server import Instance, Router
 from flagcore_serving.space import knobs as common_knobs

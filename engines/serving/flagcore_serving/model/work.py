@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flagcore.domain.model import Model
-from flagcore.vendorkit.installed import release
+from flagcore.vendorkit.programs import release
 
 TOKENIZER = 1.25e-6
 """Seconds per token that a tokenizer takes: 50 ms for 40,000 tokens (TensorRT-LLM pull request 13377). Engines tokenize

@@ -19,8 +19,8 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError, join_errors
 from flagcore.spec.plain_data import SafeLoader, package_yaml
-from flagcore.vendorkit import installed
-from flagcore.vendorkit.installed import strip_dashes
+from flagcore.vendorkit import programs
+from flagcore.vendorkit.programs import strip_dashes
 from flagcore_serving.space import knobs
 from flagcore_serving.space.knobs import Auto
 from flagcore_serving.space.weights import check_directory
@@ -267,7 +267,7 @@ class Program:
         for since, flags in self.removed.items():
             removed = next((each for each in names if each in flags), None)
             if removed is not None and (not since or in_versions(f">={since}", version)):
-                is_certain = bool(installed_flags) or (bool(since) and installed.release(version) is not None)
+                is_certain = bool(installed_flags) or (bool(since) and programs.release(version) is not None)
                 fix = f"use {flags[removed]}" if flags[removed] else "remove it"
                 problem = f"was removed in {self.title} {since}".rstrip()
                 return FlagProblem(problem, fix, removed=True, is_certain=is_certain)
@@ -298,13 +298,13 @@ class Program:
 
         The result is empty if they are not known.
         """
-        folders = installed.package_folders(command[0])
+        folders = programs.package_folders(command[0])
         return _flags_in_source(folders, tuple(self.flag_files), tuple(self.flag_fields))
 
     def installed_release(self) -> tuple[Collection[str], str]:
         """Return the flags and the version of the engine that `program` starts. Both are empty if unknown."""
-        path = installed.find_program(self.program[0]) if self.program else None
-        return (self.installed_flags([path]), installed.package_version(path, *self.packages)) if path else ((), "")
+        path = programs.find_program(self.program[0]) if self.program else None
+        return (self.installed_flags([path]), programs.package_version(path, *self.packages)) if path else ((), "")
 
     def columns(self, task: Task, columns: Columns) -> dict[str, IntArray]:
         """Return a column for each knob.
@@ -318,7 +318,7 @@ class Program:
 
     def command(self, spec: Spec) -> tuple[str, ...]:
         """Return the command that starts the engine, with an absolute path. Raises NoDevice if it does not exist."""
-        return installed.find_command(spec, tuple(self.program), *self.packages[:1])
+        return programs.find_command(spec, tuple(self.program), *self.packages[:1])
 
     def start_command(self, spec: Spec) -> tuple[str, ...]:
         """Return the command that starts the engine, with an absolute path if it exists here.
@@ -338,7 +338,7 @@ class Program:
         if spec.serve.engine_version:
             return spec.serve.engine_version
         try:
-            return installed.package_version(self.command(spec)[0], *self.packages)
+            return programs.package_version(self.command(spec)[0], *self.packages)
         except NoDevice:
             return ""
 
@@ -346,8 +346,8 @@ class Program:
         """Raise SpecError or NoDevice if no server can be started with the spec's Hugging Face directory."""
         check_directory(spec)
         command = self.command(spec)
-        version = installed.package_version(command[0], *self.packages)
-        installed.check_version(spec, version)
+        version = programs.package_version(command[0], *self.packages)
+        programs.check_version(spec, version)
         if spec.serve.command is None and "-m" in command and not version:
             fix = f"install {self.packages[0]} there, or set serve.command"
             raise NoDevice(f"{self.title} is not installed for {command[0]}; {fix}")

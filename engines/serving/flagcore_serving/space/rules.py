@@ -10,7 +10,7 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge
 from flagcore.domain.spec import AUTO, Task
 from flagcore.errors import SpecError
 from flagcore.spec.huggingface import MODELS
-from flagcore.vendorkit.installed import strip_dashes
+from flagcore.vendorkit.programs import strip_dashes
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import (
     DP,

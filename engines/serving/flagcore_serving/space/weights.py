@@ -13,7 +13,7 @@ from flagcore.physics.roofline import BYTES
 from flagcore.physics.transformer import attended, cached_layers, widths
 from flagcore.spec.huggingface import context_of, format_of_weights
 from flagcore.spec.models import context_length, find_public
-from flagcore.vendorkit.installed import strip_dashes
+from flagcore.vendorkit.programs import strip_dashes
 from flagcore_serving.space.hardware import Hardware
 
 WIDE_PRECISIONS = ("bf16", "fp16", "fp32")

@@ -20,7 +20,7 @@ import psutil
 
 from flagcore.domain.space import KnobValue
 from flagcore.domain.trial import TrialState
-from flagcore.vendorkit.results import METRICS
+from flagcore.vendorkit.programs import METRICS
 from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.launch.server import TrialJob, log_name, read_job
 from flagcore_serving.trial.failures import TrialFailure, log_text, report, wait_until_quiet

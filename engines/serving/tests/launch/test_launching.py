@@ -358,8 +358,7 @@ def test_kubernetes_has_a_prefix_aware_router_in_front_of_several_instances(tmp_
     candidate = Candidate.of({**LLAMACPP.defaults(where.task), "instances": 2, "pipeline_model_parallel_size": 4})
     servers = LLAMACPP.groups(where, candidate, "x")
     assert servers is not None
-    found = manifests(where, candidate, servers)
-    servers_set = found["StatefulSet", "x-server"]["spec"]
+    servers_set = manifests(where, candidate, servers)["StatefulSet", "x-server"]["spec"]
     assert servers_set["replicas"] == 2
     assert servers_set["template"]["spec"]["containers"][0]["resources"]["limits"] == {"x.com/card": 4}
     words = servers.front.argv

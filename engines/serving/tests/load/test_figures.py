@@ -110,8 +110,7 @@ def test_the_slow_start_of_an_open_loop_does_not_count() -> None:
     window = SteadyState(("e2e_s.mean",), None).window(sent, 1000.0)
     assert window is not None
     assert 10 <= window.begin_s <= 60
-    counted = window.counted(sent)
-    assert np.mean([each.e2e_s for each in counted]) == pytest.approx(1.05, rel=0.02)
+    assert np.mean([each.e2e_s for each in window.counted(sent)]) == pytest.approx(1.05, rel=0.02)
 
 
 def test_the_first_wave_of_a_closed_loop_does_not_count() -> None:
@@ -136,8 +135,7 @@ def first_end(state: SteadyState, sent: list[Answer]) -> int:
     [("ttft_s.mean", None, MIN_COUNTED), ("ttft_s.p99", None, 400), ("output_tokens_per_s", 100, 100 * (BATCHES + 1))],
 )
 def test_a_load_ends_with_enough_requests_for_its_figures(asked: str, concurrency: int | None, fewest: int) -> None:
-    ended = first_end(SteadyState((asked,), concurrency), answers([1.0] * 2000))
-    assert fewest <= ended <= 1.25 * fewest
+    assert fewest <= first_end(SteadyState((asked,), concurrency), answers([1.0] * 2000)) <= 1.25 * fewest
 
 
 def test_intervals_contain_the_mean() -> None:
@@ -168,8 +166,7 @@ def measured(delays_s: list[float], **changes: object) -> LoadResult:
     delays = itertools.chain(delays_s, itertools.repeat(delays_s[-1]))
 
     async def delayed(body: Body, wire: Wire) -> None:
-        delay = next(delays)
-        await asyncio.sleep(delay)
+        await asyncio.sleep(next(delays))
         await wire.head()
         await pieces(body["max_tokens"], wire)
         await finish(body, wire)
@@ -192,8 +189,7 @@ def test_only_the_steady_state_of_a_real_load_counts() -> None:
 
 @pytest.mark.slow
 def test_a_real_load_without_steady_state_has_figures_of_all_requests_and_a_note() -> None:
-    slower = [0.06 * index**0.5 for index in range(2000)]
-    result = measured(slower, concurrency=None, request_rate=250.0)
+    result = measured([0.06 * index**0.5 for index in range(2000)], concurrency=None, request_rate=250.0)
     assert result.window is None
     assert result.figures["requests_per_s"] > 0
     assert result.notes

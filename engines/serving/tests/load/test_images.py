@@ -90,8 +90,7 @@ def test_repeats_have_the_same_sizes_but_no_image_or_text_twice() -> None:
     assert first == again
     uris = [each["image_url"]["url"] for body in (*first, *other) for each in parts(body)[1:]]
     assert len(set(uris)) == len(uris)
-    texts = {parts(body)[0]["text"] for body in (*first, *other)}
-    assert len(texts) == 12
+    assert len({parts(body)[0]["text"] for body in (*first, *other)}) == 12
     sizes = [sorted(len(parts(body)) for body in bodies) for bodies in (first, other)]
     assert sizes[0] == sizes[1]
 
@@ -102,8 +101,7 @@ def test_numbers_and_sizes_follow_the_buckets() -> None:
     counts = np.bincount([len(each) for each in images])
     assert counts.size == 7
     assert counts.min() > 200
-    small = [image.width == 8 for each in images for image in each]
-    assert 0.87 < np.mean(small) < 0.93
+    assert 0.87 < np.mean([image.width == 8 for each in images for image in each]) < 0.93
 
 
 JPEG = b"\xff\xd8\xff\xe0\x00\x04ab\xff\xc0\x00\x11\x08" + struct.pack(">2H", 20, 30) + b"\x03" + bytes(9)

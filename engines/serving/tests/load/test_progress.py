@@ -139,8 +139,7 @@ def closed_loop(spread: float, count: int = REQUESTS) -> list[Answer]:
     rng, slots, answers = np.random.default_rng(3), [0.0] * FLIGHT, []
     for _ in range(count):
         start, e2e = heapq.heappop(slots), float(rng.uniform(1.0 - spread, 1.0 + spread))
-        gaps = (0.9 * e2e / (TOKENS - 1),) * (TOKENS - 1)
-        answers.append(answer(start, 0.1 * e2e, gaps))
+        answers.append(answer(start, 0.1 * e2e, (0.9 * e2e / (TOKENS - 1),) * (TOKENS - 1)))
         heapq.heappush(slots, start + e2e)
     return answers
 

@@ -92,8 +92,7 @@ def test_prompts_of_another_seed_share_no_prefix() -> None:
 def test_warm_up_has_the_prefix_of_the_load_and_different_prompts() -> None:
     sampled = traffic(Load(input_len=50, prefix_len=30, num_prompts=2, concurrency=1))
     found = prompts_of(sampled, prefix_len=30)
-    first = warm_up(sampled, 5)
-    drawn_first = prompts(first, prefix_len=30, vocab_size=10_000, seed=(3, 0), warm_up=True)
+    drawn_first = prompts(warm_up(sampled, 5), prefix_len=30, vocab_size=10_000, seed=(3, 0), warm_up=True)
     warm = [ids.tolist() for ids in drawn_first]
     assert [len(ids) for ids in warm] == [80] * 5
     assert {tuple(ids[:30]) for ids in warm} == {tuple(found[0][:30])}

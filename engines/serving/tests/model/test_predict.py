@@ -195,17 +195,14 @@ def test_a_latency_of_several_loads_comes_from_the_heaviest() -> None:
 
 def test_goodput_counts_requests_that_keep_the_limits() -> None:
     burst = replace(LOAD, concurrency=None, request_rate=float("inf"))
-    limit = figure(predicted(task(burst)), "ttft_s.p50")[0]
-    found = predicted(task(burst, slo={"ttft_s.p99": limit}))
+    found = predicted(task(burst, slo={"ttft_s.p99": figure(predicted(task(burst)), "ttft_s.p50")[0]}))
     share = figure(found, "goodput_requests_per_s")[0] / figure(found, "requests_per_s")[0]
     assert share == pytest.approx(0.5, abs=0.15)
 
 
 def test_a_server_fits_if_its_cache_holds_one_request() -> None:
-    found = predicted(context_len=[2048, 400_000])
-    assert found.fits.tolist() == [True, False]
-    small = predict(task(), settings(memory_fraction=[0.9, 0.15]), costs())
-    assert small.fits.tolist() == [True, False]
+    assert predicted(context_len=[2048, 400_000]).fits.tolist() == [True, False]
+    assert predict(task(), settings(memory_fraction=[0.9, 0.15]), costs()).fits.tolist() == [True, False]
 
 
 def test_a_chip_without_facts_has_memory_predictions_but_no_times() -> None:
@@ -361,5 +358,4 @@ def test_clients_without_a_free_slot_wait() -> None:
 
 def test_a_prompt_of_millions_of_tokens_is_priced_quickly() -> None:
     long = task(Load(input_len=10_000_000, output_len=16, concurrency=4, num_prompts=32))
-    found = predicted(long, context_len=[10_000_100])
-    assert 0 < figure(found, "ttft_s.p50")[0] < 1e9
+    assert 0 < figure(predicted(long, context_len=[10_000_100]), "ttft_s.p50")[0] < 1e9

@@ -119,8 +119,7 @@ def test_leading_blocks_of_a_trace_are_shared() -> None:
 
 
 def test_closed_loop_sends_the_next_turns_of_its_conversations() -> None:
-    follows = np.array([-1, 0, -1, 2, -1, 4])
-    order, turn = turn_order(follows, 2, seed=0)
+    order, turn = turn_order(np.array([-1, 0, -1, 2, -1, 4]), 2, seed=0)
     assert turn[order].tolist() == [0, 0, 1, 1, 0, 1]
     assert set(order[:4].tolist()) == {0, 1, 2, 3}
 
@@ -152,8 +151,7 @@ def test_the_beginnings_of_texts_are_shared_up_to_where_they_diverge(tmp_path: P
     texts = ["a" * 400 + "b" * 400 + end * 200 for end in "xyz"] + ["a" * 400 + "c" * 600, "d" * 1000, "d" * 1000]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     load = Load(trace=str(tmp_path / "prompts.jsonl"), output_len=8, concurrency=1)
-    requests = traffic(load)
-    assert cached_tokens(prompt_parts(requests, 0), 1e9).tolist() == [0.0, 200.0, 200.0, 100.0, 0.0, 250.0]
+    assert cached_tokens(prompt_parts(traffic(load), 0), 1e9).tolist() == [0.0, 200.0, 200.0, 100.0, 0.0, 250.0]
     cached, uncached = (figures(load, block_size=16, enable_prefix_caching=on) for on in (True, False))
     assert cached[HIT_RATE] == pytest.approx((192 + 192 + 96 + 240) / 1500)
     assert uncached[HIT_RATE] == 0.0

@@ -127,8 +127,7 @@ def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
 def test_one_request_takes_front_end_time_prompt_time_and_an_iteration_per_token() -> None:
     price = price_of()
     (request,) = Simulation(price, [(1000, 3)], None, 1).run().requests
-    prompt = price.mixed(0, 1000.0, 1000.0, 500e3, 1)
-    assert request.first == pytest.approx(6e-3 + prompt)
+    assert request.first == pytest.approx(6e-3 + price.mixed(0, 1000.0, 1000.0, 500e3, 1))
     assert request.end - request.first == pytest.approx(2 * price.decode(1) + price.cached(1) * (1001 + 1002))
 
 
@@ -183,8 +182,7 @@ def test_a_shared_prefix_is_not_computed_again() -> None:
 
 
 def test_gaps_are_all_tokens_after_the_first() -> None:
-    outcome = Simulation(price_of(), [(100, 30)] * 5, None, 2).run()
-    assert sum(count for _, count in outcome.gaps) == 5 * 29
+    assert sum(count for _, count in Simulation(price_of(), [(100, 30)] * 5, None, 2).run().gaps) == 5 * 29
 
 
 def test_text_prompts_wait_for_the_tokenizer_one_after_the_other() -> None:

@@ -76,8 +76,7 @@ def test_with_separate_prefill_images_delay_only_the_first_token() -> None:
 
 def test_the_tower_takes_memory_even_without_images() -> None:
     text, seen = predicted(None, model=serving_inputs.DENSE), predicted(None)
-    less = float(text.figures["kv_cache_bytes"][0] - seen.figures["kv_cache_bytes"][0])
-    assert less > 2 * VISION.weights
+    assert float(text.figures["kv_cache_bytes"][0] - seen.figures["kv_cache_bytes"][0]) > 2 * VISION.weights
     assert VISION.weights == pytest.approx(0.676e9, rel=0.01)  # published: 0.67 billion
     off = predicted(None, engine_args={"language_model_only": True})
     assert off.figures["kv_cache_bytes"] == pytest.approx(text.figures["kv_cache_bytes"])

@@ -71,8 +71,7 @@ def test_estimated_lengths_of_texts_size_the_context_but_are_not_an_error(tmp_pa
 def test_context_above_that_of_the_model_breaks_a_rule_unless_flags_extend_it(tmp_path: Path) -> None:
     assert broken(ENGINE, task(tmp_path), context_len=8192) == ["model_context"]
     assert not broken(ENGINE, task(tmp_path), context_len=4096)
-    extended = task(tmp_path, engine_args={"hf-overrides": "{}"})
-    assert not broken(ENGINE, extended, context_len=8192)
+    assert not broken(ENGINE, task(tmp_path, engine_args={"hf-overrides": "{}"}), context_len=8192)
 
 
 def test_flags_that_break_a_rule_alone_are_named_as_they_were_written(tmp_path: Path) -> None:

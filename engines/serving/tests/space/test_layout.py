@@ -20,7 +20,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import NoDevice
 from flagcore.tuner.stages.build import build
-from flagcore.vendorkit import installed
+from flagcore.vendorkit import programs
 from tests.product.tasks import DENSE, costs
 
 ALL = pytest.mark.parametrize("engine", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)
@@ -119,30 +119,30 @@ def test_weights_and_cache_are_counted_by_shape() -> None:
 def test_the_interpreter_of_a_script_is_read_in_its_first_line(tmp_path: Path) -> None:
     script = tmp_path / "serve"
     script.write_text(f"#!{sys.executable}\nprint()\n")
-    assert installed.interpreter(str(script)) == sys.executable
+    assert programs.interpreter(str(script)) == sys.executable
     script.write_text("#!/bin/sh\nexec vllm\n")
-    assert installed.interpreter(str(script)) is None
+    assert programs.interpreter(str(script)) is None
     script.write_bytes(b"\x7fELF\x02\x01")
-    assert installed.interpreter(str(script)) is None
-    assert installed.interpreter(sys.executable) == sys.executable
-    assert installed.package_folders(str(script)) == ()
+    assert programs.interpreter(str(script)) is None
+    assert programs.interpreter(sys.executable) == sys.executable
+    assert programs.package_folders(str(script)) == ()
 
 
 def test_the_version_of_a_package_comes_from_the_interpreter() -> None:
-    assert installed.package_version(sys.executable, "no-such-package", "pytest") == pytest.__version__
-    assert installed.package_version(sys.executable, "no-such-package") == ""
+    assert programs.package_version(sys.executable, "no-such-package", "pytest") == pytest.__version__
+    assert programs.package_version(sys.executable, "no-such-package") == ""
 
 
 @pytest.mark.parametrize(
     ("version", "numbers"), [("0.11.2rc1+cpu", (0, 11, 2)), ("v0.5", (0, 5, 0)), ("nightly-5b8c", None), ("", None)]
 )
 def test_a_release_is_read_from_unusual_versions(version: str, numbers: tuple[int, ...] | None) -> None:
-    assert installed.release(version) == numbers
+    assert programs.release(version) == numbers
 
 
 def test_a_missing_program_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(NoDevice, match="no-such-engine"):
-        installed.find_command(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
+        programs.find_command(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
     (tmp_path / "run").touch(mode=0o755)
     spec = serving("vllm", command=("./run", "x"), directory=str(tmp_path)).spec
-    assert installed.find_command(spec, ("vllm",)) == (str(tmp_path / "run"), "x")
+    assert programs.find_command(spec, ("vllm",)) == (str(tmp_path / "run"), "x")

@@ -121,9 +121,7 @@ def test_a_pair_has_one_spelling() -> None:
 
 @ENGINES
 def test_kinds_are_opt_in_and_auto_divides_all_cards(engine: ServingEngine) -> None:
-    task = cards(engine, space={INSTANCES: "auto", TP: "auto", PREFILL_DECODE: "auto"})
-    space = space_of(engine, task)
-    rows = _rows(space)
+    rows = _rows(space_of(engine, cards(engine, space={INSTANCES: "auto", TP: "auto", PREFILL_DECODE: "auto"})))
     words = [each[PREFILL_DECODE] for each in rows if each[PREFILL_DECODE]]
     assert len(words) == len(set(words))
     assert {PAIR, "4xtp1+1xtp4", "1xtp4+2xtp2"} <= set(words)
@@ -138,8 +136,7 @@ def _rows(space: Any) -> list[dict[str, Any]]:
 
 
 def test_auto_has_attention_groups_for_experts_and_few_values_for_many_cards() -> None:
-    words = placement.auto_roles(cards(SGLANG, model=EXPERTS))
-    assert "1xtp4+1xtp1dp4ep4" in words
+    assert "1xtp4+1xtp1dp4ep4" in placement.auto_roles(cards(SGLANG, model=EXPERTS))
     many = placement.auto_roles(cards(VLLM, 256, hosts=32))
     assert 100 < len(many) < 1000
     assert max(max(each.devices for each in placement.roles(str(word))) for word in many[1:]) == 8
@@ -228,8 +225,7 @@ def test_vllms_kinds_are_started_with_their_connector() -> None:
     pair = {PREFILL_DECODE: "1xtp4+1xtp4", TRANSFER: "P2pNcclConnector"}
     roles = [config(server(VLLM, task, kind, **pair))["kv_role"] for kind in ("prefill", "decode")]
     assert roles == ["kv_producer", "kv_consumer"]
-    ports = server(VLLM, task, "decode", **pair).at_port(8017)
-    assert config(ports)["kv_port"] == "18017"
+    assert config(server(VLLM, task, "decode", **pair).at_port(8017))["kv_port"] == "18017"
 
 
 @pytest.mark.parametrize(("release", "other"), [("0.5.9", True), ("0.5.10", False)])

@@ -18,7 +18,7 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import Measurement, Role, TimeLimit, Trial, TrialState
 from flagcore.launchers.local import LAUNCHER
 from flagcore.tuner.stages.launch import launch
-from flagcore.vendorkit.results import METRICS
+from flagcore.vendorkit.programs import METRICS
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
@@ -166,8 +166,7 @@ def test_a_trial_program_that_is_killed_leaves_no_process_and_no_port(tmp_path: 
 def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tmp_path: Path) -> None:
     base = Load(input_len=16, output_len=8, num_prompts=24).at(key, 1000)
     given: dict[str, Any] = {"loads": (base,), "highest": key, "slo": {"ttft_s.p90": 0.35}}
-    platform = trials.platform(tmp_path, "queues", seconds=200.0, **given)
-    trial = trials.run_here(platform, tmp_path, parallel=4)
+    trial = trials.run_here(trials.platform(tmp_path, "queues", seconds=200.0, **given), tmp_path, parallel=4)
     assert trial.measurement is not None
     assert trial.measurement.broken == ()
     points = {point[key]: point for point in trial.measurement.points}

@@ -233,8 +233,7 @@ def test_a_server_that_the_system_killed_was_probably_too_large(tmp_path: Path) 
 @pytest.mark.parametrize("state", failures.PREFIXES)
 def test_final_messages_of_the_program_are_classified(state: TrialState) -> None:
     line = str(TrialFailure(state, "it\nsaid " + "much " * 200))
-    ended = Exit(code=1, ended_by=None, duration_s=1.0)
-    found, reason = classify(ended, f"load 1 of 1\n{line}\n", PATTERNS)
+    found, reason = classify(Exit(code=1, ended_by=None, duration_s=1.0), f"load 1 of 1\n{line}\n", PATTERNS)
     assert (found, reason) == (state, line.removeprefix(f"{state.value.replace('_', ' ')}: "))
     assert len(line) <= LONGEST_REASON
 

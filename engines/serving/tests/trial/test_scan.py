@@ -126,8 +126,7 @@ def test_the_setting_for_the_time_limit_is_computed(because: str, seconds: float
 
 
 def test_later_loads_need_time_too(tmp_path: Path) -> None:
-    text = limit(tmp_path, "").short_of_time(SLOW, "load 1 of 2", [LOAD, LOAD], 88.0, None)
-    assert "~620 s of 88 s" in text
+    assert "~620 s of 88 s" in limit(tmp_path, "").short_of_time(SLOW, "load 1 of 2", [LOAD, LOAD], 88.0, None)
 
 
 def test_a_start_that_took_most_of_the_time_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from flagcore_serving.trial.servers import listeners
 from engines.serving.tests.trial.trials import SERVER, requests_sent
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.vendorkit.results import METRICS
+from flagcore.vendorkit.programs import METRICS
 
 pytestmark = pytest.mark.slow
 

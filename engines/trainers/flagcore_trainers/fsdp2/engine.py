@@ -19,41 +19,27 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, NoDevice, SpecError
+from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fsdp2 import space
-from flagcore_trainers.fully_shard import (
-    AC,
-    COMPILE,
-    CP,
-    EP,
-    MBS,
-    OFFLOAD,
-    PP,
-    REDUCE,
-    REPLICATE,
-    RESHARD,
-    SCHEDULE,
-    SHARD,
-    TP,
-)
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.meaning import needs_at_least
 
 PROGRAM = "flagcore_trainers.fsdp2"
 PRECISIONS = ("bf16", "fp32")
 FIELDS = {
-    REPLICATE: "replicate",
-    SHARD: "shard",
-    TP: "tensor",
-    CP: "context",
-    EP: "expert",
-    PP: "pipeline",
-    SCHEDULE: "schedule",
-    MBS: "micro_batch",
-    AC: "checkpointing",
-    RESHARD: "reshard_after_forward",
-    REDUCE: "reduce_dtype",
-    OFFLOAD: "offload",
-    COMPILE: "compile",
+    fs.REPLICATE: "replicate",
+    fs.SHARD: "shard",
+    fs.TP: "tensor",
+    fs.CP: "context",
+    fs.EP: "expert",
+    fs.PP: "pipeline",
+    fs.SCHEDULE: "schedule",
+    fs.MBS: "micro_batch",
+    fs.AC: "checkpointing",
+    fs.RESHARD: "reshard_after_forward",
+    fs.REDUCE: "reduce_dtype",
+    fs.OFFLOAD: "offload",
+    fs.COMPILE: "compile",
 }
 """The field of `job.Candidate` of each knob."""
 
@@ -83,12 +69,12 @@ class Fsdp2(Engine, Advice, Pruning, RuleOfThumb, Steps):
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return what an expert would consider: weights shared by all replicas, sizes of TP and of micro-batches."""
         neutral: dict[str, str | tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in self.knobs}
-        return {**neutral, SHARD: AUTO, TP: AUTO, MBS: AUTO, AC: ("none", "full")}
+        return {**neutral, fs.SHARD: AUTO, fs.TP: AUTO, fs.MBS: AUTO, fs.AC: ("none", "full")}
 
     def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
         """Return the row with the smallest TP that fits, then without checkpoints, then the largest micro-batch."""
         missing_bytes = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
-        return int(np.lexsort((-columns[MBS], columns[AC], columns[TP], missing_bytes))[0])
+        return int(np.lexsort((-columns[fs.MBS], columns[fs.AC], columns[fs.TP], missing_bytes))[0])
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return whether candidates differ from `candidate` only by a larger micro-batch."""
@@ -122,7 +108,7 @@ class Fsdp2(Engine, Advice, Pruning, RuleOfThumb, Steps):
         hosts = spec.cluster.hosts[: spec.cluster.nodes] if spec.on_each_host else ()
         backend = support.distributed_backend or ""
         job = shared_job(platform, folder)
-        if values[OFFLOAD] and backend and support.device_type != "cpu":  # gradients are clipped where they are
+        if values[fs.OFFLOAD] and backend and support.device_type != "cpu":  # gradients are clipped where they are
             job["device"]["backend"] = f"{support.device_type}:{backend},cpu:gloo"
         job["candidate"] = {field: values[name] for name, field in FIELDS.items()}
         job["nodes"] = len(hosts) or 1

@@ -9,7 +9,7 @@ import yaml
 
 from extras.hosts.tests.cluster.bed import FAST_NETWORK, Bed, missing
 from extras.hosts.tests.cluster.conftest import Project, Tune
-from flagcore.api.snapshot import load_snapshot
+from flagcore.api.runs import load_snapshot
 from tests.product.cli.conftest import TRAIN
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

@@ -37,8 +37,7 @@ def test_sbatch_accepts_an_exported_script(bed: Bed, nodes: int, work: dict[str,
     if "serve" in work:
         spec.write_text(spec.read_text().replace(json.dumps(SHAPE), json.dumps(str(tmp_path / "m"))))
     (file,) = api.export(spec, "slurm", output=tmp_path / "out", name="job").files
-    said = bed.run("h0", "sh", "-c", f"sbatch --test-only {file} 2>&1")
-    assert "to start at" in said
+    assert "to start at" in bed.run("h0", "sh", "-c", f"sbatch --test-only {file} 2>&1")
 
 
 @pytest.mark.slow

@@ -77,8 +77,7 @@ class Runs:
         return project
 
     def dense(self, where: Path) -> None:
-        project = self.project(where)
-        api.tune(project.spec(control={"repeats": 2}), run_dir=where)
+        api.tune(self.project(where).spec(control={"repeats": 2}), run_dir=where)
 
     def pipeline(self, where: Path) -> None:
         project = self.project(where)
@@ -89,8 +88,7 @@ class Runs:
         api.tune(self.project(where).spec(model=EXPERTS, control={"repeats": 0}), run_dir=where)
 
     def estimate(self, where: Path) -> None:
-        project = self.project(where)
-        api.tune(project.spec(control={"max_trials": 4}), run_dir=where, fidelity="estimate")
+        api.tune(self.project(where).spec(control={"max_trials": 4}), run_dir=where, fidelity="estimate")
 
     def mixed(self, where: Path) -> None:
         """Groups of different speed, with two stages on the slow one."""

@@ -103,8 +103,7 @@ OUTSIDE = """() => {
 @pytest.mark.parametrize(("kind", "language"), [("dense", "en"), ("pipeline", "en"), ("serving", "en"), *CHINESE])
 @pytest.mark.parametrize("width", [360, 1400])
 def test_labels_of_charts_are_inside_their_charts_and_apart(opened: Open, kind: str, language: str, width: int) -> None:
-    browser_page = opened(kind, width, language=language)
-    assert browser_page.page.evaluate(LABELS) == []
+    assert opened(kind, width, language=language).page.evaluate(LABELS) == []
 
 
 LABELS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
@@ -173,8 +172,7 @@ def test_the_command_is_copied_without_more(opened: Open) -> None:
 
 def test_text_has_contrast_in_light_and_dark_themes(opened: Open) -> None:
     for scheme in ("light", "dark"):
-        page = opened("dense", color_scheme=scheme).page
-        assert page.evaluate(CONTRAST) == []
+        assert opened("dense", color_scheme=scheme).page.evaluate(CONTRAST) == []
 
 
 CONTRAST = """() => {
@@ -201,8 +199,7 @@ CONTRAST = """() => {
 
 def test_it_prints_on_light_paper_with_its_charts(opened: Open, tmp_path: Path) -> None:
     page = opened("dense", color_scheme="dark").page
-    pdf = page.pdf(format="A4")
-    assert pdf.startswith(b"%PDF")
+    assert page.pdf(format="A4").startswith(b"%PDF")
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     page.set_viewport_size({"width": 733, "height": 1000})  # A4 without its margins
@@ -223,7 +220,6 @@ def test_the_page_is_accessible_to_screen_readers(opened: Open) -> None:
     assert page.get_by_role("navigation", name="Contents").count() == 1
     for section in page.locator("section").all():
         assert page.get_by_role("region", name=section.locator("h2").inner_text(), exact=True).count() >= 1
-    charts = page.get_by_role("img", name=re.compile(r"^Chart: .+"))
-    assert charts.count() == page.locator(".plot").count() > 0
+    assert page.get_by_role("img", name=re.compile(r"^Chart: .+")).count() == page.locator(".plot").count() > 0
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the summary"

@@ -43,8 +43,7 @@ def effective(arguments: Sequence[str], release: str = "0.16.0") -> dict[str, An
 def trial_of(arguments: str, release: str = "0.16.0") -> dict[str, Any]:
     """The arguments of a trial of five steps."""
     command = UserCommand(program=("pretrain_gpt.py",), arguments=tuple(f"{MODEL} {arguments}".split()))
-    changed = limit_to_trial(command, release_table(release), 5, "/run").command
-    return effective(changed.words, release)
+    return effective(limit_to_trial(command, release_table(release), 5, "/run").command.words, release)
 
 
 SAMPLES = "--train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252"

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from flagcore_megatron.space.knobs import BY_NAME
+from flagcore_testing import toy
 
 from flagcore.cli.progress import line, status_line
 from flagcore.contracts import Event
 from flagcore.domain.trial import Trial, TrialState
-from tests.product import tasks
+from tests import tasks
 
-CANDIDATE = tasks.candidate(use_recompute=True, recompute_granularity="full", use_distributed_optimizer=True)
+CANDIDATE = tasks.candidate(use_recompute=True, recompute_method="block", use_distributed_optimizer=True)
 
 
 def event(best: bool = True) -> tuple[Event, Trial]:
@@ -23,7 +23,7 @@ def event(best: bool = True) -> tuple[Event, Trial]:
         seconds_left=300.0,
         best=done if best else None,
         objective="tokens_per_second_per_device",
-        knobs=BY_NAME,
+        knobs={knob.name: knob for knob in toy.KNOBS},
     )
     return found, trial
 

@@ -1,22 +1,19 @@
 """`flag` itself: what it imports, and how it behaves among other programs."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import yaml
 
 from flagcore import api
 from flagcore.cli.main import COMMANDS
 from flagcore.plugins import IMPORTERS, command_readers, importer, names
-from tests.product.cli.conftest import FLAG, Flag, Project, Ran
+from tests.cli.conftest import FLAG, Project, Ran
 
 pytestmark = pytest.mark.slow
 
@@ -41,36 +38,6 @@ def imported(project: Project, watched: tuple[str, ...], *arguments: str) -> lis
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("tune", "--help"), ("estimate", "--help")])
 def test_help_imports_nothing_heavy(project: Project, arguments: tuple[str, ...]) -> None:
     assert imported(project, HEAVY, *arguments) == []
-
-
-def test_planning_does_not_import_torch(project: Project) -> None:
-    spec = project.spec(train={"command": None})
-    assert imported(project, ("torch", "megatron.core", "sqlalchemy"), "estimate", spec) == []
-    assert imported(project, ("torch", "megatron.core"), "devices") == []
-
-
-def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
-    schema = json.loads(flag("schema").out)
-    assert schema["$defs"]["Document_megatron"]["properties"]["train"]
-    parts = {part["name"]: part for part in json.loads(flag("doctor", "--json").out)}
-    assert parts["flagcore"]["ok"]
-    assert "pip install" in parts["torch"]["fix"] or parts["torch"]["ok"]
-
-
-def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(
-    flag: Flag, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\necho driver mismatch\nexit 18\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    output = [part["fix"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
-    assert any("nvidia-smi failed with exit status 18: driver mismatch" in line for line in output)
-    completed = flag("estimate", project.spec(cluster={"chip": "auto"}))
-    assert completed.code == 4
-    assert "driver mismatch" in completed.err
-    assert "cluster.chip: cpu" in completed.err
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
@@ -120,20 +87,6 @@ def test_help_lists_each_command_once_with_its_whole_summary(flag: Callable[...,
     assert "..." not in imports + plugins
     assert all(name in imports for name in (*command_readers(), *(importer(name).title for name in names(IMPORTERS))))
     assert set(re.findall(r"\w+", flag("export", "--help").out)) >= set(api.export_targets())
-
-
-def test_keys_of_a_spec_can_be_set(flag: Callable[..., Ran], project: Project) -> None:
-    spec = project.spec()
-    changes = ("--set", "cluster.devices_per_node=4", "--set", "auto_tuner.space.micro_batch_size=[1]")
-    changes += ("--set", "cluster.memory_per_device=null")
-    row, *_ = json.loads(flag("estimate", spec, *changes, "--json").out)
-    assert row["candidate"]["micro_batch_size"] == 1
-    folder = str(project.folder / "run")
-    tuned = flag("tune", spec, *changes, "--chip", "H100-SXM", "--fidelity", "estimate", "--run-dir", folder, "--json")
-    assert tuned.code == 0, tuned.err
-    saved = yaml.safe_load((project.folder / "run" / "spec.yaml").read_text())
-    assert saved["cluster"] | {"chip": "H100-SXM", "devices_per_node": 4} == saved["cluster"]
-    assert flag("explain", folder, *changes).code == 2
 
 
 @pytest.mark.parametrize(

@@ -3,48 +3,11 @@
 from itertools import chain
 
 import pytest
-from flagcore_llamacpp.profile import KNOBS
-from flagcore_megatron.space.knobs import BY_NAME
 
 from flagcore.domain.knob import Effect, Knob
 from flagcore.report.candidate_report import differs_text
 from flagcore.report.formats import fitted, render, table
-from flagcore.report.text import candidate_columns, candidate_text, values_text
-from tests.product import tasks
-
-LLAMACPP = {knob.name: knob for knob in KNOBS}
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({}, "MBS 1"),
-        ({"data_parallel_size": 2, "micro_batch_size": 8, "use_distributed_optimizer": True}, "DP 2, MBS 8, dist-opt"),
-        (
-            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
-            "PP 2, MBS 1, layers/virtual stage 1",
-        ),
-        (
-            {
-                "use_recompute": True,
-                "recompute_granularity": "full",
-                "recompute_method": "block",
-                "recompute_num_layers": 1,
-            },
-            "MBS 1, recompute full block 1",
-        ),
-        ({"use_recompute": True, "recompute_granularity": "selective"}, "MBS 1, recompute selective"),
-    ],
-)
-def test_a_candidate_is_described_by_its_non_neutral_knobs(values: dict[str, object], text: str) -> None:
-    assert candidate_text(tasks.candidate(**values), BY_NAME) == text  # type: ignore[arg-type]
-
-
-def test_values_that_are_neutral_for_the_engine_are_left_out() -> None:
-    usual_values = {"instances": 1, "parallel": 8, "n_gpu_layers": -1, "enable_prefix_caching": True}
-    assert values_text(usual_values, LLAMACPP) == "parallel 8"
-    assert values_text({"instances": 1}, LLAMACPP) == "engine defaults"
-    assert values_text({"instances": 2, "enable_prefix_caching": False}, LLAMACPP) == "instances 2, no prefix caching"
+from flagcore.report.text import candidate_columns, values_text
 
 
 def test_without_the_engine_names_are_unchanged() -> None:
@@ -83,8 +46,7 @@ def test_table_fits_and_keeps_every_word_and_figure(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert "12,345,678" in text
     words = [word for row in (HEADINGS, *ROWS) for cell in row for word in cell.split()]
-    shown_words = [word for word in text.split() if set(word) != {"-"} or word == "-"]
-    assert sorted(shown_words) == sorted(words)
+    assert sorted([word for word in text.split() if set(word) != {"-"} or word == "-"]) == sorted(words)
 
 
 def test_figures_are_never_cut_however_narrow_the_terminal() -> None:

@@ -1,0 +1,57 @@
+"""`flag` with real engines, vendors and chips."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.test_flag import imported
+from tests.product.cli.conftest import Flag, Project, Ran
+
+pytestmark = pytest.mark.slow
+
+
+def test_planning_does_not_import_torch(project: Project) -> None:
+    spec = project.spec(train={"command": None})
+    assert imported(project, ("torch", "megatron.core", "sqlalchemy"), "estimate", spec) == []
+    assert imported(project, ("torch", "megatron.core"), "devices") == []
+
+
+def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
+    assert json.loads(flag("schema").out)["$defs"]["Document_megatron"]["properties"]["train"]
+    parts = {part["name"]: part for part in json.loads(flag("doctor", "--json").out)}
+    assert parts["flagcore"]["ok"]
+    assert "pip install" in parts["torch"]["fix"] or parts["torch"]["ok"]
+
+
+def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(
+    flag: Flag, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho driver mismatch\nexit 18\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    output = [part["fix"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
+    assert any("nvidia-smi failed with exit status 18: driver mismatch" in line for line in output)
+    completed = flag("estimate", project.spec(cluster={"chip": "auto"}))
+    assert completed.code == 4
+    assert "driver mismatch" in completed.err
+    assert "cluster.chip: cpu" in completed.err
+
+
+def test_keys_of_a_spec_can_be_set(flag: Callable[..., Ran], project: Project) -> None:
+    spec = project.spec()
+    changes = ("--set", "cluster.devices_per_node=4", "--set", "auto_tuner.space.micro_batch_size=[1]")
+    changes += ("--set", "cluster.memory_per_device=null")
+    row, *_ = json.loads(flag("estimate", spec, *changes, "--json").out)
+    assert row["candidate"]["micro_batch_size"] == 1
+    folder = str(project.folder / "run")
+    tuned = flag("tune", spec, *changes, "--chip", "H100-SXM", "--fidelity", "estimate", "--run-dir", folder, "--json")
+    assert tuned.code == 0, tuned.err
+    saved = yaml.safe_load((project.folder / "run" / "spec.yaml").read_text())
+    assert saved["cluster"] | {"chip": "H100-SXM", "devices_per_node": 4} == saved["cluster"]
+    assert flag("explain", folder, *changes).code == 2
