@@ -92,9 +92,9 @@ test-core: build/core
 OTHERS := /_*(editable|flagcore)[^/-]*[_-][^0/][^/]*$$|[.]pth$$
 build/core: | setup
 	$(BIN)/python -m venv --without-pip $@
-	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	ln -s $$(ls -d $$site/* | grep -vE '$(OTHERS)') $$site/flagcore_cpu-*.dist-info \
-	  $(addprefix $(CURDIR)/,flagcore plugins/cpu/flagcore_cpu extras/testing/flagcore_testing) $@/lib/python3*/site-packages/
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && cd $@/lib/python3*/site-packages && \
+	ln -s $$(ls -d $$site/* | grep -vE '$(OTHERS)') $$site/flagcore_cpu-*.dist-info . && \
+	printf '$(CURDIR)%s\n' / /plugins/cpu /extras/testing > core.pth
 
 # What starts no processes and takes less than half a second.
 test-fast: setup

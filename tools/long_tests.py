@@ -39,13 +39,13 @@ FURTHER = {
     "extras/testing": ("extras/testing/tests", "plugins"),
     "plugins": ("tests/product/vendors",),
     "benchmarks": ("tests/product/test_benchmarks.py", "tests/product/benchmarks"),
-    "docs": ("tests",),
-    "README.md": ("tests",),
-    "examples": ("tests", "tests/product/vendors"),
+    "docs": ("tests/product",),
+    "README.md": ("tests/product",),
+    "examples": ("tests/product", "tests/product/vendors"),
     "hatch_build.py": ("tests/product/test_packaging.py",),
     "pyproject.toml": ("tests/product/test_packaging.py",),
 }
-"""Prefix of a changed path, and further places of its tests. Tests of pages are at the top of `tests`."""
+"""Prefix of a changed path, and further places of its tests. Tests of pages are at the top of `tests/product`."""
 
 
 def main() -> None:
@@ -84,8 +84,8 @@ def guards(path: str) -> set[str]:
 
 
 def lies_in(path: str, place: str) -> bool:
-    """Return whether a path is a place or inside it; the top of `tests` contains files only."""
-    if place == "tests":
+    """Return whether a path is a place or inside it; the top of `tests/product` means files only."""
+    if place == "tests/product":
         return Path(path).parent == Path(place)
     return path == place or path.startswith(f"{place}/")
 

@@ -23,7 +23,6 @@ from flagcore.plugins import ENGINES, find_engine, names
 from flagcore.vendorkit.programs import METRICS
 from tests.product.doc_pages import FENCE, PAGES, ROOT, TEXT, prose
 
-FILES = generate.files()
 REFERENCE = TEXT["docs/cli.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/])docs/[\w-]+\.md")
@@ -84,9 +83,9 @@ def test_pages_that_code_names_exist() -> None:
     }  # of ggml and DeepEP
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_generated_files_and_blocks_are_current(file: Path) -> None:
-    assert file.read_text(encoding="utf-8") == FILES[file], "run `make reference`"
+def test_generated_files_and_blocks_are_current() -> None:
+    stale = [file.name for file, text in generate.files().items() if file.read_text(encoding="utf-8") != text]
+    assert not stale, "run `make reference`"
 
 
 def test_command_line_page_has_a_section_for_each_command() -> None:

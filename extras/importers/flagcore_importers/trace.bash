@@ -8,6 +8,8 @@ __fc_tools=' arch awk basename bc cat comm cut date df dirname du egrep expr fal
  hostname id jq locale logname ls lscpu lspci mawk nproc nvidia-smi numfmt paste printenv pwd readlink realpath rev rocm-smi
  mx-smi ixsmi cnmon sed seq shuf sort ss stat tac tail test tr true uname uniq wc which whoami '
 __fc_tools=${__fc_tools//$'\n'/ }
+__fc_builtins=$(compgen -b)  # `type -t` would start a process for each command
+__fc_builtins=" ${__fc_builtins//$'\n'/ } "
 __fc_skipped_builtins=' bind caller compgen complete coproc enable fc hash history kill logout suspend trap ulimit '
 __fc_block='(^[[:space:]]*|;[[:space:]]*)(\}|\)|done|fi|esac)[[:space:]]*(<[^>]*)?([0-9]*|&)>+\|?[[:space:]]*[^&(|>[:space:]]'
 __fc_assignment='^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?='
@@ -150,10 +152,9 @@ __fc_harmless() {
   local name=$1
   shift
   [[ $name == command && ${1-} == -[vV] ]] && return 0
-  case $(type -t -- "$name") in
-    function) return 0 ;;
-    builtin) [[ $__fc_skipped_builtins != *" $name "* && $name != exec && $name != command ]]; return ;;
-  esac
+  declare -F -- "$name" > /dev/null && return 0
+  [[ $__fc_builtins != *" $name "* ]] ||
+    { [[ $__fc_skipped_builtins != *" $name "* && $name != exec && $name != command ]]; return; }
   # A program of the script's own folders is not a tool, whatever its name.
   [[ -z ${TRACE_ELSEWHERE-} || $name =~ ^/(usr/)?bin/[^/]+$ ]] ||
     { type -P -- "$name" > /dev/null && [[ $name != */* && $(type -P -- "$name") == "$(PATH=$__fc_path type -P -- "$name")" ]]; } || return 1
@@ -328,7 +329,9 @@ export -n BASH_ENV FLAGCORE_TRACE TRACE_UNSET TRACE_PATH
 set -T
 trap '' PIPE  # what reads the output may be skipped
 # The words are expanded in the script's own context, and in a subshell: there, too, the trap sees their commands.
-# Its status is looked at in a list, for `set -e` ends the script at any other.
+# Its status is looked at in a list, for `set -e` ends the script at any other. A loop that only sleeps is recorded once.
+__fc_last=
 __fc_trap='__fc_look "$BASH_COMMAND" || { __fc_said=0
-  (eval "__fc_call=($__fc_asked)"; __fc_decide "$@") || __fc_said=$?; ! __fc_act "$__fc_said"; }'
+  [[ $__fc_asked == sleep\ * && $__fc_asked == "$__fc_last" ]] || (eval "__fc_call=($__fc_asked)"; __fc_decide "$@") ||
+    __fc_said=$?; __fc_last=$__fc_asked; ! __fc_act "$__fc_said"; }'
 trap "$__fc_trap" DEBUG
