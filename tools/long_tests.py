@@ -38,7 +38,7 @@ FURTHER = {
     "extras/hosts/flagcore_hosts": ("extras/hosts/tests", "extras/kubernetes", "extras/ray"),
     "extras/testing": ("extras/testing/tests", "plugins"),
     "plugins": ("tests/product/vendors",),
-    "benchmarks": ("tests/product/test_benchmarks.py", "tests/product/benchmarks"),
+    "benchmarks": ("tests/product/benchmarks/test_benchmarks.py", "tests/product/benchmarks"),
     "docs": ("tests/product",),
     "README.md": ("tests/product",),
     "examples": ("tests/product", "tests/product/vendors"),
