@@ -142,7 +142,7 @@ def test_example_of_the_page_is_a_valid_spec(tmp_path: Path) -> None:
     text = re.findall(r"```yaml\n(.*?)```", SERVE_PAGE, re.DOTALL)[0]
     serving = parse_spec(yaml.safe_load(text), file="page", base=tmp_path, engines=ENGINES)
     assert [load.concurrency for load in serving.serve.loads] == [16, 64]
-    assert serving.limits == {"ttft_s.p99": 1.0, "tpot_s.p99": 0.05}
+    assert serving.work.slo == {"ttft_s.p99": 1.0, "tpot_s.p99": 0.05}
 
 
 def test_schema_describes_every_key_and_refuses_others() -> None:
