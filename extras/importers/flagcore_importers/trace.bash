@@ -37,9 +37,11 @@ if [[ -n ${TRACE_ELSEWHERE-} ]]; then
   wait() { :; }
 fi
 
-# With TRACE_ELSEWHERE=2, a script goes on where it gives up: for lack of a file, a tool or a variable.
+# With TRACE_ELSEWHERE=2, a script goes on where it gives up: for lack of a file, a tool or a variable. One that gives up
+# 50 times is in a loop.
 if [[ ${TRACE_ELSEWHERE-} == 2 ]]; then
-  exit() { ((${1:-$?})) || builtin exit 0; }
+  __fc_exits=0
+  exit() { local __fc_exit=${1:-$?}; [[ $((++__fc_exits)) != 50 && $__fc_exit != 0 ]] || builtin exit 0; }
   # What it demands with ${NAME:?...} is a placeholder.
   __fc_text=${BASH_EXECUTION_STRING-$(command cat -- "$0" 2> /dev/null)}
   while [[ $__fc_text =~ \$\{([A-Za-z_][A-Za-z0-9_]*):?\? ]]; do

@@ -58,7 +58,7 @@ def test_a_calibration_is_saved_listed_used_and_deleted(
 def test_a_failed_measurement_is_reported_in_one_line_and_not_saved(
     flag: Flag, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "PROGRAM", "flagcore.no_such_program")
+    monkeypatch.setattr(calibration, "benchmark", lambda name: "flagcore.no_such_program")
     completed = flag("calibrate", "--seconds", "5")
     assert completed.code == 2
     (line,) = [line for line in completed.err.splitlines() if line.startswith("flag: the measurement")]
