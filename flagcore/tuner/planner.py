@@ -53,7 +53,7 @@ class Planner:
 
     @property
     def may_start(self) -> bool:
-        """Whether trials may start: nobody has stopped the search, and not too many trials were inconclusive."""
+        """Whether trials may start: the search was not stopped, and not too many trials were inconclusive."""
         return not self.progress.is_stopped and not self.hosts.are_busy
 
     def stop_reason(self) -> str | None:

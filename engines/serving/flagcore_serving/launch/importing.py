@@ -340,7 +340,7 @@ class _Arguments:
         return name, knob
 
     def _is_known(self, name: str, installed_flags: Collection[str]) -> bool:
-        """Return whether an argument that is no knob stays. Add a problem or a note if it is not known."""
+        """Return whether an argument without a knob is kept. Add a problem or a note for an unknown one."""
         flag, program = as_words({name: True}, has_negation=True)[0], self._program
         found = program.flag_problem(name, installed_flags, self._version)
         if found and not found.removed:
