@@ -14,7 +14,7 @@ from flagcore.plugins import find_engine, kind_of
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.engines import all_knobs, read_engines
 from flagcore_testing import fakes
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
 
 BUILT_IN = {"gloo", "mpi", "nccl", "ucc", "xccl"}
 """Backends of torch.distributed that need no module to be imported first."""
@@ -42,36 +42,29 @@ def _is_near(word: str, other: str) -> bool:
     return is_swapped or first[1:] == second[1:] or first[1:] == second or first == second[1:]
 
 
+@once
 def _words(plugin: Subject) -> Counter[str]:
     """Return how often each word occurs in the plugin's files and its README."""
-
-    def read() -> Counter[str]:
-        package = plugin.package_folder
-        texts = [path.read_text("utf-8", "replace") for path in package.rglob("*") if path.suffix in (".py", ".yaml")]
-        return Counter(word for text in [*texts, plugin.packaged.readme] for word in re.findall(r"[A-Za-z_]\w+", text))
-
-    return plugin.once("words", read)
+    package = plugin.package_folder
+    texts = [path.read_text("utf-8", "replace") for path in package.rglob("*") if path.suffix in (".py", ".yaml")]
+    return Counter(word for text in [*texts, plugin.packaged.readme] for word in re.findall(r"[A-Za-z_]\w+", text))
 
 
+@once
 def _others_variables(plugin: Subject) -> list[str]:
     """Return the names of variables that other installed plugins describe, one of each plugin."""
-
-    def read() -> list[str]:
-        names: list[str] = []
-        for name, hooks in others_hooks(plugin):
-            with suppress(Skip, SpecError):  # the checks of the other plugin report it
-                names += sorted({each.name for each in Subject(name=name, hooks=hooks).variables})
-        return names
-
-    return plugin.once("variables of others", read)
+    names: list[str] = []
+    for name, hooks in others_hooks(plugin):
+        with suppress(Skip, SpecError):  # the checks of the other plugin report it
+            names += sorted({each.name for each in Subject(name=name, hooks=hooks).variables})
+    return names
 
 
 def detector_of(plugin: Subject) -> DeviceDetector:
     """Return the plugin's detector. Raises Skip if it has none."""
-    detector = getattr(plugin.hooks, "detector", None)
-    if not isinstance(detector, DeviceDetector):
+    if plugin.detector is None:
         raise Skip("the plugin has no DeviceDetector")
-    return detector
+    return plugin.detector
 
 
 def _sections(plugin: Subject) -> list[tuple[str, EngineSupport]]:
@@ -86,8 +79,7 @@ def _variables(plugin: Subject) -> Iterator[tuple[str, str]]:
     for listed in all_knobs(plugin.package):
         for effect in listed.knob.effects.values():
             yield from (("knobs.yaml", name) for name in effect.environment)
-    detector = getattr(plugin.hooks, "detector", None)
-    if isinstance(detector, DeviceDetector):
+    if detector := plugin.detector:
         names = (*detector.visible, detector.outer, *detector.vendor_variables)
         yield from (("discover.py", name) for name in names if name)
 
@@ -289,7 +281,8 @@ def pci_vendor_is_the_vendors(plugin: Subject) -> Problems:
     for name, other in others_detectors(plugin):
         if other.pci_vendor == vendor_id:
             yield f"{where} is that of the plugin {name}"
-    text = (plugin.package_folder / "discover.py").read_text("utf-8") if _has(plugin, "discover.py") else ""
+    file = plugin.package_folder / "discover.py"
+    text = file.read_text("utf-8") if file.is_file() else ""
     if (quoted := {int(each, 16) for each in PCI_ID.findall(text)}) and vendor_id not in quoted:
         yield f"{where}, but the same file quotes {', '.join(f'{each:04x}' for each in sorted(quoted))}"
 
@@ -333,7 +326,3 @@ def others_detectors(plugin: Subject) -> Iterator[tuple[str, DeviceDetector]]:
     for name, hooks in others_hooks(plugin):
         if isinstance(detector := getattr(hooks, "detector", None), DeviceDetector):
             yield name, detector
-
-
-def _has(plugin: Subject, file: str) -> bool:
-    return (plugin.package_folder / file).is_file()
