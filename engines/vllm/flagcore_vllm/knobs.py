@@ -55,7 +55,7 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
         room = float(cache_gib(task, 1, 1)) * 2**30
     else:
         room = CACHE_SHARE * hardware.memory_bytes * devices - weight_bytes(task)
-    longest = -(-longest_request(task.spec.serve.loads, task.spec.model.vision) // CONTEXT_STEP) * CONTEXT_STEP
+    longest = -(-longest_request(task) // CONTEXT_STEP) * CONTEXT_STEP
     if limit is None or limit <= longest:
         return (None,)
     computed = float(batch_defaults(task, np.ones(1, dtype=np.int64))[0][0])
@@ -140,11 +140,11 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
 
     The size is twice the cache of the requests in flight, but at most half of a rank's free memory, and at least 1 GiB.
     """
-    hardware, serve = Hardware.of(task), task.spec.serve
+    hardware = Hardware.of(task)
     instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
-    longest = longest_request(serve.loads, task.spec.model.vision)
+    longest = longest_request(task)
     token = cache_bytes_per_token(task.spec.model, 2.0, longest, longest) / ranks
-    requested_bytes = 2 * max_in_flight(serve.loads) / instances * longest * token
+    requested_bytes = 2 * max_in_flight(task.spec.serve.loads) / instances * longest * token
     room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
     return np.maximum(np.fmin(np.ceil(requested_bytes / 2**30), np.floor(room / 2**30)), 1.0)
 
@@ -179,9 +179,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_running=seqs,
         max_batched_tokens=tokens,
         block_size=or_default(values[BLOCK], block_on_cores if hardware.on_cores else GPU_BLOCK),
-        context_len=or_default(
-            values[CONTEXT], context_limit(task.spec) or longest_request(task.spec.serve.loads, task.spec.model.vision)
-        ),
+        context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task)),
         chunked=values[CHUNKED],
         graph_tokens=np.where((values[EAGER] == 0) & (values[GRAPHS] != 1), graph_tokens(task), 0),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),

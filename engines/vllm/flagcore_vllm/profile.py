@@ -147,6 +147,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         message=f"{EP} must divide the {experts} experts with {REDUNDANT}",
         broken=lambda c: (c[REDUNDANT] > 0) & ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0),
     )
+    images = most_images(task.spec.serve.loads)
     return (
         *layouts,
         *placement.rules(task, layouts),
@@ -172,13 +173,13 @@ def _rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
         ),
         *rules.speculation_rules(task, PROGRAM, own.NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
-        *rules.context_rules(task, CONTEXT),
+        *rules.context_rules(task),
         _block_rule(task),
         Rule(
             name="images_of_request",
             knobs=(own.IMAGES,),
-            message=f"{own.IMAGES} must be at least {most_images(task.spec.serve.loads)}, the most images of a request",
-            broken=lambda c: (c[own.IMAGES] > 0) & (c[own.IMAGES] < most_images(task.spec.serve.loads)),
+            message=f"{own.IMAGES} must be at least {images}, the most images of a request",
+            broken=lambda c: (c[own.IMAGES] > 0) & (c[own.IMAGES] < images),
         ),
     )
 
@@ -245,7 +246,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
     if Hardware.of(task).on_cores and not task.spec.model.multi_latent_attention:
         defaults[own.BLOCK] = own.CPU_BLOCK
     return (
-        *placement.merges(TRANSFER),
+        *placement.merges(),
         Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),

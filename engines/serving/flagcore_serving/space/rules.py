@@ -20,8 +20,8 @@ from flagcore_serving.space.hardware import (
     PREFILL_DECODE,
     TP,
     Hardware,
-    has_images,
     longest_request,
+    most_images,
 )
 from flagcore_serving.space.knobs import (
     BACKEND,
@@ -204,7 +204,7 @@ def check_images(task: Task, needed_flag: str = "") -> None:
     serve, vision = task.spec.serve, task.spec.model.vision
     check_text(serve.engine_args)
     flags = {strip_dashes(key) for key, value in serve.engine_args.items() if value not in (False, None)}
-    if not has_images(serve.loads):
+    if not most_images(serve.loads):
         return
     if "language-model-only" in flags:
         problem = "cannot be sent to a server with language-model-only"
@@ -232,21 +232,20 @@ def tower_merge(task: Task) -> Merge:
     )
 
 
-def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
-    """Return the rules for `knob`, the context length.
+def context_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules for the context length.
 
     The context must hold the longest request, because engines silently truncate longer answers, and must not exceed the
     context of the model. Raises SpecError if a request exceeds the context of the model.
     """
     check_images(task)
     loads, limit = task.spec.serve.loads, context_limit(task.spec)
-    vision = task.spec.model.vision
-    longest, longest_counted = longest_request(loads, vision), longest_request(loads, vision, estimated=False)
+    longest, longest_counted = longest_request(task), longest_request(task, estimated=False)
     fits = Rule(
         name="context_length",
-        knobs=(knob,),
-        message=f"{knob} must be at least {longest}, the tokens of the longest request",
-        broken=lambda c: (c[knob] > 0) & (c[knob] < longest),
+        knobs=(CONTEXT,),
+        message=f"{CONTEXT} must be at least {longest}, the tokens of the longest request",
+        broken=lambda c: (c[CONTEXT] > 0) & (c[CONTEXT] < longest),
     )
     if limit is None:
         return (fits,)
@@ -257,7 +256,10 @@ def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
         fix = "shorten the requests, or extend the context with the engine's flags for rope scaling"
         raise SpecError(key=f"serve.profile.{key}", value=getattr(loads[0], key), problem=problem, fix=fix)
     exceeds = Rule(
-        name="model_context", knobs=(knob,), message=f"{knob} must not exceed {text}", broken=lambda c: c[knob] > limit
+        name="model_context",
+        knobs=(CONTEXT,),
+        message=f"{CONTEXT} must not exceed {text}",
+        broken=lambda c: c[CONTEXT] > limit,
     )
     return fits, exceeds
 

@@ -94,9 +94,9 @@ def test_whole_towers_work_on_several_images_at_once() -> None:
 
 
 def test_the_context_holds_the_largest_images() -> None:
-    found = load(images((280, 280), (1280, 720), count=2))
-    assert longest_request((found,), VISION) == 64 + 16 + 2 * 1198 + CHAT_TOKENS
-    assert longest_request((found,), None) == 80
+    found = images((280, 280), (1280, 720), count=2)
+    assert longest_request(task(found)) == 64 + 16 + 2 * 1198 + CHAT_TOKENS
+    assert longest_request(task(found, model=DENSE)) == 80
 
 
 @pytest.mark.parametrize(

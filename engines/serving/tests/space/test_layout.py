@@ -94,7 +94,7 @@ def test_the_longest_request_and_the_most_in_flight_are_over_all_loads() -> None
         Load(input_len=100, output_len=10, concurrency=4),
         Load(input_len=50, output_len=10, prefix_len=60, range_spread=0.1, request_rate=2.0, num_prompts=7),
     )
-    assert longest_request(loads, None) == 126
+    assert longest_request(serving("vllm", loads=loads)) == 126
     assert max_in_flight(loads) == 7
 
 
