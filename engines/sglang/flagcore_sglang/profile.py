@@ -182,7 +182,7 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
 
     SGLang's own default would use most of the memory.
     """
-    sequences = np.ceil(2 * max_in_flight(task.spec.serve.loads) / np.maximum(instances, 1))
+    sequences: FloatArray = np.ceil(2 * max_in_flight(task.spec.serve.loads) / np.maximum(instances, 1))
     return np.maximum(sequences * longest_request(task), _MIN_POOL)
 
 

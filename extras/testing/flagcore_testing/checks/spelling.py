@@ -289,12 +289,9 @@ def pci_vendor_is_the_vendors(plugin: Subject) -> Problems:
 
 @check("write the name of this vendor's resource, or leave out `kubernetes`")
 def resources_are_the_vendors(plugin: Subject) -> Problems:
-    libraries = {
-        name
-        for _, other in others_hooks(plugin)
-        for each in read_engines(str(getattr(other, "package", "flagcore"))).values()
-        for name in each.cross_vendor_libraries
-    }
+    packages = {name: str(getattr(other, "package", name)) for name, other in others_hooks(plugin)}
+    theirs = [(name, each) for name, package in packages.items() for each in read_engines(package).values()]
+    libraries = {name for _, each in theirs for name in each.cross_vendor_libraries}
     for kind, each in _sections(plugin):
         for name in each.cross_vendor_libraries:
             if name not in libraries and (meant := next((one for one in sorted(libraries) if _is_near(name, one)), "")):
@@ -307,12 +304,7 @@ def resources_are_the_vendors(plugin: Subject) -> Problems:
         if each.kubernetes and not RESOURCE.fullmatch(each.kubernetes.name):
             fix = "write the domain of the vendor and the resource, such as acme.com/gpu"
             yield Problem(f"engines.yaml: {kind}.kubernetes.name = {each.kubernetes.name!r}", fix)
-    others = {
-        each.kubernetes.name: name
-        for name, other in others_hooks(plugin)
-        for each in read_engines(str(getattr(other, "package", name))).values()
-        if each.kubernetes
-    }
+    others = {each.kubernetes.name: name for name, each in theirs if each.kubernetes}
     for kind, each in _sections(plugin):
         if each.kubernetes and each.kubernetes.name in others:
             yield f"engines.yaml: {kind}.kubernetes.name is that of the plugin {others[each.kubernetes.name]}"
