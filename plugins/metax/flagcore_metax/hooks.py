@@ -8,8 +8,7 @@ from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
-from flagcore.physics.roofline import PlainMemory
-from flagcore.vendorkit.plugin import VendorPlugin
+from flagcore.vendorkit.plugin import VendorPlugin, usual_memory
 from flagcore_metax.discover import DETECTOR, adapters, peer_memory_problem, topology
 from flagcore_metax.islands import c500_topology, island_size
 
@@ -25,10 +24,7 @@ SLACK = 0.02
 """Estimated: MACA's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on other
 chips."""
 
-
-def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
-    """Return the memory model of one device of `group`."""
-    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
 
 
 class MetaxPlugin(VendorPlugin):
@@ -60,4 +56,4 @@ def _island(group: NodeGroup) -> int:
     return island_size(group, topology())
 
 
-plugin: VendorPlugin = MetaxPlugin(package="flagcore_metax", vendor="metax", detector=DETECTOR, memory=memory_of)
+plugin: VendorPlugin = MetaxPlugin(package="flagcore_metax", vendor="metax", detector=DETECTOR, memory=MEMORY)
