@@ -259,7 +259,7 @@ def _service(name: str, labels: Mapping[str, str], job: ExportJob) -> dict[str, 
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
 
 
-ROUTER_LIMITS = {"cpu": 2, "memory": "4Gi"}
+ROUTER_LIMITS: Mapping[str, int | str] = {"cpu": 2, "memory": "4Gi"}
 """The limits of the pod of a router, which computes nothing. Chosen by hand, for clusters that demand limits."""
 
 
