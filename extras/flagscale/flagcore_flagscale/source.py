@@ -15,10 +15,10 @@ from importlib.resources import files
 from typing import Any
 
 import yaml
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_megatron.importing.arguments import flag_name
-from flagcore_sglang.profile import ENGINE as SGLANG
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_sglang.engine import ENGINE as SGLANG
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from flagcore.contracts import ImportedSpec
 from flagcore.errors import SpecError, join_errors

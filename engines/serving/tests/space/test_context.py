@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from flagcore_serving.space.hardware import longest_request
-from flagcore_vllm.profile import ENGINE as ENGINE
+from flagcore_vllm.engine import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import LOAD, broken, serving
 from flagcore.domain.serving import Load

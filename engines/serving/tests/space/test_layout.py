@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.space.hardware import longest_request, max_in_flight
 from flagcore_serving.space.knobs import DEFAULT_SPACE
 from flagcore_serving.space.weights import cache_bytes_per_token, min_devices, parameters
-from flagcore_sglang.profile import ENGINE as SGLANG
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_sglang.engine import ENGINE as SGLANG
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving, space_of
 from flagcore.domain.model import Model
