@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.reading import CommandProgress
 from flagcore_training.reading import program_progress
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.space.meshes import MESHES
 from flagcore_megatron.space.rules import CP, TP
 
