@@ -121,8 +121,9 @@ def argv_of(
     argv: list[str] = []
     for word in words if "{flags}" in words else [*words, "{flags}"]:
         argv += flags if word == "{flags}" else [word]
-    shown = {f"{{{name}}}": str(value) for name, value in placeholders.items()}
-    return tuple(_expanded(word, shown) for word in argv)
+    for name, value in placeholders.items():
+        argv = [word.replace(f"{{{name}}}", str(value)) for word in argv]
+    return tuple(argv)
 
 
 def write_config(content: Mapping[str, Any], name: str, folder: str) -> str:
@@ -148,12 +149,6 @@ def _with_config(word: str, config: str, path: str) -> str:
     if CONFIG in word:
         return word.replace(CONFIG, path)
     return path if word == config else f"{name}={path}" if equals and value == config else word
-
-
-def _expanded(word: str, placeholders: Mapping[str, str]) -> str:
-    for name, value in placeholders.items():
-        word = word.replace(name, value)
-    return word
 
 
 def _flag_words(flag: str, value: KnobValue) -> list[str]:
