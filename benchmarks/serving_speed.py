@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from flagcore_serving.model.predict import predict
 from flagcore_serving.space.settings import Settings
-from flagcore_vllm.profile import ENGINE as ENGINE
+from flagcore_vllm.engine import ENGINE as ENGINE
 
 from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Fact, Source

@@ -13,10 +13,10 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_megatron.importing.arguments import flag_name
-from flagcore_sglang.profile import ENGINE as SGLANG
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_sglang.engine import ENGINE as SGLANG
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from flagcore.contracts import ImportedSpec
 from flagcore.errors import SpecError, join_errors

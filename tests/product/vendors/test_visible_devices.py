@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from flagcore_serving.launch.start import instances_of
 from flagcore_testing import fakes
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving
 from flagcore import plugins

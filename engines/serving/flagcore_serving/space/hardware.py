@@ -77,16 +77,16 @@ class Hardware:
         return np.maximum(np.minimum(self.cards // instances, on_host), 1)
 
 
-def longest_request(loads: tuple[Load, ...], vision: Vision | None, *, estimated: bool = True) -> int:
-    """Return the number of tokens of the longest possible request, prompt and answer.
+def longest_request(task: Task, *, estimated: bool = True) -> int:
+    """Return the number of tokens of the longest possible request of a task, prompt and answer.
 
     This is the upper end of the length distribution, or the longest request of a trace. An image counts as many tokens
     as the model's `vision` tower makes of it. If `estimated`, texts whose tokens are not counted have one token per
     `MIN_TOKEN_BYTES` bytes, and chats have `CHAT_TOKENS` more; otherwise such texts are ignored. Raises SpecError for
     an unreadable trace.
     """
-    lengths = [1]
-    for load in loads:
+    lengths, vision = [1], task.spec.model.vision
+    for load in task.spec.serve.loads:
         if load.trace is not None:
             lengths.append(load.prefix_len + _longest_in_trace(load, load.trace, vision, estimated=estimated))
             continue
@@ -129,11 +129,6 @@ def most_images(loads: tuple[Load, ...]) -> int:
             images = cached_trace(load.trace, load.turns, load.output_len).first(load.num_prompts).images
             counts += [len(each) for each in images]
     return max(counts)
-
-
-def has_images(loads: tuple[Load, ...]) -> bool:
-    """Return whether any request contains images. Raises SpecError for an unreadable trace."""
-    return most_images(loads) > 0
 
 
 def max_in_flight(loads: tuple[Load, ...]) -> int:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 from flagcore_kubernetes.job import export as kubernetes
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_serving.launch import export
 from flagcore_serving.launch.server import Instance, TrialJob, as_text, read_job
 from flagcore_serving.launch.start import instances_of
 from flagcore_serving.load.routing import NIXL
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving
 from flagcore.contracts import ExportJob, Platform
