@@ -390,8 +390,8 @@ class _Room:
     mtp: FloatArray
 
     def __getitem__(self, rows: slice | IntArray) -> "_Room":
-        parts = (each[rows] for each in (self.layout, self.leading, self.place, self.norm, self.mtp))
-        return _Room(self.train, self.costs, *parts)
+        arrays = (self.leading[rows], self.place[rows], self.norm[rows], self.mtp[rows])
+        return _Room(self.train, self.costs, self.layout[rows], *arrays)
 
     def bytes(self, *layers: FloatArray) -> list[FloatArray]:
         """Return the free bytes of the stages for each number of layers.
