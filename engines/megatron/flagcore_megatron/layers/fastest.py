@@ -390,8 +390,8 @@ class _Room:
     mtp: FloatArray
 
     def __getitem__(self, rows: slice | IntArray) -> "_Room":
-        arrays = (self.leading[rows], self.place[rows], self.norm[rows], self.mtp[rows])
-        return _Room(self.train, self.costs, self.layout[rows], *arrays)
+        parts = {name: getattr(self, name)[rows] for name in ("layout", "leading", "place", "norm", "mtp")}
+        return replace(self, **parts)
 
     def bytes(self, *layers: FloatArray) -> list[FloatArray]:
         """Return the free bytes of the stages for each number of layers.
