@@ -7,31 +7,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from flagcore_page.blocks import Chart, Code, Collapsed, Page, Section, render
+from flagcore_page.charts import BEST, OTHER, Bar, Bars, Plot, Series, linear, spread
+from flagcore_page.resources import pipeline
 
-from flagcore.report.page.blocks import (
-    BEST,
-    OTHER,
-    Bar,
-    Bars,
-    Chart,
-    Code,
-    Collapsed,
-    Page,
-    Plot,
-    Section,
-    Series,
-    Table,
-    Text,
-    as_html,
-    linear,
-    spread,
-    table,
-)
-from flagcore.report.page.resources import pipeline
-from flagcore.report.page.run import tail
+from extras.page.tests.conftest import HOSTILE, KINDS, Made, Runs
+from flagcore.report.blocks import Table, Text, table
 from flagcore.report.result import read_trial
+from flagcore.report.run import tail
 from tests.page_reading import read, run_data
-from tests.product.report.page.conftest import HOSTILE, KINDS, Made, Runs
 
 
 @pytest.fixture(params=KINDS)
@@ -218,7 +202,7 @@ def malicious_page() -> Page:
 
 
 def test_text_of_every_kind_stays_text_in_html() -> None:
-    page = read(as_html(malicious_page()))
+    page = read(render(malicious_page()))
     assert len(list(page.root.every("script"))) == 1
     assert not list(page.root.every("img"))
     assert all(each.text == MALICIOUS for each in page.root.every("h1", "h2", "h3", "pre"))
