@@ -10,6 +10,7 @@ import pytest
 from flagcore_page.blocks import Chart, Code, Collapsed, Page, Section, render
 from flagcore_page.charts import BEST, OTHER, Bar, Bars, Plot, Series, linear, spread
 from flagcore_page.resources import pipeline
+from flagcore_page.run_files import log_ends
 
 from extras.page.tests.conftest import HOSTILE, KINDS, Made, Runs
 from flagcore.report.blocks import Table, Text, table
@@ -255,4 +256,4 @@ def test_a_link_out_of_the_run_is_not_a_log_of_the_run(tmp_path: Path) -> None:
     (folder / "stdout.log").write_text("of the trial")
     (folder / "stderr.log").symlink_to(tmp_path / "private")
     run = run_data(folder=tmp_path / "run")
-    assert run.tails(read_trial({"number": 0, "candidate": {}})) == [("stdout.log", "of the trial")]
+    assert log_ends(run, read_trial({"number": 0, "candidate": {}})) == [("stdout.log", "of the trial")]
