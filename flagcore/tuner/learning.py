@@ -282,12 +282,12 @@ def success_probability(context: SearchContext, rows: IntArray) -> FloatArray:
     Expectation-maximization with a beta prior estimates their probabilities: failures are attributed to values without
     successful trials. Before the first failure, all probabilities are 1.
     """
-    failed_rows = np.array([row for trial, row in trial_rows(context) if trial.state in FAILED_STATES], dtype=np.int64)
+    failed_rows, success_rows = (
+        np.array([row for trial, row in trial_rows(context) if trial.state in states], dtype=np.int64)
+        for states in (FAILED_STATES, SUCCESS_STATES)
+    )
     if not failed_rows.size:
         return np.ones(rows.size)
-    success_rows = np.array(
-        [row for trial, row in trial_rows(context) if trial.state in SUCCESS_STATES], dtype=np.int64
-    )
     values, count = _value_indices(context, np.concatenate((failed_rows, success_rows, rows)))
     failed, successful, queried = np.split(values, (failed_rows.size, failed_rows.size + success_rows.size))
     trials = np.bincount(np.concatenate((failed, successful)).ravel(), minlength=count)
