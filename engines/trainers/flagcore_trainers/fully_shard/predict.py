@@ -15,7 +15,7 @@ from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.memory.training import InUse, in_use
 from flagcore_training.stages import model_flops
 from flagcore_training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
-from flagcore_training.time.step import ACCUMULATION_BYTES, Blocks, costs_in_run, step_time
+from flagcore_training.time.step import ACCUMULATION_BYTES, step_time
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Predictions
@@ -195,11 +195,8 @@ def _times(
     compiled: bool,
 ) -> dict[str, FloatArray]:
     """Return the parts of the step time in seconds."""
-    run, kernels = costs_in_run(costs), costs.kernels
-    plain, full = (
-        step_time(train, each, costs, Blocks.from_layout(train, each, run))
-        for each in (layout, replace(layout, uniform=np.ones_like(layout.tensor)))
-    )
+    kernels, recomputed = costs.kernels, replace(layout, uniform=np.ones_like(layout.tensor))
+    plain, full = (step_time(train, each, costs) for each in (layout, recomputed))
     again = np.select([columns[AC] == 1, columns[AC] == 2], [0.0, selective_share(train)], 1.0)
     time_s = {name: plain[name] + again * (full[name] - plain[name]) for name in plain}
     u = float(train.value_bytes)
