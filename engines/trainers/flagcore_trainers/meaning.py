@@ -24,6 +24,7 @@ from flagcore_training.stages import stage, stage_parameters
 from flagcore_training.time.step import step_time
 
 from flagcore.contracts import Costs
+from flagcore.contracts.capabilities import Pruning
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Rule
@@ -115,15 +116,20 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
     return tuple(each for each in found if each.knobs)
 
 
-def needs_at_least(knobs: Sequence[Knob], columns: Columns, candidate: Candidate) -> BoolArray:
-    """Return whether candidates differ from `candidate` only by knobs with a larger value that needs more memory."""
-    others = candidate.as_dict()
-    result = np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
-    for knob in knobs:
-        code = knob.axis(()).encode(others[knob.name])
-        same: BoolArray = columns[knob.name] >= code if knob.memory_order else columns[knob.name] == code
-        result &= same
-    return result
+class ByMemory(Pruning):
+    """Pruning by the knobs with a larger value that needs more memory, such as the micro-batch size."""
+
+    knobs: tuple[Knob, ...]
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return whether candidates differ from `candidate` only by larger values of such knobs."""
+        others = candidate.as_dict()
+        result = np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
+        for knob in self.knobs:
+            code = knob.axis(()).encode(others[knob.name])
+            same: BoolArray = columns[knob.name] >= code if knob.memory_order else columns[knob.name] == code
+            result &= same
+        return result
 
 
 def predict(
