@@ -233,13 +233,14 @@ def tower_merge(task: Task) -> Merge:
 
 def merges_of_kinds() -> tuple[Merge, ...]:
     """Return merges that ignore the knobs that PREFILL_DECODE replaces. If it is not set, they ignore TRANSFER."""
+
+    def is_set(c: Columns) -> BoolArray:
+        return c[PREFILL_DECODE] > 0
+
     replaced = (INSTANCES, *placement.SPLITS.values())
     return (
-        *(
-            ignoring(f"{knob}_of_kinds", (PREFILL_DECODE, knob), lambda c: c[PREFILL_DECODE] > 0, 1)
-            for knob in replaced
-        ),
-        ignoring("no_transfer", (PREFILL_DECODE, TRANSFER), lambda c: c[PREFILL_DECODE] <= 0),
+        *(ignoring(f"{knob}_of_kinds", (PREFILL_DECODE, knob), is_set, 1) for knob in replaced),
+        ignoring("no_transfer", (PREFILL_DECODE, TRANSFER), lambda c: ~is_set(c)),
     )
 
 

@@ -196,8 +196,7 @@ def uuids_are_read(plugin: Subject) -> Problems:
             yield Problem(text, "save what that command prints, and name it in `others` of sources.yaml")
     need(own, "no transcript has UUIDs")
     if detector.uuids is None:
-        with fakes.machine(fakes.printing(plugin.listings[0])):
-            devices = fakes.ask(plugin)
+        devices = fakes.devices(plugin, fakes.printing(plugin.listings[0]))
         if devices and not any(each.uuid for each in devices):
             yield f"discover.py: uuids = None, although {own[0].name} prints them"
 
@@ -234,8 +233,7 @@ UNSELECTABLE = re.compile(r"0x|[^\w-]|^GPU-.*[^0-9a-fA-F-]")
 @check("return the form that the variables accept, such as GPU-1234abcd: hexadecimal digits, without 0x and brackets")
 def uuids_can_be_selected(plugin: Subject) -> Problems:
     for each in plugin.listings:
-        with fakes.machine(fakes.printing(each)):
-            words = [device.uuid for device in fakes.ask(plugin) if device.uuid]
+        words = [device.uuid for device in fakes.devices(plugin, fakes.printing(each)) if device.uuid]
         if wrong := next((word for word in words if UNSELECTABLE.search(word)), ""):
             yield f"flagcore_devices: the UUID {wrong!r} of {each.name} is not one that a variable accepts"
 
