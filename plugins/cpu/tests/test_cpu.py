@@ -248,9 +248,6 @@ def test_a_server_with_kernels_of_its_own_does_not_use_wide_vector_units() -> No
     assert row_s[2] == pytest.approx(row_s[0])
 
 
-GIB = 2**30
-
-
 def test_the_load_of_other_programs_excludes_this_process_and_those_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
     times, own, now = {"user": 10.0, "idle": 90.0, "iowait": 0.0}, {1: 2.0, 2: 3.0}, [0.0]
     monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [Times(**times), Times(user=now[0], idle=0.0, iowait=0.0)])

@@ -28,7 +28,6 @@ from tests.product.serving_inputs import costs, settings, times
 from tests.product.tasks import DENSE, VISION
 
 ENGINES: dict[str, Any] = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMACPP, "lmdeploy": LMDEPLOY}
-SEEN = replace(DENSE, vision=VISION)
 TOWER = "mm_encoder_tp_mode"
 LARGE = replace(serving_inputs.DENSE, vision=VISION)
 
