@@ -39,7 +39,7 @@ class MetaxPlugin(VendorPlugin):
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
         if group.chip.name != "C500":
             return super().flagcore_topology(group)
-        return c500_topology(group, _island(group), adapters() if group.nodes > 1 else None)
+        return c500_topology(group, island_size(group, topology()), adapters() if group.nodes > 1 else None)
 
     @hookimpl
     def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
@@ -50,10 +50,6 @@ class MetaxPlugin(VendorPlugin):
             return advice
         advice = advice or TaskAdvice()
         return replace(advice, notes=(*advice.notes, problem))
-
-
-def _island(group: NodeGroup) -> int:
-    return island_size(group, topology())
 
 
 plugin: VendorPlugin = MetaxPlugin(package="flagcore_metax", vendor="metax", detector=DETECTOR, memory=MEMORY)
