@@ -39,8 +39,8 @@ from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
 from flagcore.spec.models import find_public
 from flagcore.vendorkit.programs import release
-from flagcore_serving.launch import importing, start
-from flagcore_serving.launch.profile import EngineProfile
+from flagcore_serving.launch import importing
+from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.predict import predict
@@ -77,12 +77,6 @@ class ServingEngine(
     role = importing.role
     read_command = importing.spec_of_command
     check_values = staticmethod(check_formats)
-    export = start.exported
-    groups = start.server_groups
-
-    def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
-        """Parse the knob values of a spec or a job record. Raises SpecError for an unknown knob or an invalid value."""
-        return common_knobs.parse(values, self.knobs, self.name)
 
     def defaults(self, task: Task) -> dict[str, KnobValue]:
         """Return the knob values of a candidate that sets no knob itself.
@@ -273,7 +267,7 @@ class ServingEngine(
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         predicted = {} if for_real else self._predicted(platform, candidate)
-        return start.launch(platform, self, candidate, folder, predicted, for_real=for_real)
+        return self.started(platform, candidate, folder, predicted, for_real=for_real)
 
     def _predicted(self, platform: Platform, candidate: Candidate) -> Mapping[str, float]:
         """Return the predicted metrics of a candidate by name, without NaN and infinite values."""

@@ -20,6 +20,7 @@ from flagcore.domain.launch import ServerGroup, ServerGroups
 from flagcore.domain.secrets import is_secret
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import N_, _
+from flagcore.launchers.network import replaced
 from flagcore.launchers.script import MASTER_PORT
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_kubernetes.join import TOKEN
@@ -205,7 +206,7 @@ def _environment(job: ExportJob, hosts: Collection[str]) -> tuple[dict[str, str]
         ranks |= {f"PET_{name}": value for name, value in ranks.items()} if len(hosts) > 1 else {}
     variables = {**ranks, **without_devices(job.platform.support, job.launch.environment)}
     secrets = {name: (f"{job.name}-secrets", name) for name in variables if is_secret(name)}
-    plain = {name: _fill(value, placeholders) for name, value in variables.items() if name not in secrets}
+    plain = {name: replaced(value, placeholders) for name, value in variables.items() if name not in secrets}
     of_host = [name for name, value in plain.items() if any(each in value for each in IN_SHELL)]
     exports = "".join(f"export {name}={shell_quoted(plain.pop(name), IN_SHELL)}; " for name in of_host)
     return plain, exports, secrets
@@ -222,7 +223,7 @@ def _command(job: ExportJob, hosts: Collection[str], of_host: str = "") -> str:
     if launch.ready:  # the service reaches the pod from outside
         argv = ["0.0.0.0" if word == urlsplit(launch.ready[0]).hostname else word for word in argv]
     names = {**IN_SHELL, **IN_GROUP} if launch.ready else IN_SHELL
-    words = " ".join(shell_quoted(_fill(word, placeholders), names) for word in argv)
+    words = " ".join(shell_quoted(replaced(word, placeholders), names) for word in argv)
     rank = "" if launch.ready else "export NODE_RANK={rank}; export PET_NODE_RANK=$NODE_RANK; "
     return f"{rank}{of_host}exec {words}"
 
@@ -320,12 +321,6 @@ def _add_address(spec: dict[str, Any]) -> None:
     """Add the variable with the address of the pod, to which other variables may refer."""
     variable = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     spec["containers"][0].setdefault("env", []).insert(0, variable)
-
-
-def _fill(text: str, placeholders: Mapping[str, str]) -> str:
-    for placeholder, value in placeholders.items():
-        text = text.replace(placeholder, value)
-    return text
 
 
 def manifest(

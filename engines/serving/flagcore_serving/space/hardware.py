@@ -15,7 +15,7 @@ from flagcore.domain.space import IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore_serving.load.images import DELIMITERS, image_tokens
-from flagcore_serving.load.traces import cached_trace
+from flagcore_serving.load.traces import trace_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def longest_request(task: Task, *, estimated: bool = True) -> int:
     lengths, vision = [1], task.spec.model.vision
     for load in task.spec.serve.loads:
         if load.trace is not None:
-            lengths.append(load.prefix_len + _longest_in_trace(load, load.trace, vision, estimated=estimated))
+            lengths.append(load.prefix_len + _longest_in_trace(load, vision, estimated=estimated))
             continue
         spread = MAX_LENGTH_RATIO - 1.0 if load.distribution == "lognormal" else load.range_spread or 0.0
         upper_lengths = [each + math.ceil(round(each * spread, 6)) for each in (load.input_len, load.output_len)]
@@ -108,8 +108,8 @@ MIN_TOKEN_BYTES = 2
 about 1.5 with 3 bytes each."""
 
 
-def _longest_in_trace(load: Load, path: str, vision: Vision | None, *, estimated: bool) -> int:
-    requests = cached_trace(path, load.turns, load.output_len).first(load.num_prompts)
+def _longest_in_trace(load: Load, vision: Vision | None, *, estimated: bool) -> int:
+    requests = trace_of(load).first(load.num_prompts)
     lengths = requests.input_len + requests.output_len
     if requests.is_estimated and estimated:
         sizes = np.array([len(text.encode()) for text in requests.texts])
@@ -126,8 +126,7 @@ def most_images(loads: tuple[Load, ...]) -> int:
         if load.images is not None:
             counts.append(load.images.counts[1])
         elif load.trace is not None:
-            images = cached_trace(load.trace, load.turns, load.output_len).first(load.num_prompts).images
-            counts += [len(each) for each in images]
+            counts += map(len, trace_of(load).first(load.num_prompts).images)
     return max(counts)
 
 
