@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from flagcore.domain.prediction import Observations, PastMeasurements, Predictio
 from flagcore.domain.records import prediction_record, rank_record
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import KINDS, ClusterSpec, JobRecord, Spec, Task
+from flagcore.domain.work import Work
 from flagcore.errors import FlagError, NotModelled, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -99,8 +99,7 @@ class _Jobs:
 
     def __init__(self, loaded: LoadedPlugins, *, details: bool = True) -> None:
         self._loaded, self._engines, self._details = loaded, plugins.engines(), details
-        self._hardware = lru_cache(maxsize=None)(self._load_hardware)
-        self._value_rules: dict[Hashable, tuple[ValueRule, ...]] = {}
+        self._facts: dict[Hashable, tuple[NodeGroup, Costs, tuple[ValueRule, ...]]] = {}
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
         """Return one answer per line: a status, and the predicted metrics or the reason for an error."""
@@ -133,38 +132,30 @@ class _Jobs:
             problem = f"is not a multiple of cluster.devices_per_node = {job.devices_per_node}"
             fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
-        host = job.nic_bytes_per_second, job.cpus_per_node, job.work.engine, job.work.engine_version
-        cluster = (chip.name, job.devices // devices, devices, *host)
-        (group, group_costs), engine = self._hardware(*cluster), self._engines[job.work.engine]
-        cluster_spec, objective = ClusterSpec(chip=chip.name), job.work.default_objective
-        spec = Spec(model=job.model, cluster=cluster_spec, work=job.work, objective=objective)
-        plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))
-        if cluster not in self._value_rules:
-            self._value_rules[cluster] = self._loaded.check_task(plan_task).rules
+        nodes, network, cpus = job.devices // devices, job.nic_bytes_per_second, job.cpus_per_node
+        about, engine = (job.work.engine, job.work.engine_version), self._engines[job.work.engine]
+        cluster = (chip.name, nodes, devices, network, cpus, *about)
+        if cluster not in self._facts:
+            chip = with_network(chip, network)
+            group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
+            costs = self._loaded.costs(Cluster(groups=(group,)), *about)
+            rules = self._loaded.check_task(_task(job, job.work, job.work.default_objective, group)).rules
+            self._facts[cluster] = group, costs, rules
+        group, costs, rules = self._facts[cluster]
+        plan_task = _task(job, job.work, job.work.default_objective, group)
         records = records_of(engine)
         task, values, noted = records.published(plan_task, job.candidate, job.notes)
         warnings = tuple(records.job_warnings(task, values, job.work.settings, noted))
         row = _Row(place, task, values, engine.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr((task.spec.work, task.spec.space))
-        platform = Platform(task=task, engine=engine, costs=group_costs, value_rules=self._value_rules[cluster])
+        platform = Platform(task=task, engine=engine, costs=costs, value_rules=rules)
         groups.setdefault(key, (platform, []))[1].append(row)
 
-    def _load_hardware(
-        self,
-        chip: str,
-        nodes: int,
-        devices: int,
-        network: float | None,
-        cpus: int | None,
-        engine: str,
-        engine_version: str | None,
-    ) -> tuple[NodeGroup, Costs]:
-        known_chip = self._loaded.find_chip(chip)
-        assert known_chip is not None
-        known_chip = with_network(known_chip, network)
-        group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
-        group_costs = self._loaded.costs(Cluster(groups=(group,)), engine, engine_version)
-        return group, group_costs
+
+def _task(job: JobRecord, work: Work, objective: str, group: NodeGroup, knobs: tuple[Knob, ...] = ()) -> Task:
+    """Return the task of a job record on a group of nodes."""
+    spec = Spec(model=job.model, cluster=ClusterSpec(chip=group.chip.name), work=work, objective=objective)
+    return Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=knobs)
 
 
 def _predicted(platform: Platform, rows: Sequence[_Row], *, details: bool) -> dict[int, Answer]:
@@ -263,8 +254,7 @@ def past(
             work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
-            spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=work, objective=objective)
-            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=own_knobs)
+            task = _task(job, work, objective, group, own_knobs)
             key = repr((job.model, work, group, sorted(plugin_values)))
             tasks[key].append((task, {**job.candidate, **plugin_values}, job_record["measured"]))
     past_points = []
