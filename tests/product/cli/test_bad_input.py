@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.product.cli.conftest import Flag, Project, Ran
+from tests.product.cli.test_estimate import JOB
 from tests.product.tasks import SHAPE
 
 
@@ -89,17 +90,7 @@ def test_wrong_usage_shows_the_usage(arguments: tuple[str, ...], flag: Flag) -> 
     assert "Traceback" not in completed.err
 
 
-JOB = {
-    "id": "a",
-    "kind": "train",
-    "model": SHAPE,
-    "cluster": {"chip": "cpu", "devices": 2, "devices_per_node": 2},
-    "train": {"seq_length": 128, "global_batch_size": 8, "precision": "bf16"},
-    "candidate": {"tensor_model_parallel_size": 2},
-}
 RECORDS: dict[str, tuple[Any, str]] = {
-    "not JSON": ("{", "invalid"),
-    "null": (None, "invalid"),
     "an id that is no number": ('{"id": NaN}', "invalid"),
     "an id of half a character": ({**JOB, "id": "\ud800"}, "invalid"),
     "uneven nodes": ({**JOB, "cluster": {"chip": "cpu", "devices": 3, "devices_per_node": 2}}, "invalid"),
@@ -107,7 +98,8 @@ RECORDS: dict[str, tuple[Any, str]] = {
     "huge sizes": (
         {
             **JOB,
-            "model": {**JOB["model"], "hidden_size": 2**30, "ffn_hidden_size": 2**31, "num_layers": 10_000},  # type: ignore[dict-item]
+            "candidate": {},
+            "model": {**SHAPE, "hidden_size": 2**30, "ffn_hidden_size": 2**31, "num_layers": 10_000},
             "train": {"seq_length": 2**31, "global_batch_size": 2**31, "precision": "fp32"},
         },
         "ok",
