@@ -12,6 +12,7 @@ from flagcore_testing.package import saved_outputs
 
 from flagcore.domain.chip import DeviceUse
 from flagcore.vendorkit.rows import devices_per_adapter, islands, near_adapters, read_matrix
+from tests.checks import given
 
 SMI = Path(__file__).parent / "smi"
 MATRICES = ("nvidia-smi-5.txt", "nvidia-smi-6.txt")
@@ -74,10 +75,8 @@ def test_pairs_of_bridged_devices_are_islands_and_a_ring_is_not() -> None:
     ring = pairs.replace("NV4\tSYS\tSYS", "NV4\tSYS\tNV4").replace("SYS\tSYS\t X \tNV4", "SYS\tNV4\t X \tNV4")
     ring = ring.replace("GPU1\tNV4\t X \tSYS", "GPU1\tNV4\t X \tNV4").replace("GPU3\tSYS\tSYS", "GPU3\tNV4\tSYS")
     made, around = read_matrix(pairs), read_matrix(ring)
-    assert made is not None
-    assert around is not None
-    assert islands(made, r"NV\d+") == ((0, 1), (2, 3))
-    assert islands(around, r"NV\d+") == ()
+    assert islands(given(made), r"NV\d+") == ((0, 1), (2, 3))
+    assert islands(given(around), r"NV\d+") == ()
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -93,8 +92,7 @@ def test_devices_of_another_detector_match_the_catalogue() -> None:
     (name,) = {each["name"] for each in found}
     (chip,) = (chip for chip in plugin.flagcore_chips() if chip.has_name(name))
     assert chip.name == "H100-SXM"
-    assert chip.memory_bytes is not None
-    assert {each["memory"] * 2**20 for each in found} == {chip.memory_bytes.value}
+    assert {each["memory"] * 2**20 for each in found} == {given(chip.memory_bytes).value}
     (topology,) = json.loads(text("topology-gpustack-h200.json"))
     assert {each["links_active_count"] for each in topology["appendices"]} == {18}
 
