@@ -110,8 +110,7 @@ RECORDS: dict[str, tuple[Any, str]] = {
 def test_each_bad_job_record_is_reported(flag: Flag, tmp_path: Path) -> None:
     lines = [record if isinstance(record, str) else json.dumps(record) for record, _ in RECORDS.values()]
     (tmp_path / "jobs.jsonl").write_text("\n".join(lines) + "\n")
-    completed = flag("estimate", "--jobs", str(tmp_path / "jobs.jsonl"), "--format", "jsonl")
-    assert completed.code == 0, completed.err
+    completed = flag("estimate", "--jobs", str(tmp_path / "jobs.jsonl"), "--format", "jsonl").worked()
     answers = [json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in completed.out.splitlines()]
     assert [answer["status"] for answer in answers] == [status for _, status in RECORDS.values()]
     assert all(len(answer.get("reason", "")) < 500 for answer in answers)
