@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import numpy as np
+from flagcore_serving.job import EngineArg
 from flagcore_serving.space import knobs
 from flagcore_serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
 from flagcore_serving.space.knobs import ASYNC, CONTEXT, DRAFTED, EAGER, SPECULATION, Auto, or_default
@@ -17,7 +18,6 @@ from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
 
-from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.vendorkit.programs import release, strip_dashes
