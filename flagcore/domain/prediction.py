@@ -207,6 +207,14 @@ class Predictions:
         """Return the predictions of the candidates in `rows`."""
         return self._changed(lambda array: array.take(rows, 0))
 
+    def put(self, rows: slice | IntArray, others: Predictions) -> None:
+        """Replace the predictions of the candidates in `rows` by `others`, in place."""
+        for name in self._array_fields():
+            getattr(self, name)[rows] = getattr(others, name)
+        for mapping in _BY_NAME:
+            for name, values in getattr(self, mapping).items():
+                values[rows] = getattr(others, mapping)[name]
+
     def _changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Predictions:
         """Return the predictions after applying the function `change` to each array."""
         fields: dict[str, Any] = {name: change(getattr(self, name)) for name in self._array_fields()}
@@ -230,13 +238,8 @@ class Predictions:
             return first
         joined, start = first._changed(lambda array: np.empty(rows, dtype=array.dtype)), 0
         for part in chain((first,), remaining):
-            piece = slice(start, start + part.step_time_s.size)
-            for name in first._array_fields():
-                getattr(joined, name)[piece] = getattr(part, name)
-            for mapping in _BY_NAME:
-                for name, values in getattr(joined, mapping).items():
-                    values[piece] = getattr(part, mapping)[name]
-            start = piece.stop
+            joined.put(slice(start, start + part.step_time_s.size), part)
+            start += part.step_time_s.size
         return joined
 
 

@@ -61,18 +61,25 @@ def topology_of(group: NodeGroup) -> Topology:
         linked = min(group.link_domain, group.devices)
         levels.append(_link_level(chip.link, linked))
     if group.devices > linked:
-        levels.append(
-            Level(
-                name="network",
-                devices=group.devices,
-                bytes_per_second=math.nan if chip.nic_bytes_per_second is None else chip.nic_bytes_per_second.value,
-                latency_seconds=chip.nic_latency_seconds or NETWORK_LATENCY_SECONDS,
-                hop_seconds=chip.nic_latency_seconds or NETWORK_HOP_SECONDS,
-                efficiency=NETWORK_EFFICIENCY,
-                compute_share=NETWORK_COMPUTE_SHARE,
-            )
-        )
+        rate = math.nan if chip.nic_bytes_per_second is None else chip.nic_bytes_per_second.value
+        seconds = (chip.nic_latency_seconds or default for default in (NETWORK_LATENCY_SECONDS, NETWORK_HOP_SECONDS))
+        levels.append(network_level(group, rate, *seconds))
     return Topology(levels=tuple(levels))
+
+
+def network_level(
+    group: NodeGroup, bytes_per_second: float, latency_seconds: float, hop_seconds: float | None = None
+) -> Level:
+    """Return the level of the network between nodes, with the usual shares of its rate and of compute."""
+    return Level(
+        name="network",
+        devices=group.devices,
+        bytes_per_second=bytes_per_second,
+        latency_seconds=latency_seconds,
+        hop_seconds=hop_seconds,
+        efficiency=NETWORK_EFFICIENCY,
+        compute_share=NETWORK_COMPUTE_SHARE,
+    )
 
 
 def _link_level(link: Link, devices: int) -> Level:

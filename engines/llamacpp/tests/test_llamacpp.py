@@ -3,7 +3,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from flagcore_llamacpp.profile import ENGINE as ENGINE
+from flagcore_llamacpp.engine import ENGINE as ENGINE
 from flagcore_serving.job import Load
 from flagcore_serving.space.hardware import Hardware
 

@@ -76,10 +76,9 @@ def _predicted(task: Task, columns: Columns, costs: Costs) -> Predictions:
     train, layout, has_new_split = fit_splits(train, layout, is_derived, predictions.share_in_use, run_costs, blocks)
     if not has_new_split.any():
         return predictions
-    rows, others = np.flatnonzero(has_new_split), np.flatnonzero(~has_new_split)
-    order = np.argsort(np.concatenate((others, rows)), kind="stable")
-    parts = [predictions.take(others), _predictions(train, layout[rows], costs, blocks[rows])]
-    return Predictions.join(parts).take(order)
+    rows = np.flatnonzero(has_new_split)
+    predictions.put(rows, _predictions(train, layout[rows], costs, blocks[rows]))
+    return predictions
 
 
 WITHOUT_BOUNDS = {"pipeline_schedule", "offload_stages"}

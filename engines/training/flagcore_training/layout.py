@@ -233,8 +233,8 @@ class Layout(ArrayRecord):
 
     def sharing(self) -> tuple[IntArray, IntArray]:
         """Find the candidates that differ in more than `sharded_optimizer`, as `distinct` does, on one node group."""
-        others = set(self.__dataclass_fields__) - {"sharded_optimizer", "further", "here"}
-        return distinct([*(getattr(self, name) for name in sorted(others)), *self.here])
+        others = [name for name in self.__dataclass_fields__ if name not in ("sharded_optimizer", "further", "here")]
+        return distinct([*self.here, *(getattr(self, name) for name in others)])
 
     def tokens(self, sequence: int) -> FloatArray:
         """Return the number of tokens of one micro-batch that a tensor-parallel group processes."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial, wraps
+from functools import cached_property, lru_cache, partial, wraps
 from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from flagcore.errors import SpecError
 from flagcore.plugins import ENGINES, GROUP, LoadedPlugins, load_plugins, names, validation
 from flagcore.plugins.entry_points import installed, one_line
 from flagcore.spec.plain_data import parse_yaml
+from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import Package, Transcript, read_installed, read_transcripts, source_of
@@ -31,6 +32,13 @@ T = TypeVar("T")
 
 class Skip(Exception):
     """A check does not apply. The message gives the reason."""
+
+
+def need(value: T | None, reason: str) -> T:
+    """Return `value`. Raises Skip with the reason if it is None, false or empty."""
+    if not value:
+        raise Skip(reason)
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,11 @@ SHAPES = ((1, 1), (1, 2), (1, 8), (4, 8))
 """Numbers of nodes, and of devices per node, with which hooks are called."""
 
 
-@dataclass
+once = lru_cache(maxsize=32)
+"""Decorates a function of a plugin whose result several checks use."""
+
+
+@dataclass(eq=False)
 class Subject:
     """A plugin under test. `hooks` is the module or object of its entry point.
 
@@ -66,8 +78,8 @@ class Subject:
     examples: Sequence[tuple[str, TrialState]] = ()
     engines: tuple[str, ...] = field(default_factory=lambda: names(ENGINES))
     """The names of the installed engines."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    """Cached results that several checks use."""
+    reported: set[str] = field(default_factory=set)
+    """The invalid files that a check has already reported."""
     is_slow: bool = False
     """Whether a hook exceeded its time limit."""
 
@@ -113,11 +125,15 @@ class Subject:
         return next(names, "")
 
     @property
+    def detector(self) -> DeviceDetector | None:
+        """The plugin's detector, or None if it has none."""
+        detector = getattr(self.hooks, "detector", None)
+        return detector if isinstance(detector, DeviceDetector) else None
+
+    @property
     def hooks_module(self) -> str:
         """The name of the module with the hooks. Raises Skip for an object without a package."""
-        if not self.entry:
-            raise Skip("the plugin is an object without a package")
-        return self.entry.partition(":")[0]
+        return need(self.entry, "the plugin is an object without a package").partition(":")[0]
 
     @property
     def package(self) -> str:
@@ -134,39 +150,29 @@ class Subject:
         """The metadata of the plugin's distribution. Raises Skip if there is no distribution."""
         if source := source_of(self.package_folder.resolve(), self.hooks_module):
             return source
-        if self.distribution is None:
-            raise Skip("the plugin's distribution was not found")
-        return read_installed(self.distribution)
+        return read_installed(need(self.distribution, "the plugin's distribution was not found"))
 
     @property
     def source(self) -> Path:
         """The source folder of the plugin. Raises Skip if only the installed package is available."""
-        if self.packaged.folder is None:
-            raise Skip("only the installed package is available, not its source")
-        return self.packaged.folder
+        return need(self.packaged.folder, "only the installed package is available, not its source")
 
     @cached_property
     def transcripts(self) -> tuple[Transcript, ...]:
         """The transcripts of the vendor's tools. Raises Skip if there are none."""
-        transcripts_found = read_transcripts(self.source)
-        if not transcripts_found:
-            raise Skip("tests/smi has no transcripts")
-        return transcripts_found
+        return need(read_transcripts(self.source), "tests/smi has no transcripts")
 
     @property
     def listings(self) -> tuple[Transcript, ...]:
         """The transcripts that list devices, each with its tool. Raises Skip if there are none."""
         with_devices = tuple(each for each in self.transcripts if each.tool and each.devices)
-        if not with_devices:
-            raise Skip("no transcript in tests/smi lists devices")
-        return with_devices
+        return need(with_devices, "no transcript in tests/smi lists devices")
 
     def shipped(self, file: str, read: Callable[[str], T]) -> T:
         """Return the content of a file of the plugin's package. Raises Skip if it does not exist, and SpecError if it
         is invalid.
         """
-        if not (self.package_folder / file).is_file():
-            raise Skip(f"the plugin has no {file}")
+        need((self.package_folder / file).is_file(), f"the plugin has no {file}")
         return read(self.package)
 
     @property
@@ -193,18 +199,10 @@ class Subject:
                 continue  # another check reports it
             yield path.relative_to(self.package_folder).as_posix(), content
 
-    def once(self, key: str, make: Callable[[], T]) -> T:
-        """Return the cached result of `make` for `key`."""
-        if key not in self.memory:
-            self.memory[key] = make()
-        found: T = self.memory[key]
-        return found
-
     def is_reported(self, reason: str) -> bool:
         """Return whether a check has already reported an invalid file, and record the report."""
-        reported: set[str] = self.memory.setdefault("reported", set())
-        is_known = reason in reported
-        reported.add(reason)
+        is_known = reason in self.reported
+        self.reported.add(reason)
         return is_known
 
     def failed(self, *hooks: str) -> bool:
@@ -235,17 +233,13 @@ class Subject:
 
     def own_chips(self) -> tuple[Chip, ...]:
         """Return the chips of the plugin. Raises Skip if it has no readable chip."""
-        if not self.chips:
-            unread = self.failed("flagcore_chips")
-            raise Skip("its chips cannot be read" if unread else "the plugin has no chips")
-        return self.chips
+        chips = self.chips
+        return need(chips, "its chips cannot be read" if self.failed("flagcore_chips") else "the plugin has no chips")
 
     def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
         """Return the plugin's answers for its chips. Raises Skip if there are none."""
         answers = [(chip, found_answer) for chip in self.own_chips() if (found_answer := answer(chip)) is not None]
-        if not answers:
-            raise Skip(f"{hook} returns None for all chips: the core's default is used")
-        return answers
+        return need(answers, f"{hook} returns None for all chips: the core's default is used")
 
     def own_costs(self) -> list[tuple[Chip, KernelCosts]]:
         """Return the plugin's own kernel times, without the core's roofline for missing times. Raises Skip if there are
@@ -277,8 +271,7 @@ class Subject:
 
     def implements(self, hook: str) -> None:
         """Raise Skip if the plugin does not implement `hook`."""
-        if hook not in self.loaded.plugins[0].hooks:
-            raise Skip(f"the plugin does not implement {hook}")
+        need(hook in self.loaded.plugins[0].hooks, f"the plugin does not implement {hook}")
 
 
 MAX_LISTED = 3

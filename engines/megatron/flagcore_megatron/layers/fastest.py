@@ -234,7 +234,7 @@ def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
     def rooms(rows: IntArray) -> list[_Room]:
         places = [np.maximum(place[rows], 0.0).astype(np.int64) for place in stages]
         none, *ends = np.zeros_like(places[0]), norm[rows], mtp[rows]
-        return [_Room(train, layout[rows], costs, none, place, *ends) for place in places]
+        return [_Room(train, costs, layout[rows], none, place, *ends) for place in places]
 
     # Most candidates have no room: no stage has it for the mean number of layers, nor the last for the remaining ones.
     needed = total - (layout.virtual - 1.0) * leading
@@ -329,7 +329,7 @@ def _limits(train: Training, layout: Layout, costs: Costs, requested: BoolArray,
     last, most = layout.pipeline - 1.0, np.zeros(requested.shape)
     rows, leading, stage = np.nonzero(requested)
     end_stages = [each[rows] for each in ends or (last, last)]
-    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, *end_stages).limits()
+    most[rows, leading, stage] = _Room(train, costs, layout[rows], leading, stage, *end_stages).limits()
     return most
 
 
@@ -363,7 +363,7 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
         fits, most_layers, stage = most[rows, 0, low], most[rows, 0, high], (low + high) // 2
         share = (stage - low) / (high - low)
         guess = np.floor(1.0 / ((1.0 - share) / np.maximum(fits, 0.5) + share / np.maximum(most_layers, 0.5)))
-        room = _Room(train, layout[rows], costs, np.zeros_like(stage), stage, last[rows], last[rows])
+        room = _Room(train, costs, layout[rows], np.zeros_like(stage), stage, last[rows], last[rows])
         most[rows, 0, stage] = room.largest(fits, most_layers + 1.0, guess)
         rows, low, high = np.tile(rows, 2), np.concatenate((low, stage)), np.concatenate((stage, high))
     return most
@@ -382,25 +382,29 @@ class _Room:
     """
 
     train: Training
-    layout: Layout
     costs: Costs
+    layout: Layout
     leading: IntArray
     place: IntArray
     norm: FloatArray
     mtp: FloatArray
 
-    def bytes(self, rows: IntArray, *layers: FloatArray) -> list[FloatArray]:
-        """Return the free bytes of the stages of the candidates `rows` for each number of layers.
+    def __getitem__(self, rows: slice | IntArray) -> "_Room":
+        parts = {name: getattr(self, name)[rows] for name in ("layout", "leading", "place", "norm", "mtp")}
+        return replace(self, **parts)
+
+    def bytes(self, *layers: FloatArray) -> list[FloatArray]:
+        """Return the free bytes of the stages for each number of layers.
 
         They are negative if the layers do not fit, and very large if the capacity is unknown.
         """
         free: list[list[FloatArray]] = [[] for _ in layers]
-        for start in range(0, rows.size, BATCH_ROWS):
-            piece = slice(start, start + BATCH_ROWS)
-            row, layout = rows[piece], self.layout[rows[piece]]
-            place, ends = self.place[row].astype(np.float64), (self.norm[row], self.mtp[row])
-            stages = [stage_of(self.train, layout, place, each[piece], self.leading[row], *ends) for each in layers]
-            for parts, each in zip(free, stages_in_use(self.train, layout, self.costs, stages), strict=True):
+        for start in range(0, self.place.size, BATCH_ROWS):
+            rows = slice(start, start + BATCH_ROWS)
+            part = self[rows]
+            place, ends = part.place.astype(np.float64), (part.norm, part.mtp)
+            stages = [stage_of(self.train, part.layout, place, each[rows], part.leading, *ends) for each in layers]
+            for parts, each in zip(free, stages_in_use(self.train, part.layout, self.costs, stages), strict=True):
                 parts.append(np.nan_to_num(each.capacity, nan=1e30) - each.used)
         return [np.concatenate([np.zeros(0), *parts]) for parts in free]
 
@@ -414,7 +418,7 @@ class _Room:
         """Return whether `layers` is at most the result of `limits`, for each stage."""
         may_have: BoolArray = layers < self.least()
         rows = np.flatnonzero(~may_have & (layers <= self.train.model.num_layers))
-        may_have[rows] = self.bytes(rows, layers[rows])[0] >= 0
+        may_have[rows] = self[rows].bytes(layers[rows])[0] >= 0
         return may_have
 
     def limits(self) -> FloatArray:
@@ -422,9 +426,9 @@ class _Room:
 
         If a stage's minimum number of layers does not fit, the result is smaller than this minimum.
         """
-        total, index, fits = self.train.model.num_layers, np.arange(self.place.size), self.least() - 1.0
+        total, fits = self.train.model.num_layers, self.least() - 1.0
         mean = np.clip(np.ceil(total / self.layout.pipeline), fits + 1.0, total - 1.0)
-        free, free_with_more = self.bytes(index, mean, mean + 1.0)
+        free, free_with_more = self.bytes(mean, mean + 1.0)
         fits = np.where(free_with_more >= 0, mean + 1.0, np.where(free >= 0, mean, fits))
         fails = np.where(free < 0, mean, np.where(free_with_more < 0, mean + 1.0, total + 1.0))
         layer = np.maximum(free - free_with_more, 1.0)
@@ -444,7 +448,7 @@ class _Room:
         while unsettled.size:
             low, high = fits[unsettled], fails[unsettled]
             tried = np.clip(count[unsettled], low + 1.0, high - 1.0)
-            (free,) = self.bytes(unsettled, tried)
+            (free,) = self[unsettled].bytes(tried)
             low, high = np.where(free >= 0, tried, low), np.where(free >= 0, high, tried)
             fits[unsettled], fails[unsettled] = low, high
             count[unsettled] = (

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task, is_rate
 from flagcore.errors import SpecError
 from flagcore_serving.load.routing import DECODE, PREFILL
@@ -29,6 +29,8 @@ PREFILL_LIMITS = ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill
 DECODE_LIMITS = ("max_num_seqs", "max_running_requests", "cudagraph_mode", "speculation", "speculative_tokens")
 """Knobs that affect only prefill instances, or only decode instances. For the other kind, the engine's defaults apply.
 """
+TRANSFER = "kv_transfer"
+"""The knob for the way in which prefill and decode instances exchange caches."""
 COPIES = ("redundant_experts", "enable_eplb")
 """Knobs that affect only instances with expert parallelism."""
 ANSWER_COST = 2.5
@@ -243,24 +245,6 @@ def of_each_kind(task: Task, rule: Rule, *, one_suffices: bool = False) -> Rule:
 def broken_by_code(task: Task, check: Check) -> BoolArray:
     """Return the result of `check` for each value of PREFILL_DECODE, indexed by code; False for code 0 (not set)."""
     return np.array([False, *(check(roles(word)) for word in known_roles(task))])
-
-
-def merges(transfer: str) -> tuple[Merge, ...]:
-    """Return merges that ignore the knobs that PREFILL_DECODE replaces. If it is not set, they ignore `transfer`."""
-
-    def merge(knob: str, neutral: int) -> Merge:
-        return Merge(
-            name=f"{knob}_of_kinds",
-            knobs=(knob, PREFILL_DECODE),
-            canonical=lambda c: {knob: np.where(c[PREFILL_DECODE] > 0, neutral, c[knob])},
-        )
-
-    unused = Merge(
-        name="no_transfer",
-        knobs=(transfer, PREFILL_DECODE),
-        canonical=lambda c: {transfer: np.where(c[PREFILL_DECODE] > 0, c[transfer], 0)},
-    )
-    return (*(merge(knob, 1) for knob in (INSTANCES, *SPLITS.values())), unused)
 
 
 def _places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, int]] | None:

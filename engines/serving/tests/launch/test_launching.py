@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import yaml
 from flagcore_kubernetes.job import export as kubernetes
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_serving.job import Images, Load
 from flagcore_serving.launch import export
 from flagcore_serving.launch.server import Instance, TrialJob, as_text, read_job
-from flagcore_serving.launch.start import instances_of
 from flagcore_serving.load.routing import NIXL
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving
 from flagcore.contracts import ExportJob, Platform
@@ -26,6 +25,7 @@ from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import SpecError, UsageError
+from tests.checks import given
 from tests.product.tasks import SOURCE
 from tests.product.tasks import platform as small_platform
 
@@ -54,7 +54,7 @@ def instances(where: Platform, folder: Path, **values: Any) -> tuple[Instance, .
 
 def composed(where: Platform, **values: Any) -> dict[str, Any]:
     candidate = Candidate.of({**LLAMACPP.defaults(where.task), **values})
-    files = export.compose_files(instances_of(where, LLAMACPP, candidate), None, {}, ())
+    files = export.compose_files(LLAMACPP.instances(where, candidate), None, {}, ())
     return dict(yaml.safe_load(files[export.COMPOSE])["services"])
 
 
@@ -334,8 +334,7 @@ def manifests(where: Platform, candidate: Candidate, servers: ServerGroups) -> d
 def test_kubernetes_starts_each_kind_with_names_that_the_router_has(tmp_path: Path) -> None:
     where = on_two_kinds(tmp_path)
     candidate = of_pair(where, "2xtp1+1xtp2")
-    servers = VLLM.groups(where, candidate, "x")
-    assert servers is not None
+    servers = given(VLLM.groups(where, candidate, "x"))
     found = manifests(where, candidate, servers)
     sets = [found["StatefulSet", f"x-{kind}"]["spec"] for kind in ("prefill", "decode")]
     assert [each["replicas"] for each in sets] == [2, 1]
@@ -356,8 +355,7 @@ def test_kubernetes_has_a_prefix_aware_router_in_front_of_several_instances(tmp_
     support = dataclasses.replace(where.support, kubernetes=KubernetesResource(name="x.com/card", source=SOURCE))
     where = dataclasses.replace(where, support=support)
     candidate = Candidate.of({**LLAMACPP.defaults(where.task), "instances": 2, "pipeline_model_parallel_size": 4})
-    servers = LLAMACPP.groups(where, candidate, "x")
-    assert servers is not None
+    servers = given(LLAMACPP.groups(where, candidate, "x"))
     servers_set = manifests(where, candidate, servers)["StatefulSet", "x-server"]["spec"]
     assert servers_set["replicas"] == 2
     assert servers_set["template"]["spec"]["containers"][0]["resources"]["limits"] == {"x.com/card": 4}
