@@ -102,7 +102,12 @@ def test_release_comes_from_the_named_distribution(
     assert engine_version(tasks.task().spec, cast("Engine", engine)) == version
 
 
-def test_without_a_reader_of_commands_its_distribution_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("find", "distribution"), [(plugins.command_reader, "flagcore-importers"), (plugins.page_writer, "flagcore-page")]
+)
+def test_without_a_reader_or_a_page_its_distribution_is_named(
+    monkeypatch: pytest.MonkeyPatch, find: Callable[[], object], distribution: str
+) -> None:
     monkeypatch.setattr("flagcore.plugins.entry_points.names", lambda group: ())
-    with pytest.raises(NoDevice, match="flagcore-importers"):
-        plugins.command_reader()
+    with pytest.raises(NoDevice, match=distribution):
+        find()
