@@ -25,7 +25,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Observations, PastMeasurements, Prediction, components_of_row, features
 from flagcore.domain.records import prediction_record, rank_record
 from flagcore.domain.space import Columns, KnobValue, Rule
-from flagcore.domain.spec import KINDS, ClusterSpec, JobRecord, Spec, Task
+from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task
 from flagcore.errors import FlagError, NotModelled, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -237,7 +237,7 @@ def past(
             kind = job_record["kind"]
             work_data = dict(job_record[kind])
             command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for the command
-            if not KINDS[kind].has_steps and job_record["measured"]["objective"] != objective:
+            if not installed.kinds[kind].has_steps and job_record["measured"]["objective"] != objective:
                 continue
             engine_values = dict(job_record["candidate"])
             own_knobs = tuple(knob for knob in knobs if knob.name in engine_values)
