@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from flagcore.domain.metrics import load_text
 from flagcore.domain.plan import DAY
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
@@ -21,7 +22,6 @@ from flagcore.report.text import (
     figures_text,
     gain_text,
     limits_text,
-    load_text,
     nearest_limit,
     scaled_text,
     state_name,
