@@ -19,9 +19,11 @@ from flagcore.plugins.entry_points import (
     first_engine,
     importer,
     kind_of,
+    kinds,
     launcher,
     missing_extra,
     names,
+    page_writer,
     strategy,
     watcher,
 )

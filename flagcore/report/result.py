@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from flagcore.domain.metrics import PER_DEVICE, PER_USER, HighestLoad, flat_statistics, nest_statistics
 from flagcore.domain.plan import Counts, Plan
 from flagcore.domain.records import prediction_record, read_prediction
-from flagcore.domain.serving import PER_DEVICE, PER_USER, HighestLoad, flat_statistics, nest_statistics
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SERVING, is_rate, objective_value, pareto
 from flagcore.domain.trial import SEARCH_FIELDS, Measurement, Role, Trial, TrialState

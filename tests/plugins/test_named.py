@@ -9,7 +9,6 @@ import pytest
 
 from flagcore import plugins
 from flagcore.contracts import Engine
-from flagcore.domain.serving import ServeSpec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins import ENGINES, STRATEGIES, find_engine, strategy
 from flagcore.tuner.stages.complete import engine_version
@@ -84,7 +83,7 @@ def test_an_engine_does_the_work_of_a_spec_or_is_refused_with_its_key(install: I
     install("flagcore-toy", {"toy": "flagcore_testing.toy:ENGINE"}, group=ENGINES)
     train = tasks.task().spec.work
     assert plugins.engine_of(train).name == "toy"
-    serve = ServeSpec(engine="unknown", loads=())
+    serve = tasks.Service(engine="unknown")
     for key, work in (("serve.engine", serve), ("train.engine", replace(train, engine="unknown"))):
         with refuses(key, "unknown"):
             plugins.engine_of(work)
@@ -102,7 +101,12 @@ def test_release_comes_from_the_named_distribution(
     assert engine_version(tasks.task().spec, cast("Engine", engine)) == version
 
 
-def test_without_a_reader_of_commands_its_distribution_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("find", "distribution"), [(plugins.command_reader, "flagcore-importers"), (plugins.page_writer, "flagcore-page")]
+)
+def test_without_a_reader_or_a_page_its_distribution_is_named(
+    monkeypatch: pytest.MonkeyPatch, find: Callable[[], object], distribution: str
+) -> None:
     monkeypatch.setattr("flagcore.plugins.entry_points.names", lambda group: ())
-    with pytest.raises(NoDevice, match="flagcore-importers"):
-        plugins.command_reader()
+    with pytest.raises(NoDevice, match=distribution):
+        find()

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 from flagcore_serving.engine import ServingEngine
+from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL, Instance, Router, address
 from flagcore_serving.load.routing import BOOTSTRAP
 from flagcore_serving.load.routing import PREFILL as PREFILLS
@@ -33,7 +34,6 @@ from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Setting
 from flagcore_serving.space.weights import cache_bytes_per_token
 
 from flagcore.domain.knob import in_versions
-from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.vendorkit.programs import strip_dashes
@@ -398,13 +398,13 @@ def _merges(task: Task) -> tuple[Merge, ...]:
     has_backend = BACKEND in task.spec.space or BACKEND in PROGRAM.parse(task.spec).fixed
     if not has_backend and not task.spec.model.multi_latent_attention:
         defaults[PAGE] = 1
-    no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
+    on_cores = Hardware.of(task).on_cores
     return (
-        *placement.merges(),
+        *rules.merges_of_kinds(),
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),
         rules.tower_merge(task),
-        *((no_graphs,) if Hardware.of(task).on_cores else ()),
+        *((rules.ignoring("no_graphs_on_cores", (EAGER,), lambda c: True),) if on_cores else ()),
     )
 
 

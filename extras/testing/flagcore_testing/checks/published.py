@@ -6,11 +6,10 @@ from math import prod
 from typing import Any
 
 from flagcore import plugins
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import JobRecord
 from flagcore.errors import FlagError
 from flagcore.spec.jobs import read_job
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
+from flagcore_testing.kit import Problem, Problems, Subject, check, need, once
 
 PEAKS = {"mxfp8": "fp8", "nvfp4": "fp4"}
 """The peaks of formats with another name."""
@@ -36,9 +35,7 @@ def _runs(plugin: Subject) -> list[Run]:
         except FlagError as error:
             job = error
         runs.append((plugin, where, job, dict(measured) if isinstance(measured, dict) else {}))
-    if not runs:
-        raise Skip("the plugin has no published runs")
-    return runs
+    return need(runs, "the plugin has no published runs")
 
 
 @check("correct that key; docs/load.md describes job records", each=_runs)
@@ -57,7 +54,7 @@ def published_times_are_plausible(
     plugin: Subject, where: str, job: JobRecord | FlagError, measured: dict[str, object]
 ) -> Problems:
     seconds = measured.get("step_time_s")
-    if isinstance(job, FlagError) or isinstance(job.work, ServeSpec):
+    if isinstance(job, FlagError) or not job.work.has_steps:
         return
     if not isinstance(seconds, int | float) or seconds <= 0:
         yield f"{where}: measured.step_time_s = {seconds!r} is no time"
