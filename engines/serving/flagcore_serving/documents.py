@@ -403,11 +403,13 @@ ServedEngines = tuple[tuple[str, tuple[Knob, ...]], ...]
 
 
 @lru_cache(maxsize=64)
-def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
-    """Return the pydantic model of a spec for these serving engines.
+def document_for(engines: ServedEngines) -> type[ServeDocument]:
+    """Return the pydantic model of a spec for these serving engines, or for any engine if there are none.
 
     Its space and baseline accept knobs of all engines, and a section with knobs for each engine.
     """
+    if not engines:
+        return ServeDocument
     space, baseline = _knobs_section(engines, listed=True), _knobs_section(engines, listed=False)
     suffix = f"_{engines[0][0]}" if len(engines) == 1 else ""
 
@@ -495,11 +497,6 @@ def _values_of(given: Mapping[str, Any], knobs: Sequence[Knob]) -> dict[str, Kno
     if problems:
         raise join_errors(problems)
     return values
-
-
-def document_for(engines: ServedEngines) -> type[ServeDocument]:
-    """Return the pydantic model of a spec for these serving engines, or for any engine if there are none."""
-    return serve_document_of(engines) if engines else ServeDocument
 
 
 DEFAULTS: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": CLIENTS_PER_DEVICE}
