@@ -23,7 +23,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Observations, PastMeasurements, Prediction, components_of_row, features
-from flagcore.domain.records import prediction_record, rank_record
+from flagcore.domain.records import GIB, prediction_record, rank_record
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task
 from flagcore.errors import FlagError, NotModelled, SpecError, UsageError
@@ -195,7 +195,6 @@ def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], colu
     return "; ".join(rule.message for rule in rules) + (f" (here {values_text})" if values_text else "")
 
 
-GIB = 2**30
 MAX_PAST = 300
 """Maximum number of earlier measurements. Chosen to limit the run time of the model, which is cubic in this number."""
 MAX_LOG_RATIO = 3.0

@@ -206,8 +206,7 @@ def _step(run: RunData, best: Trial) -> Cell:
     if low and high:
         text += " " + _("(80%: {low} to {high} s)", low=shown(low), high=shown(high))
     if step and step.scaled_from is not None:
-        nodes = (best.shortened.nodes, best.shortened.of_nodes) if best.shortened else ()
-        text += ", " + scaled_text(step.scaled_from, *nodes)
+        text += ", " + scaled_text(step.scaled_from, best.shortened)
     elif step and step.modelled_s is not None:
         modelled = N_("of which ~{seconds} s are predicted communication and waiting")
         text += ", " + _(modelled, seconds=shown(step.modelled_s))

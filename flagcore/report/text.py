@@ -14,7 +14,7 @@ from flagcore.domain.prediction import MEMORY_ERROR, Prediction
 from flagcore.domain.records import GIB, read_prediction
 from flagcore.domain.space import DOES_NOT_FIT, Candidate
 from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
-from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, is_disturbed
+from flagcore.domain.trial import PROBE, RUN, Measurement, Shortened, Trial, TrialState, is_disturbed
 from flagcore.i18n import N_, _, columns, left, ngettext
 from flagcore.report.formats import NAMES, shown, size_text
 
@@ -99,11 +99,11 @@ def settings_text(settings: Mapping[str, object]) -> str:
     return ", ".join(name if value is True else f"{name}={value}" for name, value in settings.items())
 
 
-def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
-    """Return a text with the measured time from which a whole step was scaled, and with the `nodes` that were used."""
-    if nodes:
+def scaled_text(seconds: float, shortened: Shortened | None) -> str:
+    """Return a text with the measured time from which a whole step was scaled, and with the nodes that were used."""
+    if shortened and shortened.nodes:
         text = N_("scaled from {seconds} s on {nodes} of {of_nodes} nodes")
-        return _(text, seconds=shown(seconds), nodes=nodes, of_nodes=of_nodes)
+        return _(text, seconds=shown(seconds), nodes=shortened.nodes, of_nodes=shortened.of_nodes)
     return _("scaled from {seconds} s of a shortened step", seconds=shown(seconds))
 
 
