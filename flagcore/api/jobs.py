@@ -23,10 +23,9 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Observations, PastMeasurements, Prediction, components_of_row, features
-from flagcore.domain.records import prediction_record, rank_record
+from flagcore.domain.records import GIB, prediction_record, rank_record
 from flagcore.domain.space import Columns, KnobValue, Rule
-from flagcore.domain.spec import KINDS, ClusterSpec, JobRecord, Spec, Task
-from flagcore.domain.work import Work
+from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task
 from flagcore.errors import FlagError, NotModelled, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -86,7 +85,6 @@ class _Row(NamedTuple):
     """One valid job. `noted` are the settings that the notes in its source mention."""
 
     place: int
-    task: Task
     values: Mapping[str, KnobValue]
     columns: Columns
     warnings: tuple[str, ...]
@@ -99,7 +97,8 @@ class _Jobs:
 
     def __init__(self, loaded: LoadedPlugins, *, details: bool = True) -> None:
         self._loaded, self._engines, self._details = loaded, plugins.engines(), details
-        self._facts: dict[Hashable, tuple[NodeGroup, Costs, tuple[ValueRule, ...]]] = {}
+        self._hardware: dict[Hashable, tuple[NodeGroup, Costs]] = {}
+        self._value_rules: dict[Hashable, tuple[ValueRule, ...]] = {}
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
         """Return one answer per line: a status, and the predicted metrics or the reason for an error."""
@@ -132,30 +131,25 @@ class _Jobs:
             problem = f"is not a multiple of cluster.devices_per_node = {job.devices_per_node}"
             fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
-        nodes, network, cpus = job.devices // devices, job.nic_bytes_per_second, job.cpus_per_node
-        about, engine = (job.work.engine, job.work.engine_version), self._engines[job.work.engine]
-        cluster = (chip.name, nodes, devices, network, cpus, *about)
-        if cluster not in self._facts:
-            chip = with_network(chip, network)
-            group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
-            costs = self._loaded.costs(Cluster(groups=(group,)), *about)
-            rules = self._loaded.check_task(_task(job, job.work, job.work.default_objective, group)).rules
-            self._facts[cluster] = group, costs, rules
-        group, costs, rules = self._facts[cluster]
-        plan_task = _task(job, job.work, job.work.default_objective, group)
+        nodes, software = job.devices // devices, (job.work.engine, job.work.engine_version)
+        cluster = (chip.name, nodes, devices, job.nic_bytes_per_second, job.cpus_per_node, *software)
+        if cluster not in self._hardware:
+            chip = with_network(chip, job.nic_bytes_per_second)
+            group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices, cpus_per_node=job.cpus_per_node)
+            self._hardware[cluster] = group, self._loaded.costs(Cluster(groups=(group,)), *software)
+        (group, group_costs), engine = self._hardware[cluster], self._engines[job.work.engine]
+        cluster_spec, objective = ClusterSpec(chip=chip.name), job.work.default_objective
+        spec = Spec(model=job.model, cluster=cluster_spec, work=job.work, objective=objective)
+        plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))
+        if cluster not in self._value_rules:
+            self._value_rules[cluster] = self._loaded.check_task(plan_task).rules
         records = records_of(engine)
         task, values, noted = records.published(plan_task, job.candidate, job.notes)
         warnings = tuple(records.job_warnings(task, values, job.work.settings, noted))
-        row = _Row(place, task, values, engine.columns(task, values), warnings, noted, job.rank)
+        row = _Row(place, values, engine.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr((task.spec.work, task.spec.space))
-        platform = Platform(task=task, engine=engine, costs=costs, value_rules=rules)
+        platform = Platform(task=task, engine=engine, costs=group_costs, value_rules=self._value_rules[cluster])
         groups.setdefault(key, (platform, []))[1].append(row)
-
-
-def _task(job: JobRecord, work: Work, objective: str, group: NodeGroup, knobs: tuple[Knob, ...] = ()) -> Task:
-    """Return the task of a job record on a group of nodes."""
-    spec = Spec(model=job.model, cluster=ClusterSpec(chip=group.chip.name), work=work, objective=objective)
-    return Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=knobs)
 
 
 def _predicted(platform: Platform, rows: Sequence[_Row], *, details: bool) -> dict[int, Answer]:
@@ -201,7 +195,6 @@ def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], colu
     return "; ".join(rule.message for rule in rules) + (f" (here {values_text})" if values_text else "")
 
 
-GIB = 2**30
 MAX_PAST = 300
 """Maximum number of earlier measurements. Chosen to limit the run time of the model, which is cubic in this number."""
 MAX_LOG_RATIO = 3.0
@@ -243,7 +236,7 @@ def past(
             kind = job_record["kind"]
             work_data = dict(job_record[kind])
             command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for the command
-            if not KINDS[kind].has_steps and job_record["measured"]["objective"] != objective:
+            if not installed.kinds[kind].has_steps and job_record["measured"]["objective"] != objective:
                 continue
             engine_values = dict(job_record["candidate"])
             own_knobs = tuple(knob for knob in knobs if knob.name in engine_values)
@@ -254,7 +247,8 @@ def past(
             work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
-            task = _task(job, work, objective, group, own_knobs)
+            spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=work, objective=objective)
+            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=own_knobs)
             key = repr((job.model, work, group, sorted(plugin_values)))
             tasks[key].append((task, {**job.candidate, **plugin_values}, job_record["measured"]))
     past_points = []
