@@ -55,12 +55,6 @@ def load_chips(package: str) -> tuple[Chip, ...]:
     return tuple(_chip(_own(content, file, by_name), file) for file, content in contents.items())
 
 
-def published_runs(package: str) -> list[dict[str, Any]]:
-    """Return the job records in `published.jsonl` of `package`, or an empty list without the file."""
-    file = files(package).joinpath("published.jsonl")
-    return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
-
-
 def read_chip(text: str, file: str) -> Chip:
     """Return the chip that `text` describes. Raises SpecError with `file`, key, value, rule and fix."""
     return _chip(read_yaml(text, file), file)

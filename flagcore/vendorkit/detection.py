@@ -153,16 +153,14 @@ class DeviceDetector:
 
     def problems(self, root: Path = Path("/")) -> tuple[str, ...]:
         """Return the reason why the installed torch cannot use the devices, and sentences about slow links."""
-        return (*self._torch_problems(), *machine.narrow_links(self.pci_vendor, root, self.pci_classes))
-
-    def _torch_problems(self) -> tuple[str, ...]:
+        slow = machine.narrow_links(self.pci_vendor, root, self.pci_classes)
         if find_spec("torch") is None:
-            return ()
+            return slow
         report = machine.query_torch(self.torch_device, self.torch_attributes, DOCTOR_SECONDS)
         if self.torch_devices(report):
-            return ()
-        version = f" {report.version}" if report else ""
-        return (f"torch{version} lists no {self.torch_device} devices of {self.vendor}: install the vendor's build",)
+            return slow
+        torch = f"torch {report.version}" if report else "torch"
+        return (f"{torch} lists no {self.torch_device} devices of {self.vendor}: install the vendor's build", *slow)
 
     def with_own_adapters(self, group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
         """Return `group` with this machine's network adapters, or None if the machine is not a node of the group."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import Listing, strip_controls
+from flagcore.vendorkit.rows import Listing, strip_controls, text_of
 
 _TIME = re.compile(r"(?<![\w:])\d\d:\d\d:\d\d(?!\.\d\b)(?![\w:])")
 """Matches a time of day, but not a PCI address (`0:07:00`, `00:07:00.0`)."""
@@ -177,7 +177,7 @@ class TorchReport:
 def narrow_links(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
     """Return a sentence about each of a vendor's PCI devices whose link has fewer lanes than the device supports."""
     folders = list(pci_devices(vendor_id, root, kinds))
-    widths = [[_text(folder / f"{name}_link_width") for name in ("current", "max")] for folder in folders]
+    widths = [[text_of(folder / f"{name}_link_width") for name in ("current", "max")] for folder in folders]
     return tuple(
         f"the PCIe link of {folder.name} has {lanes} of {most} lanes: check its slot and its cables"
         for folder, (lanes, most) in zip(folders, widths, strict=True)
@@ -188,7 +188,7 @@ def narrow_links(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] 
 def pci_devices(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> Iterator[Path]:
     """Yield the kernel's folder of each of a vendor's accelerators, sorted by their PCI addresses."""
     for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
-        if _text(folder / "vendor") == f"{vendor_id:#06x}" and _text(folder / "class").startswith(kinds):
+        if text_of(folder / "vendor") == f"{vendor_id:#06x}" and text_of(folder / "class").startswith(kinds):
             yield folder
 
 
@@ -237,13 +237,6 @@ def read_torch(printed: str) -> TorchReport | None:
     return None
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("ascii", "replace").strip()
-    except OSError:
-        return ""
-
-
 ROOT = Path("/")
 
 
@@ -276,7 +269,7 @@ def allowed_memory_bytes(root: Path = ROOT) -> int | None:
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups, innermost first. Each group may set a limit."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers and controller not in controllers.split(","):
             continue
@@ -289,4 +282,4 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _words(file: Path) -> list[str]:
-    return _text(file).split()
+    return text_of(file).split()

@@ -1,9 +1,11 @@
 """The hooks of a vendor plugin, implemented with the YAML files of its package and the vendor's management tool."""
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.resources import files
 from typing import Any
 
 from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
@@ -16,7 +18,7 @@ from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.roofline import PlainMemory
-from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, published_runs
+from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
 from flagcore.vendorkit.engines import all_knobs, read_engines, read_quirks, read_variables
 from flagcore.vendorkit.fields import S, applicable
@@ -59,7 +61,8 @@ class VendorPlugin:
 
     @hookimpl
     def flagcore_published_runs(self) -> Sequence[Mapping[str, Any]]:
-        return published_runs(self.package)
+        file = files(self.package).joinpath("published.jsonl")
+        return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.is_file() else ()
 
     @hookimpl
     def flagcore_devices(self, environment: Mapping[str, str]) -> Sequence[Device]:

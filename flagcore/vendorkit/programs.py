@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,6 +18,7 @@ from typing import Any
 from flagcore.domain.files import read_regular
 from flagcore.domain.spec import Spec
 from flagcore.errors import FlagError, NoDevice, SpecError
+from flagcore.vendorkit.machine import tool_output
 
 _FIRST_LINE = 512
 
@@ -60,17 +60,11 @@ def package_folders(program: str) -> tuple[str, ...]:
     if os.path.samefile(python, sys.executable) and os.path.dirname(python) == os.path.dirname(sys.executable):
         return tuple(sys.path)
     folder = Path(python).parent.parent
-    site_packages = [str(path) for path in sorted(folder.glob("lib*/python3*/site-packages"))]
-    return (*site_packages, *_sys_path(python)) if not (folder / "pyvenv.cfg").exists() else tuple(site_packages)
-
-
-def _sys_path(python: str) -> list[str]:
-    command = (python, "-c", "import sys; print('\\n'.join(sys.path))")
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line for line in process.stdout.splitlines() if line]
+    site_packages = tuple(str(path) for path in sorted(folder.glob("lib*/python3*/site-packages")))
+    if (folder / "pyvenv.cfg").exists():
+        return site_packages
+    printed = tool_output(python, "-c", "import sys; print('\\n'.join(sys.path))", timeout_seconds=20.0) or ""
+    return (*site_packages, *filter(None, printed.splitlines()))
 
 
 def interpreter(program: str) -> str | None:

@@ -326,9 +326,14 @@ def group_size(group: NodeGroup, text: str | None, link: str, usual: int) -> int
     return sizes.pop() if len(sizes) == 1 and consecutive and sizes != {1} else usual
 
 
-def _rate(path: Path) -> float | None:
+def text_of(path: Path) -> str:
+    """Return the text of a small file of the kernel. It is empty if the file cannot be read."""
     try:
-        found = re.match(r"(\d+(?:\.\d+)?) Gb/sec", path.read_text("ascii", "replace"))
+        return path.read_text("ascii", "replace").strip()
     except OSError:
-        return None
+        return ""
+
+
+def _rate(path: Path) -> float | None:
+    found = re.match(r"(\d+(?:\.\d+)?) Gb/sec", text_of(path))
     return float(found[1]) * 1e9 / 8 if found else None

@@ -93,12 +93,13 @@ def _values_outside_space(subject: Subject) -> Iterator[str]:
 
 def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
     """Return a sentence on how a trial ended: its measurement compared with the best, or the reason for its failure."""
-    state, measured, shortened_step = snapshot.search_state, trial.measurement, trial.shortened
+    state, objective = snapshot.search_state, snapshot.task.spec.objective
+    measured, shortened_step = trial.measurement, trial.shortened
     kind, role = _("probe") if trial.fidelity == PROBE else _("trial"), "imported" if trial.source else trial.role.value
     line = f"{kind} {trial.number} ({_(role)}) {state_name(trial.state.value)}"
     if measured is None or trial.state.failed:
         return line + (f": {trial.reason}" if trial.reason else "")
-    line += f": {_seconds(snapshot, measured.step_time_s)}"
+    line += f": {seconds_text(objective, measured.step_time_s)}"
     if measured.scaled_from is not None and shortened_step:
         bounds = {"low": shown(measured.low_s), "high": shown(measured.high_s)}
         line += f", {scaled_text(measured.scaled_from, shortened_step)} "
@@ -111,7 +112,7 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
     if state.best is not None:
         runs, best_s = len(state.runs_of(state.best.candidate)), 1.0 / state.speed_of(state.best.candidate)
         if state.best.candidate != trial.candidate:
-            best = f"{_('trial')} {state.best.number}: {_seconds(snapshot, best_s)}"
+            best = f"{_('trial')} {state.best.number}: {seconds_text(objective, best_s)}"
             best += "" if runs == 1 else ", " + _("median of {count} runs", count=runs)
             share = measured.step_time_s / best_s - 1.0
             line += ", " + _("{share:+.1%} in time vs the best ({trial})", share=share, trial=best)
@@ -123,17 +124,13 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
     return line + "; " + (_("stopped early: {reason}", reason=trial.reason) if was_stopped else trial.reason)
 
 
-def _seconds(snapshot: Snapshot, seconds: float) -> str:
-    return seconds_text(snapshot.task.spec.objective, seconds)
-
-
 def _all_runs(subject: Subject) -> Iterator[str]:
     """Yield the median time over the candidate's runs, as text. If the best was repeated, also yield whether the
     candidate may be as fast as the best.
     """
     state, best = subject.snapshot.search_state, subject.snapshot.search_state.best
     if len(subject.runs) > 1 and subject.measured_s:
-        seconds = _seconds(subject.snapshot, subject.measured_s)
+        seconds = seconds_text(subject.snapshot.task.spec.objective, subject.measured_s)
         line = _("the median of its {count} runs: {value}", count=len(subject.runs), value=seconds)
         yield line + ("; " + _("it is the best") if best and best.candidate == subject.candidate else "")
     has_repeats = best is not None and len(state.runs_of(best.candidate)) > 1
