@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flagcore.domain.files import open_regular
-from flagcore.domain.secrets import redact_text, secrets_in_environment
+from flagcore.domain.secrets import redact_text, secrets_in_data
 from flagcore.domain.trial import TimeLimit, TrialState
 
 
@@ -202,7 +202,7 @@ def failure(
     `limit`: the time limit of the trial. The reason for a timeout states where the limit comes from.
     """
     state, reason = classify(ended, log_tail(folder), patterns, limit.because if limit else "its time limit")
-    return state, redact_text(reason, secrets_in_environment(os.environ))
+    return state, redact_text(reason, secrets_in_data(os.environ))
 
 
 def classify(
