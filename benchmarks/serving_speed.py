@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 from flagcore_serving.model.predict import predict
-from flagcore_serving.space.settings import Settings
-from flagcore_vllm.profile import ENGINE as ENGINE
+from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
+from flagcore_vllm.engine import ENGINE as ENGINE
 
 from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Fact, Source
@@ -51,23 +51,18 @@ LOADS = {
 ROWS = 400
 
 
-def settings() -> Settings:
+def settings(task: Task) -> Settings:
     """Return candidates that are distinct for every load."""
-    columns_ = {
-        "instances": 1,
-        "devices": 1,
-        "tensor": 1,
-        "pipeline": 1,
-        "data": 1,
-        "expert": 1,
-        "chunked": 1,
-        "graphs": 1,
-    }
-    columns_ |= {"pass_tokens": 65536, "block_size": 16, "context_len": 8192, "prefix_caching": 0}
-    columns = {name: np.full(ROWS, value) for name, value in columns_.items()}
-    columns |= {"max_running": 1 + np.arange(ROWS) % 20, "max_batched_tokens": 1024 + 256 * (np.arange(ROWS) // 20)}
-    rates = {"memory_fraction": 0.9, "cache_bytes": np.nan, "cache_element_bytes": 2.0}
-    return Settings(**columns, **{name: np.full(ROWS, value) for name, value in rates.items()})
+    columns = {"instances": np.ones(ROWS, dtype=np.int64), "context_len": np.full(ROWS, 8192)}
+    sizes = {"block_size": 16, "graph_tokens": GRAPH_TOKENS, "memory_fraction": 0.9, "cache_element_bytes": 2.0}
+    sizes["pass_tokens"] = 65536.0
+    return Settings.of(
+        task,
+        columns,
+        max_running=1 + np.arange(ROWS) % 20,
+        max_batched_tokens=1024 + 256 * (np.arange(ROWS) // 20),
+        **{name: np.full(ROWS, value) for name, value in sizes.items()},
+    )
 
 
 def main() -> None:
@@ -85,7 +80,7 @@ def main() -> None:
     for name, load in LOADS.items():
         task = Task(spec=replace(spec, work=replace(spec.serve, loads=(load,))), cluster=Cluster(groups=(group,)))
         start = time.process_time()
-        found = predict(task, settings(), costs, ENGINE.overheads_for(task, on_host=False))
+        found = predict(task, settings(task), costs, ENGINE.overheads_for(task, on_host=False))
         spent = time.process_time() - start
         served = float(((load.num_prompts or 0) / found.figures["requests_per_s"]).sum())
         figures[name] = {"candidates_per_minute": ROWS / spent * 60, "times_faster": served / spent}

@@ -15,10 +15,19 @@ from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import CollectiveTable
+from flagcore.physics.roofline import PlainMemory
 from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, published_runs, serving_costs
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
 from flagcore.vendorkit.engines import environment, knobs, read_engines, read_quirks, read_variables
 from flagcore.vendorkit.fields import S, applicable
+
+
+def usual_memory(**figures: float) -> Callable[[NodeGroup, str], MemoryModel]:
+    """Return a value of `VendorPlugin.memory`: the model of a caching allocator with the same figures for all chips.
+
+    The figures are fields of `PlainMemory`.
+    """
+    return lambda group, engine: PlainMemory.of(group, **figures)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.engine import ENGINE
 
 from flagcore.contracts import Problem
 from flagcore.tuner.feasibility import crowded_baseline_text

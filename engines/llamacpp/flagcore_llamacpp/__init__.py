@@ -1,3 +1,3 @@
 """The llama.cpp server."""
 
-SDK = ("profile",)
+SDK = ("engine",)

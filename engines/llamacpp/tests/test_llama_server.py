@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_llamacpp.profile import ENGINE as ENGINE
+from flagcore_llamacpp.engine import ENGINE as ENGINE
 from flagcore_serving.load.traffic import traffic
 from flagcore_serving.model.simulated_load import cached_tokens, prompt_parts
 from flagcore_serving.trial.failures import TrialFailure, log_text

@@ -3,7 +3,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from flagcore_llamacpp.profile import ENGINE as ENGINE
+from flagcore_llamacpp.engine import ENGINE as ENGINE
 from flagcore_serving.space.hardware import Hardware
 
 from engines.serving.tests.engines.tasks import LOAD, broken, figures, merged, server, serving, settings, space_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_lmdeploy.profile import ENGINE
+from flagcore_lmdeploy.engine import ENGINE
 from flagcore_serving.load.result import GENERATE
 from flagcore_serving.load.stream import Stream
 from flagcore_serving.load.traffic import body

@@ -4,14 +4,13 @@ Sources: Megatron-LM core_v0.16 `training/training.py` (`training_log`), `traini
 `training/arguments.py` (`_print_args`).
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from flagcore_training.reading import MAX_MIB, LogFiles, measurement, program_progress, read_program
+from flagcore_training.reading import MAX_MIB, LogFiles, finite_number, measurement, program_progress, read_program
 
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Task
@@ -76,11 +75,11 @@ def read_logs(folder: str) -> MegatronLog:
 def _read_line(log: MegatronLog, line: str) -> None:
     """Add one line to `log`. If several ranks print an iteration, it is added only once."""
     if step := ITERATION.search(line):
-        seconds = _number(step[2])
+        seconds = finite_number(step[2])
         if seconds is not None and step[1].isdecimal():
             log.steps.setdefault(int(step[1]), _step(line, seconds / 1000))
     elif memory := MEMORY.search(line):
-        allocated, reserved = _number(memory[2]), _number(memory[3])
+        allocated, reserved = finite_number(memory[2]), finite_number(memory[3])
         if allocated is not None and reserved is not None and max(allocated, reserved) < MAX_MIB:
             log.peak_allocated_bytes = max(log.peak_allocated_bytes or 0, int(allocated * MIB))
             log.peak_reserved_bytes = max(log.peak_reserved_bytes or 0, int(reserved * MIB))
@@ -90,25 +89,27 @@ def _read_line(log: MegatronLog, line: str) -> None:
 
 def _step(line: str, seconds: float) -> LoggedStep:
     loss, skipped = LOSS.search(line), SKIPPED.search(line) is not None
-    losses: tuple[float | None, ...] = (_number(loss[1]),) if loss else ()
+    losses: tuple[float | None, ...] = (finite_number(loss[1]),) if loss else ()
     if NOT_FINITE.search(line) and not skipped:
         losses = (None,)
     return LoggedStep(seconds=seconds, losses=losses, skipped=skipped)
 
 
-def _number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
-
-
 def progress(task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
     """Return a function that returns the seconds of each step that a running trial has finished so far."""
-    if task.spec.train.command is not None:
-        return CommandProgress(folder)
-    return partial(program_progress, folder)
+    return partial(program_progress, folder) if task.spec.train.command is None else command_progress(folder)
+
+
+def command_progress(folder: str) -> Callable[[], tuple[float, ...]]:
+    """Return a function that returns the seconds of the steps that a user's command has logged. Lines are read once."""
+    log = MegatronLog()
+    files = LogFiles(folder, partial(_read_line, log))
+
+    def seconds() -> tuple[float, ...]:
+        files.read()
+        return tuple(log.step_times_s)
+
+    return seconds
 
 
 def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
@@ -122,18 +123,6 @@ def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False
         effective=lambda values: as_asked(task, candidate, dict(_program_values(candidate, values))),
         devices=devices_of(task, candidate),
     )
-
-
-class CommandProgress:
-    """A callable that returns the seconds of the steps that a user's command has logged. Each line is read once."""
-
-    def __init__(self, folder: str) -> None:
-        self._log = MegatronLog()
-        self._files = LogFiles(folder, partial(_read_line, self._log))
-
-    def __call__(self) -> tuple[float, ...]:
-        self._files.read()
-        return tuple(self._log.step_times_s)
 
 
 def step_limit(task: Task) -> int | None:

@@ -25,9 +25,8 @@ from flagcore_megatron.predict import with_layout
 from flagcore_megatron.program.user_command import DISTRIBUTION
 from flagcore_megatron.space import production
 from flagcore_megatron.space.knobs import BY_NAME, plain_values, program_runs_meshes
-from flagcore_megatron.space.meshes import MESHES
+from flagcore_megatron.space.meshes import DP, MESHES, PP
 from flagcore_megatron.space.options import DEFAULTS, runs, schedule
-from flagcore_megatron.space.rules import DP, PP
 from flagcore_megatron.trial.job import TrialCandidate
 
 PROGRAM = "flagcore_megatron.trial"

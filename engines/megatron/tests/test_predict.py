@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.predict import components, predict
 from flagcore_megatron.space.knobs import candidate_columns
 

@@ -34,22 +34,22 @@ from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import MIN_REQUESTS, RATES
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
 from flagcore.spec.models import find_public
 from flagcore.vendorkit.programs import release
-from flagcore_serving.launch import importing, start
-from flagcore_serving.launch.profile import EngineProfile
+from flagcore_serving.launch import importing
+from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.predict import predict
 from flagcore_serving.model.work import Overheads, overheads_of
 from flagcore_serving.space import knobs as common_knobs
-from flagcore_serving.space import placement, rules
-from flagcore_serving.space.hardware import DP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
+from flagcore_serving.space import placement
+from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
+from flagcore_serving.space.knobs import CONTEXT, LAYOUT
 from flagcore_serving.space.program import Program
-from flagcore_serving.space.settings import PublishedRuns
 from flagcore_serving.space.weights import (
     WIDE_PRECISIONS,
     check_formats,
@@ -77,12 +77,6 @@ class ServingEngine(
     role = importing.role
     read_command = importing.spec_of_command
     check_values = staticmethod(check_formats)
-    export = start.exported
-    groups = start.server_groups
-
-    def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
-        """Parse the knob values of a spec or a job record. Raises SpecError for an unknown knob or an invalid value."""
-        return common_knobs.parse(values, self.knobs, self.name)
 
     def defaults(self, task: Task) -> dict[str, KnobValue]:
         """Return the knob values of a candidate that sets no knob itself.
@@ -186,13 +180,56 @@ class ServingEngine(
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
-        return *published(task, self.parse(values), self.published_runs), frozenset()
+        """Return the task and the knob values of a job record, with omitted settings filled in (see the module)."""
+        serve, chip, runs = task.spec.serve, task.cluster.groups[0].chip, self.published_runs
+        parsed = self.parse(values)
+        if runs.cache_type and serve.precision not in WIDE_PRECISIONS and "fp4" in chip.dense_flops_per_second:
+            parsed.setdefault(common_knobs.KV, runs.cache_type)
+        if runs.release and release(serve.engine_version or "") is None:
+            serve = replace(serve, engine_version=runs.release)
+        serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+        if runs.memory_flag and _weights_share(task, parsed) > CROWDED_SHARE:
+            serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
+        # The space must contain the value of PREFILL_DECODE, which is possibly not among those of `auto`.
+        kinds = parsed.get(PREFILL_DECODE)
+        space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else task.spec.space
+        return replace(task, spec=replace(task.spec, work=serve, space=space)), parsed, frozenset()
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        return rules.usual_space(task, self.program, self.defaults(task))
+        """Return a space of the layouts that an expert would consider, with the engine's defaults for all other knobs.
+
+        The layouts come from the spec's space. Without a space, they are all layouts that do not split a matrix over
+        several nodes. On CPU cores the engine's defaults are the only choice: one instance that uses all cores.
+        """
+        space, node = task.spec.space, max(group.devices_per_node for group in task.cluster.groups)
+        fixed, by_default = self.program.parse(task.spec).fixed, task.spec.serve.default_space
+        usual: dict[str, str | tuple[KnobValue, ...]] = {name: (value,) for name, value in self.defaults(task).items()}
+        if by_default and CONTEXT in usual and CONTEXT not in fixed:
+            usual[CONTEXT] = AUTO
+        if Hardware.of(task).on_cores:
+            return usual
+        for knob in (knob for knob in self.knobs if knob.name in LAYOUT and knob.name not in fixed):
+            searched = knob.value_in(space)
+            if searched is not None:
+                usual[knob.name] = searched
+            elif by_default:
+                in_node = tuple(size for size in common_knobs.tensor_sizes(task) if size <= node)
+                usual[knob.name] = in_node if knob.name == TP else AUTO
+        return usual
 
     def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
-        return rules.rule_of_thumb(columns, predictions, self.split_by)
+        """Return the row of the candidate that an expert would choose.
+
+        The criteria are, in this order: the most devices in use, enough memory for the cache (CACHE_SHARE), the fewest
+        attention DP groups, the fewest expert groups, no split other than by the knob `split_by`, and the smallest such
+        split.
+        """
+        one = np.ones_like(predictions.worst_stage)
+        sizes = {knob: np.maximum(columns.get(knob, one), 1) for knob in LAYOUT}
+        used = sizes[INSTANCES] * sizes[TP] * sizes[PP] * sizes[DP]
+        crowded = ~(predictions.figures["kv_cache_bytes"] >= CACHE_SHARE * predictions.device_used_bytes)
+        other = sizes[PP if self.split_by == TP else TP]
+        return int(np.lexsort((sizes[self.split_by], other, sizes[EP], sizes[DP], crowded, -used))[0])
 
     def unusual(self, task: Task, columns: Columns, predictions: Predictions) -> IntArray:
         """Return the number of unusual properties of each candidate.
@@ -230,7 +267,7 @@ class ServingEngine(
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         predicted = {} if for_real else self._predicted(platform, candidate)
-        return start.launch(platform, self, candidate, folder, predicted, for_real=for_real)
+        return self.started(platform, candidate, folder, predicted, for_real=for_real)
 
     def _predicted(self, platform: Platform, candidate: Candidate) -> Mapping[str, float]:
         """Return the predicted metrics of a candidate by name, without NaN and infinite values."""
@@ -263,23 +300,8 @@ class ServingEngine(
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
 """Published runs raise the engine's memory share to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE` of a
 device's memory."""
-
-
-def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) -> tuple[Task, dict[str, KnobValue]]:
-    """Return the task and the knob values of a job record, with omitted settings filled in (see the module)."""
-    serve, chip = task.spec.serve, task.cluster.groups[0].chip
-    values = dict(values)
-    if runs.cache_type and serve.precision not in WIDE_PRECISIONS and "fp4" in chip.dense_flops_per_second:
-        values.setdefault(common_knobs.KV, runs.cache_type)
-    if runs.release and release(serve.engine_version or "") is None:
-        serve = replace(serve, engine_version=runs.release)
-    serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
-    if runs.memory_flag and _weights_share(task, values) > CROWDED_SHARE:
-        serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
-    # The space must contain the value of PREFILL_DECODE, which is possibly not among those of `auto`.
-    kinds = values.get(PREFILL_DECODE)
-    space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else task.spec.space
-    return replace(task, spec=replace(task.spec, work=serve, space=space)), values
+CACHE_SHARE = 0.25
+"""Minimum share of the used memory that an expert reserves for the cache. To get it, an instance gets more devices."""
 
 
 def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:

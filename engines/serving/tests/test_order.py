@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_serving.engine import SloImpossible
-from flagcore_vllm.profile import ENGINE
+from flagcore_vllm.engine import ENGINE
 
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate

@@ -10,7 +10,7 @@ from flagcore_serving.launch.server import Fetch
 
 from flagcore.domain.space import KnobValue
 
-SDK = ("profile",)
+SDK = ("engine",)
 
 _SAME_NAMES = (
     *("page_size", "chunked_prefill_size", "max_prefill_tokens", "schedule_policy", "enable_mixed_chunk"),

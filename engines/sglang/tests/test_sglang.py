@@ -3,7 +3,7 @@ import math
 from typing import Any
 
 import pytest
-from flagcore_sglang.profile import ENGINE as ENGINE
+from flagcore_sglang.engine import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import broken, planned, server, settings
 from flagcore.api import estimate_jobs

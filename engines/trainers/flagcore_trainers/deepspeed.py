@@ -22,6 +22,7 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, Int
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import _
+from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import start
 from flagcore_trainers.fully_shard.traffic import INTERVAL
 from flagcore_trainers.importing import Imported, check_sizes, own_configurations, spec_of_deepspeed
@@ -40,50 +41,7 @@ AUTOTP, ULYSSES = "tensor_model_parallel_size", "context_parallel_size"
 """Sizes of AutoTP, and of Ulysses' sequence parallelism, which the script has to support."""
 LEAST_STAGE = {OVERLAP: 1, BUCKET: 1, **dict.fromkeys((HPZ, *QUANTIZED), 3)}
 """The lowest stage of ZeRO that does not ignore a setting."""
-MICRO_KEY = "train_micro_batch_size_per_gpu"
-
-
-def printed(name: str) -> str:
-    """Return the pattern of the line in which DeepSpeed logs a value in use. Source: `runtime/config.py`, `print`."""
-    return rf":print\]\s+{name} \.*\s*(\d+)"
-
-
-PROGRAM: Mapping[str, Any] = {
-    "config": "auto",
-    "knobs": {
-        ZERO: {
-            "key": STAGE_KEY,
-            "values": [0, 1, 2, 3],
-            "label": "ZeRO",
-            "printed": printed("zero_optimization_stage"),
-        },
-        MICRO: {
-            "key": MICRO_KEY,
-            "values": [1, 2, 4, 8, 16, 32, 64],
-            "label": "MBS",
-            "printed": printed(MICRO_KEY),
-        },
-        OFFLOAD: {"key": "zero_optimization.offload_optimizer.device", "values": {"none": 0, "cpu": 1}},
-        OVERLAP: {"key": "zero_optimization.overlap_comm", "values": [False, True]},
-        BUCKET: {"key": "zero_optimization.reduce_bucket_size", "values": [500_000_000, 50_000_000]},
-        HPZ: {"key": f"zero_optimization.{HPZ}", "values": [1, 2, 4, 8, 16], "label": "hpZ"},
-        **{name: {"key": f"zero_optimization.{name}", "values": [False, True]} for name in QUANTIZED},
-        AUTOTP: {"key": "tensor_parallel.autotp_size", "values": [1, 2, 4, 8], "label": "AutoTP"},
-        ULYSSES: {"key": "sequence_parallel_size", "values": [1, 2, 4, 8], "label": "Ulysses"},
-    },
-    "trial_keys": {
-        "steps_per_print": 1,
-        "log_level": "info",
-        "wall_clock_breakdown": False,
-        "tensorboard.enabled": False,
-        "wandb.enabled": False,
-        "comet.enabled": False,
-        "csv_monitor.enabled": False,
-    },
-    "log": {"format": "deepspeed"},
-    "state_bytes": {"gradients": 2, "fused_adam": True},
-}
-"""`train.program` of every DeepSpeed job. Trials print each step, and report to no other tool."""
+PROGRAM: Mapping[str, Any] = package_yaml(__package__, "deepspeed.yaml")
 
 
 class DeepSpeed(Trainer, Commands):

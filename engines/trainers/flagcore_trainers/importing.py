@@ -5,7 +5,7 @@ Sources: DeepSpeed 0.19 `launcher/runner.py` and `runtime/config.py`; the recipe
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -17,18 +17,17 @@ from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import absolute_model, model_from, public_name
-from flagcore.spec.plain_data import Notes, read_text
+from flagcore.spec.plain_data import Notes, package_yaml, read_text
 from flagcore_trainers import start as files
 from flagcore_trainers.fully_shard import AC
 
 Imported = tuple[dict[str, Any], Sequence[ImportNote]]
-MODEL_FLAGS = ("model_name_or_path", "model_name", "model", "pretrained_model_name_or_path", "base_model")
-LENGTH_FLAGS = (
-    *("max_seq_len", "max_seq_length", "model_max_length", "seq_length", "seq_len", "block_size", "cutoff_len"),
-    *("max_length", "max_len", "sequence_length"),
-)
+TABLES: Any = package_yaml(__package__, "importing.yaml")
 MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 """Arguments of Hugging Face's Trainer, and of scripts that follow it."""
+MICRO_KEY = "train_micro_batch_size_per_gpu"
+SIZES = {MICRO: MICRO_KEY, STEPS: STEPS}
+"""The key of DeepSpeed's configuration for each of these arguments."""
 
 
 def option(words: Sequence[str], *names: str) -> Any:
@@ -44,7 +43,7 @@ def number(value: object) -> int | None:
 
 GROUPS = ("tensor_parallel.autotp_size", "sequence_parallel_size")
 """Keys of DeepSpeed with the sizes of groups of ranks that share a sample."""
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", STEPS)
+BATCH_KEYS = ("train_batch_size", MICRO_KEY, STEPS)
 
 
 def check_sizes(content: Mapping[str, Any], config: str) -> None:
@@ -98,59 +97,90 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
     content = files.read_config(config, str(directory), key=flags[0])
     check_sizes(content, config)
     cluster = _cluster(start, str(directory), notes)
+    total, share = _batch(words, content, cluster, notes)
+    length = number(option(words, *TABLES["length_flags"]))
+    if length is None:
+        notes.report("train.seq_length", "is not in the command", fix="add --max_seq_len N to the command")
+    section = _model(model, [option(words, *TABLES["model_flags"])], directory, notes)
+    if notes.problems:
+        raise join_errors(notes.problems)
+    _note_contradictions(words, content, config, share, notes)
+    program = dict[str, Any]()
+    if option(words, MICRO) is not None:  # Hugging Face's Trainer compares its arguments with the configuration
+        words = _set(words, STEPS, "{gradient_accumulation_steps}")
+        values = sorted({1, 2, 4, 8, 16, 32, _sizes(words, content)[0]})
+        row = {"key": MICRO_KEY, "flag": f"--{MICRO}", "values": values, "label": "MBS"}
+        program = {"knobs": {"micro_batch_size": row}}
+    if _note_unpredicted(words, content, directory, notes):
+        program["fixed"] = {"recompute": 2}
+    precision = next((name for name in ("bf16", "fp16") if _is_on(content, name, option(words, name))), "fp32")
+    train: dict[str, Any] = {"engine": "deepspeed", "seq_length": length}
+    train |= {"global_batch_size": total, "precision": precision}
+    train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}
+    notes.note("command", f"keys of {config} are the baseline, and trials change copies of it", "train")
+    return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
+
+
+def _sizes(words: Sequence[str], content: Mapping[str, Any]) -> list[int]:
+    """Return the micro-batch size and the number of micro-batches of the configuration, or else of the command."""
+    return [number(content.get(key)) or number(option(words, name)) or 1 for name, key in SIZES.items()]
+
+
+def _batch(
+    words: Sequence[str], content: Mapping[str, Any], cluster: Mapping[str, Any], notes: Notes
+) -> tuple[int, float | None]:
+    """Return the global batch size, and the micro-batch size that follows from that of the configuration, if known."""
+    micro, accumulated = _sizes(words, content)
     devices = cluster["nodes"] * (number(cluster["devices_per_node"]) or 1)
-    micro, micro_flag = content.get("train_micro_batch_size_per_gpu"), option(words, MICRO)
-    steps, steps_flag, total = content.get(STEPS), option(words, STEPS), number(content.get("train_batch_size"))
-    micro_size = number(micro) or number(micro_flag) or 1
-    accumulated, is_known = number(steps) or number(steps_flag) or 1, cluster["devices_per_node"] != "auto"
-    share = total / (accumulated * devices) if total and is_known else None
+    total, is_known = number(content.get("train_batch_size")), cluster["devices_per_node"] != "auto"
     if total is None:
-        total = micro_size * accumulated * devices
+        total = micro * accumulated * devices
         text = "is that of the command's devices, micro-batch and steps"
         if not is_known:
             text = f"{total}: with one device on a host, as the command has no number; multiply it by the number"
         notes.note("train.global_batch_size", text, "train.global_batch_size")
-    elif is_known and total % (micro_size * devices) and not any(files.value_at(content, key) for key in GROUPS):
-        text = f"{total} is no multiple of the micro-batch {micro_size} x {devices} devices: the baseline is another"
+        return total, None
+    if is_known and total % (micro * devices) and not any(files.value_at(content, key) for key in GROUPS):
+        text = f"{total} is no multiple of the micro-batch {micro} x {devices} devices: the baseline is another"
         notes.note("train_batch_size", text, "train.global_batch_size")
-    length = number(option(words, *LENGTH_FLAGS))
-    if length is None:
-        notes.report("train.seq_length", "is not in the command", fix="add --max_seq_len N to the command")
-    section = _model(model, [option(words, *MODEL_FLAGS)], directory, notes)
-    if notes.problems:
-        raise join_errors(notes.problems)
-    program = dict[str, Any]()
-    if micro_flag is not None:  # Hugging Face's Trainer compares its arguments with the configuration
-        words = _set(words, STEPS, "{gradient_accumulation_steps}")
-        values = sorted({1, 2, 4, 8, 16, 32, micro_size})
-        row = {"key": "train_micro_batch_size_per_gpu", "flag": f"--{MICRO}", "values": values, "label": "MBS"}
-        program = {"knobs": {"micro_batch_size": row}}
+    return total, total / (accumulated * devices) if is_known else None
+
+
+def _note_contradictions(
+    words: Sequence[str], content: Mapping[str, Any], config: str, share: float | None, notes: Notes
+) -> None:
+    """Add a note on each size of the command that differs from that of the configuration, or from `share`."""
     follows = None if share is None else int(share) if share.is_integer() else round(share, 3)
-    for name, own, other in ((MICRO, micro_flag, number(micro) or follows), (STEPS, steps_flag, number(steps))):
+    for name, key in SIZES.items():
+        own, given = option(words, name), number(content.get(key))
+        other = given or (follows if name == MICRO else None)
         if number(own) and other and number(own) != other:
-            of = f"of {config}" if number(steps if name == STEPS else micro) else f"of train_batch_size in {config}"
+            of = f"of {config}" if given else f"of train_batch_size in {config}"
             notes.note(f"--{name}", f"{own} contradicts {other} {of}", "train.command")
+
+
+def _note_unpredicted(words: Sequence[str], content: Mapping[str, Any], directory: Path, notes: Notes) -> bool:
+    """Add notes on what changes the time or memory of a step, but not the predictions.
+
+    Returns whether the script stores the inputs of layers only.
+    """
     device = files.value_at(content, "zero_optimization.offload_optimizer.device")
     if device not in (None, "none", "cpu"):
         text = f"{device} is not tuned: the baseline has none instead"
         notes.note("zero_optimization.offload_optimizer.device", text, "train")
     if untold := [f"{name} {option(words, name[2:])}" for name in _turned_on(words, NOT_PREDICTED)]:
         notes.note(untold[0].split()[0], f"not in the predictions: {', '.join(untold)}", "train")
-    for key in KEYS_NOT_PREDICTED:
+    for key in TABLES["keys_not_predicted"]:
         if str(value := files.value_at(content, key)).lower() not in OFF:
             notes.note(key, f"not in the predictions ({value})", "train")
-    for found in [*_turned_on(words, CHECKPOINTS)][:1]:
-        program["fixed"] = {"recompute": 2}
+    checkpoints = [*_turned_on(words, CHECKPOINTS)]
+    for found in checkpoints[:1]:
         notes.note(found, "is taken as the recompute of whole layers in backward", "train.program.fixed")
     for text in own_configurations(words, directory):
         notes.note("config", text, "train.command")
     if (number(stages := option(words, "pipe_parallel_size", "pipeline_parallel_size")) or 1) > 1:
         notes.note("pipe_parallel_size", f"not in the predictions ({stages}): all devices count as replicas", "train")
-    precision = next((name for name in ("bf16", "fp16") if _is_on(content, name, option(words, name))), "fp32")
-    train = {"engine": "deepspeed", "seq_length": length, "global_batch_size": total, "precision": precision}
-    train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}
-    notes.note("command", f"keys of {config} are the baseline, and trials change copies of it", "train")
-    return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
+    return bool(checkpoints)
 
 
 CHECKPOINTS = re.compile(
@@ -165,11 +195,6 @@ NOT_PREDICTED = re.compile(
     r"|freeze_\w+|optim|torch_compile|use_liger(_kernel)?|auto_find_batch_size|neftune_\w+|packing|group_by_length)"
 )
 """Options of Hugging Face's Trainer, and of scripts with it, that change the time or memory of a step."""
-KEYS_NOT_PREDICTED = (
-    *("zero_optimization.offload_param.device", "zero_optimization.mics_shard_size"),
-    *("activation_checkpointing.cpu_checkpointing", "compile.enabled", "pipeline.stages", "elasticity.enabled"),
-)
-"""Keys of DeepSpeed's configuration that do so, and are no knobs."""
 
 
 def _turned_on(words: Sequence[str], options: re.Pattern[str]) -> Iterator[str]:
@@ -180,14 +205,6 @@ def _turned_on(words: Sequence[str], options: re.Pattern[str]) -> Iterator[str]:
             value = str(files.flag_value(words, name)).lower()
             if value not in ("false", "0", "no", "off", "none", "adamw_torch", "adamw_torch_fused", "adamw_hf"):
                 yield name
-
-
-PASSED = {
-    "initialize": ("config", "config_params"),
-    "TrainingArguments": ("deepspeed",),
-    "DeepSpeedPlugin": ("hf_ds_config",),
-}
-"""The keywords of calls that take a configuration, or the name of its file."""
 
 
 def own_configurations(words: Sequence[str], directory: Path) -> Iterator[str]:
@@ -202,7 +219,7 @@ def own_configurations(words: Sequence[str], directory: Path) -> Iterator[str]:
             assigned = [each for each in nodes if isinstance(each, ast.Assign) and _is_dictionary(each.value)]
             names = {name.id for each in assigned for name in each.targets if isinstance(name, ast.Name)}
             for call in (each for each in nodes if isinstance(each, ast.Call)):
-                keywords = PASSED.get(getattr(call.func, "attr", getattr(call.func, "id", "")), ())
+                keywords = TABLES["passed"].get(getattr(call.func, "attr", getattr(call.func, "id", "")), ())
                 values = [each.value for each in call.keywords if each.arg in keywords]
                 if any(_is_dictionary(each) or getattr(each, "id", "") in names for each in values):
                     place = f"{word}:{call.lineno}"
@@ -248,37 +265,14 @@ def _cluster(start: Start, directory: str, notes: Notes) -> dict[str, Any]:
     return {"chip": "auto", "nodes": nodes, "devices_per_node": devices or "auto"}
 
 
-TITAN_KEYS: Mapping[str, Sequence[str]] = {
-    "tensor_model_parallel_size": ("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree"),
-    "context_parallel_size": ("parallelism.context_parallel_degree", "experimental.context_parallel_degree"),
-    "pipeline_model_parallel_size": ("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree"),
-    "micro_batch_size": ("training.local_batch_size", "training.batch_size"),
-    AC: ("activation_checkpoint.mode",),
-    "reshard_after_forward": ("parallelism.fsdp_reshard_after_forward",),
-    "compile": ("compile.enable", "training.compile"),
-    "seq_length": ("training.seq_len",),
-    "global_batch_size": ("training.global_batch_size",),
-}
-"""The keys of each meaning, the newest first. Options have the same names."""
+TITAN_KEYS: Mapping[str, Sequence[str]] = TABLES["titan_keys"]
 CONFIG_FILE = "job.config_file"
 FILES_OF_MODEL = ("hf_assets_path", "tokenizer_path")
 SIZE = re.compile(r"\d+(?:\.\d+)?[bme](?![a-z])")
 """The parts of a name that state the number of parameters or experts, such as 30b and 128e."""
-REPLICATE_KEYS = ("parallelism.data_parallel_replicate_degree", "training.data_parallel_replicate_degree")
-SHARD_KEYS = ("parallelism.data_parallel_shard_degree", "training.data_parallel_shard_degree")
-HARMLESS = re.compile(
-    r"(job|profiling|profiler|metrics|checkpoint|lr_scheduler|validat\w+|dataloader|comm|fault_tolerance|debug)\..*"
-    r"|model\.(name|flavor|norm_type|hf_assets_path|tokenizer_path|print_after_conversion)"
-    r"|optimizer\.(name|lr|eps|beta\d?|beta1|beta2|weight_decay|implementation)"
-    r"|training\.(steps|max_norm|dataset\w*|data\..*|data_\w+_style|warmup_steps|seed|deterministic|gc_\w+|debug_mode"
-    r"|mixed_precision_reduce|data_parallel_degree|decay_\w+|num_decays)"
-    r"|activation_checkpoint\.selective_ac_option|parallelism\.pipeline_parallel_schedule\w*|experimental\.custom_\w+"
-)
-"""Keys that change neither the time nor the memory of a step, or belong to values that are noted on their own."""
+HARMLESS = re.compile("|".join(TABLES["harmless"]))
 OFF = ("", "0", "1", "-1", "none", "false", "[]", "{}", "float32", "disabled", "no", "off")
 """Values, in lower case, that turn something off."""
-OLD_TRIAL = ["--training.steps", "{steps}", "--metrics.log_freq", "1", "--job.dump_folder", "{folder}"]
-"""The arguments of trials for releases with TOML files. What they write goes to the folder of the trial."""
 
 
 def starts_torchtitan(command: UserCommand | None) -> bool:
@@ -296,62 +290,93 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
         raise _no_program(words)
     file = option(words, CONFIG_FILE)
     content = read_toml(str(file), directory) if file else {}
-    found = {}
-    for name, keys in TITAN_KEYS.items():
-        for key in keys:
-            if (value := option(words, key)) is None:
-                value = files.value_at(content, key)
-            if value is not None:
-                value = {"true": True, "false": False}.get(str(value).lower(), number(value) or value)
-                found[name] = (key, value)
-                break
+    found = _titan_values(words, content)
     key, value = found.get("micro_batch_size", ("", 1))
     if number(value) is None:
         notes.report(key, "is not a positive whole number", value=value, fix="correct it")
     cluster = cluster_of(command, notes, start)
     _check_degrees(command, content, cluster, notes)
     sizes = {name: number(found[name][1]) or 1 for name in list(TITAN_KEYS)[:3] if name in found}
-    replicas = cluster["nodes"] * (number(cluster["devices_per_node"]) or 1)
-    for size in sizes.values():
-        replicas = max(1, replicas // size)
-    length, micro = (number(found[name][1]) if name in found else None for name in ("seq_length", "micro_batch_size"))
-    total = number(found["global_batch_size"][1]) if "global_batch_size" in found else None
+    names = ("seq_length", "micro_batch_size", "global_batch_size")
+    length, micro, total = (number(found.get(name, ("", None))[1]) for name in names)
     for key, value in (("training.seq_len", length), ("training.local_batch_size", micro or total)):
         if value is None:
             fix = f"add --{key} N to the command" + ("" if file else ": its configuration is a Python function")
             notes.report(f"--{key}", "is not in the command", fix=fix)
-    if cluster["devices_per_node"] == "auto" and total is None:
-        text = "is that of one device on a host, as the command has no number: multiply it by the number"
-        notes.note("train.global_batch_size", text, "train.global_batch_size")
-    if total and cluster["devices_per_node"] != "auto" and total % ((micro or 1) * replicas):
-        text = f"{total} is no multiple of the micro-batch {micro or 1} x {replicas} replicas: the baseline is another"
-        notes.note("training.global_batch_size", text, "train.global_batch_size")
+    size = _titan_batch(cluster, sizes.values(), micro or 1, total, notes)
     section = _model(model, _titan_names(content, words), directory, notes)
     if notes.problems:
         raise join_errors(notes.problems)
-    program: dict[str, Any] = {"trial_args": OLD_TRIAL} if file else {}
-    rows = {
-        name: {"flag": f"--{key}", "default": value, **({} if _is_usual(name, value) else {"values": [value]})}
-        for name, (key, value) in found.items()
-        if name in knobs and file
-    }
-    if file:  # other releases have a subcommand
-        rows.setdefault(AC, {"flag": f"--{TITAN_KEYS[AC][0]}"})
-    fixed = {"pipeline_model_parallel_size": sizes.get("pipeline_model_parallel_size", 1)}
-    if fixed["pipeline_model_parallel_size"] > 1:
-        program["fixed"] = {"zero_stage": 3, **fixed}
-        notes.note(found["pipeline_model_parallel_size"][0], "stays as it is in all trials", "train.program")
-    program |= {"knobs": rows} if rows else {}
+    program = _titan_program(found, sizes.get("pipeline_model_parallel_size", 1), knobs if file else None, notes)
     for key, value in _not_predicted(content, command.arguments).items():
         notes.note(key, f"not in the predictions ({value})", "train")
-    for key in SHARD_KEYS:
+    train: dict[str, Any] = {
+        "engine": "torchtitan",
+        "seq_length": length,
+        "global_batch_size": size,
+        "precision": "bf16",
+    }
+    train |= {"command": _without_shards(words, content), "directory": str(directory)}
+    train |= {"program": program} if program else {}
+    return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
+
+
+def _titan_program(
+    found: Mapping[str, tuple[str, Any]], stages: int, knobs: Sequence[str] | None, notes: Notes
+) -> dict[str, Any]:
+    """Return the section `train.program`. `knobs`: those of the engine; None for releases with a subcommand."""
+    program: dict[str, Any] = {} if knobs is None else {"trial_args": TABLES["old_trial"]}
+    if stages > 1:
+        program["fixed"] = {"zero_stage": 3, "pipeline_model_parallel_size": stages}
+        notes.note(found["pipeline_model_parallel_size"][0], "stays as it is in all trials", "train.program")
+    if knobs is not None:
+        rows = {name: _titan_row(name, *each) for name, each in found.items() if name in knobs}
+        program["knobs"] = {**rows, AC: rows.get(AC, {"flag": f"--{TITAN_KEYS[AC][0]}"})}
+    return program
+
+
+def _without_shards(words: list[str], content: Mapping[str, Any]) -> list[str]:
+    """Return a command that shares weights among as many ranks as other sizes leave."""
+    for key in TABLES["shard_keys"]:
         if (option(words, key) or files.value_at(content, key)) not in (None, -1, "-1"):
             words = [word for word in _set(words, key, "") if word] if option(words, key) else words
-            words = [*(word for word in words if word != f"--{key}"), f"--{key}=-1"]  # what other sizes leave
-    size = total or (micro or 1) * replicas
-    train = {"engine": "torchtitan", "seq_length": length, "global_batch_size": size, "precision": "bf16"}
-    train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}
-    return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
+            words = [*(word for word in words if word != f"--{key}"), f"--{key}=-1"]
+    return words
+
+
+def _titan_values(words: Sequence[str], content: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return the key and the value of each meaning in `TITAN_KEYS` that the command or its file sets."""
+    found = {}
+    for name, keys in TITAN_KEYS.items():
+        for key in keys:
+            if (value := option(words, key)) is None:
+                value = files.value_at(content, key)
+            if value is not None:
+                found[name] = key, {"true": True, "false": False}.get(str(value).lower(), number(value) or value)
+                break
+    return found
+
+
+def _titan_batch(
+    cluster: Mapping[str, Any], sizes: Collection[int], micro: int, total: int | None, notes: Notes
+) -> int:
+    """Return the global batch size. `sizes`: the degrees of parallelism of a replica. `total`: what the job sets."""
+    replicas = cluster["nodes"] * (number(cluster["devices_per_node"]) or 1)
+    for size in sizes:
+        replicas = max(1, replicas // size)
+    if cluster["devices_per_node"] == "auto" and total is None:
+        text = "is that of one device on a host, as the command has no number: multiply it by the number"
+        notes.note("train.global_batch_size", text, "train.global_batch_size")
+    if total and cluster["devices_per_node"] != "auto" and total % (micro * replicas):
+        text = f"{total} is no multiple of the micro-batch {micro} x {replicas} replicas: the baseline is another"
+        notes.note("training.global_batch_size", text, "train.global_batch_size")
+    return total or micro * replicas
+
+
+def _titan_row(name: str, key: str, value: object) -> dict[str, Any]:
+    """Return the row of a knob. If the engine does not try the value, it is the only one."""
+    is_usual = name != "micro_batch_size" or number(value) in (1, 2, 4, 8, 16)
+    return {"flag": f"--{key}", "default": value, **({} if is_usual else {"values": [value]})}
 
 
 def _check_degrees(command: UserCommand, content: Mapping[str, Any], cluster: dict[str, Any], notes: Notes) -> None:
@@ -360,17 +385,15 @@ def _check_degrees(command: UserCommand, content: Mapping[str, Any], cluster: di
     An empty number of hosts in the command becomes the one that the degrees need.
     """
     product, is_whole = 1, True
-    for keys in (REPLICATE_KEYS, SHARD_KEYS, *[*TITAN_KEYS.values()][:3]):
+    for keys in (TABLES["replicate_keys"], TABLES["shard_keys"], *[*TITAN_KEYS.values()][:3]):
         given = ((key, option(command.words, key) or files.value_at(content, key)) for key in keys)
         key, value = next((each for each in given if each[1] is not None), ("", 1))
-        if str(value) == "-1" and keys == SHARD_KEYS:
-            is_whole = False
-        elif (size := number(value)) is None:
+        if keys == TABLES["shard_keys"] and (not key or str(value) == "-1"):
+            is_whole, value = False, 1
+        if (size := number(value)) is None:
             notes.report(key, "is not a positive whole number", value=value, fix="correct it")
             return
-        else:
-            product *= size
-        is_whole = is_whole and (bool(key) or keys != SHARD_KEYS)
+        product *= size
     per_host, hosts = cluster["devices_per_node"], command.option("nnodes")
     if per_host == "auto":
         return
@@ -389,7 +412,7 @@ def _not_predicted(content: Mapping[str, Any], words: Sequence[str]) -> dict[str
     given = dict(_flat(content))
     names = (word[2:].partition("=")[0] for word in words if word.startswith("--"))
     given |= {name: option(words, name) for name in names if "." in name}
-    read = {*SHARD_KEYS, *(key for keys in TITAN_KEYS.values() for key in keys)}
+    read = {*TABLES["shard_keys"], *(key for keys in TITAN_KEYS.values() for key in keys)}
     return {
         key: value
         for key, value in given.items()
@@ -404,11 +427,6 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _is_usual(name: str, value: object) -> bool:
-    """Return whether a value is among those that the engine tries."""
-    return not (name == "micro_batch_size" and number(value) not in (1, 2, 4, 8, 16))
 
 
 def _titan_names(content: Mapping[str, Any], words: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from flagcore_training.reading import MAX_MIB, LogFiles
+from flagcore_training.reading import MAX_MIB, LogFiles, finite_number
 
 from flagcore.domain.spec import Task
 from flagcore_trainers.program import UNITS
@@ -171,11 +171,7 @@ THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?([eE][-+]?\d+)?")
 
 def _number(text: str | None) -> float | None:
     text = (text or "").strip(" ,")
-    try:
-        number = float(text.replace(",", "" if THOUSANDS.fullmatch(text) else "."))
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+    return finite_number(text.replace(",", "" if THOUSANDS.fullmatch(text) else "."))
 
 
 class Reading:

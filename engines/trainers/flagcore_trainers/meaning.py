@@ -12,23 +12,25 @@ import numpy as np
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.memory.training import (
     InUse,
+    Memory,
     gathered_bytes,
+    in_use,
     memory_in_use,
     split_parameters,
     states_of,
     step_bytes,
 )
-from flagcore_training.stages import model_flops, stage, stage_parameters
+from flagcore_training.stages import stage, stage_parameters
 from flagcore_training.time.step import Blocks, costs_in_run, step_time
 
-from flagcore.contracts import Costs, communicator_bytes
+from flagcore.contracts import Costs
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
 from flagcore_trainers import plain
+from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard import traffic
-from flagcore_trainers.fully_shard.traffic import BATCH_ROWS, INTERVAL
 from flagcore_trainers.program import MEANINGS, StateSection
 
 TP, PP, CP, EP, DP, MBS, ACCUMULATION, ZERO, SP, RECOMPUTE, OFFLOAD = MEANINGS
@@ -136,19 +138,14 @@ def predict(
     The exchange of gradients is assumed to overlap with kernels. `buffers`: bytes of gathered weights and buffers at
     each moment of `plain.Moments`, and `between` steps. If they are not known, ZeRO 3 gathers two layers.
     """
-    size = given[DP].size
-    parts, order = [], []
-    for start in range(0, size, BATCH_ROWS):
-        batch = {name: values[start : start + BATCH_ROWS] for name, values in given.items()}
-        kinds, inverse = np.unique(np.stack([batch[ZERO], batch[OFFLOAD]]), axis=1, return_inverse=True)
-        for kind, (zero, offload) in enumerate(kinds.T.tolist()):
-            rows = np.flatnonzero(inverse.reshape(-1) == kind)
-            train = training(task, zero, offload, states)
-            layout = layout_of({name: values[rows] for name, values in batch.items()})
-            extra = None if buffers is None else {name: each[rows + start] for name, each in buffers.items()}
-            parts.append(_predict(task, train, layout, costs, extra))
-            order.append(rows + start)
-    return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
+
+    def of_rows(kind: int, rows: IntArray) -> Predictions:
+        train = training(task, kind // 2, kind % 2, states)
+        layout = layout_of({name: values[rows] for name, values in given.items()})
+        extra = None if buffers is None else {name: each[rows] for name, each in buffers.items()}
+        return _predict(task, train, layout, costs, extra)
+
+    return prediction.by_kind(2 * given[ZERO] + given[OFFLOAD], of_rows)
 
 
 def training(task: Task, stage: int, offload: int, states: StateSection) -> Training:
@@ -219,21 +216,7 @@ def _predict(
     else:
         used = _plain_memory(train, layout, costs, buffers)
         time_s = _plain_times(train, layout, traffic.with_torch_attention(task, costs))
-    total: FloatArray = sum(time_s.values(), np.zeros(()))
-    return Predictions(
-        step_time_s=total,
-        low_s=total * INTERVAL[0],
-        high_s=total * INTERVAL[1],
-        time_s=time_s,
-        static_bytes=used.memory.static,
-        activation_bytes=used.memory.activation,
-        peak_allocated_bytes=used.memory.peak,
-        reserved_bytes=used.reserved,
-        device_used_bytes=used.used,
-        worst_stage=used.memory.worst_stage,
-        capacity_bytes=costs.memory.capacity_bytes(),
-        model_flops=model_flops(train),
-    )
+    return prediction.predictions(train, costs, used, time_s)
 
 
 def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mapping[str, FloatArray] | None) -> InUse:
@@ -256,14 +239,15 @@ def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mappin
     above = plain.moments(train, alone).plus(**buffers).highest()
     update = step_bytes(train, alone, *split_parameters(parameters)) + np.maximum(between, 0.0)
     peak = states + np.maximum(above, update)
-    reserved = costs.memory.reserved_bytes(peak)
-    on_device = costs.memory.device_used_bytes(reserved) + communicator_bytes(costs.memory) * alone.communicators()
+    stages = used.memory.worst_stage[is_alone]
+    memory = Memory(static=states + between, activation=above - between, peak=peak, worst_stage=stages)
+    own_use = in_use(costs.memory, memory, alone)
     for values, own in (
-        (used.memory.static, states + between),
-        (used.memory.activation, above - between),
+        (used.memory.static, memory.static),
+        (used.memory.activation, memory.activation),
         (used.memory.peak, peak),
-        (used.reserved, reserved),
-        (used.used, on_device),
+        (used.reserved, own_use.reserved),
+        (used.used, own_use.used),
     ):
         values[is_alone] = own
     return used

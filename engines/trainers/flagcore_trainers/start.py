@@ -13,18 +13,11 @@ from flagcore.domain.files import replace as write_file
 from flagcore.domain.space import KnobValue
 from flagcore.errors import LaunchError, SpecError
 from flagcore.spec.plain_data import dump_yaml, load_json, parse_yaml, read_text
+from flagcore_trainers.program import KnobRow
 
 CONFIG = "{config}"
 """A word of a command that stands for the path of the configuration file. Without it, the user's path is replaced."""
 SUFFIXES = (".json", ".yaml", ".yml")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """How the value of a knob reaches the program: by a flag, by a key of the configuration file, or by both."""
-
-    flag: str = ""
-    key: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +32,11 @@ class Command:
     config: str = ""
     content: Mapping[str, Any] = field(default_factory=dict)
 
-    def value(self, target: Target) -> Any:
-        """Return the value that the command or the configuration file sets, or None if neither does."""
-        if target.flag and (found := flag_value(self.words, target.flag)) is not None:
+    def value(self, row: KnobRow) -> Any:
+        """Return the value of a knob that the command or the configuration file sets, or None if neither does."""
+        if row.flag and (found := flag_value(self.words, row.flag)) is not None:
             return found
-        return value_at(self.content, target.key) if target.key else None
+        return value_at(self.content, row.key) if row.key else None
 
 
 def read_config(config: str, directory: str, key: str = "train.program.config") -> dict[str, Any]:
@@ -102,7 +95,7 @@ def changed(content: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 def argv_of(
     command: Command,
-    targets: Mapping[str, Target],
+    knobs: Mapping[str, KnobRow],
     values: Mapping[str, KnobValue],
     placeholders: Mapping[str, object],
     added: Sequence[str],
@@ -110,7 +103,7 @@ def argv_of(
 ) -> tuple[str, ...]:
     """Return the command of a candidate.
 
-    `values`: the value of each knob in `targets`.
+    `values`: the value of each of `knobs`.
     `placeholders`: what each `{name}` inside a word stands for.
     `added`: further arguments.
     `config_file`: the path of the candidate's configuration file, empty if there is none.
@@ -118,18 +111,19 @@ def argv_of(
     The user's own flags of knobs are left out. The candidate's flags replace the word `{flags}` or are appended.
     """
     words, flags = list(command.words), list[str]()
-    for name, target in targets.items():
-        if target.flag:
-            words = _without_flag(words, target.flag, isinstance(values[name], bool))
-            flags += _flag_words(target.flag, values[name])
+    for name, row in knobs.items():
+        if row.flag:
+            words = _without_flag(words, row.flag, isinstance(values[name], bool))
+            flags += _flag_words(row.flag, values[name])
     flags += added
     if config_file:
         words = [_with_config(word, command.config, config_file) for word in words]
     argv: list[str] = []
     for word in words if "{flags}" in words else [*words, "{flags}"]:
         argv += flags if word == "{flags}" else [word]
-    shown = {f"{{{name}}}": str(value) for name, value in placeholders.items()}
-    return tuple(_expanded(word, shown) for word in argv)
+    for name, value in placeholders.items():
+        argv = [word.replace(f"{{{name}}}", str(value)) for word in argv]
+    return tuple(argv)
 
 
 def write_config(content: Mapping[str, Any], name: str, folder: str) -> str:
@@ -155,12 +149,6 @@ def _with_config(word: str, config: str, path: str) -> str:
     if CONFIG in word:
         return word.replace(CONFIG, path)
     return path if word == config else f"{name}={path}" if equals and value == config else word
-
-
-def _expanded(word: str, placeholders: Mapping[str, str]) -> str:
-    for name, value in placeholders.items():
-        word = word.replace(name, value)
-    return word
 
 
 def _flag_words(flag: str, value: KnobValue) -> list[str]:

@@ -21,6 +21,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
+from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers import start
 from flagcore_trainers.fully_shard import predict as prediction
@@ -31,35 +32,7 @@ from flagcore_trainers.trainer import Trainer
 CHECKPOINTING = "activation-checkpoint:"
 """The start of the subcommand of activation checkpointing."""
 COMPILE_FLAG = "--compile.enable"
-SIZES = [1, 2, 4, 8]
-PROGRAM: Mapping[str, Any] = {
-    "knobs": {
-        fs.TP: {"flag": "--parallelism.tensor_parallel_degree", "values": SIZES, "label": "TP"},
-        fs.CP: {"flag": "--parallelism.context_parallel_degree", "values": SIZES, "label": "CP"},
-        fs.MBS: {"flag": "--training.local_batch_size", "values": [1, 2, 4, 8, 16], "label": "MBS"},
-        fs.AC: {
-            "flag": f"{CHECKPOINTING}{{}}",
-            "values": {"none": 0, "selective": 1, "full": 2},
-            "meaning": "recompute",
-            "label": "AC",
-            "default": "selective",
-        },
-        fs.RESHARD: {
-            "flag": "--parallelism.fsdp_reshard_after_forward",
-            "values": ["default", "never"],
-            "label": "reshard",
-        },
-        fs.COMPILE: {"flag": COMPILE_FLAG, "values": [False, True]},
-    },
-    "fixed": {"zero_stage": 3},
-    "trial_args": [
-        *("--training.steps", "{steps}", "--metrics.log_freq", "1", "--dump_folder", "{folder}"),
-        *("--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb", "--metrics.disable_color_printing"),
-        *("--checkpoint.no-enable", "--profiler.no-enable_profiling", "--validator.no-enable"),
-    ],
-    "log": {"format": "torchtitan"},
-}
-"""`train.program` of every torchtitan job. Trials print each step, and write no checkpoints, traces or metrics."""
+PROGRAM: Mapping[str, Any] = package_yaml(__package__, "torchtitan.yaml")
 
 
 class TorchTitan(Trainer, Commands):

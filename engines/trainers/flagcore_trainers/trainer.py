@@ -29,6 +29,7 @@ from flagcore_trainers.program import (
     LARGEST,
     MEANINGS,
     UNITS,
+    KnobRow,
     ProgramSection,
     as_value,
     knob_of,
@@ -84,13 +85,6 @@ class Trainer(Engine, Advice, Programs, Pruning, RuleOfThumb, Steps):
             raise SpecError(key="train.program", problem=_("is missing"), fix=fix)
         return self.program
 
-    @property
-    def targets(self) -> dict[str, start.Target]:
-        """How the value of each knob reaches the program."""
-        return {
-            name: start.Target(flag=row.flag or "", key=row.key or "") for name, row in self.described.knobs.items()
-        }
-
     # The search space
 
     def codes(self) -> Codes:
@@ -115,15 +109,20 @@ class Trainer(Engine, Advice, Programs, Pruning, RuleOfThumb, Steps):
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return the configuration that the user runs today: the values in the command and its configuration file."""
-        command = self.command(task.spec)
-        space: dict[str, str | tuple[KnobValue, ...]] = {}
-        for (name, row), knob in zip(self.described.knobs.items(), self.knobs, strict=True):
-            found = None if row.default is not None else command.value(self.targets[name])
-            values = {str(value).lower(): value for value in values_of(row)}
-            own = _whole_number(found) if knob.kind == "int" else None
-            listed = knob.neutral if found is None else values.get(str(found).lower(), knob.neutral)
-            space[name] = (listed if own is None or own < (knob.minimum or 0) else own,)
-        return space
+        found = self._own_values(task.spec)
+        return {knob.name: (knob.neutral if value is None else value,) for _row, knob, _given, value in found}
+
+    def _own_values(self, spec: Spec) -> Iterator[tuple[KnobRow, Knob, Any, KnobValue | None]]:
+        """Yield what the command or its file gives for each knob, if it counts, and the value of the knob for it."""
+        command = self.command(spec)
+        for row, knob in zip(self.described.knobs.values(), self.knobs, strict=True):
+            given = None if row.default is not None else command.value(row)
+            own = _whole_number(given) if knob.kind == "int" else None
+            listed = {str(value).lower(): value for value in values_of(row)}.get(str(given).lower())
+            if given is None:
+                yield row, knob, None, None
+            else:
+                yield row, knob, given, listed if own is None or own < (knob.minimum or 0) else own
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return whether candidates differ from `candidate` only by a larger micro-batch."""
@@ -157,7 +156,9 @@ class Trainer(Engine, Advice, Programs, Pruning, RuleOfThumb, Steps):
         content = start.read_config(config, directory)
         start.check_config_word(train.command, config)
         try:
-            start.changed(content, dict.fromkeys((each.key for each in self.targets.values() if each.key), None))
+            start.changed(
+                content, dict.fromkeys((each.key for each in self.described.knobs.values() if each.key), None)
+            )
         except LaunchError as error:
             fix = "write a section there"
             raise SpecError(key="train.program.config", value=config, problem=str(error), fix=fix) from None
@@ -203,14 +204,11 @@ class Trainer(Engine, Advice, Programs, Pruning, RuleOfThumb, Steps):
 
     def _unlisted(self, spec: Spec) -> Iterator[str]:
         """Yield a line for each value of the user's that no value of its knob stands for: the baseline has another."""
-        command = self.command(spec)
-        for (name, row), knob in zip(self.described.knobs.items(), self.knobs, strict=True):
-            found = None if row.default is not None else command.value(self.targets[name])
-            own, neutral = _whole_number(found), str(knob.neutral).lower()
-            is_size = knob.kind == "int" and own is not None and own >= (knob.minimum or 0)
-            if found is not None and not is_size and str(found).lower() not in {str(v).lower() for v in values_of(row)}:
-                key = f"train.program.knobs.{name}.values"
-                yield f"{row.key or row.flag or name} = {found!r} is not in {key}: the baseline has {neutral} instead"
+        for row, knob, given, value in self._own_values(spec):
+            if given is not None and value is None:
+                key, neutral = f"train.program.knobs.{knob.name}.values", str(knob.neutral).lower()
+                where = row.key or row.flag or knob.name
+                yield f"{where} = {given!r} is not in {key}: the baseline has {neutral} instead"
 
     def ready(self, spec: Spec) -> None:
         command, program = self.command(spec), self.described
@@ -225,19 +223,18 @@ class Trainer(Engine, Advice, Programs, Pruning, RuleOfThumb, Steps):
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         task, program, values = platform.task, self.described, candidate.as_dict()
-        spec, targets = task.spec, self.targets
-        command, written = self.command(spec), ""
+        spec, command, written = task.spec, self.command(task.spec), ""
         placeholders = self._placeholders(task, candidate, folder)
         if command.config:
-            keys = {target.key: self._value(name, values[name]) for name, target in targets.items() if target.key}
+            keys = {row.key: self._value(name, values[name]) for name, row in program.knobs.items() if row.key}
             keys |= self.further_keys(task, candidate)
             keys |= {} if for_real else self.trial_keys(task)
             written = start.write_config(start.changed(command.content, keys), command.config, folder)
         added = () if for_real else program.trial_args
-        argv = start.argv_of(command, targets, values, placeholders, (*spec.train.flags, *added), written)
+        argv = start.argv_of(command, program.knobs, values, placeholders, (*spec.train.flags, *added), written)
         if not for_real and self._needs_clock():
             argv = (sys.executable, "-m", "flagcore_trainers.clock", *argv)
-        knobs = {name: values[name] for name in targets}
+        knobs = {name: values[name] for name in program.knobs}
         return Launch(argv=argv, folder=folder, environment=environment(knobs), directory=command.directory)
 
     def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:

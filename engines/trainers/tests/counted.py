@@ -17,10 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from flagcore_trainers.fsdp2.job import TrialCandidate, TrialJob
-from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
+from flagcore_trainers.fsdp2.model import build, rotary_angles
 from flagcore_trainers.fsdp2.rank import device_meshes
 from flagcore_trainers.fully_shard import SCHEDULES, memory
 from flagcore_training.trial.job import Device, Train
+from flagcore_training.trial.layers import causal_mask, own_positions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor.parallel import loss_parallel
@@ -49,7 +50,8 @@ def job(
     each = TrialCandidate(**candidate)
     batch = 2 * each.micro_batch * each.replicate * each.shard
     train = Train(seq_length=length, global_batch_size=batch, precision=precision, train_iters=1, seed=1)
-    return TrialJob(Model(**{**SHAPE, **shape}), train, each, Device(), Path())
+    model = Model(**{**SHAPE, **shape})
+    return TrialJob(model=model, train=train, candidate=each, device=Device(), output=Path())
 
 
 def counted(job: TrialJob) -> tuple[float, float]:
@@ -76,7 +78,7 @@ def counted(job: TrialJob) -> tuple[float, float]:
             adam = sum(memory.ADAM_BYTES * each.to_local().numel() for each in model.parameters())
             now, peak = (tracker.get_tracker_snapshot(kind)[cpu] for kind in ("current", "peak"))
     finally:
-        _mask.cache_clear()
+        causal_mask.cache_clear()
         dist.destroy_process_group()
     held = sum(size for kind, size in now.items() if "Sharded" in str(getattr(kind, "value", kind)))
     return held + adam, peak["Total"] + adam

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from flagcore_trainers.fsdp2 import rank
 from flagcore_trainers.fsdp2.job import TrialJob
-from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
+from flagcore_trainers.fsdp2.model import build, rotary_angles
 from flagcore_trainers.fully_shard import memory
+from flagcore_training.trial.layers import causal_mask, own_positions
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -84,7 +85,7 @@ def counted(job: TrialJob, place: int) -> tuple[float, float]:
                 runs.step(*inputs, target=labels, losses=[], return_outputs=False)
         count = sum(each.numel() for each in weights)
     finally:
-        _mask.cache_clear()
+        causal_mask.cache_clear()
         dist.destroy_process_group()
     return (2.0 * memory.MAIN_BYTES + memory.ADAM_BYTES) * count, storages.peak + memory.ADAM_BYTES * count
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from flagcore_trainers import start
 from flagcore_trainers.meaning import layout_of, numbers, training, weights_of_rank
-from flagcore_trainers.program import StateSection, program_of
+from flagcore_trainers.program import KnobRow, StateSection, program_of
 from flagcore_trainers.trainer import COMMAND, Trainer
 
 from flagcore import api
@@ -220,7 +220,7 @@ def test_flags_replace_those_of_the_user(flag: str, value: Any, words: list[str]
     given = tuple(word for word in given if "{}" in flag or not word.startswith("model."))
     given = given if "{}" not in flag else ("x", "model.sp=false")
     command = start.Command(words=given, directory=".")
-    assert list(start.argv_of(command, {"k": start.Target(flag=flag)}, {"k": value}, {}, (), "")) == words
+    assert list(start.argv_of(command, {"k": KnobRow(values=[0], flag=flag)}, {"k": value}, {}, (), "")) == words
 
 
 FAKE = """

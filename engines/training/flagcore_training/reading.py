@@ -198,3 +198,12 @@ def _loss(step: Mapping[str, Any]) -> float | None:
 def _max_over_ranks(ranks: Sequence[Mapping[str, Any]], metric: str) -> int | None:
     values = [int(rank[metric]) for rank in ranks if rank.get(metric) is not None]
     return max(values) if values else None
+
+
+def finite_number(text: str) -> float | None:
+    """Return the finite number that a text is, or None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from flagcore_serving.trial.loads import shares
-from flagcore_vllm.profile import ENGINE as ENGINE
+from flagcore_vllm.engine import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import GIB, LOAD, figures, merged, planned, server, settings
 from flagcore import api

@@ -15,7 +15,7 @@ from flagcore_serving.trial.__main__ import running_servers
 from flagcore_serving.trial.failures import log_text
 from flagcore_serving.trial.loads import LoadRunner
 from flagcore_serving.trial.servers import listeners
-from flagcore_vllm.profile import ENGINE as ENGINE
+from flagcore_vllm.engine import ENGINE as ENGINE
 
 from engines.serving.tests.engines.starting import started
 from engines.serving.tests.engines.tasks import serving

@@ -71,14 +71,14 @@ def machines(source: Source) -> Machines:
         devices, has_devices = visible, True
     hostfile = source.take(f"{_RUNNER}.hostfile")
     lines = _hosts(source, Path(str(hostfile)), nodes if has_nodes else None) if hostfile else ()
-    section, first_host = {"chip": "auto", "nodes": nodes, "devices_per_node": devices}, "localhost"
-    if not lines:
-        return Machines(section=section, nodes=nodes, devices=devices, first_host=first_host)
-    slots, nodes, first_host = lines[0].slots, len(lines), lines[0].host if len(lines) > 1 else first_host
-    if slots and has_devices and devices < slots:
+    slots, nodes = (lines[0].slots, len(lines)) if lines else (None, nodes)
+    first_host = lines[0].host if len(lines) > 1 else "localhost"
+    is_limited = bool(slots and has_devices and devices < slots)
+    if is_limited:
         text = f"dropped: it has {slots} slots per host, but nproc_per_node and the visible devices allow {devices}"
         source.note(f"{_RUNNER}.hostfile", text, "cluster")
-        section = {"chip": "auto", "nodes": nodes, "devices_per_node": devices}
+    if is_limited or not lines:
+        section: dict[str, Any] = {"chip": "auto", "nodes": nodes, "devices_per_node": devices}
         return Machines(section=section, nodes=nodes, devices=devices, first_host=first_host)
     keys, text = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else ""), "hosts and slots come from the file"
     section, of_nodes = {"hostfile": str(Path(str(hostfile)).resolve())}, {} if slots else {"devices_per_node": devices}

@@ -11,20 +11,18 @@ import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import Any
 
-import yaml
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_megatron.importing.arguments import flag_name
-from flagcore_sglang.profile import ENGINE as SGLANG
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_sglang.engine import ENGINE as SGLANG
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from flagcore.contracts import ImportedSpec
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.plain_data import Notes, spec_error
+from flagcore.spec.plain_data import Notes, package_yaml, spec_error
 
-TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml").read_text(encoding="utf-8"))
+TABLES: dict[str, Any] = package_yaml(__package__, "tables.yaml")
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama_cpp": "llamacpp", "llamacpp": "llamacpp"}
 """Maps FlagScale's names of engines to flagcore's names."""
 DEFAULT_ENGINES = ("vllm", "llama_cpp")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from flagcore_flagscale import FlagScale
 from flagcore_flagscale.source import Imported
-from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.space.knobs import SPACE_KNOBS
 
 from extras.flagscale.tests.test_same_job import DATA, HERE, TABLE, arguments, meaning, run_flagscale

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from flagcore_flagscale import FlagScale
-from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.command.changes import RULES
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.program.arguments import ArgumentTable, release_table
 
 from flagcore.domain.cluster import Cluster, NodeGroup

@@ -15,11 +15,11 @@ import yaml
 from flagcore_flagscale import FlagScale, Imported, history, source, translate
 from flagcore_flagscale.compose import compose
 from flagcore_flagscale.source import RESERVED_ARGUMENTS
-from flagcore_llamacpp import profile as llama_knobs
+from flagcore_llamacpp import engine as llama_knobs
 from flagcore_megatron import start
 from flagcore_megatron.space.options import settings_in_force
-from flagcore_sglang import profile as sglang_knobs
-from flagcore_vllm import knobs as vllm_knobs
+from flagcore_sglang import engine as sglang_knobs
+from flagcore_vllm import engine as vllm_knobs
 
 import flagcore
 from extras.flagscale.tests.accounting import TREES, unaccounted

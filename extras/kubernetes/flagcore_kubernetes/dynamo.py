@@ -7,10 +7,7 @@ release 1.3.1 (2026-08). A worker accepts the arguments of the engine (`componen
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from flagcore.contracts import ExportJob
 from flagcore.contracts.exchange import DEVICES_OF_HOST, comments
@@ -19,7 +16,7 @@ from flagcore.domain.launch import ServerGroup
 from flagcore.domain.secrets import is_secret
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.spec.plain_data import dump_yaml
+from flagcore.spec.plain_data import dump_yaml, package_yaml
 from flagcore_kubernetes.pods import claim_and_mount, device_limits
 
 TRANSFER = "kv_transfer"
@@ -63,7 +60,7 @@ def export(job: ExportJob) -> Mapping[str, str]:
     Raises UsageError if no image is given, or if Dynamo does not run the engine or exchange its caches as in trials.
     """
     engine, image = job.platform.task.spec.work.engine, job.options.get("image", "")
-    table = yaml.safe_load(files(__package__).joinpath("dynamo.yaml").read_text("utf-8"))
+    table = package_yaml(__package__, "dynamo.yaml")
     if engine not in table:
         raise UsageError(_("--to dynamo: Dynamo does not run {engine}", engine=engine))
     if not image:

@@ -20,6 +20,7 @@ from flagcore.domain.launch import ServerGroup, ServerGroups
 from flagcore.domain.secrets import is_secret
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import N_, _
+from flagcore.launchers.network import replaced
 from flagcore.launchers.script import MASTER_PORT
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_kubernetes.join import TOKEN
@@ -32,18 +33,6 @@ RESTARTS = 3
 """How often a job is started again, for example after a preemption."""
 KEPT_SECONDS = 7 * 24 * 3600
 """How long a finished job is kept, with its logs."""
-
-
-def _jobset_hosts(name: str, count: int) -> list[str]:
-    return [f"{name}-{FIRST}-0-0.{name}", *(f"{name}-{OTHERS}-0-{number}.{name}" for number in range(count - 1))]
-
-
-def _pytorch_hosts(name: str, count: int) -> list[str]:
-    return [f"{name}-master-0", *(f"{name}-worker-{number}" for number in range(count - 1))]
-
-
-def _volcano_hosts(name: str, count: int) -> list[str]:
-    return [f"{name}-{FIRST}-0.{name}", *(f"{name}-{OTHERS}-{number}.{name}" for number in range(count - 1))]
 
 
 def _groups(pods: Pods, first_rank: str, other_rank: str) -> list[tuple[str, int, str]]:
@@ -122,16 +111,22 @@ def _volcano(pods: Pods) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of job: a function that returns its manifest, and one that returns the host names of its pods in order."""
+    """A kind of job: a function that returns its manifest, and the host names of its first pod and of the others."""
 
     manifest: Callable[[Pods], dict[str, Any]]
-    hosts: Callable[[str, int], list[str]]
+    first: str
+    others: str
+
+    def hosts(self, name: str, count: int) -> list[str]:
+        """Return the host names of the pods in order."""
+        others = [self.others.format(name=name, number=number) for number in range(count - 1)]
+        return [self.first.format(name=name), *others]
 
 
 KINDS = {
-    "jobset": Kind(manifest=_jobset, hosts=_jobset_hosts),
-    "pytorchjob": Kind(manifest=_pytorch, hosts=_pytorch_hosts),
-    "volcano": Kind(manifest=_volcano, hosts=_volcano_hosts),
+    "jobset": Kind(manifest=_jobset, first="{name}-first-0-0.{name}", others="{name}-others-0-{number}.{name}"),
+    "pytorchjob": Kind(manifest=_pytorch, first="{name}-master-0", others="{name}-worker-{number}"),
+    "volcano": Kind(manifest=_volcano, first="{name}-first-0.{name}", others="{name}-others-{number}.{name}"),
 }
 
 
@@ -211,7 +206,7 @@ def _environment(job: ExportJob, hosts: Collection[str]) -> tuple[dict[str, str]
         ranks |= {f"PET_{name}": value for name, value in ranks.items()} if len(hosts) > 1 else {}
     variables = {**ranks, **without_devices(job.platform.support, job.launch.environment)}
     secrets = {name: (f"{job.name}-secrets", name) for name in variables if is_secret(name)}
-    plain = {name: _fill(value, placeholders) for name, value in variables.items() if name not in secrets}
+    plain = {name: replaced(value, placeholders) for name, value in variables.items() if name not in secrets}
     of_host = [name for name, value in plain.items() if any(each in value for each in IN_SHELL)]
     exports = "".join(f"export {name}={shell_quoted(plain.pop(name), IN_SHELL)}; " for name in of_host)
     return plain, exports, secrets
@@ -228,7 +223,7 @@ def _command(job: ExportJob, hosts: Collection[str], of_host: str = "") -> str:
     if launch.ready:  # the service reaches the pod from outside
         argv = ["0.0.0.0" if word == urlsplit(launch.ready[0]).hostname else word for word in argv]
     names = {**IN_SHELL, **IN_GROUP} if launch.ready else IN_SHELL
-    words = " ".join(shell_quoted(_fill(word, placeholders), names) for word in argv)
+    words = " ".join(shell_quoted(replaced(word, placeholders), names) for word in argv)
     rank = "" if launch.ready else "export NODE_RANK={rank}; export PET_NODE_RANK=$NODE_RANK; "
     return f"{rank}{of_host}exec {words}"
 
@@ -265,7 +260,7 @@ def _service(name: str, labels: Mapping[str, str], job: ExportJob) -> dict[str, 
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
 
 
-ROUTER_LIMITS = {"cpu": 2, "memory": "4Gi"}
+ROUTER_LIMITS: Mapping[str, int | str] = {"cpu": 2, "memory": "4Gi"}
 """The limits of the pod of a router, which computes nothing. Chosen by hand, for clusters that demand limits."""
 
 
@@ -281,12 +276,9 @@ def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[
         environment, of_host, _secrets = _environment(replace(own, name=job.name), ())
         addressed = {name: value.replace("{own_address}", "$(POD_IP)") for name, value in environment.items()}
         limits = device_limits(job.platform, group.devices)
-        pods = replace(common, name=own.name, first=_command(own, (), of_host), environment=addressed, limits=limits)
-        pods = replace(
-            pods,
-            devices=group.devices,
-            others=f"{of_host}exec {' '.join(shell_quoted(word, IN_GROUP) for word in group.others)}",
-        )
+        others = " ".join(shell_quoted(word, IN_GROUP) for word in group.others)
+        pods = replace(common, name=own.name, first=_command(own, (), of_host), others=f"{of_host}exec {others}")
+        pods = replace(pods, environment=addressed, limits=limits, devices=group.devices)
         if group.hosts > 1:
             manifests.append(_on_hosts(pods, own, group))
             if servers.front is None:
@@ -301,17 +293,9 @@ def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[
         return manifests
     front = replace(job, launch=servers.front, replicas=1)
     changes = {name: value for name, value in common.changes.items() if name != "containers"}  # it needs no devices
-    nothing: dict[str, Any] = {
-        "changes": changes,
-        "environment": {},
-        "limits": ROUTER_LIMITS,
-        "secrets": {},
-        "devices": 0,
-        "rdma": "",
-        "claim": "",
-        "mount": "",
-    }
-    return [*manifests, *_server(replace(common, first=_command(front, ()), **nothing), front)]
+    router = replace(common, first=_command(front, ()), changes=changes, limits=ROUTER_LIMITS, devices=0)
+    router = replace(router, environment={}, secrets={}, rdma="", claim="", mount="")
+    return [*manifests, *_server(router, front)]
 
 
 def _on_hosts(pods: Pods, job: ExportJob, group: ServerGroup) -> dict[str, Any]:
@@ -337,12 +321,6 @@ def _add_address(spec: dict[str, Any]) -> None:
     """Add the variable with the address of the pod, to which other variables may refer."""
     variable = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     spec["containers"][0].setdefault("env", []).insert(0, variable)
-
-
-def _fill(text: str, placeholders: Mapping[str, str]) -> str:
-    for placeholder, value in placeholders.items():
-        text = text.replace(placeholder, value)
-    return text
 
 
 def manifest(

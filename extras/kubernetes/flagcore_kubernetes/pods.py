@@ -37,7 +37,7 @@ class Pods:
     others: str = ""
     directory: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int | str] = field(default_factory=dict)
     secrets: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     claim: str = ""
     mount: str = ""
@@ -133,7 +133,7 @@ def pod_spec(pods: Pods, command: str, restart: str, container: str = "flagcore"
     if pods.claim:
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": pods.claim}})
         mounts.append({"name": "data", "mountPath": pods.mount})
-    limits = {**pods.limits, **({pods.rdma: 1} if pods.rdma else {})}
+    limits: dict[str, int | str] = {**pods.limits, **({pods.rdma: 1} if pods.rdma else {})}
     locks = {"capabilities": {"add": ["IPC_LOCK"]}} if pods.rdma else {}  # RDMA locks memory
     one = {
         "name": container,

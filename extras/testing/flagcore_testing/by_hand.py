@@ -8,7 +8,6 @@ from typing import Any
 
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import NodeGroup
-from flagcore.vendorkit.detection import DeviceDetector
 from flagcore_testing.checks import chips, figures, sources
 from flagcore_testing.checks.agreement import missing_variables
 from flagcore_testing.kit import Check, Skip, Subject
@@ -32,8 +31,7 @@ def facts_by_hand(plugin: Subject) -> Iterator[str]:
     yield from _unlike_neighbours(plugin)
     yield from _unshared_levels(plugin)
     yield from _unusual_ratios(plugin)
-    detector = getattr(plugin.hooks, "detector", None)
-    if isinstance(detector, DeviceDetector):
+    if detector := plugin.detector:
         variables = ", ".join(name for name in (detector.outer, *detector.visible) if name)
         yield f"PCI vendor {detector.pci_vendor:#06x} (lspci -nn), device files /{detector.device_file}"
         yield f"devices are selected by {variables}, and are torch.{detector.torch_device}"

@@ -17,7 +17,7 @@ from flagcore.domain.chip import Device
 from flagcore.plugins.entry_points import one_line
 from flagcore.plugins.validation import BadPlugin, several
 from flagcore.vendorkit import detection
-from flagcore_testing.kit import Subject
+from flagcore_testing.kit import Subject, once
 from flagcore_testing.package import Transcript
 
 REAL_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
@@ -122,36 +122,41 @@ def ask(plugin: Subject, **variables: str) -> tuple[Device, ...]:
     return () if answer is None else several(Device)(answer)
 
 
+def samples(plugin: Subject, transcript: Transcript) -> list[tuple[Device, Mapping[str, float]]]:
+    """Return the devices in a transcript that have telemetry, each with a reading of it."""
+    with machine(printing(transcript)), uncached():
+        readers = [(device, plugin.loaded.telemetry(device)) for device in ask(plugin)]
+        return [(device, reader.sample()) for device, reader in readers if reader]
+
+
+@once
 def without_tools(plugin: Subject) -> tuple[Device, ...]:
     """Return the devices found without any tool. There are none, except on a machine with the vendor's devices."""
-    return plugin.once("without tools", lambda: devices(plugin))
+    return devices(plugin)
 
 
+@once
 def tools_of(plugin: Subject) -> tuple[str, ...]:
     """Return the names of the programs that the plugin looks for, observed on a machine without programs."""
+    started: list[str] = []
+    start = subprocess.Popen.__init__
 
-    def watch() -> tuple[str, ...]:
-        started: list[str] = []
-        start = subprocess.Popen.__init__
+    def which(name: Any, *arguments: Any, **named: Any) -> None:
+        started.append(os.path.basename(os.fsdecode(name)))
 
-        def which(name: Any, *arguments: Any, **named: Any) -> None:
-            started.append(os.path.basename(os.fsdecode(name)))
+    def popen(self: Any, argv: Any, *arguments: Any, **named: Any) -> None:
+        first = argv[0] if isinstance(argv, (list, tuple)) else str(argv).split()[0]
+        started.append(os.path.basename(os.fsdecode(first)))
+        start(self, argv, *arguments, **named)
 
-        def popen(self: Any, argv: Any, *arguments: Any, **named: Any) -> None:
-            first = argv[0] if isinstance(argv, (list, tuple)) else str(argv).split()[0]
-            started.append(os.path.basename(os.fsdecode(first)))
-            start(self, argv, *arguments, **named)
-
-        with (
-            machine(),
-            mock.patch.object(shutil, "which", which),
-            mock.patch.object(subprocess.Popen, "__init__", popen),
-            suppress(Exception),
-        ):  # another check reports it
-            ask(plugin)
-        return tuple(name for name in dict.fromkeys(started) if not name.startswith("python"))
-
-    return plugin.once("tools", watch)
+    with (
+        machine(),
+        mock.patch.object(shutil, "which", which),
+        mock.patch.object(subprocess.Popen, "__init__", popen),
+        suppress(Exception),
+    ):  # another check reports it
+        ask(plugin)
+    return tuple(name for name in dict.fromkeys(started) if not name.startswith("python"))
 
 
 class NoLimit(Exception):

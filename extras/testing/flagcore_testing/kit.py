@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial, wraps
+from functools import cached_property, lru_cache, partial, wraps
 from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from flagcore.errors import SpecError
 from flagcore.plugins import ENGINES, GROUP, LoadedPlugins, load_plugins, names, validation
 from flagcore.plugins.entry_points import installed, one_line
 from flagcore.spec.plain_data import parse_yaml
+from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import Package, Transcript, read_installed, read_transcripts, source_of
@@ -53,7 +54,11 @@ SHAPES = ((1, 1), (1, 2), (1, 8), (4, 8))
 """Numbers of nodes, and of devices per node, with which hooks are called."""
 
 
-@dataclass
+once = lru_cache(maxsize=32)
+"""Decorates a function of a plugin whose result several checks use."""
+
+
+@dataclass(eq=False)
 class Subject:
     """A plugin under test. `hooks` is the module or object of its entry point.
 
@@ -66,8 +71,8 @@ class Subject:
     examples: Sequence[tuple[str, TrialState]] = ()
     engines: tuple[str, ...] = field(default_factory=lambda: names(ENGINES))
     """The names of the installed engines."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    """Cached results that several checks use."""
+    reported: set[str] = field(default_factory=set)
+    """The invalid files that a check has already reported."""
     is_slow: bool = False
     """Whether a hook exceeded its time limit."""
 
@@ -111,6 +116,12 @@ class Subject:
             f"{each.__name__}:{name}" for each in modules for name, value in vars(each).items() if value is self.hooks
         )
         return next(names, "")
+
+    @property
+    def detector(self) -> DeviceDetector | None:
+        """The plugin's detector, or None if it has none."""
+        detector = getattr(self.hooks, "detector", None)
+        return detector if isinstance(detector, DeviceDetector) else None
 
     @property
     def hooks_module(self) -> str:
@@ -193,18 +204,10 @@ class Subject:
                 continue  # another check reports it
             yield path.relative_to(self.package_folder).as_posix(), content
 
-    def once(self, key: str, make: Callable[[], T]) -> T:
-        """Return the cached result of `make` for `key`."""
-        if key not in self.memory:
-            self.memory[key] = make()
-        found: T = self.memory[key]
-        return found
-
     def is_reported(self, reason: str) -> bool:
         """Return whether a check has already reported an invalid file, and record the report."""
-        reported: set[str] = self.memory.setdefault("reported", set())
-        is_known = reason in reported
-        reported.add(reason)
+        is_known = reason in self.reported
+        self.reported.add(reason)
         return is_known
 
     def failed(self, *hooks: str) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_testing.checks import CHECKS, module
+from flagcore_testing.checks import CHECKS, module, telemetry
 from flagcore_testing.checks.agreement import links_of_one_name_agree
 from flagcore_testing.checks.entries import entries_apply_somewhere
 from flagcore_testing.checks.figures import architectures_are_alike
@@ -153,12 +153,12 @@ def test_links_of_one_name_agree(tmp_path: Path, acme: Path) -> None:
     assert "B2: link.bytes_per_second = 4e+11" in result.message
 
 
-def test_the_temperature_of_the_memory_is_not_that_of_the_device(acme: Path) -> None:
+def test_the_temperature_of_the_memory_is_not_that_of_the_device(acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = '{"Temperature (Sensor junction) (C)": "36.0", "Temperature (Sensor memory) (C)": "31.0"}'
     with imported(acme) as plugin:
-        plugin.memory["texts of samples"] = [text]
         for celsius, state in ((36.0, "passed"), (31.0, "failed")):
-            plugin.memory["samples"] = [(Device(index=0, chip="A1"), {"temperature_celsius": celsius})]
+            samples = [(Device(index=0, chip="A1"), {"temperature_celsius": celsius}, text)]
+            monkeypatch.setattr(telemetry, "_samples", lambda plugin, samples=samples: samples)
             assert run(telemetry_is_of_the_right_field, plugin).state == state
 
 

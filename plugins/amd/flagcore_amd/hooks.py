@@ -1,8 +1,6 @@
 """The plugin for AMD GPUs, with the memory that a rank takes in addition to its tensors."""
 
-from flagcore.domain.cluster import NodeGroup
-from flagcore.physics.roofline import PlainMemory
-from flagcore.vendorkit.plugin import VendorPlugin
+from flagcore.vendorkit.plugin import VendorPlugin, usual_memory
 from flagcore_amd.discover import DETECTOR
 
 DRIVER_BYTES = 284 * 2**20
@@ -16,10 +14,6 @@ SLACK = 0.02
 """Estimated: ROCm's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on other
 chips."""
 
+MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
 
-def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
-    """Return the memory model of one device of `group`."""
-    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
-
-
-plugin: VendorPlugin = VendorPlugin(package="flagcore_amd", vendor="amd", detector=DETECTOR, memory=memory_of)
+plugin: VendorPlugin = VendorPlugin(package="flagcore_amd", vendor="amd", detector=DETECTOR, memory=MEMORY)

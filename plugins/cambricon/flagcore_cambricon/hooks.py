@@ -2,9 +2,8 @@
 
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.hooks import hookimpl
-from flagcore.physics.roofline import PlainMemory
 from flagcore.vendorkit.machine import tool_output
-from flagcore.vendorkit.plugin import VendorPlugin
+from flagcore.vendorkit.plugin import VendorPlugin, usual_memory
 from flagcore_cambricon.bridges import x8_topology
 from flagcore_cambricon.discover import DETECTOR
 
@@ -19,10 +18,7 @@ SLACK = 0.02
 """Estimated: torch_mlu's allocator is derived from torch's, which reserves 0.05% to 3% more than it allocates on other
 chips."""
 
-
-def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
-    """Return the memory model of one device of `group`."""
-    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES)
+MEMORY = usual_memory(fragmentation=SLACK, context_bytes=CONTEXT_BYTES)
 
 
 class CambriconPlugin(VendorPlugin):
@@ -34,5 +30,5 @@ class CambriconPlugin(VendorPlugin):
 
 
 plugin: VendorPlugin = CambriconPlugin(
-    package="flagcore_cambricon", vendor="cambricon", detector=DETECTOR, memory=memory_of
+    package="flagcore_cambricon", vendor="cambricon", detector=DETECTOR, memory=MEMORY
 )

@@ -1,16 +1,14 @@
 """The plugin for CPUs. Without a caching allocator, the reserved memory of a rank equals its allocated memory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import psutil
 
 from flagcore.contracts import KernelCosts, Telemetry
 from flagcore.domain.chip import Chip, Device, DeviceUse
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.space import FloatArray
 from flagcore.hooks import hookimpl
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.roofline import PlainMemory, Roofline
 from flagcore.vendorkit.chip_file import kernel_costs, load_chips
 from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_cpu import load, rates
@@ -29,38 +27,16 @@ SERVER_BYTES = {"llamacpp": 40 * 2**20}
 log. It was 39 and 40 MiB (4 settings of a model of 50 million parameters; 22 and 30 with partly filled buffers)."""
 
 
-@dataclass(frozen=True, slots=True)
-class CpuMemory:
-    """Memory model (`flagcore.contracts.MemoryModel`) of one core's share of the memory. `context` is the memory of a
-    process at its start.
+def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
+    """Return the memory model of one device of `group`: its share of the machine's memory.
+
+    There is no caching allocator. The context is the memory of a process at its start, with the library's workspace.
     """
-
-    capacity: float | None
-    context: float = CONTEXT_BYTES
-
-    def capacity_bytes(self) -> float | None:
-        """Return the memory that one core may use, in bytes."""
-        return self.capacity
-
-    def workspace_bytes(self) -> float:
-        """Return 0: the library's workspace is part of the memory of a rank before its first tensor."""
-        return 0.0
-
-    def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
-        """Return `allocated`, because there is no caching allocator."""
-        return allocated
-
-    def device_used_bytes(self, reserved: FloatArray) -> FloatArray:
-        """Return the resident memory of the rank's process, in bytes."""
-        return reserved + self.context
-
-
-def memory_of(group: NodeGroup, engine: str) -> CpuMemory:
-    """Return the memory model of one device of `group`: its share of the machine's memory."""
     total = group.chip.memory_bytes
     # smaller than a core's share of the memory if more ranks than cores share the machine
     share = total.value * min(1.0, group.chip.devices_per_node / group.devices_per_node) if total else None
-    return CpuMemory(group.memory_bytes or share, SERVER_BYTES.get(engine, CONTEXT_BYTES))
+    context_bytes = SERVER_BYTES.get(engine, CONTEXT_BYTES)
+    return PlainMemory(capacity=group.memory_bytes or share, context_bytes=context_bytes, fragmentation=0.0)
 
 
 class CpuPlugin(VendorPlugin):

@@ -8,8 +8,7 @@ from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
-from flagcore.physics.roofline import PlainMemory
-from flagcore.vendorkit.plugin import VendorPlugin
+from flagcore.vendorkit.plugin import VendorPlugin, usual_memory
 from flagcore_metax.discover import DETECTOR, adapters, peer_memory_problem, topology
 from flagcore_metax.islands import c500_topology, island_size
 
@@ -25,10 +24,7 @@ SLACK = 0.02
 """Estimated: MACA's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on other
 chips."""
 
-
-def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
-    """Return the memory model of one device of `group`."""
-    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
 
 
 class MetaxPlugin(VendorPlugin):
@@ -43,7 +39,7 @@ class MetaxPlugin(VendorPlugin):
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
         if group.chip.name != "C500":
             return super().flagcore_topology(group)
-        return c500_topology(group, _island(group), adapters() if group.nodes > 1 else None)
+        return c500_topology(group, island_size(group, topology()), adapters() if group.nodes > 1 else None)
 
     @hookimpl
     def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
@@ -56,8 +52,4 @@ class MetaxPlugin(VendorPlugin):
         return replace(advice, notes=(*advice.notes, problem))
 
 
-def _island(group: NodeGroup) -> int:
-    return island_size(group, topology())
-
-
-plugin: VendorPlugin = MetaxPlugin(package="flagcore_metax", vendor="metax", detector=DETECTOR, memory=memory_of)
+plugin: VendorPlugin = MetaxPlugin(package="flagcore_metax", vendor="metax", detector=DETECTOR, memory=MEMORY)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from flagcore_llamacpp import profile as llamacpp
+from flagcore_llamacpp import engine as llamacpp
 from flagcore_serving.space.knobs import arguments
 
 from engines.megatron.tests.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm

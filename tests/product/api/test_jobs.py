@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from flagcore_megatron import ENGINE
+from flagcore_megatron.engine import ENGINE
 
 from flagcore.api import estimate_jobs
 from flagcore.api.jobs import past

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from flagcore_llamacpp.profile import KNOBS
+from flagcore_llamacpp.engine import KNOBS
 from flagcore_megatron.predict import LABELS
 from flagcore_megatron.space.knobs import BY_NAME
 

@@ -10,9 +10,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from flagcore_serving.launch.start import instances_of
 from flagcore_testing import fakes
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving
 from flagcore import plugins
@@ -114,7 +113,7 @@ def check(vendor: Vendor, variables: Mapping[str, str], present: Sequence[int] =
     assert listed == runtime(vendor, variables, present)
     platform = on(vendor, devices, {})
     values = {**VLLM.defaults(platform.task), "instances": 2, "tensor_model_parallel_size": 2}
-    servers = instances_of(platform, VLLM, Candidate.of(values))
+    servers = VLLM.instances(platform, Candidate.of(values))
     processes = [(each.environment, listed[2 * n : 2 * n + 2]) for n, each in enumerate(servers)]
     processes += [(with_selected_devices(platform).task.spec.envs, listed[:4])]
     processes += [(with_selected_devices(platform, (each,)).task.spec.envs, [each.index]) for each in devices]

@@ -390,8 +390,8 @@ class _Room:
     mtp: FloatArray
 
     def __getitem__(self, rows: slice | IntArray) -> "_Room":
-        parts = (each[rows] for each in (self.layout, self.leading, self.place, self.norm, self.mtp))
-        return _Room(self.train, self.costs, *parts)
+        parts = {name: getattr(self, name)[rows] for name in ("layout", "leading", "place", "norm", "mtp")}
+        return replace(self, **parts)
 
     def bytes(self, *layers: FloatArray) -> list[FloatArray]:
         """Return the free bytes of the stages for each number of layers.

@@ -14,11 +14,10 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore_megatron.space.meshes import MBS, MESHES, MICROBATCHES, OWN, SIZES, SP, SPLIT, Meshes
+from flagcore_megatron.space.meshes import CP, DP, EP, MBS, MESHES, MICROBATCHES, OWN, PP, SIZES, SP, SPLIT, TP, Meshes
 from flagcore_megatron.space.rules import DIST_OPT
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, Split
 
-DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 WHOLE_CLUSTER = ("world_size", "stages_in_one_group", "expert_world_size", "virtual_needs_pipeline")
 """Names of the rules about sizes on the whole cluster, which do not apply to a single mesh."""
 OF_BATCH = "global_batch_size"

@@ -26,9 +26,9 @@ from flagcore.spec.knobs import setting_from_text
 from flagcore.spec.plain_data import package_yaml
 from flagcore_megatron.space.flags import release_problem
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
-from flagcore_megatron.space.meshes import MESHES, Meshes
+from flagcore_megatron.space.meshes import CP, EP, MESHES, PP, TP, Meshes
 from flagcore_megatron.space.options import check, settings_in_force
-from flagcore_megatron.space.rules import CP, EP, EXPERT_OVERLAP, PP, TP, settings_with_rules
+from flagcore_megatron.space.rules import EXPERT_OVERLAP, settings_with_rules
 from flagcore_megatron.space.stages import (
     LAYOUT,
     SPLIT_SETTINGS,

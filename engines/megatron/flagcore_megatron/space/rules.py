@@ -16,13 +16,12 @@ from flagcore.domain.spec import SettingValue, Task
 from flagcore.physics.transformer import SCHEDULES
 from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
+from flagcore_megatron.space.meshes import CP, DP, EP, MBS, PP, SP, TP
 from flagcore_megatron.space.options import Settings, numbers, precision, schedule, settings_in_force
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced, derived
 from flagcore_megatron.space.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
 
-DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
-CP, EP = "context_parallel_size", "expert_model_parallel_size"
-MBS, SP, DIST_OPT = "micro_batch_size", "sequence_parallel", "use_distributed_optimizer"
+DIST_OPT = "use_distributed_optimizer"
 RECOMPUTE, GRANULARITY = "use_recompute", "recompute_granularity"
 DIST_OPT_SETTINGS = ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
 """Settings that Megatron refuses without the distributed optimizer, even on one rank."""

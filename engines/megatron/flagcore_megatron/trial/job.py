@@ -6,18 +6,14 @@ Sizes are numbers of elements. null, or 0 in an optional size, means "off" or "t
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from flagcore_training.layout import StageLayers
-from flagcore_training.trial.job import Device, JobError, Train
+from flagcore_training.trial.job import TrainingJob, build, read_job
 
-from flagcore.domain.model import Model
 from flagcore_megatron.space.stages import parse_layout
-
-T = TypeVar("T")
 
 _MIN_MICROBATCHES = 4
 """Minimum number of micro-batches of a probe. The first micro-batches take longer."""
@@ -106,30 +102,17 @@ class Replica:
     weight: float
 
 
-@dataclass(frozen=True)
-class TrialJob:
+@dataclass(frozen=True, kw_only=True)
+class TrialJob(TrainingJob):
     """One trial, or the probe of one of its ranks.
 
-    With `shares`, the ranks of a replica are consecutive, and `replica` is the replica of this rank. A trial ends
-    `end_after_s` seconds after its start, with fewer steps; this time is `ends_at` on the clock `time.monotonic`. None
-    means that there is no limit.
+    With `shares`, the ranks of a replica are consecutive, and `replica` is the replica of this rank.
     """
 
-    model: Model
-    train: Train
     candidate: TrialCandidate
-    device: Device
-    output: Path
     probe: Probe | None = None
-    nodes: int = 1
     shares: tuple[Share, ...] = ()
     replica: Replica | None = None
-    end_after_s: float | None = None
-    ends_at: float | None = None
-
-    def started(self) -> TrialJob:
-        """Return the job with its end time, for a program that starts now."""
-        return dataclasses.replace(self, ends_at=self.end_after_s and time.monotonic() + self.end_after_s)
 
     def on_replica(self, number: int) -> TrialJob:
         """Return the job for the ranks of data-parallel replica `number`."""
@@ -199,30 +182,10 @@ class TrialJob:
         return chunks if chunks > 1 else None
 
 
-def parse_job(data: Any) -> TrialJob:
-    """Return the job in decoded JSON. Raises JobError if a key is unknown or missing; Megatron checks the values."""
-    try:
-        return TrialJob(
-            model=_build(Model, data["model"]),
-            train=_build(Train, data["train"]),
-            candidate=_build(TrialCandidate, data["candidate"]),
-            device=_build(Device, data["device"]),
-            output=Path(data["output"]),
-            probe=None if data.get("probe") is None else _build(Probe, data["probe"]),
-            nodes=int(data.get("nodes", 1)),
-            shares=tuple(_build(Share, share) for share in data.get("shares", ())),
-            end_after_s=data.get("end_after_s"),
-        )
-    except (LookupError, TypeError, AttributeError) as error:
-        raise JobError(f"the job has a missing or unknown key: {error}") from None
+def _of_ranks(data: dict[str, Any]) -> dict[str, Any]:
+    probe, shares = data.get("probe"), data.get("shares", ())
+    return {"probe": probe and build(Probe, probe), "shares": tuple(build(Share, share) for share in shares)}
 
 
-def _build(kind: type[T], data: dict[str, Any]) -> T:
-    """Build an instance of the dataclass `kind`. null, or 0 in an optional size, means the field's default."""
-    optional = {field.name for field in dataclasses.fields(kind) if field.default is None}  # type: ignore[arg-type]
-    values = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in data.items()
-        if value is not None and not (name in optional and value == 0 and value is not False)
-    }
-    return kind(**values)
+parse_job = partial(read_job, TrialJob, TrialCandidate, further=_of_ranks)
+"""Returns the job in decoded JSON. Raises JobError if a key is unknown or missing; Megatron checks the values."""

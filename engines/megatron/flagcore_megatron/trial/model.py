@@ -7,17 +7,16 @@ Initial weights do not depend on the layout, so every layout has the same losses
 from its global name. Every rank draws the whole weight and keeps its own part.
 """
 
-import functools
 import math
 import re
 import zlib
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from flagcore_training.stages import padded_vocab
+from flagcore_training.trial.layers import NormOfInput, causal_mask, has_fused_norm
 from megatron.core import parallel_state as groups
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -179,32 +178,6 @@ _attention = torch.nn.functional.scaled_dot_product_attention
 _HAS_SHARED_KEYS = "enable_gqa" in (_attention.__doc__ or "")  # torch 2.5 and later
 
 
-def _has_fused_norm(device: str) -> bool:
-    """Return whether torch has a kernel for RMS norms on devices of this type, or whether it is a CPU. Torch before 2.9
-    and the builds of some vendors have none."""
-    with suppress(RuntimeError):  # torch does not know the operator or the device
-        key = torch._C._dispatch_key_for_device(device)
-        return device == "cpu" or torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", key)
-    return False
-
-
-class _NormOfInput(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """RMS norm that stores only its input, like a fused kernel. Torch's separate kernels store two copies in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, eps: float | None) -> Any:
-        ctx.save_for_backward(hidden, weight)
-        ctx.eps = eps
-        return torch.nn.functional.rms_norm(hidden, weight.shape, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        hidden, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
-        with torch.enable_grad():
-            normed = torch.nn.functional.rms_norm(hidden, weight.shape, weight, ctx.eps)
-        return (*torch.autograd.grad(normed, (hidden, weight), gradient), None)
-
-
 class Norm(torch.nn.RMSNorm):  # type: ignore[misc]
     """RMS norm with the attribute for sequence parallelism, which is missing in Megatron's wrapper."""
 
@@ -213,17 +186,18 @@ class Norm(torch.nn.RMSNorm):  # type: ignore[misc]
         # register themselves with torch, and the new ones have no attributes.
         super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
-        self._is_fused = _has_fused_norm(self.weight.device.type)
+        kind = self.weight.device.type
+        self._is_fused = kind == "cpu" or has_fused_norm(kind)
 
     def forward(self, hidden: Any) -> Any:
-        return super().forward(hidden) if self._is_fused else _NormOfInput.apply(hidden, self.weight, self.eps)
+        return super().forward(hidden) if self._is_fused else NormOfInput.apply(hidden, self.weight, self.eps)
 
 
 class CoreAttention(torch.nn.Module):  # type: ignore[misc]
     """Causal attention with torch's scaled_dot_product_attention.
 
-    Under context parallelism, rank r of n has the chunks r and 2n-1-r of the sequence's 2n chunks. Keys and values are
-    gathered from all ranks, and their gradients are scattered back; queries stay local.
+    Under context parallelism, a rank has the tokens of `own_positions`. Keys and values are gathered from all ranks,
+    and their gradients are scattered back; queries stay local.
     """
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
@@ -239,7 +213,7 @@ class CoreAttention(torch.nn.Module):  # type: ignore[misc]
         if size > 1:
             key = gather_from_sequence_parallel_region(key.contiguous(), True, self._group)
             value = gather_from_sequence_parallel_region(value.contiguous(), True, self._group)
-            mask = _chunked_causal_mask(length, size, self._group.rank(), query.device)
+            mask = causal_mask(length, size, self._group.rank(), query.device)
         repeats = query.size(2) // key.size(2)
         shared_keys = {"enable_gqa": True} if repeats > 1 and _can_share_keys(query, mask) else {}
         if repeats > 1 and not shared_keys:
@@ -256,15 +230,6 @@ def _can_share_keys(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
     which costs more than repeated keys.
     """
     return _HAS_SHARED_KEYS and mask is None and (query.device.type == "cpu" or query.element_size() == 2)
-
-
-@functools.lru_cache(maxsize=4)
-def _chunked_causal_mask(length: int, size: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the causal mask of this rank's queries over all gathered keys: boolean [length, length * size]."""
-    chunks = torch.arange(length * size, device=device).view(2 * size, -1)
-    positions = torch.cat([chunks[i] for r in range(size) for i in (r, 2 * size - 1 - r)])
-    own_positions = positions[rank * length : (rank + 1) * length]
-    return own_positions[:, None] >= positions[None, :]
 
 
 def block_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool = False) -> TransformerBlockSubmodules:

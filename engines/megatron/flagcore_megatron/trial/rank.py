@@ -30,6 +30,7 @@ from flagcore_training.trial.rank_device import (
     speed_test,
     write_metrics,
 )
+from flagcore_training.trial.steps import Step
 from megatron.core import parallel_state
 
 from flagcore.domain.chip import SPEED_TEST
@@ -39,7 +40,6 @@ from flagcore_megatron.trial.job import Probe, TrialJob
 from flagcore_megatron.trial.model import BuiltModel, build
 from flagcore_megatron.trial.training import (
     Batch,
-    Step,
     clear_gradients,
     forward_backward,
     memory_step,

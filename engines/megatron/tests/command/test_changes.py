@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.command.changes import limit_to_trial, set_launch_options
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.program.arguments import known_releases, release_table
 from flagcore_training.commands import UserCommand, parse
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import ENGINE
 from flagcore_megatron.command.launch import model_arguments, reference_launch
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.program.arguments import release_table
 
 from engines.megatron.tests.command.scripts import LAUNCH, spec_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.program.arguments import known_releases, release_table
 from flagcore_megatron.program.user_command import find_release
 from flagcore_megatron.space.flags import flags

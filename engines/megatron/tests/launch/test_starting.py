@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_megatron import ENGINE
+from flagcore_megatron.engine import ENGINE
 
 from flagcore.contracts import Launcher, RunningLaunch
 from flagcore.domain.chip import Support

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.layers.fastest import fit_splits, layouts, split_layers
 from flagcore_megatron.predict import base_inputs, inputs
 from flagcore_megatron.space.options import options

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.mixed.planner import planned
 from flagcore_megatron.predict import stage_layers
 from flagcore_megatron.space.knobs import columns as row_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.mixed.equal_meshes import require_runnable, shares
 from flagcore_megatron.mixed.hetero import mixed
 from flagcore_megatron.mixed.options import share_sizes

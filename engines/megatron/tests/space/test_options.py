@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.predict import layout_of, training
 from flagcore_megatron.space.options import options
 from flagcore_megatron.space.production import read_notes

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_megatron.adapter import ENGINE
-from flagcore_megatron.space.meshes import MESHES
-from flagcore_megatron.space.rules import CP, TP
+from flagcore_megatron.engine import ENGINE
+from flagcore_megatron.space.meshes import CP, MESHES, TP
 
 from engines.megatron.tests.mixed.test_brute_force import job
 from flagcore.contracts import Platform

@@ -282,7 +282,8 @@ def job_of(job: dict[str, Any]) -> TrialJob:
     candidate = {**job["candidate"], **job.get("config", {})}
     candidate["moe_token_dispatcher_type"] = job.get("dispatcher", "alltoall")
     work = Train(job["seq_length"], job["global_batch_size"], job["precision"], train_iters=2, seed=1)
-    return TrialJob(Model(name="x", **shape), work, TrialCandidate(**candidate), Device(type="cuda"), Path())
+    parts = {"model": Model(name="x", **shape), "train": work, "candidate": TrialCandidate(**candidate)}
+    return TrialJob(**parts, device=Device(type="cuda"), output=Path())
 
 
 def configuration(job: TrialJob, *, plain_activation: bool = False) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from flagcore_megatron import start
-from flagcore_megatron.adapter import ENGINE
+from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.predict import training
 from flagcore_megatron.trial.job import parse_job
 from flagcore_training.trial.job import JobError

@@ -20,7 +20,7 @@ from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import find_public
 from flagcore.spec.plain_data import Notes, read_mapping
 from flagcore.vendorkit.programs import strip_dashes
-from flagcore_serving.launch.profile import EngineProfile
+from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP
 from flagcore_serving.space.knobs import CONTEXT, DEFAULT_SPACE, QUANTIZATION, TRANSFER
 from flagcore_serving.space.placement import parse_roles

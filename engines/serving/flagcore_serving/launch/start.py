@@ -1,10 +1,12 @@
-"""Determines how a candidate is started: as a trial, or as the servers of the best configuration."""
+"""How the servers of an engine are started: as a trial, or as the servers of the best configuration."""
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 
@@ -15,87 +17,300 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, ServerGroup, ServerGroups
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import Candidate, KnobValue
+from flagcore.domain.space import Axis, Candidate, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.errors import LaunchError, UsageError
+from flagcore.errors import LaunchError, SpecError, UsageError
 from flagcore.i18n import _
+from flagcore.vendorkit.programs import strip_dashes
 from flagcore_serving.launch import export
-from flagcore_serving.launch.profile import EngineProfile
+from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.launch.server import ROUTER_HEALTH, SERVE, Instance, Router, TrialJob, as_text
 from flagcore_serving.load.result import MinRate
 from flagcore_serving.load.traffic import in_flight
-from flagcore_serving.space import knobs
-from flagcore_serving.space.hardware import PREFILL_DECODE, Hardware
+from flagcore_serving.space import knobs as common_knobs
+from flagcore_serving.space.hardware import PREFILL_DECODE, TP, Hardware
 from flagcore_serving.space.placement import Placement, placements
+from flagcore_serving.space.program import Program
+from flagcore_serving.space.settings import PublishedRuns, Settings
 
 PROGRAM = "flagcore_serving.trial"
 OWN_ADDRESS = "{own_address}"
 """Placeholder in a `ServerGroup` for the address of the host on which a server runs."""
 HOST_PROGRAM = f"{PROGRAM}.host"
+BY_DEFAULT = "_by_default"
+"""The end of the names of merges that treat the engine's own value of a knob as not set."""
+STOPPABLE = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
+"""Objectives whose loads may be stopped early. The rate of an open loop follows from its arrivals."""
 
 
-def launch(
-    platform: Platform,
-    engine: EngineProfile,
-    candidate: Candidate,
-    folder: str,
-    figures: Mapping[str, float],
-    *,
-    for_real: bool,
-) -> Launch:
-    """Write the files of `candidate` into `folder`, and return its launch. Raises LaunchError.
+@dataclass(kw_only=True, eq=False)
+class EngineProfile:
+    """One serving engine: its program, rules, settings and overheads.
 
-    `figures`: predicted metrics; a trial's search for the highest load starts near the predicted load. `for_real`:
-    whether to start the servers of the final configuration instead of a trial.
+    Where releases of the engine differ, the engine version in the spec decides.
     """
-    task, serve = platform.task, platform.task.spec.serve
-    instances = instances_of(platform, engine, candidate, is_public=bool(serve.elsewhere))
-    directory = serve.directory or folder
-    try:
-        if for_real:
-            router = router_of(platform, engine, candidate, len(instances))
-            hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
-            if not hosts and any(each.host or each.further for each in instances):
-                raise UsageError(_("servers on several hosts need cluster.hostfile and auto_tuner.launcher"))
-            started = export.launch(instances, folder, directory, engine.reports.health, hosts, router)
-            if started.script and not serve.elsewhere:
-                _write_script(started.script, Path(folder, export.START), instances)
-            return started
-        job = TrialJob(
-            engine=engine.where,
-            instances=instances,
-            loads=tuple(in_flight(load) for load in serve.loads),
-            vocab_size=platform.task.spec.model.vocab_size,
-            timeout_s=platform.task.spec.control.max_time_per_task or engine.start_seconds,
-            repeats=serve.repeats,
-            slo=serve.slo,
-            asked=(*serve.slo, task.spec.objective),
-            highest=serve.highest,
-            start=_first_load(serve, figures),
-            predicted_s=figures.get("e2e_s.mean") if len(serve.loads) == 1 else None,
-            min_rate=_min_rate(task),
-            patterns=platform.failure_patterns,
-            directory=directory,
-            versions={engine.name: engine.program.version(platform.task.spec)},
-            hosts=task.spec.cluster.hosts[: task.spec.cluster.nodes] if task.spec.on_each_host else (),
-            protocol=engine.protocol(task, candidate.as_dict()),
-            prefix_aware=serve.prefix_aware,
-        )
-        file = Path(folder, SERVE)
+
+    name: str
+    where: str
+    """The import path of the engine's `ServerReports`, as module:attribute, from which the trial program loads it."""
+    program: Program
+    modules: Mapping[str, str]
+    """Modules that the server imports, each with its pip requirement."""
+    rules: Callable[[Task], tuple[Rule, ...]]
+    """Returns the engine's legality rules for candidates."""
+    settings: Callable[[Task, Columns], Settings]
+    server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
+    """Returns the server for a task, its knob values, and the CPU cores to use (empty for other devices)."""
+    on_host: Callable[[int, str], tuple[str, ...]] | None = None
+    """Returns the additional flags for one host of an instance. Arguments: the number of the instance's hosts, and the
+    index of this host. None: an instance cannot span hosts.
+    """
+    host_address: str = ""
+    """The variable with a host's address for the other hosts of an instance. Without it, the server uses the address of
+    the default route."""
+    of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
+    """Returns an instance changed so that it only prefills or only decodes. None: the engine has no such servers."""
+    protocol: Callable[[Task, Mapping[str, KnobValue]], str] = lambda task, values: ""
+    """Returns the protocol by which prefill and decode servers exchange caches, as named in `load.routing`."""
+    router: Callable[[Task, Mapping[str, KnobValue]], Router] = lambda task, values: Router.of_replicas(
+        ("vllm-router",), prefix_aware=task.spec.serve.prefix_aware
+    )
+    """Returns the router in front of several servers. Raises UsageError if no router supports such servers."""
+    merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
+    """Returns the merges: rules by which candidates that the engine treats as equal become one."""
+    split_by: str = TP
+    """The knob (TP or PP) that by default splits the weights over the minimum number of devices."""
+    host_times: tuple[float, float] | None = None
+    """Seconds of host overhead per iteration, and per sequence in an iteration, if devices are CPU cores."""
+    receive_flag: str = ""
+    """The flag for the number of iterations between two polls for new requests."""
+    published_runs: PublishedRuns = field(default_factory=PublishedRuns)
+    untested: str = ""
+    """Why predictions for this engine are less certain. Empty if runs of the engine were measured."""
+    plans_by_default: bool = False
+    """As in `Engine`."""
+    start_seconds: float = 1200.0
+    """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
+    knobs: tuple[Knob, ...] = field(init=False)
+    images: Mapping[str, Sequence[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.knobs, self.images = self.program.knobs, self.program.images
+
+    @cached_property
+    def reports(self) -> ServerReports:
+        """The API of the engine's server, and the format of its reports."""
+        reports: ServerReports = resolve_name(self.where)
+        return reports
+
+    def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
+        """Parse the knob values of a spec or a job record. Raises SpecError for an unknown knob or an invalid value."""
+        return common_knobs.parse(values, self.knobs, self.name)
+
+    def axes(self, task: Task) -> tuple[Axis, ...]:
+        """Return the axes of a task's knobs in the order of enumeration. Raises SpecError."""
+        fixed = self.program.parse(task.spec).fixed
+        if task.spec.serve.engine_args:
+            self._check_fixed(task, self.program.parse(replace(task.spec, baseline=None)).fixed)
+        return common_knobs.axes(task, self.knobs, fixed, self.program.version(task.spec))
+
+    def _check_fixed(self, task: Task, fixed: Mapping[str, KnobValue]) -> None:
+        """Raise SpecError if `engine_args` alone break a rule. The message names the keys as the user wrote them."""
+        program, args = self.program, task.spec.serve.engine_args
+        codes = {name: np.array([program.code(name, value)]) for name, value in fixed.items()}
+        for rule in self.rules(task):
+            if codes.keys() >= {*rule.knobs} and bool(rule.broken(codes).any()):
+                knobs = {key: program.knob_of(program.full_name(strip_dashes(key)))[0] for key in args}
+                problem, given = rule.message, {knob.name: key for key, knob in knobs.items() if knob}
+                for name in rule.knobs:
+                    problem = problem.replace(name, given.get(name, name))
+                key = given.get(rule.knobs[0], rule.knobs[0])
+                raise SpecError(key=f"serve.engine_args.{key}", value=args.get(key), problem=f"is invalid: {problem}")
+
+    def started(
+        self, platform: Platform, candidate: Candidate, folder: str, figures: Mapping[str, float], *, for_real: bool
+    ) -> Launch:
+        """Write the files of `candidate` into `folder`, and return its launch. Raises LaunchError.
+
+        `figures`: predicted metrics; a trial's search for the highest load starts near the predicted load. `for_real`:
+        whether to start the servers of the final configuration instead of a trial.
+        """
+        task, serve = platform.task, platform.task.spec.serve
+        instances = self.instances(platform, candidate, is_public=bool(serve.elsewhere))
+        directory = serve.directory or folder
+        try:
+            if for_real:
+                router = self.router_of(platform, candidate, len(instances))
+                hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
+                if not hosts and any(each.host or each.further for each in instances):
+                    raise UsageError(_("servers on several hosts need cluster.hostfile and auto_tuner.launcher"))
+                started = export.launch(instances, folder, directory, self.reports.health, hosts, router)
+                if started.script and not serve.elsewhere:
+                    _write_script(started.script, Path(folder, export.START), instances)
+                return started
+            job = TrialJob(
+                engine=self.where,
+                instances=instances,
+                loads=tuple(in_flight(load) for load in serve.loads),
+                vocab_size=platform.task.spec.model.vocab_size,
+                timeout_s=platform.task.spec.control.max_time_per_task or self.start_seconds,
+                repeats=serve.repeats,
+                slo=serve.slo,
+                asked=(*serve.slo, task.spec.objective),
+                highest=serve.highest,
+                start=_first_load(serve, figures),
+                predicted_s=figures.get("e2e_s.mean") if len(serve.loads) == 1 else None,
+                min_rate=_min_rate(task),
+                patterns=platform.failure_patterns,
+                directory=directory,
+                versions={self.name: self.program.version(platform.task.spec)},
+                hosts=task.spec.cluster.hosts[: task.spec.cluster.nodes] if task.spec.on_each_host else (),
+                protocol=self.protocol(task, candidate.as_dict()),
+                prefix_aware=serve.prefix_aware,
+            )
+            file = Path(folder, SERVE)
+            if any(secrets_in_arguments(each.argv) for each in instances):
+                file.touch(mode=0o600)
+            file.write_text(as_text(job), encoding="utf-8")
+        except UsageError as error:
+            if for_real:
+                raise
+            raise LaunchError(str(error)) from None
+        except OSError as error:
+            raise LaunchError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from None
+        program = (sys.executable, "-m", PROGRAM, folder)
+        if not job.hosts:
+            return Launch(argv=program, folder=folder)
+        on_host = (sys.executable, "-m", HOST_PROGRAM, folder, "{node_rank}", "{node_ports}")
+        return Launch(argv=on_host, client=program, folder=folder)
+
+    def instances(self, platform: Platform, candidate: Candidate, *, is_public: bool = False) -> tuple[Instance, ...]:
+        """Return the servers of a candidate.
+
+        `is_public`: whether others will see the commands. Raises UsageError if a public command contains a secret.
+        """
+        values = candidate.as_dict()
+        instances = tuple(self._instance(platform, values, each) for each in placements(platform.task, values))
+        if is_public and any(secrets_in_arguments(each.argv) for each in instances):
+            raise UsageError("the command contains a secret; pass it in a variable")
+        return instances
+
+    def router_of(self, platform: Platform, candidate: Candidate, count: int) -> Router | None:
+        """Return the router in front of `count` instances, or None if nginx or none suffices. Raises UsageError."""
+        values, is_aware = candidate.as_dict(), platform.task.spec.serve.prefix_aware
+        return self.router(platform.task, values) if values.get(PREFILL_DECODE) or (count > 1 and is_aware) else None
+
+    def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
+        """Return the files of an export to docker compose, by name. Raises UsageError."""
+        task = job.platform.task
+        instances = self.instances(job.platform, job.candidate, is_public=True)
+        if any(each.further or each.host for each in instances):
+            raise UsageError("--to compose starts servers on one host only; use --to slurm or dynamo")
+        variables = {**job.platform.environment, **task.spec.envs}
+        common = {key: value for key, value in variables.items() if not any(each in value for each in DEVICES_OF_HOST)}
+        router = self.router_of(job.platform, job.candidate, len(instances))
+        image = job.options.get("image", "")
+        return export.compose_files(instances, task.spec.serve.directory, common, job.comments, router, image)
+
+    def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
+        """Return the groups of identical servers of a candidate, or None if they need no router, and one host each.
+
+        See `Engine.groups`. Raises UsageError if the target cannot start such servers.
+        """
+        values, on_cores = candidate.as_dict(), Hardware.of(platform.task).on_cores
+        instances = self.instances(platform, candidate)
+        router = self.router_of(platform, candidate, len(instances))
+        spans = any(each.further for each in instances)
+        if not (router or spans) or (on_cores and not values.get(PREFILL_DECODE)):
+            return None
+        if on_cores:
+            raise UsageError("this target starts servers on devices only")
         if any(secrets_in_arguments(each.argv) for each in instances):
-            file.touch(mode=0o600)
-        file.write_text(as_text(job), encoding="utf-8")
-    except UsageError as error:
-        if for_real:
-            raise
-        raise LaunchError(str(error)) from None
-    except OSError as error:
-        raise LaunchError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from None
-    program = (sys.executable, "-m", PROGRAM, folder)
-    if not job.hosts:
-        return Launch(argv=program, folder=folder)
-    on_host = (sys.executable, "-m", HOST_PROGRAM, folder, "{node_rank}", "{node_ports}")
-    return Launch(argv=on_host, client=program, folder=folder)
+            raise UsageError("the command contains a secret; pass it in a variable")
+        groups, addresses = list[ServerGroup](), list[tuple[str, str, int]]()
+        placed = list(zip(instances, placements(platform.task, values), strict=True))
+        for kind, count in Counter(each.kind for each in instances).items():
+            instance, place = next(each for each in placed if each[0].kind == kind)
+            hosts = len(place.hosts)
+            if hosts > 1 and self.on_host:
+                own = instance.argv[: -len(self.on_host(hosts, "0"))]
+                instance = replace(instance, further=((*own, *self.on_host(hosts, "{node_rank}")),))
+            instance = instance.filled({ADDRESS: OWN_ADDRESS})
+            first = instance.at_head(OWN_ADDRESS, str(export.MEETING_PORT)).at_port(export.FRONT_PORT)
+            others = first.further[0] if hosts > 1 else ()
+            environment = without_devices(platform.support, first.environment)
+            ready = (f"http://127.0.0.1:{export.FRONT_PORT}{self.reports.health}",)
+            launch = Launch(argv=first.argv, environment=environment, folder="", ready=ready)
+            group = kind or "server"
+            of_group = ServerGroup(name=group, launch=launch, devices=place.width // hosts, replicas=count)
+            groups.append(replace(of_group, hosts=hosts, others=others))
+            names = (f"{name}-{group}-{number}.{name}-{group}" for number in range(count))
+            addresses += [(kind, host, export.FRONT_PORT) for host in names]
+        if router is None:
+            return ServerGroups(groups=tuple(groups), front=None)
+        front = router.instance(addresses).at_port(export.FRONT_PORT)
+        ready = (f"http://127.0.0.1:{export.FRONT_PORT}{ROUTER_HEALTH}",)
+        return ServerGroups(groups=tuple(groups), front=Launch(argv=front.argv, folder="", ready=ready))
+
+    def _instance(self, platform: Platform, values: Mapping[str, KnobValue], placement: Placement) -> Instance:
+        """Return one server of a candidate with its devices. The user's environment variables override the engine's."""
+        task = platform.task
+        cores = Hardware.of(task).cores(placement.first, placement.width)
+        instance = self.server(task, placement.values, cores)
+        instance = replace(instance, argv=(*instance.argv, *self._explicit(task, placement.values, instance.argv)))
+        if placement.kind:
+            assert self.of_kind, "the candidate is legal"
+            instance = self.of_kind(task, values, placement.kind, instance)
+        is_exported = bool(task.spec.serve.elsewhere)
+        spans = {self.host_address: ADDRESS} if len(placement.hosts) > 1 and self.host_address else {}
+        environment = {
+            name: value for name, value in {**instance.environment, **spans}.items() if name not in task.spec.envs
+        }
+        number, names = placement.hosts[0], dict(enumerate(task.spec.cluster.hosts))
+        devices = platform.devices_of(names.get(number, f"node {number}") if task.spec.on_each_host else "")
+        own_devices = devices[placement.first : placement.first + placement.width]
+        if not is_exported or [each.selector for each in own_devices] != [*map(str, range(len(devices)))]:
+            environment |= device_variables(platform.support, own_devices)
+        neutral = {axis.knob: axis.neutral for axis in self.axes(task)}  # values that the engine uses if nothing is set
+        set_values = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
+        argv, other_argvs, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)
+        if hosts > 1:
+            assert self.on_host, "the candidate is legal"
+            argv, *other_argvs = [(*argv, *self.on_host(hosts, str(rank))) for rank in range(hosts)]
+        return replace(
+            instance,
+            argv=argv,
+            environment=environment,
+            cores=cores,
+            requested=set_values,
+            host=number,
+            further=tuple(other_argvs),
+            kind=placement.kind,
+        )
+
+    def _explicit(self, task: Task, values: Mapping[str, KnobValue], argv: Sequence[str]) -> tuple[str, ...]:
+        """Return the arguments by which the user set the engine's own values, which the candidate's `values` leave out.
+        They stay, because the values of another release may differ. `argv`: the command without these arguments."""
+        words, version = list[str](), self.program.version(task.spec)
+        given = {**self.parse(task.spec.baseline or {}), **self.program.parse(task.spec).fixed}
+        for knob in self.knobs:
+            value, chosen = given.get(knob.name), values.get(knob.name)
+            is_same = chosen == value == knob.neutral or (chosen is None and self._is_own(task, values, knob, value))
+            if is_same and value is not None:
+                own_words = replace(knob, passes_neutral=True).arguments(value, version)
+                words += own_words if own_words and own_words[0] not in argv else ()
+        return tuple(words)
+
+    def _is_own(self, task: Task, values: Mapping[str, KnobValue], knob: Knob, value: KnobValue) -> bool:
+        """Return whether `value` is the engine's own value of a knob for a candidate with `values`."""
+        by_name, own_values = {each.name: each for each in self.knobs}, {**values, knob.name: value}
+        for merge in self.merges(task):
+            if knob.name in merge.knobs and merge.name.endswith(BY_DEFAULT):
+                codes = {name: common_knobs.code(by_name[name], own_values.get(name)) for name in merge.knobs}
+                columns = merge.canonical({name: np.array([code]) for name, code in codes.items()})
+                if value is not None and not columns.get(knob.name, np.ones(1)).any():
+                    return True
+        return False
 
 
 def _write_script(script: str, file: Path, instances: Sequence[Instance]) -> None:
@@ -104,12 +319,6 @@ def _write_script(script: str, file: Path, instances: Sequence[Instance]) -> Non
     file.touch(mode=0o600)
     file.write_text(f"#!/bin/bash\n{script}", encoding="utf-8")
     file.chmod(0o700 if has_secret else 0o755)
-
-
-BY_DEFAULT = "_by_default"
-"""The end of the names of merges that treat the engine's own value of a knob as not set."""
-STOPPABLE = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
-"""Objectives whose loads may be stopped early. The rate of an open loop follows from its arrivals."""
 
 
 def _min_rate(task: Task) -> MinRate | None:
@@ -121,154 +330,9 @@ def _min_rate(task: Task) -> MinRate | None:
     return MinRate(objective, 1.0 / task.stop_above_s)
 
 
-def instances_of(
-    platform: Platform, engine: EngineProfile, candidate: Candidate, *, is_public: bool = False
-) -> tuple[Instance, ...]:
-    """Return the servers of a candidate.
-
-    `is_public`: whether others will see the commands. Raises UsageError if a public command contains a secret.
-    """
-    values = candidate.as_dict()
-    instances = tuple(_instance(platform, engine, values, each) for each in placements(platform.task, values))
-    if is_public and any(secrets_in_arguments(each.argv) for each in instances):
-        raise UsageError("the command contains a secret; pass it in a variable")
-    return instances
-
-
-def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, count: int) -> Router | None:
-    """Return the router in front of `count` instances, or None if nginx or no router suffices. Raises UsageError."""
-    values, is_aware = candidate.as_dict(), platform.task.spec.serve.prefix_aware
-    return engine.router(platform.task, values) if values.get(PREFILL_DECODE) or (count > 1 and is_aware) else None
-
-
-def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str, str]:
-    """Return the files of an export to docker compose, by name. Raises UsageError."""
-    task = job.platform.task
-    instances = instances_of(job.platform, engine, job.candidate, is_public=True)
-    if any(each.further or each.host for each in instances):
-        raise UsageError("--to compose starts servers on one host only; use --to slurm or dynamo")
-    variables = {**job.platform.environment, **task.spec.envs}
-    common = {name: value for name, value in variables.items() if not any(each in value for each in DEVICES_OF_HOST)}
-    router = router_of(job.platform, engine, job.candidate, len(instances))
-    image = job.options.get("image", "")
-    return export.compose_files(instances, task.spec.serve.directory, common, job.comments, router, image)
-
-
-def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-    """Return the groups of identical servers of a candidate, or None if they need no router and run on one host each.
-
-    See `Engine.groups`. Raises UsageError if the target cannot start such servers.
-    """
-    values, on_cores = candidate.as_dict(), Hardware.of(platform.task).on_cores
-    instances = instances_of(platform, engine, candidate)
-    router = router_of(platform, engine, candidate, len(instances))
-    spans = any(each.further for each in instances)
-    if not (router or spans) or (on_cores and not values.get(PREFILL_DECODE)):
-        return None
-    if on_cores:
-        raise UsageError("this target starts servers on devices only")
-    if any(secrets_in_arguments(each.argv) for each in instances):
-        raise UsageError("the command contains a secret; pass it in a variable")
-    groups, addresses = list[ServerGroup](), list[tuple[str, str, int]]()
-    placed = list(zip(instances, placements(platform.task, values), strict=True))
-    for kind, count in Counter(each.kind for each in instances).items():
-        instance, place = next(each for each in placed if each[0].kind == kind)
-        hosts = len(place.hosts)
-        if hosts > 1 and engine.on_host:
-            own = instance.argv[: -len(engine.on_host(hosts, "0"))]
-            instance = replace(instance, further=((*own, *engine.on_host(hosts, "{node_rank}")),))
-        instance = instance.filled({ADDRESS: OWN_ADDRESS})
-        first = instance.at_head(OWN_ADDRESS, str(export.MEETING_PORT)).at_port(export.FRONT_PORT)
-        others = first.further[0] if hosts > 1 else ()
-        environment = without_devices(platform.support, first.environment)
-        ready = (f"http://127.0.0.1:{export.FRONT_PORT}{engine.reports.health}",)
-        launch = Launch(argv=first.argv, environment=environment, folder="", ready=ready)
-        group = kind or "server"
-        of_group = ServerGroup(name=group, launch=launch, devices=place.width // hosts, replicas=count)
-        groups.append(replace(of_group, hosts=hosts, others=others))
-        names = (f"{name}-{group}-{number}.{name}-{group}" for number in range(count))
-        addresses += [(kind, host, export.FRONT_PORT) for host in names]
-    if router is None:
-        return ServerGroups(groups=tuple(groups), front=None)
-    front = router.instance(addresses).at_port(export.FRONT_PORT)
-    ready = (f"http://127.0.0.1:{export.FRONT_PORT}{ROUTER_HEALTH}",)
-    return ServerGroups(groups=tuple(groups), front=Launch(argv=front.argv, folder="", ready=ready))
-
-
 def _first_load(serve: ServeSpec, figures: Mapping[str, float]) -> float:
     """Return the load at which a search starts: the predicted request rate or, by Little's law, requests in flight."""
     if serve.highest is None:
         return 1.0
     rate = figures.get("requests_per_s") or 1.0
     return rate if serve.highest == "request_rate" else max(1.0, rate * (figures.get("e2e_s.mean") or 1.0))
-
-
-def _instance(
-    platform: Platform, engine: EngineProfile, values: Mapping[str, KnobValue], placement: Placement
-) -> Instance:
-    """Return one server of a candidate with its devices. The user's environment variables override the engine's."""
-    task = platform.task
-    cores = Hardware.of(task).cores(placement.first, placement.width)
-    instance = engine.server(task, placement.values, cores)
-    instance = replace(instance, argv=(*instance.argv, *_explicit(engine, task, placement.values, instance.argv)))
-    if placement.kind:
-        assert engine.of_kind, "the candidate is legal"
-        instance = engine.of_kind(task, values, placement.kind, instance)
-    is_exported = bool(task.spec.serve.elsewhere)
-    spans = {engine.host_address: ADDRESS} if len(placement.hosts) > 1 and engine.host_address else {}
-    environment = {
-        name: value for name, value in {**instance.environment, **spans}.items() if name not in task.spec.envs
-    }
-    first_host = placement.hosts[0]
-    named_hosts = dict(enumerate(task.spec.cluster.hosts))
-    devices = platform.devices_of(named_hosts.get(first_host, f"node {first_host}") if task.spec.on_each_host else "")
-    own_devices = devices[placement.first : placement.first + placement.width]
-    if not is_exported or [each.selector for each in own_devices] != [str(number) for number in range(len(devices))]:
-        environment |= device_variables(platform.support, own_devices)
-    neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # values that the engine uses if nothing is set
-    set_values = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
-    argv, other_argvs, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)
-    if hosts > 1:
-        assert engine.on_host, "the candidate is legal"
-        argv, *other_argvs = [(*argv, *engine.on_host(hosts, str(number))) for number in range(hosts)]
-    return replace(
-        instance,
-        argv=argv,
-        environment=environment,
-        cores=cores,
-        requested=set_values,
-        host=placement.hosts[0],
-        further=tuple(other_argvs),
-        kind=placement.kind,
-    )
-
-
-def _explicit(
-    engine: EngineProfile, task: Task, values: Mapping[str, KnobValue], argv: Sequence[str]
-) -> tuple[str, ...]:
-    """Return the arguments by which the user set the engine's own values, which the candidate's `values` leave out.
-    They stay, because the values of another release may differ. `argv`: the command without these arguments."""
-    words, version = list[str](), engine.program.version(task.spec)
-    baseline = knobs.parse(task.spec.baseline or {}, engine.knobs, engine.name)
-    given = {**baseline, **engine.program.parse(task.spec).fixed}
-    for knob in engine.knobs:
-        value, chosen = given.get(knob.name), values.get(knob.name)
-        is_same = chosen == value == knob.neutral or (chosen is None and _is_default(engine, task, values, knob, value))
-        if is_same and value is not None:
-            own_words = replace(knob, passes_neutral=True).arguments(value, version)
-            words += own_words if own_words and own_words[0] not in argv else ()
-    return tuple(words)
-
-
-def _is_default(
-    engine: EngineProfile, task: Task, values: Mapping[str, KnobValue], knob: Knob, value: KnobValue
-) -> bool:
-    """Return whether `value` is the engine's own value of a knob for a candidate with `values`."""
-    by_name, own_values = {each.name: each for each in engine.knobs}, {**values, knob.name: value}
-    for merge in engine.merges(task):
-        if knob.name in merge.knobs and merge.name.endswith(BY_DEFAULT):
-            codes = {name: knobs.code(by_name[name], own_values.get(name)) for name in merge.knobs}
-            columns = merge.canonical({name: np.array([code]) for name, code in codes.items()})
-            if value is not None and not columns.get(knob.name, np.ones(1)).any():
-                return True
-    return False

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.files import read_regular
+from flagcore.domain.serving import Load
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.errors import SpecError
 from flagcore_serving.load.images import Image, RequestImages, read_image
@@ -88,9 +89,10 @@ def _cached(path: str, turns: int, output_len: int, modified_ns: int) -> Traffic
     return read_trace(path, turns, output_len)
 
 
-def cached_trace(path: str, turns: int, output_len: int) -> Traffic:
-    """Return the result of `read_trace`. A file is read again only if it has changed."""
-    return _cached(path, turns, output_len, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
+def trace_of(load: Load) -> Traffic:
+    """Return all requests of a load's trace, as `read_trace` does. A file is read again only if it has changed."""
+    path = load.trace or ""
+    return _cached(path, load.turns, load.output_len, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
 
 
 class _InvalidRow(Exception):

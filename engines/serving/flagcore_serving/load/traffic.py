@@ -16,7 +16,7 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.errors import SpecError
 from flagcore_serving.load.images import data_uri, draw_images, random_text
 from flagcore_serving.load.result import CHAT, COMPLETIONS, GENERATE
-from flagcore_serving.load.traces import BLOCK, Traffic, cached_trace
+from flagcore_serving.load.traces import BLOCK, Traffic, trace_of
 
 
 def traffic(load: Load) -> Traffic:
@@ -26,7 +26,7 @@ def traffic(load: Load) -> Traffic:
     """
     lengths, times = np.random.default_rng([load.seed, 1]), np.random.default_rng([load.seed, 2])
     if load.trace is not None:
-        requests = cached_trace(load.trace, load.turns, load.output_len).first(load.num_prompts)
+        requests = trace_of(load).first(load.num_prompts)
         if requests.texts and load.prefix_len:
             problem, fix = "cannot be combined with a trace that has texts", "remove it, or put it into the texts"
             raise SpecError(key="serve.profile.prefix_len", value=load.prefix_len, problem=problem, fix=fix)
@@ -69,8 +69,7 @@ def in_flight(load: Load) -> Load:
     """
     if load.trace is None or load.concurrency is not None or load.request_rate is not None:
         return load
-    has_times = cached_trace(load.trace, load.turns, load.output_len).arrive_s is not None
-    return load if has_times else replace(load, concurrency=DEFAULT_CONCURRENCY)
+    return load if trace_of(load).arrive_s is not None else replace(load, concurrency=DEFAULT_CONCURRENCY)
 
 
 PROMPT_SIGMA, ANSWER_SIGMA = 1.4, 1.1

@@ -15,7 +15,7 @@ from flagcore.domain.space import IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore_serving.load.images import DELIMITERS, image_tokens
-from flagcore_serving.load.traces import cached_trace
+from flagcore_serving.load.traces import trace_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +77,18 @@ class Hardware:
         return np.maximum(np.minimum(self.cards // instances, on_host), 1)
 
 
-def longest_request(loads: tuple[Load, ...], vision: Vision | None, *, estimated: bool = True) -> int:
-    """Return the number of tokens of the longest possible request, prompt and answer.
+def longest_request(task: Task, *, estimated: bool = True) -> int:
+    """Return the number of tokens of the longest possible request of a task, prompt and answer.
 
     This is the upper end of the length distribution, or the longest request of a trace. An image counts as many tokens
     as the model's `vision` tower makes of it. If `estimated`, texts whose tokens are not counted have one token per
     `MIN_TOKEN_BYTES` bytes, and chats have `CHAT_TOKENS` more; otherwise such texts are ignored. Raises SpecError for
     an unreadable trace.
     """
-    lengths = [1]
-    for load in loads:
+    lengths, vision = [1], task.spec.model.vision
+    for load in task.spec.serve.loads:
         if load.trace is not None:
-            lengths.append(load.prefix_len + _longest_in_trace(load, load.trace, vision, estimated=estimated))
+            lengths.append(load.prefix_len + _longest_in_trace(load, vision, estimated=estimated))
             continue
         spread = MAX_LENGTH_RATIO - 1.0 if load.distribution == "lognormal" else load.range_spread or 0.0
         upper_lengths = [each + math.ceil(round(each * spread, 6)) for each in (load.input_len, load.output_len)]
@@ -108,8 +108,8 @@ MIN_TOKEN_BYTES = 2
 about 1.5 with 3 bytes each."""
 
 
-def _longest_in_trace(load: Load, path: str, vision: Vision | None, *, estimated: bool) -> int:
-    requests = cached_trace(path, load.turns, load.output_len).first(load.num_prompts)
+def _longest_in_trace(load: Load, vision: Vision | None, *, estimated: bool) -> int:
+    requests = trace_of(load).first(load.num_prompts)
     lengths = requests.input_len + requests.output_len
     if requests.is_estimated and estimated:
         sizes = np.array([len(text.encode()) for text in requests.texts])
@@ -126,14 +126,8 @@ def most_images(loads: tuple[Load, ...]) -> int:
         if load.images is not None:
             counts.append(load.images.counts[1])
         elif load.trace is not None:
-            images = cached_trace(load.trace, load.turns, load.output_len).first(load.num_prompts).images
-            counts += [len(each) for each in images]
+            counts += map(len, trace_of(load).first(load.num_prompts).images)
     return max(counts)
-
-
-def has_images(loads: tuple[Load, ...]) -> bool:
-    """Return whether any request contains images. Raises SpecError for an unreadable trace."""
-    return most_images(loads) > 0
 
 
 def max_in_flight(loads: tuple[Load, ...]) -> int:

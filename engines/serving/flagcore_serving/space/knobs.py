@@ -21,8 +21,8 @@ from flagcore_serving.space.hardware import (
     PREFILL_DECODE,
     TP,
     Hardware,
-    has_images,
     max_in_flight,
+    most_images,
 )
 from flagcore_serving.space.weights import min_devices
 
@@ -234,7 +234,7 @@ class RolesKnob(Knob):
 ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
 MOE, QUANTIZATION = "moe_backend", "quantization"
 KV, PREFIX, EAGER = "kv_cache_type", "enable_prefix_caching", "enforce_eager"
-TRANSFER, TOWER = "kv_transfer", "mm_encoder_tp_mode"
+TRANSFER, TOWER = placement.TRANSFER, "mm_encoder_tp_mode"
 EXCHANGE, OVERLAP = "all2all_backend", "two_batch_overlap"
 REDUNDANT, BALANCING = placement.COPIES
 RECIPE_SHARE = "0.84"
@@ -284,7 +284,7 @@ AUTOS = {
         lambda task: powers_in_flight(task, count=4), "four powers of two up to the requests in flight"
     ),
     "tower_modes": Auto(
-        lambda task: ("weights", "data") if task.spec.model.vision and has_images(task.spec.serve.loads) else (None,),
+        lambda task: ("weights", "data") if task.spec.model.vision and most_images(task.spec.serve.loads) else (None,),
         "both for a load with images; else not set",
     ),
 }

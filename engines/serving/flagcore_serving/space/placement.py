@@ -29,6 +29,8 @@ PREFILL_LIMITS = ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill
 DECODE_LIMITS = ("max_num_seqs", "max_running_requests", "cudagraph_mode", "speculation", "speculative_tokens")
 """Knobs that affect only prefill instances, or only decode instances. For the other kind, the engine's defaults apply.
 """
+TRANSFER = "kv_transfer"
+"""The knob for the way in which prefill and decode instances exchange caches."""
 COPIES = ("redundant_experts", "enable_eplb")
 """Knobs that affect only instances with expert parallelism."""
 ANSWER_COST = 2.5
@@ -245,8 +247,8 @@ def broken_by_code(task: Task, check: Check) -> BoolArray:
     return np.array([False, *(check(roles(word)) for word in known_roles(task))])
 
 
-def merges(transfer: str) -> tuple[Merge, ...]:
-    """Return merges that ignore the knobs that PREFILL_DECODE replaces. If it is not set, they ignore `transfer`."""
+def merges() -> tuple[Merge, ...]:
+    """Return merges that ignore the knobs that PREFILL_DECODE replaces. If it is not set, they ignore TRANSFER."""
 
     def merge(knob: str, neutral: int) -> Merge:
         return Merge(
@@ -257,8 +259,8 @@ def merges(transfer: str) -> tuple[Merge, ...]:
 
     unused = Merge(
         name="no_transfer",
-        knobs=(transfer, PREFILL_DECODE),
-        canonical=lambda c: {transfer: np.where(c[PREFILL_DECODE] > 0, c[transfer], 0)},
+        knobs=(TRANSFER, PREFILL_DECODE),
+        canonical=lambda c: {TRANSFER: np.where(c[PREFILL_DECODE] > 0, c[TRANSFER], 0)},
     )
     return (*(merge(knob, 1) for knob in (INSTANCES, *SPLITS.values())), unused)
 

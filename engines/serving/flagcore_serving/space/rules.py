@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import AUTO, Task
+from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.spec.huggingface import MODELS
 from flagcore.vendorkit.programs import strip_dashes
@@ -20,18 +19,16 @@ from flagcore_serving.space.hardware import (
     PREFILL_DECODE,
     TP,
     Hardware,
-    has_images,
     longest_request,
+    most_images,
 )
 from flagcore_serving.space.knobs import (
     BACKEND,
     CONTEXT,
     DRAFTED,
     EXCHANGE,
-    LAYOUT,
     SPECULATION,
     TOWER,
-    tensor_sizes,
     wide_values,
 )
 from flagcore_serving.space.program import Program
@@ -204,7 +201,7 @@ def check_images(task: Task, needed_flag: str = "") -> None:
     serve, vision = task.spec.serve, task.spec.model.vision
     check_text(serve.engine_args)
     flags = {strip_dashes(key) for key, value in serve.engine_args.items() if value not in (False, None)}
-    if not has_images(serve.loads):
+    if not most_images(serve.loads):
         return
     if "language-model-only" in flags:
         problem = "cannot be sent to a server with language-model-only"
@@ -232,21 +229,20 @@ def tower_merge(task: Task) -> Merge:
     )
 
 
-def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
-    """Return the rules for `knob`, the context length.
+def context_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules for the context length.
 
     The context must hold the longest request, because engines silently truncate longer answers, and must not exceed the
     context of the model. Raises SpecError if a request exceeds the context of the model.
     """
     check_images(task)
     loads, limit = task.spec.serve.loads, context_limit(task.spec)
-    vision = task.spec.model.vision
-    longest, longest_counted = longest_request(loads, vision), longest_request(loads, vision, estimated=False)
+    longest, longest_counted = longest_request(task), longest_request(task, estimated=False)
     fits = Rule(
         name="context_length",
-        knobs=(knob,),
-        message=f"{knob} must be at least {longest}, the tokens of the longest request",
-        broken=lambda c: (c[knob] > 0) & (c[knob] < longest),
+        knobs=(CONTEXT,),
+        message=f"{CONTEXT} must be at least {longest}, the tokens of the longest request",
+        broken=lambda c: (c[CONTEXT] > 0) & (c[CONTEXT] < longest),
     )
     if limit is None:
         return (fits,)
@@ -257,7 +253,10 @@ def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
         fix = "shorten the requests, or extend the context with the engine's flags for rope scaling"
         raise SpecError(key=f"serve.profile.{key}", value=getattr(loads[0], key), problem=problem, fix=fix)
     exceeds = Rule(
-        name="model_context", knobs=(knob,), message=f"{knob} must not exceed {text}", broken=lambda c: c[knob] > limit
+        name="model_context",
+        knobs=(CONTEXT,),
+        message=f"{CONTEXT} must not exceed {text}",
+        broken=lambda c: c[CONTEXT] > limit,
     )
     return fits, exceeds
 
@@ -329,47 +328,3 @@ def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = N
 
     values = {name: each for name, each in {**program.defaults, **(defaults or {})}.items() if name != EXCHANGE}
     return [merge(knob.name, values[knob.name]) for knob in program.knobs if knob.name in values]
-
-
-CACHE_SHARE = 0.25
-"""Minimum share of the used memory that an expert reserves for the cache. To get it, an instance gets more devices."""
-
-
-def usual_space(
-    task: Task, program: Program, defaults: Mapping[str, KnobValue]
-) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return a space of the layouts that an expert would consider, with the engine's defaults for all other knobs.
-
-    The layouts come from the spec's space. Without a space, they are all layouts that do not split a matrix over
-    several nodes. On CPU cores the engine's defaults are the only choice: one instance that uses all cores.
-    """
-    space, node = task.spec.space, max(group.devices_per_node for group in task.cluster.groups)
-    fixed = program.parse(task.spec).fixed
-    usual: dict[str, str | tuple[KnobValue, ...]] = {name: (value,) for name, value in defaults.items()}
-    if task.spec.serve.default_space and CONTEXT in usual and CONTEXT not in fixed:
-        usual[CONTEXT] = AUTO
-    if Hardware.of(task).on_cores:
-        return usual
-    for knob in (knob for knob in program.knobs if knob.name in LAYOUT and knob.name not in fixed):
-        searched = knob.value_in(space)
-        if searched is not None:
-            usual[knob.name] = searched
-        elif task.spec.serve.default_space:
-            usual[knob.name] = tuple(size for size in tensor_sizes(task) if size <= node) if knob.name == TP else AUTO
-    return usual
-
-
-def rule_of_thumb(columns: Columns, predictions: Predictions, split_by: str) -> int:
-    """Return the row of the candidate that an expert would choose.
-
-    The criteria are, in this order: the most devices in use, enough memory for the cache (CACHE_SHARE), the fewest
-    attention DP groups, the fewest expert groups, no split other than by the knob `split_by`, and the smallest such
-    split.
-    """
-    one = np.ones_like(predictions.worst_stage)
-    sizes = {knob: np.maximum(columns.get(knob, one), 1) for knob in LAYOUT}
-    used = sizes[INSTANCES] * sizes[TP] * sizes[PP] * sizes[DP]
-    cache = predictions.figures["kv_cache_bytes"]
-    crowded = ~(cache >= CACHE_SHARE * predictions.device_used_bytes)
-    other = sizes[PP if split_by == TP else TP]
-    return int(np.lexsort((sizes[split_by], other, sizes[EP], sizes[DP], crowded, -used))[0])

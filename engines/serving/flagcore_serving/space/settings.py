@@ -104,9 +104,7 @@ class Settings:
             "data": data,
             "expert": expert,
             "block_size": ones,
-            "context_len": common_knobs.or_default(
-                context, longest_request(task.spec.serve.loads, task.spec.model.vision)
-            ),
+            "context_len": common_knobs.or_default(context, longest_request(task)),
             "chunked": ones,
             "graph_tokens": 0 * ones,
             "prefix_caching": columns.get(common_knobs.PREFIX, 0 * ones),

@@ -10,7 +10,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, SpecError
 from flagcore.physics.roofline import BYTES
-from flagcore.physics.transformer import attended, cached_layers, widths
+from flagcore.physics.transformer import attended, cached_layers, projection_weights, widths
 from flagcore.spec.huggingface import context_of, format_of_weights
 from flagcore.spec.models import context_length, find_public
 from flagcore.vendorkit.programs import strip_dashes
@@ -142,10 +142,9 @@ def parameters(model: Model) -> float:
     query, key, value = widths(model)
     rank = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) if model.multi_latent_attention else 0
     queries = (1 + model.attention_output_gate) * query
-    attention = hidden * (queries + key + value + attended(model)) if not rank else hidden * (rank + attended(model))
+    attention = hidden * (queries + key + value + attended(model))
     if rank:
-        heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
-        attention += (model.q_lora_rank or hidden) * query + (model.kv_lora_rank or 0) * heads
+        attention = hidden * (rank + attended(model)) + projection_weights(model)[1]
         if model.indexer:
             attention += model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size)
     experts = model.num_moe_experts or 0

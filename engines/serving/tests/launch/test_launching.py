@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import yaml
 from flagcore_kubernetes.job import export as kubernetes
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_serving.launch import export
 from flagcore_serving.launch.server import Instance, TrialJob, as_text, read_job
-from flagcore_serving.launch.start import instances_of
 from flagcore_serving.load.routing import NIXL
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving
 from flagcore.contracts import ExportJob, Platform
@@ -54,7 +53,7 @@ def instances(where: Platform, folder: Path, **values: Any) -> tuple[Instance, .
 
 def composed(where: Platform, **values: Any) -> dict[str, Any]:
     candidate = Candidate.of({**LLAMACPP.defaults(where.task), **values})
-    files = export.compose_files(instances_of(where, LLAMACPP, candidate), None, {}, ())
+    files = export.compose_files(LLAMACPP.instances(where, candidate), None, {}, ())
     return dict(yaml.safe_load(files[export.COMPOSE])["services"])
 
 

@@ -13,10 +13,10 @@ from flagcore_serving.model.predict import crowding
 from flagcore_serving.model.work import UNFITTED, overheads_of
 from flagcore_serving.space.placement import uniform_kinds
 from flagcore_serving.space.weights import parameters
-from flagcore_sglang.profile import ENGINE as SGLANG
-from flagcore_sglang.profile import RECEIVE
-from flagcore_vllm.knobs import graph_tokens
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_sglang.engine import ENGINE as SGLANG
+from flagcore_sglang.engine import RECEIVE
+from flagcore_vllm.engine import ENGINE as VLLM
+from flagcore_vllm.engine import graph_tokens
 
 from engines.serving.tests.engines.tasks import predict, published
 from flagcore.domain.cluster import Cluster, NodeGroup

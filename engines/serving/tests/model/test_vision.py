@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
-from flagcore_lmdeploy.profile import ENGINE as LMDEPLOY
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
+from flagcore_lmdeploy.engine import ENGINE as LMDEPLOY
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.load.images import Image
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
@@ -14,8 +14,8 @@ from flagcore_serving.model.simulation import Price, Simulation
 from flagcore_serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
 from flagcore_serving.model.work import PIXEL, Serving
 from flagcore_serving.space.hardware import CHAT_TOKENS, longest_request
-from flagcore_sglang.profile import ENGINE as SGLANG
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_sglang.engine import ENGINE as SGLANG
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import broken, merged, row, serving
 from engines.serving.tests.model.test_simulation import LANE, OVER
@@ -94,9 +94,9 @@ def test_whole_towers_work_on_several_images_at_once() -> None:
 
 
 def test_the_context_holds_the_largest_images() -> None:
-    found = load(images((280, 280), (1280, 720), count=2))
-    assert longest_request((found,), VISION) == 64 + 16 + 2 * 1198 + CHAT_TOKENS
-    assert longest_request((found,), None) == 80
+    found = images((280, 280), (1280, 720), count=2)
+    assert longest_request(task(found)) == 64 + 16 + 2 * 1198 + CHAT_TOKENS
+    assert longest_request(task(found, model=DENSE)) == 80
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from flagcore_serving.space.hardware import longest_request
-from flagcore_vllm.profile import ENGINE as ENGINE
+from flagcore_vllm.engine import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import LOAD, broken, serving
 from flagcore.domain.serving import Load
@@ -53,7 +53,7 @@ def test_trace_with_a_request_longer_than_the_model_context_is_an_error(tmp_path
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps({"input_len": n, "output_len": 10}) + "\n" for n in (100, 5000)))
     load = Load(trace=str(trace))
-    assert longest_request((load,), None) == 5010
+    assert longest_request(task(tmp_path, load)) == 5010
     with pytest.raises(SpecError) as error:
         ENGINE.rules(task(tmp_path, load))
     assert error.value.key == "serve.profile.trace"
@@ -64,7 +64,7 @@ def test_estimated_lengths_of_texts_size_the_context_but_are_not_an_error(tmp_pa
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"prompt": "长" * 6000, "max_tokens": 10}) + "\n")
     load = Load(trace=str(trace))
-    assert longest_request((load,), None) == 9010
+    assert longest_request(task(tmp_path, load)) == 9010
     ENGINE.rules(task(tmp_path, load))
 
 

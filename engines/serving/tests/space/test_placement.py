@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import Instance
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP, Hardware
 from flagcore_serving.space.placement import placements
-from flagcore_sglang.profile import ENGINE as SGLANG
-from flagcore_vllm.profile import ENGINE as VLLM
+from flagcore_sglang.engine import ENGINE as SGLANG
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import broken, merged, row, serving, space_of
 from flagcore.domain.serving import Load

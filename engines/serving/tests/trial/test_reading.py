@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP_ENGINE
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP_ENGINE
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.trial import failures
 from flagcore_serving.trial.failures import PATTERNS, TrialFailure, first_error, log_text, server_failure
 from flagcore_serving.trial.reading import NoMetrics, acceptance, with_measured_acceptance
-from flagcore_sglang.profile import ENGINE as SGLANG_ENGINE
-from flagcore_vllm.profile import ENGINE
-from flagcore_vllm.profile import ENGINE as VLLM_ENGINE
+from flagcore_sglang.engine import ENGINE as SGLANG_ENGINE
+from flagcore_vllm.engine import ENGINE
+from flagcore_vllm.engine import ENGINE as VLLM_ENGINE
 
 from engines.serving.tests.engines.tasks import serving, space_of
 from flagcore.contracts import Problem

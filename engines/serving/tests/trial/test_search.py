@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_serving.launch.server import Instance, TrialJob
 from flagcore_serving.load.progress import RESOLUTION
 from flagcore_serving.load.result import LoadResult

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flagcore_llamacpp.profile import ENGINE as LLAMACPP
+from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_serving.launch.server import read_job
 from flagcore_serving.trial import __main__ as program
 from flagcore_serving.trial.failures import TrialFailure

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from flagcore_training.trial.job import Device, JobError, Train
-
-from flagcore.domain.model import Model
+from flagcore_training.trial.job import TrainingJob, read_job
 
 
 @dataclass(frozen=True)
@@ -32,22 +28,11 @@ class TrialCandidate:
     compile: bool = False
 
 
-@dataclass(frozen=True)
-class TrialJob:
-    """One trial. It ends `end_after_s` seconds after its start, at `ends_at` on the clock `time.monotonic`."""
+@dataclass(frozen=True, kw_only=True)
+class TrialJob(TrainingJob):
+    """One trial."""
 
-    model: Model
-    train: Train
     candidate: TrialCandidate
-    device: Device
-    output: Path
-    nodes: int = 1
-    end_after_s: float | None = None
-    ends_at: float | None = None
-
-    def started(self) -> TrialJob:
-        """Return the job with its end time, for a program that starts now."""
-        return dataclasses.replace(self, ends_at=self.end_after_s and time.monotonic() + self.end_after_s)
 
     @property
     def world_size(self) -> int:
@@ -96,11 +81,4 @@ class Meshes:
     experts: Any
 
 
-def read_job(data: dict[str, Any]) -> TrialJob:
-    """Return the job in decoded JSON. Raises JobError if a key is unknown or missing."""
-    try:
-        kinds: dict[str, Any] = {"model": Model, "train": Train, "candidate": TrialCandidate, "device": Device}
-        parts = {name: kind(**data[name]) for name, kind in kinds.items()}
-        return TrialJob(**{**data, **parts, "output": Path(data["output"])})
-    except (LookupError, TypeError, AttributeError) as error:
-        raise JobError(f"the job has a missing or unknown key: {error}") from None
+read = partial(read_job, TrialJob, TrialCandidate)

@@ -7,8 +7,6 @@ Initial weights do not depend on the layout: their seeds are derived from names,
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import zlib
 from dataclasses import replace
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
+from flagcore_training.trial.layers import NormOfInput, causal_mask, has_fused_norm
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,37 +38,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROTARY_BASE = 10000.0
 
 
-def _has_fused_norm(device: str) -> bool:
-    """Return whether torch has a kernel for RMS norms on devices of this type. CPUs and some builds have none."""
-    with contextlib.suppress(RuntimeError):  # torch does not know the operator or the device
-        key = torch._C._dispatch_key_for_device(device)
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", key))
-    return False
-
-
-class _NormOfInput(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """RMS norm that stores only its input, like a fused kernel. Separate kernels store two copies in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
-        ctx.save_for_backward(hidden, weight)
-        return functional.rms_norm(hidden, weight.shape, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        hidden, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
-        with torch.enable_grad():
-            normed = functional.rms_norm(hidden, weight.shape, weight)
-        return torch.autograd.grad(normed, (hidden, weight), gradient)
-
-
 class Norm(nn.RMSNorm):  # type: ignore[misc]
     """RMS norm that stores its input, and no normed copy."""
 
     def forward(self, hidden: Any) -> Any:
-        return (
-            super().forward(hidden) if _has_fused_norm(hidden.device.type) else _NormOfInput.apply(hidden, self.weight)
-        )
+        is_fused = has_fused_norm(hidden.device.type)
+        return super().forward(hidden) if is_fused else NormOfInput.apply(hidden, self.weight, None)
 
 
 class Attention(nn.Module):  # type: ignore[misc]  # torch is not followed
@@ -97,7 +71,7 @@ class Attention(nn.Module):  # type: ignore[misc]  # torch is not followed
         mask = None
         if self.context is not None:
             key, value = (_gathered(each, self.context) for each in (key, value))
-            mask = _mask(length, self.context.size(), self.context.get_local_rank(), query.device)
+            mask = causal_mask(length, self.context.size(), self.context.get_local_rank(), query.device)
         output = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.size(1) != query.size(1)
         )
@@ -238,21 +212,6 @@ def rotated(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 def _gathered(tensor: torch.Tensor, context: DeviceMesh) -> torch.Tensor:
     """Return the keys or values of all context-parallel ranks, in the order of ranks. Gradients are summed."""
     return collectives.all_gather_tensor_autograd(tensor.contiguous(), gather_dim=2, group=(context, 0))
-
-
-@functools.lru_cache(maxsize=4)
-def _mask(length: int, size: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return which gathered keys each query of a rank attends to, [length, length * size]."""
-    positions = [own_positions(length * size, size, each).to(device) for each in range(size)]
-    return positions[rank][:, None] >= torch.cat(positions)[None, :]
-
-
-def own_positions(length: int, size: int, rank: int) -> torch.Tensor:
-    """Return the positions of a context-parallel rank: the chunks r and 2n-1-r of 2n, so that all compute as much."""
-    if size == 1:
-        return torch.arange(length)
-    chunks = torch.arange(length).chunk(2 * size)
-    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
 def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Tensor, stage: int = 0) -> Transformer:

@@ -1,21 +1,23 @@
 """Runs one rank of a trial: it joins the other ranks, builds its part of the model, trains, and reports by rank 0.
 
-Each step is timed between two barriers of all ranks. The global batch of a step depends only on the seed and the step.
 The files of a trial are `steps.jsonl`, written while it runs, and `metrics.json`, written at its end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import platform
 import socket
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from flagcore_training.trial.layers import own_positions
 from flagcore_training.trial.rank_device import RankDevice, append_step, join, open_device, speed_test, write_metrics
+from flagcore_training.trial.steps import Step, timed_steps, token_rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.pipelining import PipelineStage
@@ -25,11 +27,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 
 from flagcore.domain.chip import SPEED_TEST
-from flagcore.domain.trial import MIN_STEPS, steps_in_time
 from flagcore_trainers.fsdp2.job import Meshes, TrialJob
-from flagcore_trainers.fsdp2.model import DTYPES, build, own_positions, rotary_angles
+from flagcore_trainers.fsdp2.model import DTYPES, build, rotary_angles
 
-LEARNING_RATE = 1e-3
 MAX_GRADIENT_NORM = 1.0
 SCHEDULES = {
     "1f1b": "1F1B",
@@ -52,14 +52,11 @@ def run_rank(job: TrialJob, number: int, listener: socket.socket | None, import_
     trainer = Trainer(job, meshes, rank_device)
     rank_device.reset_after_build()
     startup = {"import": import_s, "groups": joined - start, "build": time.perf_counter() - joined}
-    steps, planned = list[dict[str, Any]](), job.train.train_iters
-    while len(steps) < planned:
-        step, planned = trainer.timed_step(len(steps), [each["step_time_s"] for each in steps], planned)
-        steps.append(step)
+    steps = list[dict[str, Any]]()
+    for step in trainer.steps():
+        steps.append(asdict(step))
         if number == 0:
-            append_step(job.output, step)
-        if len(steps) == 1 and rank_device.needs_memory_step:
-            trainer.memory_step()
+            append_step(job.output, steps[-1])
     report = {"rank": number, **rank_device.memory(), SPEED_TEST: speed_test(rank_device, job.train.precision)}
     reports: list[Any] = [None] * job.world_size
     dist.all_gather_object(reports, report)
@@ -126,41 +123,23 @@ class Trainer:
         groups = [{"params": each} for each in self.weights]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.01, fused=True)
 
-    def timed_step(self, number: int, times: list[float], planned: int) -> tuple[dict[str, Any], int]:
-        """Run a step. Return its times and loss, and how many steps rank 0 plans. `times`: those of earlier steps."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = LEARNING_RATE if number else 0.0
-        clock = self.rank_device.clock
-        batches, start, own_start = self.batches(number), self._barrier(), clock()
-        losses = self.forward_backward(batches)
-        self.rank_device.synchronize()
-        backward_end, own_backward_end = time.perf_counter(), clock()
-        norm = self.update()
-        self.rank_device.synchronize()
-        optimizer_end, own_end = time.perf_counter(), clock()
-        end = self._barrier()
-        times = [*times, end - start]
-        if self.job.ends_at is not None and len(times) >= MIN_STEPS:
-            planned = steps_in_time(times, planned, self.job.ends_at - time.monotonic())
-        counts = [sum(losses, 0.0), float(len(losses)), float(planned * (dist.get_rank() == 0))]
-        shared = torch.tensor(counts, device=self.device)
-        dist.all_reduce(shared)
-        step = {
-            "step": number,
-            "step_time_s": times[-1],
-            "forward_backward_s": backward_end - start,
-            "optimizer_s": optimizer_end - backward_end,
-            "own_forward_backward_s": own_backward_end - own_start,
-            "own_optimizer_s": own_end - own_backward_end,
-            "loss": _if_finite(float(shared[0] / shared[1])),
-            "grad_norm": _if_finite(norm),
-        }
-        return step, int(shared[2])
+    def steps(self) -> Iterator[Step]:
+        """Run the steps of the trial, and yield each step when it ends."""
+        return timed_steps(
+            self.job,
+            self.rank_device,
+            self.optimizer,
+            batches=self.batches,
+            forward_backward=self.forward_backward,
+            update=self.update,
+            loss_sums=lambda losses: torch.tensor([sum(losses, 0.0), float(len(losses))], device=self.device),
+            memory_step=self.memory_step,
+        )
 
-    def memory_step(self) -> None:
+    def memory_step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Run a step that is not timed, to measure the peak of memory."""
         self.rank_device.start_peak()
-        self.forward_backward(self.batches(0))
+        self.forward_backward(batches)
         self.update()
         self.rank_device.end_memory_measurement(self.rank_device.peak_bytes())
 
@@ -206,22 +185,10 @@ class Trainer:
         batches = []
         for index in range(self.job.num_microbatches):
             first = number * train.global_batch_size + (index * self.job.replicas + self.replica) * size
-            rows = torch.stack([self._row(row) for row in range(first, first + size)])
+            rows = token_rows(train, self.job.model.vocab_size, first, size)
             parts = (rows[:, self.positions], rows[:, self.positions + 1])
             batches.append((parts[0].to(self.device), parts[1].to(self.device)))
         return batches
-
-    def _row(self, number: int) -> torch.Tensor:
-        """Return one sequence of tokens. Small tokens are more frequent, so the loss can decrease."""
-        train, size = self.job.train, self.job.model.vocab_size
-        generator = torch.Generator().manual_seed(((train.seed << 32) + number) % 2**63)
-        return (torch.rand(train.seq_length + 1, generator=generator) ** 3 * size).long().clamp_(max=size - 1)
-
-    def _barrier(self) -> float:
-        """Wait for the device and for all ranks, and return the current time."""
-        self.rank_device.synchronize()
-        dist.barrier()
-        return time.perf_counter()
 
     def effective(self) -> dict[str, Any]:
         """Return the values in use, as torch's objects have them."""
@@ -252,7 +219,3 @@ class Trainer:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _if_finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

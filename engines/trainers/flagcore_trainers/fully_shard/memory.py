@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from flagcore_training.memory.training import Memory
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
@@ -71,19 +72,6 @@ class MemoryInputs:
         """The number of layers with experts."""
         model = self.model
         return float(model.num_layers - model.moe_first_dense_layers) if model.num_moe_experts else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bytes:
-    """Bytes of the rank that needs the most, and its stage.
-
-    They are the bytes between steps, above it at the peak of forward and backward, and the peak of the step.
-    """
-
-    static: FloatArray
-    activation: FloatArray
-    peak: FloatArray
-    stage: IntArray
 
 
 def unit_weights(job: MemoryInputs) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -149,12 +137,12 @@ def _padded(weights: Sequence[tuple[FloatArray | float, FloatArray | float]], ra
     return sum((np.ceil(rows / ranks) * ranks * columns for rows, columns in weights), np.zeros_like(ranks))
 
 
-def of_rank(job: MemoryInputs) -> Bytes:
-    """Return the memory of a rank. Without a pipeline, all ranks need about the same."""
+def of_rank(job: MemoryInputs) -> Memory:
+    """Return the memory of the rank that needs the most. Without a pipeline, all ranks need about the same."""
     alone, (staged, stage) = _without_pipeline(job), _with_pipeline(job)
     is_staged = job.pipeline > 1
     static, activation, peak = (np.where(is_staged, *each) for each in zip(staged, alone, strict=True))
-    return Bytes(static=static, activation=activation, peak=peak, stage=np.where(is_staged, stage, 0))
+    return Memory(static=static, activation=activation, peak=peak, worst_stage=np.where(is_staged, stage, 0))
 
 
 _Sizes = tuple[FloatArray, FloatArray, FloatArray]
@@ -291,7 +279,7 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
         kept = kept + edge * is_tied + ahead + summed * layer * (number - 1.0)
         for extra in act.backward:
             moments.append(kept + own + previous + left + extra)
-        moments.append(kept + own + previous + left - act.layer + act.input + u * layer + act.norm)
+        moments.append(kept + own + previous + left - act.layer + act.hidden + u * layer + act.norm)
         for unit, sharing in ((layer, n), (experts, n / job.expert)):
             copies = u * unit + r * unit * (1.0 + 1.0 / sharing)
             moments.append(kept - np.where(job.reshard, 0.0, u * unit) + left - act.layer + copies + act.hidden)
@@ -306,15 +294,14 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
 class Activations:
     """Bytes of activations of one micro-batch.
 
-    `stored`: of all layers before backward. `layer`: of one layer. `input`: the input of a layer. `hidden`: the tensor
-    between layers. `head_input`: what the head and the norm before it store. `backward`: at the moments of a layer's
-    backward, above what all layers store. `norm`: of the backward of a norm.
-    `gradients`: of the outputs of all products and norms.
+    `stored`: of all layers before backward. `layer`: of one layer. `hidden`: the tensor between layers, which is the
+    input of a layer. `head_input`: what the head and the norm before it store. `backward`: at the moments of a layer's
+    backward, above what all layers store. `norm`: of the backward of a norm. `gradients`: of the outputs of all
+    products and norms.
     """
 
     stored: FloatArray
     layer: FloatArray
-    input: FloatArray
     hidden: FloatArray
     head_input: FloatArray
     backward: tuple[FloatArray, ...]
@@ -364,7 +351,6 @@ def activations(job: MemoryInputs) -> Activations:
     return Activations(
         stored=stored,
         layer=per_layer,
-        input=hidden,
         hidden=hidden,
         head_input=hidden + whole,
         backward=(at_gate, after_ffn),

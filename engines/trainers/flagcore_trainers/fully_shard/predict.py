@@ -7,15 +7,17 @@ between buffers (torch 2.13 `_fsdp_collectives.py`). With a pipeline, both happe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 from flagcore_training.layout import Layout, Options, Training
+from flagcore_training.memory.training import InUse, in_use
 from flagcore_training.stages import model_flops
 from flagcore_training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
 from flagcore_training.time.step import ACCUMULATION_BYTES, Blocks, costs_in_run, step_time
 
-from flagcore.contracts import Costs, communicator_bytes
+from flagcore.contracts import Costs
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
@@ -51,17 +53,43 @@ FORWARD_SHARE = 1.0 / 3.0
 
 def predict(task: Task, columns: Columns, costs: Costs, program: Program = TRIAL) -> Predictions:
     """Return the predicted memory in bytes and step time in seconds of each candidate in `columns`."""
+
+    def of_rows(kind: int, rows: IntArray) -> Predictions:
+        part = {name: values[rows] for name, values in columns.items()}
+        schedule = FOLDED if kind // 2 else None
+        return _predict(task, part, costs, program, compiled=bool(kind % 2), schedule=schedule)
+
+    return by_kind(2 * ((columns[PP] > 1) & (columns[SCHEDULE] >= ZBV)) + columns[COMPILE], of_rows)
+
+
+def by_kind(kinds: IntArray, predict: Callable[[int, IntArray], Predictions]) -> Predictions:
+    """Return the predictions of candidates of these `kinds`. `predict` returns those of rows that have one kind."""
     parts, order = [], []
-    for start in range(0, columns[TP].size or 1, BATCH_ROWS):
-        batch = {name: values[start : start + BATCH_ROWS] for name, values in columns.items()}
-        kind = 2 * ((batch[PP] > 1) & (batch[SCHEDULE] >= ZBV)) + batch[COMPILE]
-        for each in np.unique(kind) if kind.size else (0,):
-            rows = np.flatnonzero(kind == each)
-            part = {name: values[rows] for name, values in batch.items()}
-            schedule = FOLDED if each // 2 else None
-            parts.append(_predict(task, part, costs, program, compiled=bool(each % 2), schedule=schedule))
-            order.append(rows + start)
+    for start in range(0, kinds.size or 1, BATCH_ROWS):
+        batch = kinds[start : start + BATCH_ROWS]
+        for kind in np.unique(batch).tolist() or [0]:
+            order.append(start + np.flatnonzero(batch == kind))
+            parts.append(predict(kind, order[-1]))
     return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
+
+
+def predictions(train: Training, costs: Costs, used: InUse, time_s: dict[str, FloatArray]) -> Predictions:
+    """Return the predictions of candidates from the memory in use and the parts of the step time in seconds."""
+    total: FloatArray = sum(time_s.values(), np.zeros(()))
+    return Predictions(
+        step_time_s=total,
+        low_s=total * INTERVAL[0],
+        high_s=total * INTERVAL[1],
+        time_s=time_s,
+        static_bytes=used.memory.static,
+        activation_bytes=used.memory.activation,
+        peak_allocated_bytes=used.memory.peak,
+        reserved_bytes=used.reserved,
+        device_used_bytes=used.used,
+        worst_stage=used.memory.worst_stage,
+        capacity_bytes=costs.memory.capacity_bytes(),
+        model_flops=model_flops(train),
+    )
 
 
 def memory_job(
@@ -151,26 +179,9 @@ def _predict(
     # Ranks whose host computes exchange tensors by Gloo.
     job = memory_job(task, columns, fused_norm=fused_norm, compiled_loss=fused_loss, sends_stay=costs.synchronous)
     needed = memory.of_rank(job)
-    workspaces = 2.0 * costs.memory.workspace_bytes()
-    peak = needed.peak + workspaces
-    reserved = costs.memory.reserved_bytes(peak)
-    used = costs.memory.device_used_bytes(reserved) + communicator_bytes(costs.memory) * layout.communicators()
+    needed = replace(needed, peak=needed.peak + 2.0 * costs.memory.workspace_bytes())
     time_s = _times(train, layout, costs, job, columns, program, compiled=compiled)
-    total: FloatArray = sum(time_s.values(), np.zeros(()))
-    return Predictions(
-        step_time_s=total,
-        low_s=total * INTERVAL[0],
-        high_s=total * INTERVAL[1],
-        time_s=time_s,
-        static_bytes=needed.static,
-        activation_bytes=needed.activation,
-        peak_allocated_bytes=peak,
-        reserved_bytes=reserved,
-        device_used_bytes=used,
-        worst_stage=needed.stage,
-        capacity_bytes=costs.memory.capacity_bytes(),
-        model_flops=model_flops(train),
-    )
+    return predictions(train, costs, in_use(costs.memory, needed, layout), time_s)
 
 
 def _times(

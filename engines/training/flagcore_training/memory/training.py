@@ -268,7 +268,9 @@ def memory_in_use(
     maximum over forward and backward and the optimizer step.
     """
     placement = StageGroups.from_layout(layout, costs)
-    memories = stages_in_use(train, layout, costs, stages(train.model, layout, train.options, placement.starts))
+    if distinct_stages is None:
+        distinct_stages = stages(train.model, layout, train.options, placement.starts)
+    memories = stages_in_use(train, layout, costs, distinct_stages)
     if len(costs.groups) == 1:
         figures = np.stack([each.memory.peak for each in memories])
     else:
@@ -281,23 +283,23 @@ def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stage
     """Return the memory in use of each stage in `requested_stages`, for all candidates."""
     placement, models = StageGroups.from_layout(layout, costs), [each.memory for each in costs.groups]
     workspaces = [np.array(model.workspace_bytes()) for model in models]
-    capacities = [np.array(np.nan if (known := model.capacity_bytes()) is None else known) for model in models]
     estimates = [_Estimate.from_layout(train, each) for each in placement.layouts]
     memories = []
     for stage_ in requested_stages:
-        group_memory = [each.memory(stage_, size) for each, size in zip(estimates, workspaces, strict=True)]
-        memory = placement.pick(stage_.index, group_memory)
-        reserved = [model.reserved_bytes(memory.peak) for model in models]
-        used = [_used_bytes(model, size, layout) for model, size in zip(models, reserved, strict=True)]
-        stage_values = [placement.pick(stage_.index, values) for values in (reserved, used, capacities)]
-        memories.append(InUse(memory=memory, reserved=stage_values[0], used=stage_values[1], capacity=stage_values[2]))
+        of_groups = zip(models, estimates, workspaces, strict=True)
+        found = [in_use(model, each.memory(stage_, size), layout) for model, each, size in of_groups]
+        memories.append(placement.pick(stage_.index, found))
     return memories
 
 
-def _used_bytes(model: MemoryModel, reserved: FloatArray, layout: Layout) -> FloatArray:
-    """Return the memory in use on a device whose allocator reserves `reserved` bytes."""
-    used, buffers = model.device_used_bytes(reserved), communicator_bytes(model)
-    return used + buffers * layout.communicators() if buffers else used
+def in_use(model: MemoryModel, memory: Memory, layout: Layout) -> InUse:
+    """Return the memory in use on devices with the tensors in `memory`."""
+    reserved, buffers, capacity = model.reserved_bytes(memory.peak), communicator_bytes(model), model.capacity_bytes()
+    used = model.device_used_bytes(reserved)
+    used = used + buffers * layout.communicators() if buffers else used
+    return InUse(
+        memory=memory, reserved=reserved, used=used, capacity=np.array(np.nan if capacity is None else capacity)
+    )
 
 
 def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, State]:

@@ -3,17 +3,16 @@
 Exit codes: 0 success, 3 out of memory, 1 any other failure.
 """
 
-import importlib
 import os
 import socket
 import sys
-import traceback
 import warnings
 from functools import partial
 from pathlib import Path
 
 from flagcore_training.microbench import BenchmarkJob, load
-from flagcore_training.trial.forked_ranks import OUT_OF_MEMORY, ran_out_of_memory, run_ranks
+from flagcore_training.trial.forked_ranks import exit_at_once, import_all, run_ranks
+from flagcore_training.trial.program import report
 
 
 def main(arguments: list[str]) -> int:
@@ -28,8 +27,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _import(job: BenchmarkJob) -> None:
-    for name in ("torch", *job.preload, "flagcore_training.microbench.measurement"):
-        importlib.import_module(name)
+    import_all("torch", *job.preload, "flagcore_training.microbench.measurement")
 
 
 def _work(job: BenchmarkJob, number: int, listener: socket.socket) -> int:
@@ -40,17 +38,9 @@ def _work(job: BenchmarkJob, number: int, listener: socket.socket) -> int:
 
         measure(job, number, listener)
     except BaseException as error:
-        lacks_memory = ran_out_of_memory(error)
-        if lacks_memory:
-            print(f"out of memory: {' '.join(str(error).splitlines()[:1])}", file=sys.stderr)
-        traceback.print_exception(error)
-        sys.stderr.flush()
-        return OUT_OF_MEMORY if lacks_memory else 1
+        return report(error)
     return 0
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    exit_at_once(main(sys.argv[1:]))

@@ -5,9 +5,7 @@ with `kind`, `backend`, `preload` and `devices`. The program prints the seconds 
 the figures of the link to each neighbouring host.
 """
 
-import importlib
 import json
-import os
 import sys
 from datetime import timedelta
 from functools import partial
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flagcore_training.microbench.kernels import Bench
+from flagcore_training.trial.forked_ranks import exit_at_once, import_all
 
 CPU_SIZE, ACCELERATOR_SIZE = 512, 4096
 """Numbers of rows and columns of the matrix product on a CPU and on an accelerator."""
@@ -32,8 +31,7 @@ def main(job: dict[str, Any], rank: int, hosts: int, address: str, port: str) ->
 
     `address` is the address of host 0, on which the hosts connect at `port`.
     """
-    for name in job["preload"]:
-        importlib.import_module(name)
+    import_all(*job["preload"])
     torch.set_num_threads(1)
     Bench(job["kind"], 0, is_distributed=False)  # its constructor selects the device of the collectives
     if hosts > 1:
@@ -105,5 +103,4 @@ def _messages(bench: Bench, rank: int, other: int, group: Any) -> dict[str, floa
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
-    sys.stdout.flush()
-    os._exit(0)
+    exit_at_once(0)

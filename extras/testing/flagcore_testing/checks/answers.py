@@ -9,7 +9,6 @@ from flagcore.errors import SpecError
 from flagcore.plugins import kind_of
 from flagcore.plugins.entry_points import one_line
 from flagcore.vendorkit import machine
-from flagcore.vendorkit.detection import DeviceDetector
 from flagcore_testing.examples import FOREIGN_CHIP, example_calls
 from flagcore_testing.kit import Check, Problem, Problems, Subject, check
 
@@ -45,7 +44,7 @@ def vendor_is_not_guessed(plugin: Subject) -> Problems:
         if (answer := plugin.ask("flagcore_vendor", {"environment": variables})) in vendors:
             shown = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no variables"
             yield f"flagcore_vendor returns {answer!r} with {shown}"
-    if isinstance(detector := getattr(plugin.hooks, "detector", None), DeviceDetector):
+    if detector := plugin.detector:
         selecting = {name: detector.vendor.upper() for name in detector.vendor_variables[:1]}
         for variables in (selecting, *({f"{prefix}X": "1"} for prefix in detector.own_variables)):
             answer = plugin.ask("flagcore_vendor", {"environment": variables}) if variables else detector.vendor
@@ -60,8 +59,7 @@ def health_is_of_problems(plugin: Subject) -> Problems:
         return  # another check reports it
     with mock.patch.object(machine, "query_torch", return_value=None):
         sentences = [each for chip in plugin.own_chips()[:1] for each in plugin.loaded.health(chip)]
-        detector = getattr(plugin.hooks, "detector", None)
-        of_detector = detector.problems() if isinstance(detector, DeviceDetector) else ()
+        of_detector = plugin.detector.problems() if plugin.detector else ()
     for each in sentences if not plugin.loaded.devices() else ():
         if of_detector and each not in of_detector:
             text = f"flagcore_health returns {each[:80]!r} on a machine without devices"

@@ -35,12 +35,10 @@ def idle_bytes(plugin: Subject) -> dict[str, float]:
     found: dict[str, float] = {}
     with suppress(Skip):
         for each in plugin.listings:
-            with fakes.machine(fakes.printing(each)), fakes.uncached():
-                for device in fakes.ask(plugin):
-                    chip, reader = plugin.loaded.find_chip(device.chip), plugin.loaded.telemetry(device)
-                    used = reader.sample().get("memory_used_bytes") if reader else None
-                    if chip and used is not None:
-                        found[chip.name] = min(found.get(chip.name, used), used)
+            for device, sample in fakes.samples(plugin, each):
+                chip, used = plugin.loaded.find_chip(device.chip), sample.get("memory_used_bytes")
+                if chip and used is not None:
+                    found[chip.name] = min(found.get(chip.name, used), used)
     return found
 
 

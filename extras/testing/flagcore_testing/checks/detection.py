@@ -12,9 +12,9 @@ from contextlib import redirect_stdout
 from flagcore.domain.chip import Chip, Device
 from flagcore.errors import SpecError
 from flagcore.plugins.entry_points import capture_warnings
-from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.machine import TorchReport
 from flagcore_testing import fakes
+from flagcore_testing.checks.spelling import detector_of
 from flagcore_testing.hook_runner import seconds_without_waiting
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 from flagcore_testing.package import FOLDER, SOURCES, Transcript, saved_outputs
@@ -218,9 +218,7 @@ def commands_ask_for_the_format(plugin: Subject) -> Problems:
 
 @check("let `trusts` look at the version, the attributes and the devices' names that only this vendor's torch has")
 def torch_of_others_is_not_trusted(plugin: Subject) -> Problems:
-    detector, own = getattr(plugin.hooks, "detector", None), plugin.own_chips()
-    if not isinstance(detector, DeviceDetector):
-        raise Skip("the plugin has no DeviceDetector")
+    own, detector = plugin.own_chips(), detector_of(plugin)
     foreign = {chip.vendor: chip for chip in plugin.others.chips() if chip.name != "cpu"}
 
     def trusts(chip: Chip, names: frozenset[str]) -> bool:

@@ -11,7 +11,7 @@ from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
 from flagcore.plugins import find_engine, kind_of
 from flagcore_testing.examples import task_on
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
 
 IMPLEMENTATIONS = ("local", "transformer_engine")
 """Implementations of the layers that a spec may name."""
@@ -58,18 +58,15 @@ def engine_support_is_complete(where: str, chip: Chip, engine: str, answer: Engi
             yield Problem(text, "name a setting of the engine and a valid value (docs/spec.md)")
 
 
+@once
 def _rules(plugin: Subject) -> list[tuple[str, Chip, str, ValueRule]]:
     """Return, for each rule about values: the prefix of messages, the chip, the engine and the rule."""
     plugin.implements("flagcore_check_task")
-    where, pairs = "flagcore_check_task: {} on {}", plugin.pairs()
-    rules = plugin.once(
-        "rules about values",
-        lambda: [
-            (where.format(engine, chip.name), chip, engine, rule)
-            for chip, engine in pairs
-            for rule in plugin.loaded.check_task(task_on(chip, engine)).rules
-        ],
-    )
+    rules = [
+        (f"flagcore_check_task: {engine} on {chip.name}", chip, engine, rule)
+        for chip, engine in plugin.pairs()
+        for rule in plugin.loaded.check_task(task_on(chip, engine)).rules
+    ]
     if not rules:
         raise Skip("the plugin has no rules about values")
     return rules

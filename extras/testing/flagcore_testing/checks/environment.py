@@ -12,7 +12,7 @@ from flagcore.plugins import kind_of
 from flagcore.vendorkit.engines import Variable
 from flagcore.vendorkit.fields import applicable
 from flagcore_testing import fakes
-from flagcore_testing.kit import Problems, Skip, Subject, check
+from flagcore_testing.kit import Problems, Skip, Subject, check, once
 
 USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
 """Variables that belong to the user's shell."""
@@ -105,25 +105,22 @@ def _accelerator(plugin: Subject, chip: Chip) -> tuple[str, ...]:
 
 def _device_variables(plugin: Subject, variables: Mapping[str, str]) -> list[str]:
     """Return the variables that hide the devices of the plugin's own transcript."""
+    pairs = tuple(pair for pair in sorted(variables.items()) if pair[0] not in USERS)
     try:
-        tools = fakes.printing(plugin.listings[0])
+        is_hidden = _has_devices(plugin) and not _has_devices(plugin, *pairs)
     except Skip:
         return []
+    names = [name for name, value in pairs if is_hidden and not _has_devices(plugin, (name, value))]
+    return [name for name in variables if name in names]
 
-    def found(more: Mapping[str, str]) -> bool:
-        def responds() -> bool:
-            with suppress(Exception):  # another check reports it
-                return bool(fakes.devices(plugin, tools, **more))
-            return True
 
-        return plugin.once(f"found with {sorted(more.items())}", responds)
-
-    device_variables = {name: value for name, value in variables.items() if name not in USERS}
-    return (
-        [name for name in device_variables if not found({name: device_variables[name]})]
-        if found({}) and not found(device_variables)
-        else []
-    )
+@once
+def _has_devices(plugin: Subject, *variables: tuple[str, str]) -> bool:
+    """Return whether the devices of the plugin's own transcript are found if `variables` are set."""
+    tools = fakes.printing(plugin.listings[0])
+    with suppress(Exception):  # another check reports it
+        return bool(fakes.devices(plugin, tools, **dict(variables)))
+    return True
 
 
 def _variables_on_chip(plugin: Subject, chip: Chip, engine: str) -> list[Variable]:

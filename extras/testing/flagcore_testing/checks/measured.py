@@ -213,27 +213,29 @@ PARTS, PART_OF = ("all_gather", "reduce_scatter"), (0.2, 1.5)
 
 @check("correct the slower or the faster of them: an all-reduce is a reduce-scatter and an all-gather", each=_folders)
 def collectives_of_one_group_agree(plugin: Subject, chip: Chip, folder: str) -> Problems:
-    with suppress(SpecError):  # another check reports it
-        table = collective_table(plugin.package, chip)
-        times = {
-            (curve.kind, curve.ranks, payload): seconds
-            for curve in (table.curves if table else ())
-            for payload, seconds in zip(curve.payload_bytes, curve.seconds, strict=False)
-        }
-        for (kind, ranks, payload), seconds in times.items():
-            whole = times.get(("all_reduce", ranks, payload))
-            if kind in PARTS and whole and not PART_OF[0] <= seconds / whole <= PART_OF[1]:
-                text = (
-                    f"{folder}/collectives.yaml: {kind} of {payload:g} bytes with ranks = {ranks} takes {seconds:g} s"
-                )
-                yield f"{text}, and the all_reduce {whole:g}"
+    table = _table(plugin, chip)
+    times = {
+        (curve.kind, curve.ranks, payload): seconds
+        for curve in (table.curves if table else ())
+        for payload, seconds in zip(curve.payload_bytes, curve.seconds, strict=False)
+    }
+    for (kind, ranks, payload), seconds in times.items():
+        whole = times.get(("all_reduce", ranks, payload))
+        if kind in PARTS and whole and not PART_OF[0] <= seconds / whole <= PART_OF[1]:
+            text = f"{folder}/collectives.yaml: {kind} of {payload:g} bytes with ranks = {ranks} takes {seconds:g} s"
+            yield f"{text}, and the all_reduce {whole:g}"
+
+
+def _table(plugin: Subject, chip: Chip) -> CollectiveTable | None:
+    """Return the measured collectives of a chip, or None if there are none, or if another check reports an error."""
+    with suppress(SpecError):
+        return collective_table(plugin.package, chip)
+    return None
 
 
 @check("give the number of devices that take part, and seconds", each=_folders)
 def measured_groups_exist(plugin: Subject, chip: Chip, folder: str) -> Problems:
-    table: CollectiveTable | None = None
-    with suppress(SpecError):  # another check reports it
-        table = collective_table(plugin.package, chip)
+    table = _table(plugin, chip)
     if table is None or (chip.name.casefold(), "collectives.yaml") in shared_costs(plugin.package):
         return
     where, size = f"{folder}/collectives.yaml", chip.link.domain_size if chip.link else None

@@ -24,7 +24,7 @@ from flagcore.domain.chip import Chip
 from flagcore.plugins import LoadedPlugins
 from flagcore_testing.examples import group_of, task_on
 from flagcore_testing.hook_runner import seconds_without_waiting
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
 
 PUBLIC_PACKAGES = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
 """Packages of flagcore that a plugin may import."""
@@ -161,19 +161,16 @@ def _is_allowed(plugin: Subject, module: str) -> bool:
         module in sys.stdlib_module_names
         or module.startswith(("flagcore", "_"))  # a private module is part of another one, such as Cython's of numpy
         or module == plugin.package
-        or module in plugin.once("dependencies", lambda: _modules_of(["flagcore", *_declared(plugin)]))
+        or module in _dependencies(plugin)
     )
 
 
-def _declared(plugin: Subject) -> list[str]:
+@once
+def _dependencies(plugin: Subject) -> set[str]:
+    """Return the top-level modules of flagcore and the plugin, and of all that they require without extras."""
+    wanted, found = ["flagcore"], set[str]()
     with suppress(Skip, InvalidRequirement):  # another check reports it
-        return [Requirement(text).name for text in plugin.packaged.requires]
-    return []
-
-
-def _modules_of(distributions: list[str]) -> set[str]:
-    """Return the top-level modules of distributions and of all that they require without extras."""
-    wanted, found = [*distributions], set[str]()
+        wanted += [Requirement(text).name for text in plugin.packaged.requires]
     while wanted:
         name = canonicalize_name(wanted.pop())
         if name not in found:
@@ -187,7 +184,7 @@ def _modules_of(distributions: list[str]) -> set[str]:
 
 @check(f"it must take less than {SECONDS:.0f} s: give every wait a time limit")
 def hooks_return_quickly(plugin: Subject) -> Problems:
-    records, hanging = _records(plugin)
+    records, hanging, _ = _records(plugin)
     if hanging:
         limits = f"{SECONDS:.0f} s, or all hooks {TOTAL_SECONDS:.0f} s"
         yield f"{hanging} took more than {limits}, or ended its process"
@@ -217,8 +214,7 @@ def hooks_do_not_modify_arguments(plugin: Subject) -> Problems:
 
 @check("keep results in memory, or remove the file")
 def hooks_write_no_files(plugin: Subject) -> Problems:
-    _records(plugin)
-    yield from (f"a hook writes the file {name}" for name in plugin.memory["files"])
+    yield from (f"a hook writes the file {name}" for name in _records(plugin)[2])
 
 
 def _import_record(plugin: Subject) -> list[Record]:
@@ -226,12 +222,10 @@ def _import_record(plugin: Subject) -> list[Record]:
     return _records(plugin)[0][:1]
 
 
-def _records(plugin: Subject) -> tuple[list[Record], str]:
-    """Return the side effects of the import and of each hook in another process, and the call that crashed or hung."""
-    return plugin.once("records", lambda: _call_hooks(plugin))
-
-
-def _call_hooks(plugin: Subject) -> tuple[list[Record], str]:
+@once
+def _records(plugin: Subject) -> tuple[list[Record], str, list[str]]:
+    """Return the side effects of the import and of each hook in another process, the call that crashed or hung, and the
+    files that were written."""
     package = plugin.package_folder
     with tempfile.TemporaryDirectory(prefix="flagcore-check-") as made:
         work_folder, home, scratch = (Path(made, name) for name in ("here", "home", "scratch"))
@@ -243,15 +237,12 @@ def _call_hooks(plugin: Subject) -> tuple[list[Record], str]:
             *_files(work_folder),
             *(name for name in _files(home) if not name.startswith(".")),
             *_files(scratch),
-        ]
-        plugin.memory["files"] = [
-            *written_files,
             *(f"{package.name}/{name}" for name in _files(package) - files_before),
         ]
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
     is_complete = bool(lines) and "ends" in lines[-1]
     hanging_call = "" if is_complete else lines[-1].get("begins", "what follows") if lines else "its start"
-    return [line for line in lines if "hook" in line], hanging_call
+    return [line for line in lines if "hook" in line], hanging_call, written_files
 
 
 def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:

@@ -15,7 +15,7 @@ from flagcore.vendorkit.rows import read_matrix
 from flagcore_testing import fakes
 from flagcore_testing.checks.spelling import detector_of
 from flagcore_testing.checks.telemetry import READ
-from flagcore_testing.kit import Problems, Skip, Subject, check
+from flagcore_testing.kit import Problems, Skip, Subject, check, once
 from flagcore_testing.package import FOLDER, SOURCES
 
 Place = tuple[Path, int]
@@ -31,24 +31,19 @@ def _parsers(plugin: Subject) -> dict[Path, ast.Module]:
     return found
 
 
+@once
 def _reached(plugin: Subject) -> tuple[set[Place], dict[Place, set[str]]]:
     """Return the lines that detection and telemetry execute on the transcripts, and the arguments of each call of
     `reading` that gave a figure above 0 which `reads` has.
     """
-
-    def run() -> tuple[set[Place], dict[Place, set[str]]]:
-        lines, given, expected = set[Place](), dict[Place, set[str]](), dict[str, float]()
-        with _traced(plugin.package_folder, lines), _recorded(plugin, given, expected):
-            for each in (each for each in plugin.transcripts if each.tool):
-                read = ((figure, each.reads.get(key, 0.0) * unit) for key, (figure, unit) in READ.items())
-                expected.clear()
-                expected.update(read)
-                with fakes.machine(fakes.printing(each)), fakes.uncached():
-                    readers = [plugin.loaded.telemetry(device) for device in fakes.ask(plugin)]
-                    [reader.sample() for reader in readers if reader]
-        return lines, given
-
-    return plugin.once("reached lines", run)
+    lines, given, expected = set[Place](), dict[Place, set[str]](), dict[str, float]()
+    with _traced(plugin.package_folder, lines), _recorded(plugin, given, expected):
+        for each in (each for each in plugin.transcripts if each.tool):
+            read = ((figure, each.reads.get(key, 0.0) * unit) for key, (figure, unit) in READ.items())
+            expected.clear()
+            expected.update(read)
+            fakes.samples(plugin, each)
+    return lines, given
 
 
 @contextmanager

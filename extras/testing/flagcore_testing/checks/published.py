@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -11,7 +10,7 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import JobRecord
 from flagcore.errors import FlagError
 from flagcore.spec.jobs import read_job
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
 
 PEAKS = {"mxfp8": "fp8", "nvfp4": "fp4"}
 """The peaks of formats with another name."""
@@ -25,23 +24,21 @@ DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "contex
 Run = tuple[Subject, str, JobRecord | FlagError, dict[str, object]]
 
 
+@once
 def _runs(plugin: Subject) -> list[Run]:
     """Return each published run: its name in messages, the job or why it cannot be read, and the measurements."""
     plugin.implements("flagcore_published_runs")
-    return plugin.once("published runs", lambda: list(_read_runs(plugin)))
-
-
-def _read_runs(plugin: Subject) -> Iterator[Run]:
-    records = plugin.loaded.published_runs()
-    if not records:
-        raise Skip("the plugin has no published runs")
-    for record in records:
+    runs = list[Run]()
+    for record in plugin.loaded.published_runs():
         where, measured = f"published.jsonl: {record.get('id')!r}", record.get("measured")
         try:
             job: JobRecord | FlagError = read_job(record, plugins.engines())
         except FlagError as error:
             job = error
-        yield plugin, where, job, dict(measured) if isinstance(measured, dict) else {}
+        runs.append((plugin, where, job, dict(measured) if isinstance(measured, dict) else {}))
+    if not runs:
+        raise Skip("the plugin has no published runs")
+    return runs
 
 
 @check("correct that key; docs/load.md describes job records", each=_runs)

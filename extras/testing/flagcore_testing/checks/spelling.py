@@ -14,7 +14,7 @@ from flagcore.plugins import find_engine, kind_of
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.engines import all_knobs, read_engines
 from flagcore_testing import fakes
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
 
 BUILT_IN = {"gloo", "mpi", "nccl", "ucc", "xccl"}
 """Backends of torch.distributed that need no module to be imported first."""
@@ -42,36 +42,29 @@ def _is_near(word: str, other: str) -> bool:
     return is_swapped or first[1:] == second[1:] or first[1:] == second or first == second[1:]
 
 
+@once
 def _words(plugin: Subject) -> Counter[str]:
     """Return how often each word occurs in the plugin's files and its README."""
-
-    def read() -> Counter[str]:
-        package = plugin.package_folder
-        texts = [path.read_text("utf-8", "replace") for path in package.rglob("*") if path.suffix in (".py", ".yaml")]
-        return Counter(word for text in [*texts, plugin.packaged.readme] for word in re.findall(r"[A-Za-z_]\w+", text))
-
-    return plugin.once("words", read)
+    package = plugin.package_folder
+    texts = [path.read_text("utf-8", "replace") for path in package.rglob("*") if path.suffix in (".py", ".yaml")]
+    return Counter(word for text in [*texts, plugin.packaged.readme] for word in re.findall(r"[A-Za-z_]\w+", text))
 
 
+@once
 def _others_variables(plugin: Subject) -> list[str]:
     """Return the names of variables that other installed plugins describe, one of each plugin."""
-
-    def read() -> list[str]:
-        names: list[str] = []
-        for name, hooks in others_hooks(plugin):
-            with suppress(Skip, SpecError):  # the checks of the other plugin report it
-                names += sorted({each.name for each in Subject(name=name, hooks=hooks).variables})
-        return names
-
-    return plugin.once("variables of others", read)
+    names: list[str] = []
+    for name, hooks in others_hooks(plugin):
+        with suppress(Skip, SpecError):  # the checks of the other plugin report it
+            names += sorted({each.name for each in Subject(name=name, hooks=hooks).variables})
+    return names
 
 
 def detector_of(plugin: Subject) -> DeviceDetector:
     """Return the plugin's detector. Raises Skip if it has none."""
-    detector = getattr(plugin.hooks, "detector", None)
-    if not isinstance(detector, DeviceDetector):
+    if plugin.detector is None:
         raise Skip("the plugin has no DeviceDetector")
-    return detector
+    return plugin.detector
 
 
 def _sections(plugin: Subject) -> list[tuple[str, EngineSupport]]:
@@ -86,8 +79,7 @@ def _variables(plugin: Subject) -> Iterator[tuple[str, str]]:
     for listed in all_knobs(plugin.package):
         for effect in listed.knob.effects.values():
             yield from (("knobs.yaml", name) for name in effect.environment)
-    detector = getattr(plugin.hooks, "detector", None)
-    if isinstance(detector, DeviceDetector):
+    if detector := plugin.detector:
         names = (*detector.visible, detector.outer, *detector.vendor_variables)
         yield from (("discover.py", name) for name in names if name)
 
@@ -289,19 +281,17 @@ def pci_vendor_is_the_vendors(plugin: Subject) -> Problems:
     for name, other in others_detectors(plugin):
         if other.pci_vendor == vendor_id:
             yield f"{where} is that of the plugin {name}"
-    text = (plugin.package_folder / "discover.py").read_text("utf-8") if _has(plugin, "discover.py") else ""
+    file = plugin.package_folder / "discover.py"
+    text = file.read_text("utf-8") if file.is_file() else ""
     if (quoted := {int(each, 16) for each in PCI_ID.findall(text)}) and vendor_id not in quoted:
         yield f"{where}, but the same file quotes {', '.join(f'{each:04x}' for each in sorted(quoted))}"
 
 
 @check("write the name of this vendor's resource, or leave out `kubernetes`")
 def resources_are_the_vendors(plugin: Subject) -> Problems:
-    libraries = {
-        name
-        for _, other in others_hooks(plugin)
-        for each in read_engines(str(getattr(other, "package", "flagcore"))).values()
-        for name in each.cross_vendor_libraries
-    }
+    packages = {name: str(getattr(other, "package", name)) for name, other in others_hooks(plugin)}
+    theirs = [(name, each) for name, package in packages.items() for each in read_engines(package).values()]
+    libraries = {name for _, each in theirs for name in each.cross_vendor_libraries}
     for kind, each in _sections(plugin):
         for name in each.cross_vendor_libraries:
             if name not in libraries and (meant := next((one for one in sorted(libraries) if _is_near(name, one)), "")):
@@ -314,12 +304,7 @@ def resources_are_the_vendors(plugin: Subject) -> Problems:
         if each.kubernetes and not RESOURCE.fullmatch(each.kubernetes.name):
             fix = "write the domain of the vendor and the resource, such as acme.com/gpu"
             yield Problem(f"engines.yaml: {kind}.kubernetes.name = {each.kubernetes.name!r}", fix)
-    others = {
-        each.kubernetes.name: name
-        for name, other in others_hooks(plugin)
-        for each in read_engines(str(getattr(other, "package", name))).values()
-        if each.kubernetes
-    }
+    others = {each.kubernetes.name: name for name, each in theirs if each.kubernetes}
     for kind, each in _sections(plugin):
         if each.kubernetes and each.kubernetes.name in others:
             yield f"engines.yaml: {kind}.kubernetes.name is that of the plugin {others[each.kubernetes.name]}"
@@ -333,7 +318,3 @@ def others_detectors(plugin: Subject) -> Iterator[tuple[str, DeviceDetector]]:
     for name, hooks in others_hooks(plugin):
         if isinstance(detector := getattr(hooks, "detector", None), DeviceDetector):
             yield name, detector
-
-
-def _has(plugin: Subject, file: str) -> bool:
-    return (plugin.package_folder / file).is_file()

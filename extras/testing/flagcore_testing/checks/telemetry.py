@@ -3,13 +3,14 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 
 from flagcore.domain.chip import CORES, DISK_WAIT, OTHERS_CORES, SWAPPED, Device
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore_testing import fakes
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
 
 RANGES: Mapping[str, tuple[float, float]] = {
     "memory_used_bytes": (2**20, 2**42),
@@ -31,43 +32,29 @@ UNITS = {"power_watts": "W", "power_limit_watts": "W", "temperature_celsius": "C
 """The unit of a figure in the outputs of tools."""
 UNIT = r"(?:\.\d+)?\"? *\"?°?(W|C|%|MiB|MHz|Mhz|GiB|V|RPM)?(?![\w/])"
 """What may follow a number: decimals, and a unit, of a field of its own in JSON."""
-Sample = tuple[Device, Mapping[str, float]]
+Sample = tuple[Device, Mapping[str, float], str]
+"""A device, a reading of it, and the text of its transcript, if it is of one."""
 
 
+@once
 def _samples(plugin: Subject) -> list[Sample]:
     """Return a reading of each device of this machine, or else of each device of the transcripts with known chips."""
     plugin.implements("flagcore_telemetry")
-    samples = plugin.once("samples", lambda: _read_sample(plugin))
+    here = plugin.loaded.devices()
+    readers = ((device, plugin.loaded.telemetry(device)) for device in here)
+    samples: list[Sample] = [(device, reader.sample(), "") for device, reader in readers if reader]
+    with suppress(Skip):
+        for each in plugin.listings if not here else ():
+            if all(plugin.loaded.find_chip(listed.chip) and listed.memory_mib for listed in each.lists):
+                found = [(*pair, each.text) for pair in fakes.samples(plugin, each)]
+                samples += [each for each in found if not samples or USED in each[1]]  # others are of another command
     if not samples:
         raise Skip("there is no device of a known chip, neither here nor in a transcript with its memory")
     return samples
 
 
-def _read_sample(plugin: Subject) -> list[Sample]:
-    def sample(device: Device) -> list[Sample]:
-        reader = plugin.loaded.telemetry(device)
-        return [(device, reader.sample())] if reader else []
-
-    if here := plugin.loaded.devices():
-        return [pair for device in here for pair in sample(device)]
-    try:
-        listings = plugin.listings
-    except Skip:
-        return []
-    samples: list[Sample] = []
-    plugin.memory["texts of samples"] = texts = list[str]()
-    for each in listings:
-        if all(plugin.loaded.find_chip(listed.chip) and listed.memory_mib for listed in each.lists):
-            with fakes.machine(fakes.printing(each)), fakes.uncached():
-                found = [pair for device in fakes.ask(plugin) for pair in sample(device)]
-            kept = [pair for pair in found if not samples or USED in pair[1]]  # others are of another command
-            samples += kept
-            texts += [each.text] * len(kept)
-    return samples
-
-
 @check("use these names: " + ", ".join(RANGES), each=_samples)
-def telemetry_names_are_known(device: Device, sample: Mapping[str, float]) -> Problems:
+def telemetry_names_are_known(device: Device, sample: Mapping[str, float], text: str) -> Problems:
     for name in sample:
         if not any(name == prefix or name.startswith(f"{prefix}_") for prefix in RANGES):
             yield f"flagcore_telemetry of device {device.index}: {name} is an unknown figure"
@@ -79,7 +66,7 @@ def telemetry_names_are_known(device: Device, sample: Mapping[str, float]) -> Pr
 
 
 @check("give bytes, watts, degrees, shares of 1 and hertz; leave out what the tool does not report", each=_samples)
-def telemetry_is_plausible(device: Device, sample: Mapping[str, float]) -> Problems:
+def telemetry_is_plausible(device: Device, sample: Mapping[str, float], text: str) -> Problems:
     for name, value in sample.items():
         low, high = next((limits for prefix, limits in RANGES.items() if name.startswith(prefix)), (-1e30, 1e30))
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value == 0 or low <= value <= high):
@@ -92,7 +79,7 @@ def telemetry_is_plausible(device: Device, sample: Mapping[str, float]) -> Probl
 @check("read the first figure of the cell: memory in use is not the memory of the device")
 def telemetry_memory_is_that_in_use(plugin: Subject) -> Problems:
     samples = _samples(plugin)
-    full = [device for device, sample in samples if sample.get("memory_used_bytes") == (device.memory_bytes or -1)]
+    full = [device for device, sample, _ in samples if sample.get("memory_used_bytes") == (device.memory_bytes or -1)]
     if full and len(full) == len(samples):
         used = full[0].memory_bytes
         yield f"flagcore_telemetry: memory_used_bytes = {used} of every device, which is all of its memory"
@@ -100,7 +87,7 @@ def telemetry_memory_is_that_in_use(plugin: Subject) -> Problems:
 
 @check("read the column of the temperature")
 def temperature_is_not_the_power(plugin: Subject) -> Problems:
-    pairs = [(sample.get("temperature_celsius"), sample.get("power_watts")) for _, sample in _samples(plugin)]
+    pairs = [(sample.get("temperature_celsius"), sample.get("power_watts")) for _, sample, _ in _samples(plugin)]
     same = [celsius for celsius, watts in pairs if celsius is not None and celsius == watts]
     if len(same) == len(pairs) > 1:
         yield f"flagcore_telemetry: temperature_celsius and power_watts are both {same[0]:g}, and equal on every device"
@@ -109,10 +96,9 @@ def temperature_is_not_the_power(plugin: Subject) -> Problems:
 @check("read the column of that unit, and keep the tool's figure: a share is percent divided by 100")
 def telemetry_is_what_the_tool_prints(plugin: Subject) -> Problems:
     samples = _samples(plugin)
-    texts = plugin.memory.get("texts of samples", [])
     for name, unit in UNITS.items():
         wrong: list[str] = []
-        read = [(sample[name], text) for (_, sample), text in zip(samples, texts, strict=False) if name in sample]
+        read = [(sample[name], text) for _, sample, text in samples if name in sample]
         for value, text in read:
             shown = f"{value * 100 if unit == '%' else value:g}"
             units = {match[1] or "" for match in re.finditer(rf"(?<![\w.-]){re.escape(shown)}{UNIT}", text)}
@@ -120,9 +106,9 @@ def telemetry_is_what_the_tool_prints(plugin: Subject) -> Problems:
                 wrong.append(f"{name} = {value:g}, which the tool prints with {', '.join(sorted(units))}")
         if wrong and len(wrong) * 2 >= len(read):
             yield f"flagcore_telemetry: {wrong[0]}"
-    printed = "\n".join(dict.fromkeys(texts))
+    printed = "\n".join(dict.fromkeys(text for _, _, text in samples))
     for name, pattern in PRINTED.items():
-        if printed and re.search(pattern, printed) and not any(name in sample for _, sample in samples):
+        if printed and re.search(pattern, printed) and not any(name in sample for _, sample, _ in samples):
             fix = f"return {name}: trials show it, and find slow devices by it"
             yield Problem(f"flagcore_telemetry has no {name}, although the tool prints it", fix)
 
@@ -139,12 +125,11 @@ FIELD = re.compile(r'"([^"\n]+)" *: *"?(\d+(?:\.\d+)?)"?')
 @check("read the field of the device itself: the temperature of the chip, the power that it draws, its load")
 def telemetry_is_of_the_right_field(plugin: Subject) -> Problems:
     samples = _samples(plugin)
-    texts = plugin.memory.get("texts of samples", [])
-    for text in dict.fromkeys(texts):
+    for text in dict.fromkeys(text for _, _, text in samples):
         fields: dict[str, list[float]] = {}
         for name, number in FIELD.findall(text):
             fields.setdefault(name, []).append(float(number))
-        of_text = [sample for (_, sample), other in zip(samples, texts, strict=False) if other == text]
+        of_text = [sample for _, sample, other in samples if other == text]
         for name, words in OTHER_FIELDS.items():
             read = [sample.get(name, math.nan) * (100.0 if name == "utilization_share" else 1.0) for sample in of_text]
             same = [field for field, numbers in fields.items() if numbers == read and any(read)]

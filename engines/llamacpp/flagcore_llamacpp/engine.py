@@ -124,7 +124,7 @@ def total_context(task: Task) -> int:
 
 def slot_context(task: Task, context: int | None) -> int:
     """Return the context of a slot in tokens: `context` or the longest request, rounded up to SLOT_GRAIN."""
-    return -(-(context or longest_request(task.spec.serve.loads, task.spec.model.vision)) // SLOT_GRAIN) * SLOT_GRAIN
+    return -(-(context or longest_request(task)) // SLOT_GRAIN) * SLOT_GRAIN
 
 
 def slot_share(columns: Columns, total: int) -> IntArray:
@@ -270,7 +270,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
                 (np.maximum(c[THREADS], c[BATCH_THREADS]) > hardware.share(c[INSTANCES])) & hardware.on_cores
             ),
         ),
-        *context_rules(task, CONTEXT),
+        *context_rules(task),
         Rule(
             name="context_grain",
             knobs=(CONTEXT,),
@@ -283,7 +283,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _slot_context(task: Task, total: int) -> Rule:
-    longest = longest_request(task.spec.serve.loads, task.spec.model.vision)
+    longest = longest_request(task)
     return Rule(
         name="slot_context",
         knobs=(PARALLEL, UNIFIED),

@@ -12,7 +12,7 @@ from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import PORT, Instance, address
 from flagcore_serving.space import knobs
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, count
-from flagcore_serving.space.knobs import CONTEXT, EAGER, or_default
+from flagcore_serving.space.knobs import EAGER, or_default
 from flagcore_serving.space.program import Program, as_words
 from flagcore_serving.space.rules import context_rules, forbidden, same_as_unset, split_rules
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
@@ -109,7 +109,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
                 )
             ),
         ),
-        *context_rules(task, CONTEXT),
+        *context_rules(task),
     )
 
 

@@ -28,7 +28,8 @@ from flagcore_megatron.space import knobs as knob_rows
 from flagcore_megatron.space import meshes, options, production
 from flagcore_megatron.space import rules as legality
 from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns, in_space
-from flagcore_megatron.space.rules import CP, DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
+from flagcore_megatron.space.meshes import CP, DP, EP, PP, SP, TP
+from flagcore_megatron.space.rules import DIST_OPT, RECOMPUTE
 from flagcore_megatron.space.split import SPLIT
 
 

