@@ -66,7 +66,9 @@ _TEXT_WORDS = frozenset(
 )
 """Words that show, before the last word of a name, that the name is not about a secret: `bos_token`, `FORWARD_PASS`."""
 _SCHEME = r"(?:(?:bearer|basic|token)[ \t]+)?"
-_VALUE = r"""(?!\(left out\)|["']\(left out\))(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s,;)}\]'"]+)"""
+_VALUE = (
+    r"""(?!\(left out\)|["']\(left out\))(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s,;)}\]'"{\[][^\s,;)}\]'"]*)"""
+)
 _GAP = r"[^\S\n]*"
 _LINE = re.compile(
     rf"""^({_GAP}(?:export{_GAP}(?<=\s)|-{_GAP}(?<=\s))?["']?([A-Za-z_][\w.-]*)["']?{_GAP}[:=]{_GAP})(\S.*)$""",
