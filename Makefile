@@ -124,7 +124,7 @@ mutations: setup
 # The page of a run in a real browser: wants Chromium, of Debian's package chromium, say.
 test-browser: setup
 	$(PIP) "playwright>=1.50"
-	$(BIN)/python -m pytest tests/product/report/page/test_browser.py
+	$(BIN)/python -m pytest extras/page/tests/test_browser.py
 
 # Faults at random moments on hosts out of namespaces: wants root, and of Debian's packages openssh-server, iproute2,
 # slurmctld, slurmd and slurm-client.

@@ -15,7 +15,6 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 CORE = (
     "annotated-types>=0.6",
     "click>=8.1",
-    "jinja2>=3.1",
     "numpy>=1.24",
     "optuna>=4.2",
     "packaging>=23",
@@ -34,7 +33,7 @@ EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
 INSTALLED = {
     "plugins": ("cpu",),
     "engines": ("llamacpp", "megatron", "serving", "sglang", "training", "vllm"),
-    "extras": ("hosts", "importers"),
+    "extras": ("hosts", "importers", "page"),
 }
 """What comes with the core, by folder. Each is a distribution of its own, as those of VENDORS and EXTRAS are."""
 ENGINES = {

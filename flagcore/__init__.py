@@ -7,7 +7,7 @@ package is fast. `flagcore.errors` has the other exceptions.
 __version__ = "0.1.0"
 
 SDK = (
-    *("contracts", "domain", "errors", "hooks", "i18n", "launchers", "physics", "plugins", "vendorkit"),
+    *("contracts", "domain", "errors", "hooks", "i18n", "launchers", "physics", "plugins", "report", "vendorkit"),
     *("spec.clusters", "spec.huggingface", "spec.jobs", "spec.knobs", "spec.models"),
     *("spec.plain_data", "spec.validate"),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.plan import Counts
-from flagcore.report.page.run import RunData
+from flagcore.report.run import RunData
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 

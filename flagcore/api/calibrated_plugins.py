@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
@@ -39,23 +40,22 @@ class CalibratedPlugins(LoadedPlugins):
         self._calibrated_on_few: set[str] = set()
         self._support: dict[str, EngineSupport] = {}
 
-    def _known_chips(self) -> dict[str, tuple[Chip, str]]:
-        """Return the chips of the plugins, and the calibrated chips that no plugin lists."""
-        if self._catalogue is None:
-            catalogue = super()._known_chips()
-            saved: tuple[tuple[Path, Calibration], ...] = ()
-            with suppress(RunError):  # the error is reported when the calibration's times are read
-                saved = self._calibrations.all()
-            for _file, calibration in reversed(saved):
-                key, facts = normalize_name(calibration.chip), calibration.facts
-                if facts is not None and key not in catalogue:
-                    with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
-                        chip = chip_of(calibration)
-                        catalogue[key] = (chip, CALIBRATED)
-                        self._chips.append(chip)
-                        kind, backend = str(facts.get("device_type")), str(facts.get("distributed_backend"))
-                        self._support[chip.name] = support_of(kind, backend, chip.name)
-        return super()._known_chips()
+    @cached_property
+    def _catalogue(self) -> dict[str, tuple[Chip, str]]:
+        """The chips of the plugins, and the calibrated chips that no plugin lists."""
+        catalogue = super()._catalogue
+        saved: tuple[tuple[Path, Calibration], ...] = ()
+        with suppress(RunError):  # the error is reported when the calibration's times are read
+            saved = self._calibrations.all()
+        for _file, calibration in reversed(saved):
+            key, facts = normalize_name(calibration.chip), calibration.facts
+            if facts is not None and key not in catalogue:
+                with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
+                    chip = chip_of(calibration)
+                    catalogue[key] = (chip, CALIBRATED)
+                    kind, backend = str(facts.get("device_type")), str(facts.get("distributed_backend"))
+                    self._support[chip.name] = support_of(kind, backend, chip.name)
+        return catalogue
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
         """Return the plugins' engine support, or torch's report for a chip that only a calibration describes."""

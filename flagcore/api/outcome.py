@@ -31,9 +31,9 @@ from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import _
 from flagcore.launchers.script import batch_script, exports, job_name, multi_line, start_lines
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
-from flagcore.report.page.assembly import result_text
-from flagcore.report.page.run import RunData, json_file
 from flagcore.report.result import result
+from flagcore.report.run import RunData, json_file
+from flagcore.report.run_text import result_text
 from flagcore.report.text import best_text, candidate_text
 from flagcore.tuner.devices import with_selected_devices
 from flagcore.tuner.loop import TuneResult

@@ -24,10 +24,10 @@ from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError, 
 from flagcore.i18n import N_, _
 from flagcore.plugins.loaded import LoadedPlugins
 from flagcore.report.formats import COLUMNS, Notebook, render
-from flagcore.report.page.run import RunData
-from flagcore.report.page.summary import no_best
 from flagcore.report.result import SCHEMA_VERSION, read_plan
 from flagcore.report.result import trial as trial_data
+from flagcore.report.run import RunData
+from flagcore.report.summary import no_best
 from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.run_folder import RunDirectory

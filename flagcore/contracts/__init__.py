@@ -14,6 +14,7 @@ from flagcore.contracts.exchange import (
     ImportedSpec,
     Importer,
     ManifestWriter,
+    PageWriter,
 )
 from flagcore.contracts.launcher import HeldHosts, HostCheck, Launcher, Network, RunningLaunch
 from flagcore.contracts.plugin import (
@@ -52,6 +53,7 @@ __all__ = [
     "MemoryModel",
     "Network",
     "OnEvent",
+    "PageWriter",
     "Platform",
     "Problem",
     "PruningRule",

@@ -2,7 +2,7 @@
 
 An importer converts files of another tuner to a spec or to trials. Importers are registered in the entry point group
 `flagcore.importers`. A reader of commands converts what starts an engine; it is registered in `flagcore.readers`. An
-exporter writes files that start a candidate.
+exporter writes files that start a candidate. A page writer shows a run, and is registered in `flagcore.pages`.
 """
 
 import os
@@ -76,6 +76,13 @@ class CommandReader(Protocol):
         `text`: the content of the file in place of `words`. `model`: the path of the model if the command does not
         contain it. `known`: returns the names of all engines whose commands can be read, for errors.
         """
+
+
+class PageWriter(Protocol):
+    """Shows a run to users as one HTML page."""
+
+    def as_html(self, run: Any) -> str:
+        """Return the page of a run, which is a `flagcore.report.run.RunData`."""
 
 
 FindCandidate = Callable[[Mapping[str, KnobValue]], Candidate]

@@ -47,6 +47,7 @@ class TrialState(Enum):
 
 
 FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
+TIMED_STATES = (TrialState.MEASURED, TrialState.STOPPED)
 
 
 class Role(Enum):

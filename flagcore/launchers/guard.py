@@ -85,18 +85,21 @@ def sum_bytes(text: bytes, *names: bytes) -> int:
 
 
 class Throttle:
-    """Limits a check to a quarter percent of a core, but lets it run at least every `longest` seconds."""
+    """Limits a check, its context, to a quarter percent of a core, but lets it run at least every `longest` seconds."""
 
     def __init__(self, longest: float) -> None:
-        self.longest, self.due_at = longest, 0.0
+        self.longest, self.due_at, self.started = longest, 0.0, 0.0
 
     def due(self) -> bool:
         """Return whether the next check may start."""
         return time.monotonic() >= self.due_at
 
-    def rest(self, started: float) -> None:
-        """Schedule the next check. `started`: the CPU time (`time.process_time()`) at the start of this check."""
-        pause = (time.process_time() - started) * PAUSE_PER_COST
+    def __enter__(self) -> None:
+        self.started = time.process_time()
+
+    def __exit__(self, *error: object) -> None:
+        """Schedule the next check."""
+        pause = (time.process_time() - self.started) * PAUSE_PER_COST
         self.due_at = time.monotonic() + min(pause, self.longest)
 
 
@@ -111,13 +114,13 @@ class ProcessTree:
 
     def scan(self) -> None:
         """Find new descendants. They are not yet `settled`, because a vfork(2) child shows the memory of its parent."""
-        started, present_pids = time.process_time(), all_processes()
-        self.members &= present_pids
-        self.outsiders &= present_pids
-        self.settled = self.members.copy()
-        for pid in present_pids - self.members - self.outsiders:
-            self._classify(pid)
-        self.pace.rest(started)
+        with self.pace:
+            present_pids = all_processes()
+            self.members &= present_pids
+            self.outsiders &= present_pids
+            self.settled = self.members.copy()
+            for pid in present_pids - self.members - self.outsiders:
+                self._classify(pid)
 
     def end(self, number: int) -> None:
         """Send a signal to all descendants. SIGKILL also goes to their process groups, so that no new child escapes."""
@@ -158,17 +161,15 @@ class MemoryMeter:
 
     def over(self, limit: float, pids: set[int]) -> bool:
         """Return whether the processes `pids` use more than `limit` bytes."""
-        started = time.process_time()
-        resident_bytes = {pid: self._resident(pid) for pid in pids}
-        self.pace.rest(started)
+        with self.pace:
+            resident_bytes = {pid: self._resident(pid) for pid in pids}
         total = sum(resident_bytes.values())
         if total <= self.peak:
             return False
         shared_bytes = self.shared if self.known <= pids else 0
         if total - shared_bytes > limit or self.exact_pace.due():
-            started = time.process_time()
-            exact_total = total if len(pids) == 1 else sum(map(self._proportional, (*pids, *self.relatives)))
-            self.exact_pace.rest(started)
+            with self.exact_pace:
+                exact_total = total if len(pids) == 1 else sum(map(self._proportional, (*pids, *self.relatives)))
             self.shared, self.known = max(0, total - exact_total), pids.copy()
         known_bytes = sum(size for pid, size in resident_bytes.items() if pid in self.known)
         self.peak = max(self.peak, known_bytes - self.shared)
@@ -195,10 +196,10 @@ class StopMeter:
 
     def overdue(self, pids: set[int]) -> str:
         """Return a process that was stopped for too long, with its name, or an empty string."""
-        started, now = time.process_time(), time.monotonic()
-        stopped_pids = [pid for pid in pids if (ids := read_ids(pid)) and ids[3] == b"T"]
+        now = time.monotonic()
+        with self.pace:
+            stopped_pids = [pid for pid in pids if (ids := read_ids(pid)) and ids[3] == b"T"]
         self.stopped_at = {pid: self.stopped_at.get(pid, now) for pid in stopped_pids}
-        self.pace.rest(started)
         overdue_pids = (pid for pid, stopped_at in self.stopped_at.items() if now - stopped_at > STOPPED_SECONDS)
         pid = next(overdue_pids, 0)
         return f"process {pid} ({os.fsdecode(read_proc(pid, 'comm')).strip()})" if pid else ""
@@ -219,9 +220,8 @@ class DiskMeter:
 
     def problem(self) -> str | None:
         """Return `disk` if the folder exceeds the limit, `full_disk` if too little disk space is free, else None."""
-        started = time.process_time()
-        used, full = self._used(), self.full()
-        self.pace.rest(started)
+        with self.pace:
+            used, full = self._used(), self.full()
         return "disk" if used > self.limit else "full_disk" if full else None
 
     def full(self) -> bool:

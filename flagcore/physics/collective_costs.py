@@ -61,18 +61,25 @@ def topology_of(group: NodeGroup) -> Topology:
         linked = min(group.link_domain, group.devices)
         levels.append(_link_level(chip.link, linked))
     if group.devices > linked:
-        levels.append(
-            Level(
-                name="network",
-                devices=group.devices,
-                bytes_per_second=math.nan if chip.nic_bytes_per_second is None else chip.nic_bytes_per_second.value,
-                latency_seconds=chip.nic_latency_seconds or NETWORK_LATENCY_SECONDS,
-                hop_seconds=chip.nic_latency_seconds or NETWORK_HOP_SECONDS,
-                efficiency=NETWORK_EFFICIENCY,
-                compute_share=NETWORK_COMPUTE_SHARE,
-            )
-        )
+        rate = math.nan if chip.nic_bytes_per_second is None else chip.nic_bytes_per_second.value
+        seconds = (chip.nic_latency_seconds or default for default in (NETWORK_LATENCY_SECONDS, NETWORK_HOP_SECONDS))
+        levels.append(network_level(group, rate, *seconds))
     return Topology(levels=tuple(levels))
+
+
+def network_level(
+    group: NodeGroup, bytes_per_second: float, latency_seconds: float, hop_seconds: float | None = None
+) -> Level:
+    """Return the level of the network between nodes, with the usual shares of its rate and of compute."""
+    return Level(
+        name="network",
+        devices=group.devices,
+        bytes_per_second=bytes_per_second,
+        latency_seconds=latency_seconds,
+        hop_seconds=hop_seconds,
+        efficiency=NETWORK_EFFICIENCY,
+        compute_share=NETWORK_COMPUTE_SHARE,
+    )
 
 
 def _link_level(link: Link, devices: int) -> Level:
@@ -108,14 +115,13 @@ class Collectives:
     the time on its outermost level.
 
     `table`: measured curves. None if there are none.
-    `grids`: for each kind of collective, its times on the innermost level or on the measured levels.
+    `grids`: for each kind of collective, its times on the innermost level or on the measured levels, after the index of
+    the level that the grid covers, together with all inner levels.
     """
 
     topology: Topology
     table: CollectiveTable | None = None
-    grids: Mapping[str, Grid] = field(init=False, repr=False, compare=False)
-    measured: Mapping[str, int] = field(init=False, repr=False, compare=False)
-    """For each kind of collective, the index of the level that its grid covers, together with all inner levels."""
+    grids: Mapping[str, tuple[int, Grid]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Compute the grids of the innermost level, and of the level on which the table was measured."""
@@ -125,15 +131,14 @@ class Collectives:
         for index, level in enumerate(levels):
             if self.table and (level.name == self.table.level if self.table.level else index == 0):
                 grids |= {kind: (index, grid) for kind, grid in measured_grids(self.table, level).items()}
-        object.__setattr__(self, "grids", {kind: grid for kind, (_, grid) in grids.items()})
-        object.__setattr__(self, "measured", {kind: index for kind, (index, _) in grids.items()})
+        object.__setattr__(self, "grids", grids)
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
         """Return the time of one collective in seconds. It is NaN if the rate of a level that it uses is unknown."""
         count = np.asarray(ranks, dtype=np.float64)
         if not self.topology.levels:
             return np.where(count * np.ones_like(payload_bytes) > 1.0, np.nan, 0.0)
-        members, grid, measured_level = self._members(count, stride), self.grids[kind], self.measured[kind]
+        members, (measured_level, grid) = self._members(count, stride), self.grids[kind]
         if kind == "send":
             return self._send_seconds(payload_bytes, count, members)
         inside = members[measured_level]
@@ -203,8 +208,9 @@ class Collectives:
 
     def _send_seconds(self, payload_bytes: FloatArray, count: FloatArray, members: list[FloatArray]) -> FloatArray:
         """Return the time of a message between the two neighbouring ranks of a group that are farthest apart."""
-        time = self.grids["send"].at(payload_bytes, np.minimum(count, 2.0))
-        for outer in range(self.measured["send"] + 1, len(members)):
+        measured_level, grid = self.grids["send"]
+        time = grid.at(payload_bytes, np.minimum(count, 2.0))
+        for outer in range(measured_level + 1, len(members)):
             crosses = members[outer - 1] < count
             if crosses.any():
                 level = self.topology.levels[outer]

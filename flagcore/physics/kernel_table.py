@@ -93,16 +93,6 @@ SMALL_BYTES = 2.0**16
 """Element-wise kernels below this size, in bytes, take the minimum time of a kernel."""
 
 
-def fit(roofline: Roofline, sheet: KernelSheet) -> Roofline:
-    """Return `roofline` with its shares of peak rates fitted to the measured kernels in `sheet`.
-
-    Each share is fitted to the median of the larger half of the kernels that depend on it. Unknown peaks of the chip
-    are derived from its fastest kernels.
-    """
-    roofline = replace(roofline, chip=_with_missing_peaks(roofline, sheet))
-    return replace(roofline, curve=_fit_shares(_fit_rates(roofline, sheet), sheet))
-
-
 def _with_missing_peaks(roofline: Roofline, sheet: KernelSheet) -> Chip:
     """Return the roofline's chip, with each unknown peak rate derived from the fastest measured kernel."""
     chip, curve = roofline.chip, roofline.curve
@@ -145,9 +135,8 @@ def _rate(sheet: KernelSheet, name: str, startup: float, default: float) -> floa
     """
     rows = _larger_half(sheet.rows(name).exact, lambda sizes: sizes[:, 0])
     long_rows = rows.select(rows.seconds > 2.0 * startup)
-    return (
-        float(np.median(long_rows.sizes[:, 0] / (long_rows.seconds - startup))) if long_rows.seconds.size else default
-    )
+    rates = long_rows.sizes[:, 0] / (long_rows.seconds - startup)
+    return float(np.median(rates)) if rates.size else default
 
 
 def _fit_shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
@@ -181,11 +170,10 @@ def _excess(sheet: KernelSheet, name: str, modelled: Callable[[AttentionShape, s
         rows = _larger_half(
             sheet.rows(name, precision).exact, lambda sizes: sizes[:, 0] * sizes[:, 1] * sizes[:, 3] * sizes[:, 4]
         )
-        excess = (
-            float(np.median(rows.seconds / modelled(rows.attention_shape(), precision))) if len(rows.seconds) else 0
-        )
-        if excess > 0:  # false for NaN, if the peak of this precision is unknown
-            return excess
+        if rows.seconds.size:
+            excess = float(np.median(rows.seconds / modelled(rows.attention_shape(), precision)))
+            if excess > 0:  # false for NaN, if the peak of this precision is unknown
+                return excess
     return 1.0
 
 
@@ -321,9 +309,12 @@ runs on many devices took 1.39 times (median of 155) as long as predicted from k
 def with_measured(roofline: Roofline, sheet: KernelSheet) -> Roofline:
     """Return `roofline` fitted to the kernels in `sheet`, with corrections learned from the remaining errors.
 
-    Its `run_slowdown` is RUN_SLOWDOWN, because the kernels were measured alone.
+    Each share of a peak rate is fitted to the median of the larger half of the kernels that depend on it. Unknown peaks
+    of the chip are derived from its fastest kernels. `run_slowdown` is RUN_SLOWDOWN, because the kernels were measured
+    alone.
     """
-    fitted = fit(roofline, sheet)
+    roofline = replace(roofline, chip=_with_missing_peaks(roofline, sheet))
+    fitted = replace(roofline, curve=_fit_shares(_fit_rates(roofline, sheet), sheet))
     corrections: dict[tuple[str, str], Correction] = {}
     for kind in ("gemm", "attention", "attention_backward", "elementwise"):
         for precision in sheet.precisions(kind):
@@ -342,11 +333,8 @@ def _learn_correction(roofline: Roofline, sheet: KernelSheet, kind: str, precisi
     if kind == "elementwise":
         moved_bytes, seconds = rows.exact.sizes[:, 0], rows.exact.seconds
         residuals = np.log(seconds / roofline.memory_seconds(moved_bytes))
-        return (
-            learn_line(MEMORY_AXIS, moved_bytes, residuals)
-            if moved_bytes.size and np.isfinite(residuals).all()
-            else None
-        )
+        is_known = moved_bytes.size and np.isfinite(residuals).all()
+        return learn_line(MEMORY_AXIS, moved_bytes, residuals) if is_known else None
     if kind == "gemm":
         m, n, k = rows.sizes.T
         axes, sizes, modelled = GEMM_AXES, rows.sizes, roofline.gemm_seconds(m, n, k, precision)

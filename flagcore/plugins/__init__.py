@@ -22,6 +22,7 @@ from flagcore.plugins.entry_points import (
     launcher,
     missing_extra,
     names,
+    page_writer,
     strategy,
     watcher,
 )

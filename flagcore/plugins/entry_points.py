@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from stevedore.named import NamedExtensionManager
 
-from flagcore.contracts import CommandReader, Engine, Importer, Launcher, Strategy, Watcher
+from flagcore.contracts import CommandReader, Engine, Importer, Launcher, PageWriter, Strategy, Watcher
 from flagcore.contracts.capabilities import Commands, Programs
 from flagcore.domain.trial import RunEvent
 from flagcore.domain.work import Work
@@ -212,13 +212,14 @@ LAUNCHERS = "flagcore.launchers"
 STRATEGIES = "flagcore.strategies"
 IMPORTERS = "flagcore.importers"
 READERS = "flagcore.readers"
+PAGES = "flagcore.pages"
 WATCHERS = "flagcore.watchers"
 BENCHMARKS = "flagcore.benchmarks"
 """Programs that measure devices: `kernels` for `flag calibrate`, `links` for the network between hosts."""
 KIT = "flagcore.kit"
 """Modules of the conformance kit, by the command of `flag plugins` that they are for."""
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
-KINDS |= {READERS: "reader"}
+KINDS |= {READERS: "reader", PAGES: "page writer"}
 """The noun that messages use for the objects of each entry point group."""
 
 
@@ -361,9 +362,19 @@ def importer(name: str | None = None) -> Importer:
 
 def command_reader() -> CommandReader:
     """Return the reader of commands. Raises NoDevice if it is missing or cannot be loaded."""
-    for name in names(READERS):
-        return _named(READERS, CommandReader, name, "command")
-    raise NoDevice("the reader of commands is not installed; install flagcore-importers")
+    return _first(READERS, CommandReader, "the reader of commands is not installed; install flagcore-importers")
+
+
+def page_writer() -> PageWriter:
+    """Return what writes the page of a run. Raises NoDevice if it is missing or cannot be loaded."""
+    return _first(PAGES, PageWriter, "the page of a run cannot be written; install flagcore-page")
+
+
+def _first(group: str, protocol: Callable[..., T], missing: str) -> T:
+    """Return the first object in `group`. Raises NoDevice with the text `missing` if there is none."""
+    for name in names(group):
+        return _named(group, protocol, name, group)
+    raise NoDevice(missing)
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:

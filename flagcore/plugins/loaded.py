@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import EntryPoint
 from itertools import accumulate
 from threading import current_thread, main_thread
@@ -219,8 +219,6 @@ class LoadedPlugins:
         self._detection_failures: dict[str, str] = {}
         self._finders: dict[Device, str] = {}
         self._too_slow: set[str] = set()
-        self._catalogue: dict[str, tuple[Chip, str]] | None = None
-        self._chips: list[Chip] = []
 
     @classmethod
     def of(cls, plugins: Mapping[str, object]) -> LoadedPlugins:
@@ -234,8 +232,7 @@ class LoadedPlugins:
 
     def find_chip(self, name: str) -> Chip | None:
         """Return the chip with this name or alias, or None. Letter case, spaces and dashes are ignored."""
-        chip, _ = self._known_chips().get(normalize_name(name), (None, ""))
-        return chip
+        return self._catalogue.get(normalize_name(name), (None, ""))[0]
 
     def measured_chip(self, chip: Chip) -> Chip:
         """Return `chip` with figures that a plugin measured on this machine, if any."""
@@ -244,7 +241,7 @@ class LoadedPlugins:
 
     def owner(self, chip: str) -> str | None:
         """Return the name of the plugin that defines `chip` (a name or an alias), or None if there is none."""
-        return self._known_chips().get(normalize_name(chip), (None, None))[1]
+        return self._catalogue.get(normalize_name(chip), (None, None))[1]
 
     def devices(self, variables: Mapping[str, str] | None = None) -> tuple[Device, ...]:
         """Return the devices that all plugins find. Results are cached.
@@ -289,8 +286,7 @@ class LoadedPlugins:
 
     def chips(self) -> tuple[Chip, ...]:
         """Return the chips of all plugins. If two chips share a name or alias, the second is ignored. Cached."""
-        self._known_chips()
-        return tuple(self._chips)
+        return tuple({chip.name: chip for chip, _ in self._catalogue.values()}.values())
 
     def published_runs(self) -> tuple[Mapping[str, Any], ...]:
         """Return the published runs of all plugins as job records."""
@@ -422,14 +418,14 @@ class LoadedPlugins:
         check: Callable[[object], Telemetry] = partial(validation.check_protocol, Telemetry)
         return self._first([chip] if chip else [], "flagcore_telemetry", check, device=device)
 
-    def _known_chips(self) -> dict[str, tuple[Chip, str]]:
-        """Return each chip with the name of its plugin. The keys are all spellings of the chip's name and aliases."""
-        if self._catalogue is None:
-            self._catalogue = {}
-            for plugin in self.plugins:
-                for chip in self._call(plugin, "flagcore_chips", validation.several(Chip)) or ():
-                    self._add_chip(plugin, chip, self._catalogue)
-        return self._catalogue
+    @cached_property
+    def _catalogue(self) -> dict[str, tuple[Chip, str]]:
+        """Each chip with the name of its plugin. The keys are all spellings of the chip's name and aliases."""
+        catalogue = dict[str, tuple[Chip, str]]()
+        for plugin in self.plugins:
+            for chip in self._call(plugin, "flagcore_chips", validation.several(Chip)) or ():
+                self._add_chip(plugin, chip, catalogue)
+        return catalogue
 
     def _add_chip(self, plugin: Plugin, chip: Chip, catalogue: dict[str, tuple[Chip, str]]) -> None:
         for name in (chip.name, *chip.aliases):
@@ -439,7 +435,6 @@ class LoadedPlugins:
                 self._fail(plugin, "answer", "flagcore_chips", reason)
                 return
         catalogue.update(dict.fromkeys(chip.spellings, (chip, plugin.name)))
-        self._chips.append(chip)
 
     def _order(self, chips: Iterable[Chip]) -> list[Plugin]:
         """Return the plugins in calling order: by name, but those that define one of `chips` last."""

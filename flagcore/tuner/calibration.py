@@ -242,10 +242,7 @@ class Experience:
         stored, because a record describes a single load of text. Jobs whose model has no inline shape are not stored
         either.
         """
-        work = task.spec.work
-        if not task.spec.model.is_inline:
-            return None
-        if work.record({}) is None:
+        if not task.spec.model.is_inline or task.spec.work.record({}) is None:
             return None
         records = [
             _record(run, task, trial)

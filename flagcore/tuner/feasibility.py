@@ -28,13 +28,15 @@ from flagcore.tuner.stages.predict import with_figures
 def require_feasible(problem: Problem) -> None:
     """Raise NothingFits or NoDevice if the search has no candidate to try.
 
-    A run tries a baseline that may fit, although it is predicted not to. Probes and estimates need predicted times.
+    A run tries a baseline that may fit, although it is predicted not to. Estimates need predicted times, and so do
+    probes, because they do not run communication.
     """
     is_run = problem.task.spec.control.fidelity == RUN
     if not is_run or not may_fit(problem):
         require_candidate(problem)
-    if not is_run:
-        require_predicted_time(problem)
+    if not is_run and not np.isfinite(problem.predictions.step_time_s[problem.pruned.open_rows]).any():
+        reason = no_time(problem.task, problem.costs)
+        raise NoDevice(_("no time can be predicted: {why}", why=reason))
 
 
 def require_candidate(problem: Problem) -> None:
@@ -166,16 +168,6 @@ def _other_hardware(task: Task) -> str:
         "cluster.chip: auto found {chip} here; `flag estimate --chip NAME` plans for other hardware",
         chip=task.cluster.chips,
     )
-
-
-def require_predicted_time(problem: Problem) -> None:
-    """Raise NoDevice unless at least one candidate has a predicted time.
-
-    Probes need predicted times, too, because they do not run communication.
-    """
-    if not np.isfinite(problem.predictions.step_time_s[problem.pruned.open_rows]).any():
-        reason = no_time(problem.task, problem.costs)
-        raise NoDevice(_("no time can be predicted: {why}", why=reason))
 
 
 def search_time(problem: Problem) -> SearchTime:

@@ -16,7 +16,7 @@ from flagcore.domain.chip import share_of_others
 from flagcore.domain.prediction import Features, Observations
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Control
-from flagcore.domain.trial import FAILED_STATES, PROBE, RUN, Measurement, Trial, TrialState
+from flagcore.domain.trial import FAILED_STATES, PROBE, RUN, TIMED_STATES, Measurement, Trial, TrialState
 from flagcore.tuner.ratios import MEMORY, Posterior, Ratios, Scales, time_scales
 
 MAX_ROWS = 4096
@@ -202,7 +202,7 @@ def trial_rows(context: SearchContext) -> Sequence[tuple[Trial, int]]:
 
 def _timed(trial: Trial) -> Measurement | None:
     """Return the measurement of a trial if it has a known step time, else None."""
-    measured = trial.measurement if trial.state in (TrialState.MEASURED, TrialState.STOPPED) else None
+    measured = trial.measurement if trial.state in TIMED_STATES else None
     return measured if measured and 0 < measured.step_time_s < math.inf else None
 
 
@@ -265,8 +265,6 @@ def _median_duration(context: SearchContext, states: Collection[TrialState]) -> 
     return median([trial.duration_s for trial in context.trials if trial.state in states] or [0.0]) or None
 
 
-SUCCESS_STATES = (TrialState.MEASURED, TrialState.STOPPED)
-
 PRIOR_FAILURES, PRIOR_SUCCESSES = 0.001, 0.2
 """The beta prior of the probability that a knob's value makes a trial fail, as numbers of failed and successful trials.
 Chosen by hand: half a percent of trials fail per value, and one failure outweighs the prior."""
@@ -282,12 +280,12 @@ def success_probability(context: SearchContext, rows: IntArray) -> FloatArray:
     Expectation-maximization with a beta prior estimates their probabilities: failures are attributed to values without
     successful trials. Before the first failure, all probabilities are 1.
     """
-    failed_rows = np.array([row for trial, row in trial_rows(context) if trial.state in FAILED_STATES], dtype=np.int64)
+    failed_rows, success_rows = (
+        np.array([row for trial, row in trial_rows(context) if trial.state in states], dtype=np.int64)
+        for states in (FAILED_STATES, TIMED_STATES)
+    )
     if not failed_rows.size:
         return np.ones(rows.size)
-    success_rows = np.array(
-        [row for trial, row in trial_rows(context) if trial.state in SUCCESS_STATES], dtype=np.int64
-    )
     values, count = _value_indices(context, np.concatenate((failed_rows, success_rows, rows)))
     failed, successful, queried = np.split(values, (failed_rows.size, failed_rows.size + success_rows.size))
     trials = np.bincount(np.concatenate((failed, successful)).ravel(), minlength=count)

@@ -153,16 +153,6 @@ def with_hosts(platform: Platform, launcher: Launcher) -> Platform:
     return on_hosts(platform, launcher.choose_hosts(spec.cluster.hosts, spec.cluster.nodes))
 
 
-def nodes_left(platform: Platform, launcher: Launcher) -> int | None:
-    """Return the number of nodes for the next trial if hosts were lost, or None if enough usable hosts are left."""
-    spec = platform.task.spec
-    if spec.cluster.min_nodes is None:
-        return None
-    usable = len(launcher.usable_hosts(spec.cluster.hosts))
-    sizes = [nodes for nodes in spec.sizes if nodes <= usable] or spec.sizes[:1]
-    return None if usable >= spec.trial_nodes else sizes[-1]
-
-
 class Hosts:
     """The hosts of a search.
 

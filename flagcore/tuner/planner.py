@@ -16,7 +16,7 @@ from flagcore.errors import HostLost
 from flagcore.i18n import N_, Message, _
 from flagcore.tuner.budget import Budget, has_time_to_repeat, seconds_left, stop_reason, why_no_trial
 from flagcore.tuner.feasibility import search_time
-from flagcore.tuner.parallel import Hosts, Parallelism, nodes_left
+from flagcore.tuner.parallel import Hosts, Parallelism
 from flagcore.tuner.problem import with_learned
 from flagcore.tuner.shorten import shortened_steps
 from flagcore.tuner.stages.learn import learn
@@ -82,7 +82,12 @@ class Planner:
     @property
     def nodes_left(self) -> int | None:
         """The nodes for the next trial if hosts were lost. None if enough usable hosts are left."""
-        return nodes_left(self.parallel.platform, self.hosts.launcher)
+        spec = self.parallel.platform.task.spec
+        if spec.cluster.min_nodes is None:
+            return None
+        usable = len(self.hosts.launcher.usable_hosts(spec.cluster.hosts))
+        sizes = [nodes for nodes in spec.sizes if nodes <= usable] or spec.sizes[:1]
+        return None if usable >= spec.trial_nodes else sizes[-1]
 
     def can_repeat(self, trial: Trial) -> bool:
         """Return whether there are time and nodes to repeat a trial."""

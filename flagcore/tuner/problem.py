@@ -23,7 +23,7 @@ from flagcore.errors import FlagError, NothingFits, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.effects import plugin_columns
-from flagcore.tuner.shorten import smaller_task
+from flagcore.tuner.shorten import SmallerTask
 from flagcore.tuner.stages.build import NOT_LIKELY, PLANNED_SHARE, bounds, build, check, legality
 from flagcore.tuner.stages.complete import complete
 from flagcore.tuner.stages.predict import predict
@@ -45,7 +45,9 @@ def build_problem(
     plan = plan or spec.control.fidelity == ESTIMATE
     platform = complete(spec, plugins, engine, plan=plan)
     legal = legality(platform)
-    smaller = smaller_task(platform)
+    completed = platform.task.spec
+    on_fewer = completed.trial_nodes < completed.cluster.nodes
+    smaller = SmallerTask(platform, completed.trial_nodes) if on_fewer else None
     legal = replace(legal, rules=(*legal.rules, smaller.rule())) if smaller else legal
     baseline = _baseline(platform, legal, on_usual)
     values = baseline.as_dict()

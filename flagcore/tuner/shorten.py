@@ -188,12 +188,6 @@ class SmallerTask:
         return {**columns, self._replicas: np.maximum(replicas * share.numerator // share.denominator, 1)}
 
 
-def smaller_task(platform: Platform) -> SmallerTask | None:
-    """Return the task as trials run it on `control.trial_nodes` nodes, or None if they run on all nodes."""
-    spec = platform.task.spec
-    return SmallerTask(platform, spec.trial_nodes) if spec.trial_nodes < spec.cluster.nodes else None
-
-
 def shortened_steps(problem: Problem, trial: Trial, most_nodes: int | None = None) -> Shortened | None:
     """Return how the steps of a trial are shortened, or None if they are whole.
 

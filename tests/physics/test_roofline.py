@@ -282,7 +282,6 @@ def test_attention_in_a_precision_of_unknown_peak_leaves_the_other_precisions_as
 
 
 SIZE = np.array([1.0, 10.0, 100.0])
-NONE = np.zeros(3)
 
 
 @dataclass(frozen=True)

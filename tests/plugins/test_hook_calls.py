@@ -15,7 +15,7 @@ from flagcore_testing.examples import group_of, task_on
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.engine import EngineSupport, RefusedValues, TaskAdvice
-from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice
 from flagcore.physics.roofline import PlainMemory, Roofline
@@ -25,7 +25,6 @@ from tests.tasks import plugin
 
 CHIP = Chip(name="X1", vendor="x", aliases=("Example X1",))
 SOURCE = Source(kind="measured", detail="by hand")
-LAUNCH = Launch(argv=("train",), folder="/nowhere")
 
 
 def chips_of(*chips: Chip) -> dict[str, Callable[..., object]]:

@@ -10,10 +10,10 @@ import pytest
 from flagcore.domain.plan import Counts, Plan, failed_repeats
 from flagcore.domain.serving import HighestLoad
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.report.page.assembly import result_text
-from flagcore.report.page.run import RunData
-from flagcore.report.page.summary import MAX_RIVALS, no_best
 from flagcore.report.result import read_trial, result
+from flagcore.report.run import RunData
+from flagcore.report.run_text import result_text
+from flagcore.report.summary import MAX_RIVALS, no_best
 from flagcore.report.text import candidate_line, highest_text
 from flagcore.tuner.search_state import gains
 from flagcore.tuner.stages.learn import learn

@@ -23,6 +23,7 @@ from flagcore.vendorkit.rows import (
     read_table,
     reading,
 )
+from tests.checks import given
 
 FOUR = tuple(Device(index=index, chip="X1", uuid=f"UUID-{index}{index}{index}") for index in range(4))
 
@@ -76,8 +77,7 @@ def test_only_visible_devices_count(monkeypatch: pytest.MonkeyPatch, setting: st
 )
 def test_an_address_on_the_bus_is_no_time_stamp(printed: str, first: str) -> None:
     code = f"import sys; print({printed!r}, end=''); sys.exit(3)"
-    listing = query_tool(lambda text: Listing(), sys.executable, "-c", code)
-    assert listing is not None
+    listing = given(query_tool(lambda text: Listing(), sys.executable, "-c", code))
     assert listing.left_out[0].endswith(f"failed with exit status 3: {first}")
 
 
@@ -145,14 +145,12 @@ def test_an_underlined_header_and_carriage_returns_do_not_matter() -> None:
     "names", [("mlx5_0", "mlx5_bond_0"), ("bnxt_re0", "bnxt_re1"), ("roceo1", "irdma0"), ("ib0", "NIC9")]
 )
 def test_adapters_may_have_custom_names(names: tuple[str, str]) -> None:
-    matrix = read_matrix(PLAIN.replace("NIC0", names[0]).replace("NIC1", names[1]))
-    assert matrix is not None
+    matrix = given(read_matrix(PLAIN.replace("NIC0", names[0]).replace("NIC1", names[1])))
     assert near_adapters(matrix) == {0: (names[0],), 1: (names[1],)}
 
 
 def test_a_single_device_has_a_matrix_without_links() -> None:
-    matrix = read_matrix("\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0\t\tN/A\n")
-    assert matrix is not None
+    matrix = given(read_matrix("\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0\t\tN/A\n"))
     assert (matrix.devices, dict(matrix.links)) == ((0,), {})
 
 

@@ -21,6 +21,7 @@ from flagcore_serving.space.rules import (
     check_images,
     context_rules,
     forbidden,
+    ignoring,
     same_as_unset,
     speculation_rules,
     split_rules,
@@ -29,7 +30,7 @@ from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, unusable_weights
 
 from flagcore.domain.serving import EngineArg
-from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
 from flagcore.spec.models import context_length
@@ -294,31 +295,19 @@ def _slot_context(task: Task, total: int) -> Rule:
 
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return merges that ignore knobs without effect, and that treat llama.cpp's defaults as not set."""
-    hardware = Hardware.of(task)
     default_codes = [PROGRAM.code(SPLIT, name) for name in ("none", "layer", "row")]
 
-    def batches(c: Columns) -> Columns:
-        default = np.minimum(UBATCH, PROGRAM.values(c, N_BATCH))
-        return {N_UBATCH: np.where(c[N_UBATCH] == default, 0, c[N_UBATCH])}
+    def is_default_ubatch(c: Columns) -> BoolArray:
+        return np.equal(c[N_UBATCH], np.minimum(UBATCH, PROGRAM.values(c, N_BATCH)))
 
-    on_cores = Merge(
-        name="nothing_to_offload", knobs=(LAYERS,), canonical=lambda c: {LAYERS: np.full_like(c[LAYERS], -1)}
-    )
+    nothing_to_offload = ignoring("nothing_to_offload", (LAYERS,), lambda c: True, -1)
     return (
-        Merge(
-            name="batch_threads_as_threads",
-            knobs=(THREADS, BATCH_THREADS),
-            canonical=lambda c: {BATCH_THREADS: np.where(c[BATCH_THREADS] == c[THREADS], 0, c[BATCH_THREADS])},
-        ),
+        ignoring("batch_threads_as_threads", (THREADS, BATCH_THREADS), lambda c: c[BATCH_THREADS] == c[THREADS]),
         *same_as_unset(PROGRAM),
-        Merge(
-            # TP and PP already imply these modes: none for one device, layer for stages, row for tensor parallelism.
-            name="split_by_default",
-            knobs=(SPLIT,),
-            canonical=lambda c: {SPLIT: np.where(np.isin(c[SPLIT], default_codes), 0, c[SPLIT])},
-        ),
-        Merge(name="ubatch_by_default", knobs=(N_BATCH, N_UBATCH), canonical=batches),
-        *((on_cores,) if hardware.on_cores else ()),
+        # TP and PP already imply these modes: none for one device, layer for stages, row for tensor parallelism.
+        ignoring("split_by_default", (SPLIT,), lambda c: np.isin(c[SPLIT], default_codes)),
+        ignoring("ubatch_by_default", (N_BATCH, N_UBATCH), is_default_ubatch),
+        *((nothing_to_offload,) if Hardware.of(task).on_cores else ()),
     )
 
 

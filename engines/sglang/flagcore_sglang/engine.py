@@ -398,13 +398,13 @@ def _merges(task: Task) -> tuple[Merge, ...]:
     has_backend = BACKEND in task.spec.space or BACKEND in PROGRAM.parse(task.spec).fixed
     if not has_backend and not task.spec.model.multi_latent_attention:
         defaults[PAGE] = 1
-    no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
+    on_cores = Hardware.of(task).on_cores
     return (
-        *placement.merges(),
+        *rules.merges_of_kinds(),
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),
         rules.tower_merge(task),
-        *((no_graphs,) if Hardware.of(task).on_cores else ()),
+        *((rules.ignoring("no_graphs_on_cores", (EAGER,), lambda c: True),) if on_cores else ()),
     )
 
 

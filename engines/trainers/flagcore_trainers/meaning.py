@@ -21,9 +21,10 @@ from flagcore_training.memory.training import (
     step_bytes,
 )
 from flagcore_training.stages import stage, stage_parameters
-from flagcore_training.time.step import Blocks, costs_in_run, step_time
+from flagcore_training.time.step import step_time
 
 from flagcore.contracts import Costs
+from flagcore.contracts.capabilities import Pruning
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Rule
@@ -115,15 +116,20 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
     return tuple(each for each in found if each.knobs)
 
 
-def needs_at_least(knobs: Sequence[Knob], columns: Columns, candidate: Candidate) -> BoolArray:
-    """Return whether candidates differ from `candidate` only by knobs with a larger value that needs more memory."""
-    others = candidate.as_dict()
-    result = np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
-    for knob in knobs:
-        code = knob.axis(()).encode(others[knob.name])
-        same: BoolArray = columns[knob.name] >= code if knob.memory_order else columns[knob.name] == code
-        result &= same
-    return result
+class ByMemory(Pruning):
+    """Pruning by the knobs with a larger value that needs more memory, such as the micro-batch size."""
+
+    knobs: tuple[Knob, ...]
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return whether candidates differ from `candidate` only by larger values of such knobs."""
+        others = candidate.as_dict()
+        result = np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
+        for knob in self.knobs:
+            code = knob.axis(()).encode(others[knob.name])
+            same: BoolArray = columns[knob.name] >= code if knob.memory_order else columns[knob.name] == code
+            result &= same
+        return result
 
 
 def predict(
@@ -212,7 +218,7 @@ def _predict(
 ) -> Predictions:
     if train.transformer_engine:
         used = memory_in_use(train, layout, costs)
-        time_s = step_time(train, layout, costs, Blocks.from_layout(train, layout, costs_in_run(costs)))
+        time_s = step_time(train, layout, costs)
     else:
         used = _plain_memory(train, layout, costs, buffers)
         time_s = _plain_times(train, layout, traffic.with_torch_attention(task, costs))
@@ -257,7 +263,7 @@ def _plain_times(train: Training, layout: Layout, costs: Costs) -> dict[str, Flo
     """Return the parts of the step time in seconds with plain layers of torch: fused kernels, and what others take."""
     options = replace(train.options, gradient_fusion=False)
     fused, kernels = replace(train, transformer_engine=True, options=options), costs.kernels
-    time_s = step_time(fused, layout, costs, Blocks.from_layout(fused, layout, costs_in_run(costs)))
+    time_s = step_time(fused, layout, costs)
     weights, again = weights_of_rank(train, layout), np.where(layout.uniform > 0, 1.0, 0.0)
     extra = traffic.seconds(
         fused, layout, kernels, traffic.PLAIN, checkpointing=2.0 * again, again=again, weights=weights

@@ -147,10 +147,8 @@ def program_of(data: object) -> ProgramSection:
             problems.append(spec_error("log.step", "has no group `step`", value=step, fix=fix))
         groups = re.compile(step).groupindex.keys() if step else set[str]()
         if unknown := sorted(groups - {*GROUPS}):
-            problem, fix = (
-                f"has the unknown group `{unknown[0]}`",
-                f"use {', '.join(GROUPS)}, or a group without a name",
-            )
+            problem = f"has the unknown group `{unknown[0]}`"
+            fix = f"use {', '.join(GROUPS)}, or a group without a name"
             problems.append(spec_error("log.step", problem, value=step, fix=fix))
         if groups >= {"s", "ms"} and "|" not in (step or ""):
             problem, fix = "has the groups `s` and `ms`", "keep the one whose unit the program prints"

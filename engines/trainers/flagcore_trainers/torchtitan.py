@@ -100,12 +100,8 @@ class TorchTitan(Trainer, Commands):
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         train = platform.task.spec.train
-        work = (
-            "--training.global_batch_size",
-            str(train.global_batch_size),
-            "--training.seq_len",
-            str(train.seq_length),
-        )
+        sizes = {"global_batch_size": train.global_batch_size, "seq_len": train.seq_length}
+        work = (word for name, size in sizes.items() for word in (f"--training.{name}", str(size)))
         spec = replace(platform.task.spec, work=replace(train, flags=(*work, *train.flags)))
         platform = replace(platform, task=replace(platform.task, spec=spec))
         launch = super().launch(platform, candidate, folder, for_real=for_real)

@@ -12,11 +12,11 @@ from flagcore_training.commands import environment
 from flagcore_training.reading import FAILURES, measurement
 
 from flagcore.contracts import Costs, Engine, Platform
-from flagcore.contracts.capabilities import Advice, Programs, Pruning, RuleOfThumb, Steps
+from flagcore.contracts.capabilities import Advice, Programs, RuleOfThumb, Steps
 from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Rule
+from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
 from flagcore.errors import LaunchError, SpecError
@@ -24,7 +24,7 @@ from flagcore.i18n import _
 from flagcore.vendorkit.programs import NoMetrics, check_version, find_program, package_version
 from flagcore_trainers import logs, meaning, start
 from flagcore_trainers.importing import processes
-from flagcore_trainers.meaning import Codes
+from flagcore_trainers.meaning import ByMemory, Codes
 from flagcore_trainers.program import (
     LARGEST,
     MEANINGS,
@@ -54,7 +54,7 @@ def _whole_number(value: object) -> int | None:
     return None
 
 
-class Trainer(Engine, Advice, Programs, Pruning, RuleOfThumb, Steps):
+class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps):
     """Training with a program that somebody else wrote.
 
     `program`: the description of the program. None if the engine was not yet asked for a spec's.
@@ -123,10 +123,6 @@ class Trainer(Engine, Advice, Programs, Pruning, RuleOfThumb, Steps):
                 yield row, knob, None, None
             else:
                 yield row, knob, given, listed if own is None or own < (knob.minimum or 0) else own
-
-    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return whether candidates differ from `candidate` only by a larger micro-batch."""
-        return meaning.needs_at_least(self.knobs, columns, candidate)
 
     # Predictions
 

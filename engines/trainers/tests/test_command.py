@@ -22,6 +22,7 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
+from tests.checks import refuses
 from tests.product.tasks import CHIP, SHAPE, SOURCE, costs
 from tests.product.tasks import task as small_task
 
@@ -95,9 +96,8 @@ def test_a_spec_may_name_the_knobs_of_its_program() -> None:
         except SpecError as error:
             found = [each.key for each in error.problems]
         assert found == keys, program
-    with pytest.raises(SpecError) as refused:
+    with refuses("train.engine"):
         api.estimate({**spec, "train": {**train, "engine": "megatron", "program": {"knobs": {"tp": TP}}}})
-    assert refused.value.key == "train.engine"
 
 
 def test_what_does_not_reach_the_program_is_a_warning() -> None:
@@ -191,17 +191,15 @@ def test_a_configuration_that_cannot_be_used_is_reported(
     if text:
         (tmp_path / name).write_text(text)
     task = small_task(engine="command", command=command and tuple(command), directory=str(tmp_path))
-    with pytest.raises(SpecError) as refused:
+    with refuses(key):
         engine_of({**PROGRAM, "config": name}).ready(task.spec)
-    assert refused.value.key == key
 
 
 def test_lines_without_a_number_must_come_at_each_step() -> None:
     engine = engine_of({"knobs": {"tp": TP}, "log": {"format": "huggingface"}})
     engine.ready(task_of(("x", "--logging_steps", "1")).spec)
-    with pytest.raises(SpecError) as refused:
+    with refuses("train.program.log.format"):
         engine.ready(task_of(("x", "--logging_steps", "10")).spec)
-    assert refused.value.key == "train.program.log.format"
     found = launch(engine, task_of(("x", "--logging_steps", "1")), Path())
     assert found.argv[1:3] == ("-m", "flagcore_trainers.clock")
 

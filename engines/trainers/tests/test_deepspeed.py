@@ -25,6 +25,7 @@ from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
+from tests.checks import refuses
 from tests.product.tasks import DENSE, SHAPE, costs, task
 
 CONFIG = """{"train_batch_size": 32, "gradient_accumulation_steps": 4,  // see "notes"
@@ -89,9 +90,8 @@ def test_a_baseline_that_is_not_the_users_is_named(
 )
 def test_a_broken_configuration_is_reported(tmp_path: Path, content: str, key: str) -> None:
     (tmp_path / "ds.json").write_text(content)
-    with pytest.raises(SpecError) as refused:
+    with refuses(key):
         DEEPSPEED.ready(task(engine="deepspeed", command=("x", "--deepspeed", "ds.json"), directory=str(tmp_path)).spec)
-    assert refused.value.key == key
 
 
 @pytest.mark.parametrize(("stage", "overlaps"), [(2, False), (3, True), (7, None)])
@@ -107,9 +107,8 @@ def test_the_stage_of_zero_decides_on_the_overlap(tmp_path: Path, stage: int, ov
 
 @pytest.mark.parametrize("command", [("deepspeed", "train.py"), ("deepspeed", "train.py", "--deepspeed")])
 def test_a_command_without_a_configuration_is_reported(command: tuple[str, ...]) -> None:
-    with pytest.raises(SpecError) as refused:
+    with refuses("train.command"):
         DEEPSPEED.ready(task(engine="deepspeed", command=command).spec)
-    assert refused.value.key == "train.command"
 
 
 def test_settings_without_effect_are_one_candidate_and_offload_needs_zero() -> None:
@@ -268,9 +267,7 @@ def test_a_spec_adds_knobs_of_the_script() -> None:
     spec = {"model": SHAPE, "cluster": {"chip": "H100-SXM", "devices_per_node": 4}, "train": {**train, "program": own}}
     space = {ZERO: [1, 3], MICRO: [1, 2], OFFLOAD: "none", OVERLAP: False, BUCKET: 500_000_000, HPZ: 1}
     space |= dict.fromkeys(QUANTIZED, False)
-    with pytest.raises(SpecError) as refused:
+    with refuses("auto_tuner.space.ac"):
         api.estimate({**spec, "auto_tuner": {"space": {**space, "ac": "half"}}})
-    assert refused.value.key == "auto_tuner.space.ac"
-    with pytest.raises(SpecError) as refused:
+    with refuses("train.program.knobs"):
         DEEPSPEED.with_program({"knobs": 3})
-    assert refused.value.key == "train.program.knobs"

@@ -37,6 +37,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.errors import LaunchError, SpecError
 from flagcore.launchers.local import LocalLauncher
+from tests.checks import refuses
 from tests.launchers.processes import ended
 from tests.product.tasks import DENSE, EXPERTS, SHAPE, costs, task
 
@@ -81,13 +82,11 @@ def test_rules(values: dict[str, Any], rule: str | None) -> None:
 
 
 def test_what_trials_cannot_run_is_reported_by_key() -> None:
-    with pytest.raises(SpecError) as refused:
+    with refuses("model.mtp_num_layers"):
         FSDP2.rules(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))
-    assert refused.value.key == "model.mtp_num_layers"
     for train in ({"precision": "fp8"}, {"command": ("train",)}):
-        with pytest.raises(SpecError) as refused:
+        with refuses(f"train.{next(iter(train))}"):
             FSDP2.ready(task(engine="fsdp2", **train).spec)
-        assert refused.value.key == f"train.{next(iter(train))}"
     with pytest.raises(SpecError):
         FSDP2.rules(task(engine="fsdp2", command=("train",)))
 
@@ -228,7 +227,6 @@ def test_a_broken_job_file_is_reported(tmp_path: Path) -> None:
 def test_a_spec_names_the_engine() -> None:
     train = {"engine": "fsdp2", "seq_length": 64, "global_batch_size": 8, "precision": "bf16"}
     spec = {"model": SHAPE, "cluster": {"chip": "H100-SXM", "devices_per_node": 4}, "train": train}
-    with pytest.raises(SpecError) as refused:
+    with refuses(f"auto_tuner.space.{SHARD}"):
         api.estimate({**spec, "auto_tuner": {"space": {SHARD: 0}}})
-    assert refused.value.key == f"auto_tuner.space.{SHARD}"
     api.estimate({**spec, "auto_tuner": {"space": {SHARD: 4}}})

@@ -193,7 +193,7 @@ def environment(candidate: Mapping[str, KnobValue]) -> dict[str, str]:
 def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, Any]:
     """Return the section `cluster` from the options of the launcher, or else from the surroundings of the command."""
     note_empty(command, notes)
-    option = command.option("nproc-per-node", "nproc_per_node")
+    option = command.option("nproc-per-node")
     hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances, start.devices or 0)
     has_starter = hosts > 1 or bool(STARTERS.search(" ".join(command.prefix)))
     default = "1" if option is None and (command.launcher or not has_starter) else "auto"

@@ -462,16 +462,12 @@ def _merges(task: Task) -> tuple[Merge, ...]:
     if Hardware.of(task).on_cores and not task.spec.model.multi_latent_attention:
         defaults[BLOCK] = CPU_BLOCK
     return (
-        *placement.merges(),
+        *rules.merges_of_kinds(),
         Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),
         rules.tower_merge(task),
-        Merge(
-            name="no_graphs_is_eager",
-            knobs=(EAGER, GRAPHS),
-            canonical=lambda c: {GRAPHS: np.where(c[EAGER] == 1, 0, c[GRAPHS])},
-        ),
+        rules.ignoring("no_graphs_is_eager", (EAGER, GRAPHS), lambda c: c[EAGER] == 1),
     )
 
 

@@ -11,6 +11,7 @@ from engines.serving.tests.engines.tasks import GIB, LOAD, figures, merged, plan
 from flagcore import api
 from flagcore.domain.serving import Load
 from flagcore.errors import SpecError
+from tests.checks import refuses
 from tests.product.tasks import DENSE
 
 
@@ -54,15 +55,13 @@ def test_ranks_on_cores_are_bound_individually_and_a_single_rank_is_not() -> Non
 
 
 def test_a_misspelt_flag_is_found_without_an_installed_release() -> None:
-    with pytest.raises(SpecError) as error:
+    with refuses("serve.engine_args.tensor-paralel-size"):
         ENGINE.axes(cards(engine_args={"tensor-paralel-size": 2, "a-plugin-flag": 1}))
-    assert error.value.key == "serve.engine_args.tensor-paralel-size"
 
 
 def test_a_removed_flag_is_reported_with_its_replacement() -> None:
-    with pytest.raises(SpecError, match="kv-offloading-size") as error:
+    with refuses("serve.engine_args.swap-space", match="kv-offloading-size"):
         ENGINE.axes(cards(engine_args={"swap_space": 4}))
-    assert error.value.key == "serve.engine_args.swap-space"
     for release in ("0.17.1", None):  # an unknown release may have it
         older = cards(engine_version=release, engine_args={"swap_space": 4})
         assert server(older).argv[-2:] == ("--swap-space", "4")
@@ -125,9 +124,8 @@ def test_an_import_is_checked_with_the_installed_flags(install: Path, monkeypatc
     assert args == {"swap-space": 4, "vendor-flag": True}
     assert "--task" in notes
     assert not notes & {"--swap-space", "--vendor-flag"}
-    with pytest.raises(SpecError) as error:
+    with refuses("--no-such-flag"):
         read("--no-such-flag")
-    assert error.value.key == "--no-such-flag"
 
 
 def test_another_release_than_the_installed_one_can_be_planned_but_not_run(install: Path, tmp_path: Path) -> None:
@@ -144,9 +142,8 @@ def test_another_release_than_the_installed_one_can_be_planned_but_not_run(insta
 
 def test_a_misspelt_flag_is_found_in_the_source_of_the_installed_version(install: Path) -> None:
     command = (str(install), "serve")
-    with pytest.raises(SpecError, match=r"did you mean max-logprobs\?") as error:
+    with refuses("serve.engine_args.max-logprob", match=r"did you mean max-logprobs\?"):
         ENGINE.axes(cards(command=command, engine_args={"max_logprob": 5}))
-    assert error.value.key == "serve.engine_args.max-logprob"
     task = cards(command=command, engine_args={"chat_template": "x", "no_dtype": True, "max_logprobs": 3})
     assert server(task).argv[-5:] == ("--chat-template", "x", "--no-dtype", "--max-logprobs", "3")
 
@@ -157,9 +154,8 @@ def test_an_unreachable_precision_is_refused(tmp_path: Path) -> None:
     def ready(**arguments: Any) -> None:
         ENGINE.program.ready(cards(weights=str(tmp_path), precision="fp8", **arguments).spec)
 
-    with pytest.raises(SpecError) as refused:
+    with refuses("serve.precision"):
         ready()
-    assert refused.value.key == "serve.precision"
     ready(engine_args={"quantization": "fp8"})
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     ready()
@@ -173,9 +169,8 @@ def test_a_stored_format_needs_weights_in_it(tmp_path: Path) -> None:
         ({"baseline": awq}, "auto_tuner.baseline.quantization"),
         ({"engine_args": awq}, "serve.engine_args.quantization"),
     ):
-        with pytest.raises(SpecError) as error:
+        with refuses(key, "awq"):
             ENGINE.check_values(cards(weights=str(tmp_path), **options).spec)
-        assert (error.value.key, error.value.value) == (key, "awq")
     (tmp_path / "quant_config.json").write_text("{}")
     ENGINE.check_values(cards(weights=str(tmp_path), engine_args=awq).spec)
 
@@ -186,9 +181,8 @@ def test_a_knob_that_the_release_does_not_have_is_an_error_and_auto_leaves_it_ou
         ({"engine_args": {"moe_backend": "triton"}}, "serve.engine_args.moe_backend"),
         ({"baseline": {"moe_backend": "triton"}}, "auto_tuner.baseline.moe_backend"),
     ):
-        with pytest.raises(SpecError) as error:
+        with refuses(key, "triton"):
             ENGINE.axes(cards(engine_version="0.16.0", **options))
-        assert (error.value.key, error.value.value) == (key, "triton")
         ENGINE.axes(cards(engine_version="0.17.0", **options))
     axes = ENGINE.axes(cards(engine_version="0.10.0", space={"cudagraph_mode": "auto"}))
     assert next(axis.values for axis in axes if axis.knob == "cudagraph_mode") == (None,)

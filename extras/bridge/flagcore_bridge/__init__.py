@@ -24,10 +24,9 @@ from flagcore.domain.chip import Chip, normalize_name
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.plain_data import Notes, parse_yaml, plain, read_text, spec_error
+from flagcore.spec.plain_data import Notes, package_yaml, parse_yaml, plain, read_text, spec_error
 
-SECTIONS = {"model": "model", "train.seq_length": "dataset", "train": "train", "auto_tuner.baseline": "model"}
-"""The sections of a Megatron-Bridge config, by the sections of a spec."""
+TABLES: Any = package_yaml(__package__, "tables.yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ class ImportedRecipe(ImportedSpec):
         return join_errors([self._with_own_key(each) for each in error.problems])
 
     def _with_own_key(self, error: SpecError) -> SpecError:
-        for prefix, section in SECTIONS.items():
+        for prefix, section in TABLES["of_spec"].items():
             if error.key == prefix or error.key.startswith(f"{prefix}."):
                 key = f"{section}.{error.key.rpartition('.')[2]}" if "." in error.key else section
                 return spec_error(key, error.problem, value=error.value, fix=error.fix, file=self.file)
@@ -191,36 +190,8 @@ def _override(config: dict[str, Any], override: str, file: str) -> bool:
     return is_new
 
 
-USED_SECTIONS = (
-    "model",
-    "train",
-    "dataset",
-    "tokenizer",
-    "ddp",
-    "optimizer",
-    "mixed_precision",
-    "comm_overlap",
-    "peft",
-)
-"""Sections with keys that a spec needs. If several contain a setting, the last one takes precedence."""
-SETTING_SECTIONS = ("model", "optimizer", "ddp", "mixed_precision", "comm_overlap")
 DEVICES_PER_NODE = 8
 VIRTUAL, VIRTUAL_LAYERS = "virtual_pipeline_model_parallel_size", SIZES[4]
-ATTENTION = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
-"""The attention backends of megatron-core 0.16 (`AttnBackend`) by their numbers in YAML."""
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8", "float8_e4m3fn": "fp8"}
-LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-MODEL_KEYS = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "qk_layernorm"),
-    *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-    *("moe_router_num_groups", "moe_router_group_topk"),
-    *("moe_layer_freq", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"),
-    *("v_head_dim", "mtp_num_layers", "add_bias_linear", "add_qkv_bias", "attention_backend", "transformer_impl"),
-    *("experimental_attention_variant", "window_size", "attention_output_gate", "hybrid_override_pattern"),
-    *("recompute_granularity", "recompute_method", "recompute_num_layers", "sequence_parallel", *SIZES[:4]),
-    *("bf16", "fp16", "seq_length"),
-)
-"""Keys of `model` that are also flags of Megatron-LM with the same meaning."""
 _IN_NAME = re.compile(r"_(\d+)gpu_([a-z]+\d+\w*?)(?=_|$)")
 _SETTING_NAMES = frozenset(setting.name for setting in SETTINGS) - {"pipeline_schedule", LAYOUT, "fp8_recipe"}
 
@@ -238,12 +209,14 @@ def translate(
     does not have. Raises SpecError, also for keys in `added` that flagcore does not read.
     """
     notes = Notes(file)
-    sections = {key: value for key in USED_SECTIONS if isinstance(value := config.get(key), Mapping)}
+    sections = {key: value for key in TABLES["used"] if isinstance(value := config.get(key), Mapping)}
     model, train = sections.get("model", {}), sections.get("train", {})
     if not model.get("num_layers"):
         fix = "give the config of a whole recipe, as ConfigContainer.to_yaml or a checkpoint's run_config.yaml has it"
         raise notes.error("model.num_layers", "is missing: these are overrides only, or not a model of layers", fix=fix)
-    used = {"model": {*MODEL_KEYS, "share_embeddings_and_output_weights", "gated_linear_unit", "num_query_groups"}}
+    used = {
+        "model": {*TABLES["model_keys"], "share_embeddings_and_output_weights", "gated_linear_unit", "num_query_groups"}
+    }
     flags = Flags(notes, _entries(config, sections), "model.{name}")
     for key in ("global_batch_size", "seq_length"):
         if not flags.has(key):
@@ -282,9 +255,10 @@ def translate(
 def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
     """Return the config as flags of Megatron-LM with their keys in the config."""
     model, train, ddp = (sections.get(key, {}) for key in ("model", "train", "ddp"))
-    values = {f"model.{key}": model.get(key) for key in MODEL_KEYS}
+    values = {f"model.{key}": model.get(key) for key in TABLES["model_keys"]}
     backend = model.get("attention_backend")
-    values["model.attention_backend"] = ATTENTION.get(backend, backend) if isinstance(backend, int) else backend
+    attention = dict(enumerate(TABLES["attention"], start=1))
+    values["model.attention_backend"] = attention.get(backend, backend) if isinstance(backend, int) else backend
     groups = model.get("num_query_groups")
     if not model.get("multi_latent_attention") and groups and groups != model.get("num_attention_heads"):
         values |= {"model.group_query_attention": True, "model.num_query_groups": groups}
@@ -340,33 +314,29 @@ def _settings(
 ) -> dict[str, Any]:
     """Return the settings of megatron-core that have an effect, and add their keys to `used`."""
     found: dict[str, Any] = {}
-    for section in SETTING_SECTIONS:
+    for section in TABLES["with_settings"]:
         for key, value in sections.get(section, {}).items():
             if key in _SETTING_NAMES:
                 used.setdefault(section, set()).add(key)
                 if not (value is None or value is False or value == []):  # these values mean "off", the default
-                    found[key] = DTYPES.get(str(value), value) if key.endswith("dtype") else value
+                    found[key] = TABLES["dtypes"].get(str(value), value) if key.endswith("dtype") else value
     reduces_fp32 = sections.get("mixed_precision", {}).get(
         "grad_reduce_in_fp32", sections.get("ddp", {}).get("grad_reduce_in_fp32")
     )
     if reduces_fp32 is False:
         found["grad_reduce_in_bf16"] = True
-    without = (
-        {name for name in found if name.startswith(("moe_", "expert_"))} if not model.get("num_moe_experts") else set()
-    )
-    if found.get("moe_token_dispatcher_type") != "flex":
-        without.add("moe_flex_dispatcher_backend")
+    without = {name for name, need in TABLES["needs"].items() if not _is_met(found.get(need["setting"]), need)}
+    if not model.get("num_moe_experts"):
+        without |= {name for name in found if name.startswith(("moe_", "expert_"))}
     if baseline.get("recompute_granularity") != "selective":
         without.add("recompute_modules")
-    if not found.get("optimizer_cpu_offload"):
-        without.add("optimizer_offload_fraction")
-    if not found.get("use_precision_aware_optimizer"):
-        without |= {"main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"}
-    if not found.get("fine_grained_activation_offloading"):
-        without.add("offload_modules")
     if found.get("cuda_graph_impl") in (None, "none"):
         without |= {"cuda_graph_impl", "cuda_graph_scope"}
     return {name: value for name, value in found.items() if name not in without}
+
+
+def _is_met(value: object, need: Mapping[str, Any]) -> bool:
+    return value == need["is"] if "is" in need else bool(value)
 
 
 def _layout(value: object) -> str:
@@ -376,7 +346,7 @@ def _layout(value: object) -> str:
     if not isinstance(value, list):
         return ""
     stages = [each if isinstance(each, list) else [each] for each in value]
-    return "|".join("".join(LETTERS.get(str(layer), str(layer)) for layer in stage) for stage in stages)
+    return "|".join("".join(TABLES["letters"].get(str(layer), str(layer)) for layer in stage) for stage in stages)
 
 
 def _cluster(
@@ -416,19 +386,16 @@ def _note_others(
 
     Report an error for unused keys in `added`, because most of them are misspelt.
     """
-    taken = {"train": {"micro_batch_size", "global_batch_size", "train_iters"}, "dataset": {"seq_length"}}
-    taken |= {"ddp": {"use_distributed_optimizer", "grad_reduce_in_fp32"}, "tokenizer": {"vocab_size"}}
-    taken |= {"mixed_precision": {"bf16", "fp16", "fp8", "fp4", "fp8_recipe", "grad_reduce_in_fp32"}}
-    taken |= {"model": {"vocab_size", "hf_model_id", LAYOUT, VIRTUAL}, "optimizer": {"use_distributed_optimizer"}}
+    taken = TABLES["read"]
     for override in added:
         section, *keys = override.split(".")
-        known = taken.get(section, set()) | used.get(section, set())
-        known |= _SETTING_NAMES if section in SETTING_SECTIONS else {"rampup_batch_size"}
-        if section not in USED_SECTIONS or (keys and keys[0] not in known):
+        known = {*taken.get(section, ()), *used.get(section, ())}
+        known |= _SETTING_NAMES if section in TABLES["with_settings"] else {"rampup_batch_size"}
+        if section not in TABLES["used"] or (keys and keys[0] not in known):
             fix = _("correct it, or write +{key}=VALUE", key=override)
             notes.report(override, _("is not in the config, and predictions do not use it"), fix=fix)
     for section, values in sections.items():
-        known = taken.get(section, set()) | used.get(section, set())
+        known = {*taken.get(section, ()), *used.get(section, ())}
         if keys := [
             key for key, value in values.items() if key not in known and value not in (None, False, [], {}, "")
         ]:

@@ -155,24 +155,17 @@ def _spaces(source: Source, engines: list[str]) -> dict[str, dict[str, Any]]:
     sections = {ENGINES[key]: tree_space.pop(key) for key in list(tree_space) if key in ENGINES}
     spaces = {engine: _space_of(source, engine, sections.get(engine)) for engine in engines}
     for engine in sections.keys() - set(engines):
-        source.note(
-            f"{_TUNER}.space.{flagscale_name(engine)}",
-            "dropped: auto_tuner.engines does not name it",
-            "auto_tuner.space",
-        )
+        key, text = f"{_TUNER}.space.{flagscale_name(engine)}", "dropped: auto_tuner.engines does not name it"
+        source.note(key, text, "auto_tuner.space")
     for engine in engines:
         knobs = _knobs(source, engine, tree_space, f"{_TUNER}.space", is_quiet=len(engines) > 1)
         for key, value in knobs.items():
             tree_key, spec_key = f"{_TUNER}.space.{key}", f"auto_tuner.space.{key}"
+            text = f"FlagScale ignores it outside of an engine's section; flagcore tries it with {engine}"
             if key in spaces[engine]:
-                source.note(tree_key, f"{value} is ignored by FlagScale; the section of {engine} is used", spec_key)
-            else:
-                source.note(
-                    tree_key,
-                    f"FlagScale ignores it outside of an engine's section; flagcore tries it with {engine}",
-                    spec_key,
-                )
-                spaces[engine][key] = value
+                text = f"{value} is ignored by FlagScale; the section of {engine} is used"
+            source.note(tree_key, text, spec_key)
+            spaces[engine].setdefault(key, value)
     for key in tree_space if len(engines) > 1 else ():
         if not any(KNOB_NAMES.get(key, key) in KNOBS[engine] for engine in engines):
             source.note(f"{_TUNER}.space.{key}", "dropped: not a knob of these engines", "auto_tuner.space")
@@ -202,30 +195,25 @@ def _knobs(
     """Return the knobs of an engine in `section`, with flagcore's names and their values."""
     knobs: dict[str, Any] = {}
     for key, value in section.items():
-        name, spec_key = KNOB_NAMES.get(key, key), "auto_tuner.space"
+        name = KNOB_NAMES.get(key, key)
+        at, spec_key = f"{tree_key}.{key}", f"auto_tuner.space.{name}"
         if key != name:
-            source.note(f"{tree_key}.{key}", f"is {name} in flagcore", f"{spec_key}.{name}")
+            source.note(at, f"is {name} in flagcore", spec_key)
         if key == "swap_space":
             text = "dropped: removed in vLLM 0.18; the flag kv_offloading_size is the closest option"
-            source.note(f"{tree_key}.{key}", text, spec_key)
+            source.note(at, text, "auto_tuner.space")
             continue
         if name not in KNOBS[engine]:
             if not is_quiet:
-                source.note(f"{tree_key}.{key}", f"dropped: not a knob of {engine}", spec_key)
+                source.note(at, f"dropped: not a knob of {engine}", "auto_tuner.space")
             continue
         values = list(value) if isinstance(value, list) else value
         listed = values if isinstance(values, list) else [values]
         if name == "block_size" and _UNSUPPORTED_BLOCK in listed:
             values = [each for each in listed if each != _UNSUPPORTED_BLOCK]
-            source.note(
-                f"{tree_key}.{key}", "8 is dropped: no backend supports blocks of 8 tokens", f"{spec_key}.{name}"
-            )
+            source.note(at, "8 is dropped: no backend supports blocks of 8 tokens", spec_key)
         if name == "split_mode":
-            source.note(
-                f"{tree_key}.{key}",
-                "is applied; FlagScale lists it but never passes it to the engine",
-                f"{spec_key}.{name}",
-            )
+            source.note(at, "is applied; FlagScale lists it but never passes it to the engine", spec_key)
         if values in ([], None):
             continue
         knobs[name] = values
@@ -259,12 +247,8 @@ def _objective(source: Source) -> str:
     if order is None and best == "descend":
         source.note(f"{_PERFORMANCE}.order", "is missing: FlagScale would minimize, flagcore maximizes", spec_key)
     if order is not None:
-        text = (
-            f"follows from {objective}"
-            if order == best
-            else f"dropped ({order}): {objective} is best in the order {best}"
-        )
-        source.note(f"{_PERFORMANCE}.order", text, spec_key)
+        text = f"dropped ({order}): {objective} is best in the order {best}"
+        source.note(f"{_PERFORMANCE}.order", f"follows from {objective}" if order == best else text, spec_key)
     return objective
 
 
@@ -346,11 +330,8 @@ def engine_arguments(source: Source, item: dict[str, Any], engines: list[str]) -
     )
     specific_arguments = {ENGINES.get(name, name): given for name, given in specific.items() if isinstance(given, dict)}
     for name in specific_arguments.keys() - set(engines):
-        source.note(
-            f"serve[0].engine_args_specific.{flagscale_name(name) if name in KNOBS else name}",
-            "dropped: it is not tuned",
-            _SPEC_KEY,
-        )
+        shown = flagscale_name(name) if name in KNOBS else name
+        source.note(f"serve[0].engine_args_specific.{shown}", "dropped: it is not tuned", _SPEC_KEY)
     arguments: dict[str, Arguments] = {}
     for engine in engines:
         result: Arguments = {}
@@ -403,11 +384,8 @@ def _add_argument(
     if engine_name == "kv_cache_type" and engine == "llamacpp" and str(value).startswith("fp8"):
         source.note(tree_key, f"{value} becomes q8_0 for keys and values", f"{_SPEC_KEY}.{engine_name}")
         value = "q8_0"
-    if (
-        isinstance(value, str)
-        and (name in TABLES["path_arguments"] or value.startswith("./"))
-        and os.path.exists(value)
-    ):
+    is_path = isinstance(value, str) and (name in TABLES["path_arguments"] or value.startswith("./"))
+    if is_path and os.path.exists(value):
         value = str(Path(value).resolve())
     if engine_name in result and result[engine_name][1] != value:
         previous_key, previous = result[engine_name]

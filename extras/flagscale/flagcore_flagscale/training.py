@@ -41,7 +41,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     """
     entries = take_entries(source)
     flags = Flags(source, entries, "train.model.{name}")
-    _check_supported(source, flags)
+    _check_supported(source)
     hetero, found = hetero_of(source, flags), machines(source)
     section, count = found.section, found.nodes * found.devices
     if hetero is not None:
@@ -111,7 +111,7 @@ def _tuner(source: Source, baseline: dict[str, Any], problem: str, meshes: list[
     return section
 
 
-def _check_supported(source: Source, flags: Flags) -> None:
+def _check_supported(source: Source) -> None:
     """Raise SpecError for a job that flagcore cannot represent."""
     key, backend = "experiment.task.backend", source.take("experiment.task.backend")
     if backend not in (None, "megatron"):

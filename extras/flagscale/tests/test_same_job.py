@@ -25,7 +25,6 @@ HERE = Path(__file__).parent
 RECORDED = HERE / "recorded" / "runner.json"
 """Answers of FlagScale 0.8.0 for `OWN`: `RECORD=1 pytest extras/flagscale/tests/test_same_job.py -m long`."""
 TABLE = release_table("0.15.0+flagscale")
-ENTRYPOINT = "flagscale/train/train_gpt.py"
 DATA = ("++train.data.data_path=/data/corpus", "++train.data.tokenizer.tokenizer_path=/data/tokenizer")
 # What FlagScale's tuner sets is below train.system, and values of train.model hide it.
 OWN = {

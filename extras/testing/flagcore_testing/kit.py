@@ -34,6 +34,13 @@ class Skip(Exception):
     """A check does not apply. The message gives the reason."""
 
 
+def need(value: T | None, reason: str) -> T:
+    """Return `value`. Raises Skip with the reason if it is None, false or empty."""
+    if not value:
+        raise Skip(reason)
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A problem with its location (file and key, or hook), and the fix."""
@@ -126,9 +133,7 @@ class Subject:
     @property
     def hooks_module(self) -> str:
         """The name of the module with the hooks. Raises Skip for an object without a package."""
-        if not self.entry:
-            raise Skip("the plugin is an object without a package")
-        return self.entry.partition(":")[0]
+        return need(self.entry, "the plugin is an object without a package").partition(":")[0]
 
     @property
     def package(self) -> str:
@@ -145,39 +150,29 @@ class Subject:
         """The metadata of the plugin's distribution. Raises Skip if there is no distribution."""
         if source := source_of(self.package_folder.resolve(), self.hooks_module):
             return source
-        if self.distribution is None:
-            raise Skip("the plugin's distribution was not found")
-        return read_installed(self.distribution)
+        return read_installed(need(self.distribution, "the plugin's distribution was not found"))
 
     @property
     def source(self) -> Path:
         """The source folder of the plugin. Raises Skip if only the installed package is available."""
-        if self.packaged.folder is None:
-            raise Skip("only the installed package is available, not its source")
-        return self.packaged.folder
+        return need(self.packaged.folder, "only the installed package is available, not its source")
 
     @cached_property
     def transcripts(self) -> tuple[Transcript, ...]:
         """The transcripts of the vendor's tools. Raises Skip if there are none."""
-        transcripts_found = read_transcripts(self.source)
-        if not transcripts_found:
-            raise Skip("tests/smi has no transcripts")
-        return transcripts_found
+        return need(read_transcripts(self.source), "tests/smi has no transcripts")
 
     @property
     def listings(self) -> tuple[Transcript, ...]:
         """The transcripts that list devices, each with its tool. Raises Skip if there are none."""
         with_devices = tuple(each for each in self.transcripts if each.tool and each.devices)
-        if not with_devices:
-            raise Skip("no transcript in tests/smi lists devices")
-        return with_devices
+        return need(with_devices, "no transcript in tests/smi lists devices")
 
     def shipped(self, file: str, read: Callable[[str], T]) -> T:
         """Return the content of a file of the plugin's package. Raises Skip if it does not exist, and SpecError if it
         is invalid.
         """
-        if not (self.package_folder / file).is_file():
-            raise Skip(f"the plugin has no {file}")
+        need((self.package_folder / file).is_file(), f"the plugin has no {file}")
         return read(self.package)
 
     @property
@@ -238,17 +233,13 @@ class Subject:
 
     def own_chips(self) -> tuple[Chip, ...]:
         """Return the chips of the plugin. Raises Skip if it has no readable chip."""
-        if not self.chips:
-            unread = self.failed("flagcore_chips")
-            raise Skip("its chips cannot be read" if unread else "the plugin has no chips")
-        return self.chips
+        chips = self.chips
+        return need(chips, "its chips cannot be read" if self.failed("flagcore_chips") else "the plugin has no chips")
 
     def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
         """Return the plugin's answers for its chips. Raises Skip if there are none."""
         answers = [(chip, found_answer) for chip in self.own_chips() if (found_answer := answer(chip)) is not None]
-        if not answers:
-            raise Skip(f"{hook} returns None for all chips: the core's default is used")
-        return answers
+        return need(answers, f"{hook} returns None for all chips: the core's default is used")
 
     def own_costs(self) -> list[tuple[Chip, KernelCosts]]:
         """Return the plugin's own kernel times, without the core's roofline for missing times. Raises Skip if there are
@@ -280,8 +271,7 @@ class Subject:
 
     def implements(self, hook: str) -> None:
         """Raise Skip if the plugin does not implement `hook`."""
-        if hook not in self.loaded.plugins[0].hooks:
-            raise Skip(f"the plugin does not implement {hook}")
+        need(hook in self.loaded.plugins[0].hooks, f"the plugin does not implement {hook}")
 
 
 MAX_LISTED = 3

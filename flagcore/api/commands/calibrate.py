@@ -25,7 +25,7 @@ from flagcore.domain.launch import Launch
 from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins, benchmark
-from flagcore.report.page.run import tail
+from flagcore.report.run import tail
 from flagcore.tuner.calibration import Calibration, Calibrations
 from flagcore.tuner.stages.discover import best_chip
 

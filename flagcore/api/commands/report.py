@@ -40,14 +40,14 @@ from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.space import LEARNED_MESSAGES, Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
-from flagcore.errors import FlagError, RunError
+from flagcore.errors import FlagError, NoDevice, RunError
 from flagcore.i18n import N_, _
+from flagcore.plugins import page_writer
 from flagcore.report.formats import lookup
-from flagcore.report.page.assembly import page, result_text
-from flagcore.report.page.blocks import as_html
-from flagcore.report.page.run import INSIGHT, RunData, json_file
-from flagcore.report.page.summary import no_best
 from flagcore.report.result import result
+from flagcore.report.run import INSIGHT, RunData, json_file
+from flagcore.report.run_text import result_text
+from flagcore.report.summary import no_best
 from flagcore.report.text import duration_text, heading
 from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.budget import seconds_left, seconds_used
@@ -174,10 +174,10 @@ def report(run_dir: Path | str, *, without: Collection[str] = ()) -> str:
 
     The predictions come from insight.json, and are omitted if that is missing. A run that was killed, or is in
     progress, is read from its journal. `without` names plugins to disable. Raises RunError if the folder has no
-    readable run.
+    readable run, and NoDevice if flagcore-page is not installed.
     """
     try:
-        return as_html(page(report_data(Path(run_dir), without)))
+        return page_writer().as_html(report_data(Path(run_dir), without))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RunError(_("the result in {folder} cannot be shown: {reason!r}", folder=run_dir, reason=error)) from error
 
@@ -195,7 +195,7 @@ def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> b
             "knobs": ending.plan.knobs,
             "labels": optional(ending.problem.engine, Details).labels,
         }
-        return as_html(page(_redacted(data, insight_data, run_dir, run_dir, **context)))
+        return page_writer().as_html(_redacted(data, insight_data, run_dir, run_dir, **context))
 
     return _is_written(run_dir, made)
 
@@ -209,6 +209,9 @@ def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
     file = run_dir / REPORT
     try:
         write(file, made())
+    except NoDevice as error:
+        warn([str(error)])
+        return False
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         command = f"flag report {run_dir}"

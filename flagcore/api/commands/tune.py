@@ -60,9 +60,9 @@ from flagcore.domain.trial import (
 from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _, ngettext
 from flagcore.plugins.entry_points import one_line
-from flagcore.report.page.summary import no_best
 from flagcore.report.result import noise_warnings
 from flagcore.report.result import trial as trial_record
+from flagcore.report.summary import no_best
 from flagcore.spec.convert import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.feasibility import crowded_baseline_text

@@ -58,11 +58,11 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, engine: Engine, vers
     """
     hardware = discover(spec, plugins, version)  # step 1
     advice = plugins.check_task(Task(spec=spec, cluster=hardware.cluster), version)
-    spec, precision_reason = _with_precision(spec, hardware.groups, hardware.supports, advice.rules)  # step 2
+    spec, precision_reason = _with_precision(spec, hardware.cluster.groups, hardware.supports, advice.rules)  # step 2
     forced = [rule for rule in advice.rules if isinstance(rule, ForcedSetting)]
     requested = Task(spec=_with_settings(spec, forced), cluster=hardware.cluster)  # step 3
     task, support = _advised(requested, hardware.support, advice)  # step 4
-    name, groups, spec = task.spec.work.engine, hardware.groups, task.spec
+    name, groups, spec = task.spec.work.engine, hardware.cluster.groups, task.spec
     chips = [group.chip for group in groups]
     usable = (device for group in groups for device in group.usable(hardware.devices, task.devices_on(group)))
     own_devices = tuple(dict.fromkeys(usable))

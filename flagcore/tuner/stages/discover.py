@@ -18,21 +18,16 @@ from flagcore.vendorkit.machine import cores
 class Hardware:
     """The hardware of a spec.
 
-    - `groups`: the node groups in the order of the spec.
+    - `cluster`: the node groups in the order of the spec.
     - `supports`: the engine support of each group's chip.
     - `support`: the engine support of all groups together.
     - `devices`: all devices that were detected on this machine and on the hosts of the spec.
     """
 
-    groups: tuple[NodeGroup, ...]
+    cluster: Cluster
     supports: tuple[EngineSupport, ...]
     support: EngineSupport
     devices: tuple[Device, ...]
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster that consists of the node groups."""
-        return Cluster(groups=self.groups)
 
 
 def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = None) -> Hardware:
@@ -63,7 +58,8 @@ def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = No
         )
         note = _(text, chips=" and ".join(dict.fromkeys(group.chip.name for group in groups)))
         joint_support = replace(joint_support, notes=(*joint_support.notes, note))
-    return Hardware(groups=tuple(groups), supports=tuple(supports), support=joint_support, devices=devices)
+    cluster = Cluster(groups=tuple(groups))
+    return Hardware(cluster=cluster, supports=tuple(supports), support=joint_support, devices=devices)
 
 
 def _require_support(chip: Chip, plugins: LoadedPlugins, engine: str, engine_version: str | None) -> EngineSupport:

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flagcore.domain.space import Candidate
-from flagcore.domain.trial import RUN, Role, Trial, TrialState
+from flagcore.domain.trial import RUN, TIMED_STATES, Role, Trial, TrialState
 from flagcore.tuner.search_state import MIN_NOISE, SearchState, interference
-
-TIMED_STATES = (TrialState.MEASURED, TrialState.STOPPED)
 
 
 def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:

@@ -11,10 +11,9 @@ from threadpoolctl import threadpool_limits
 from flagcore.contracts import Choice, SearchContext, Strategy
 from flagcore.domain.prediction import Belief, Features, Observations
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.domain.trial import TIMED_STATES, Role, Trial, TrialState
 from flagcore.i18n import Message
 from flagcore.tuner.learning import (
-    SUCCESS_STATES,
     expected_gain,
     expected_seconds,
     expected_times,
@@ -206,7 +205,7 @@ def _finished_because(
             steps=steps,
             gain=max_gain,
         )
-    successful = sum(trial.state in SUCCESS_STATES for trial in context.trials)
+    successful = sum(trial.state in TIMED_STATES for trial in context.trials)
     least = indifference(control, [best_trial])
     share = successful / (TRIALS_PER_DEVIATION * float(np.median(evaluation.posterior.deviation)))
     if successful >= MIN_FOR_NOISE:

@@ -9,6 +9,7 @@ from flagcore_testing.package import saved_outputs
 
 from flagcore.contracts import communicator_bytes
 from flagcore.vendorkit.rows import islands, read_matrix
+from tests.checks import given
 
 SMI = Path(__file__).parent / "smi"
 
@@ -62,12 +63,10 @@ def test_a_device_without_memory_or_with_another_tools_title_is_not_listed() -> 
 
 
 def test_the_links_of_a_server_are_a_full_mesh() -> None:
-    matrix = read_matrix(text("npu-smi-6.txt"))
-    assert matrix is not None
+    matrix = given(read_matrix(text("npu-smi-6.txt")))
     assert islands(matrix, "HCCS") == (tuple(range(8)),)
 
 
 def test_each_communicator_of_hccl_takes_its_buffers() -> None:
-    model = plugin.flagcore_memory_model(group_of(plugin.flagcore_chips()[0]), "megatron")
-    assert model is not None
+    model = given(plugin.flagcore_memory_model(group_of(plugin.flagcore_chips()[0]), "megatron"))
     assert communicator_bytes(model) == 400 * 2**20

@@ -5,10 +5,9 @@ from dataclasses import replace
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.physics.collective_costs import (
     EFFICIENCY,
-    NETWORK_COMPUTE_SHARE,
-    NETWORK_EFFICIENCY,
     NETWORK_HOP_SECONDS,
     NETWORK_LATENCY_SECONDS,
+    network_level,
     topology_of,
 )
 from flagcore.vendorkit.rows import group_size
@@ -51,15 +50,5 @@ def x8_topology(group: NodeGroup, topo: str | None = None) -> Topology | None:
         network = group.chip.nic_bytes_per_second
         if network is None:
             return None
-        levels.append(
-            Level(
-                name="network",
-                devices=group.devices,
-                bytes_per_second=network.value,
-                latency_seconds=NETWORK_LATENCY_SECONDS,
-                hop_seconds=NETWORK_HOP_SECONDS,
-                efficiency=NETWORK_EFFICIENCY,
-                compute_share=NETWORK_COMPUTE_SHARE,
-            )
-        )
+        levels.append(network_level(group, network.value, NETWORK_LATENCY_SECONDS, NETWORK_HOP_SECONDS))
     return Topology(levels=tuple(levels))

@@ -11,6 +11,7 @@ from flagcore_testing.package import saved_outputs
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
+from tests.checks import given
 
 
 def test_the_reason_that_an_engine_does_not_run_on_a_chip_is_shown() -> None:
@@ -33,8 +34,7 @@ def test_an_mlu370_x8_node_has_two_bridge_groups(nodes: int, devices: int, sizes
 
 def test_between_bridge_groups_a_device_has_its_share_of_pcie_and_between_nodes_of_the_users_network() -> None:
     known = with_network(chip("MLU370-X8"), 1.25e10)
-    topology = plugin.flagcore_topology(NodeGroup(chip=known, nodes=2, devices_per_node=16))
-    assert topology is not None
+    topology = given(plugin.flagcore_topology(NodeGroup(chip=known, nodes=2, devices_per_node=16)))
     assert [level.bytes_per_second for level in topology.levels] == [5e10, 4e9, 1.25e10]
 
 
@@ -44,8 +44,7 @@ def chip(name: str) -> Chip:
 
 def test_the_published_times_of_the_mlu590_m9_predict_its_kernels() -> None:
     (chip,) = (each for each in plugin.flagcore_chips() if each.name == "MLU590-M9")
-    costs = plugin.flagcore_kernel_costs(chip, "train")
-    assert costs is not None
+    costs = given(plugin.flagcore_kernel_costs(chip, "train"))
     size = np.array([8192.0])
     assert 2 * 8192**3 / costs.gemm_seconds(size, size, size, "bf16") == pytest.approx(221e12, rel=0.05)
     sizes = {"batch": 4.0, "heads": 16.0, "groups": 16.0, "queries": 4096.0, "keys": 4096.0, "head_dim": 128.0}

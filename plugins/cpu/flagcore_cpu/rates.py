@@ -106,12 +106,8 @@ def rates_here(processor: str, *, measure: bool) -> Rates | None:
     cores = machine.cores()
     text = "\n".join([processor, sys.prefix, *(os.environ.get(name, "") for name in CHOOSING_VARIABLES)])
     words = ("cpu", platform.node(), f"{cores} cores", f"torch {torch}", hashlib.sha256(text.encode()).hexdigest()[:12])
-    file = (
-        data_folder()
-        / "calibrations"
-        / "rates"
-        / ("--".join(re.sub(r"[^\w.+]+", "-", word) for word in words) + ".json")
-    )
+    name = "--".join(re.sub(r"[^\w.+]+", "-", word) for word in words)
+    file = data_folder() / "calibrations" / "rates" / f"{name}.json"
     if file not in _found:
         with suppress(OSError, ValueError, TypeError, SpecError):  # if the file is unreadable, measure again
             _found[file] = read(read_regular(file))

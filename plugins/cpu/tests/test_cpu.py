@@ -19,6 +19,7 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.roofline import Curve
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.chip_file import load_chips
+from tests.checks import given
 
 CPUINFO = """\
 processor\t: {row}
@@ -119,8 +120,7 @@ def test_estimates_follow_the_instruction_set(
     tmp_path: Path, vendor: str, family: int, model: int, flags: str, rates: tuple[float, float, float]
 ) -> None:
     text = CPUINFO.format(row=0, core=0, vendor=vendor, family=family, model=model, flags=flags)
-    processor = read(tmp_path, [text])
-    assert processor is not None
+    processor = given(read(tmp_path, [text]))
     assert tuple(processor.flops_per_cycle().values()) == rates
     chip = this_machine(file_chip(), processor)
     for name, rate in zip(("fp32", "bf16", "fp16"), rates, strict=True):
@@ -157,8 +157,7 @@ def test_threads_of_a_core_share_its_peak(tmp_path: Path) -> None:
         CPUINFO.format(row=row, core=row // 2, vendor="GenuineIntel", family=6, model=63, flags=AVX2)
         for row in range(4)
     ]
-    processor = read(tmp_path, rows)
-    assert processor is not None
+    processor = given(read(tmp_path, rows))
     assert processor.threads_per_core == 2
     chip = this_machine(file_chip(), processor)
     assert chip.dense_flops_per_second["fp32"].value == pytest.approx(32 * 2e9 * 1.4 / 2)
@@ -195,8 +194,7 @@ def test_megatron_runs_on_gloo_with_one_thread_per_rank() -> None:
 
 
 def test_a_reading_of_the_machine_has_memory_and_load() -> None:
-    telemetry = plugin.flagcore_telemetry(devices_here()[0])
-    assert telemetry is not None
+    telemetry = given(plugin.flagcore_telemetry(devices_here()[0]))
     reading = telemetry.sample()
     assert reading["memory_used_bytes"] > 2**20
     assert reading["load_average"] >= 0
@@ -205,8 +203,7 @@ def test_a_reading_of_the_machine_has_memory_and_load() -> None:
 @pytest.mark.parametrize("engine", ["llamacpp", "vllm", "sglang"])
 def test_a_server_runs_on_cores_that_instances_share_and_chooses_its_threads_itself(engine: str) -> None:
     chip = known_chip()
-    support = plugin.flagcore_engine_support(chip, engine, None, "serve")
-    assert support is not None
+    support = given(plugin.flagcore_engine_support(chip, engine, None, "serve"))
     assert support.shared_devices
     assert support.visible_devices == ()
     assert "OMP_NUM_THREADS" not in (plugin.flagcore_environment(chip, engine, None, None, "serve") or {})
@@ -249,9 +246,6 @@ def test_a_server_with_kernels_of_its_own_does_not_use_wide_vector_units() -> No
     ]
     assert row_s[1] == pytest.approx(2 * row_s[0])
     assert row_s[2] == pytest.approx(row_s[0])
-
-
-GIB = 2**30
 
 
 def test_the_load_of_other_programs_excludes_this_process_and_those_below_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, slowness, usual_precision
 from flagcore.physics.roofline import Curve
 from flagcore.vendorkit.chip_file import load_chips
+from tests.checks import given
 
 rates_here = getattr(rates.rates_here, "__wrapped__", rates.rates_here)  # other tests measure nothing
 FOUND = {
@@ -55,8 +56,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rates_of_a_machine_with_a_high_load_are_not_stored(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = printing(monkeypatch, json.dumps(FOUND))
     monkeypatch.setattr(rates, "_is_crowded", lambda: True)
-    measured = rates_here("Zen", measure=True)
-    assert measured is not None
+    measured = given(rates_here("Zen", measure=True))
     assert measured.flops["fp32"] == 36e9
     assert rates_here("Zen", measure=False) == measured
     assert [float(each[-1]) for each in calls] == [rates.CROWDED_SECONDS]
@@ -66,8 +66,7 @@ def test_rates_of_a_machine_with_a_high_load_are_not_stored(home: Path, monkeypa
 def test_rates_are_measured_once_and_stored(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = printing(monkeypatch, "a banner\n" + json.dumps(FOUND))
     assert rates_here("Zen", measure=False) is None
-    measured = rates_here("Zen", measure=True)
-    assert measured is not None
+    measured = given(rates_here("Zen", measure=True))
     assert measured.flops["fp32"] == 36e9
     forget(monkeypatch)
     assert rates_here("Zen", measure=False) == measured
@@ -161,8 +160,7 @@ def test_the_program_measures_this_machine(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(rates, "SECONDS", 0.05)
     monkeypatch.setattr(rates.machine, "cores", lambda: 2)
     monkeypatch.setattr(rates, "_is_crowded", lambda: False)
-    here = rates_here("any", measure=True)
-    assert here is not None
+    here = given(rates_here("any", measure=True))
     assert here.flops.keys() == {"fp32", "bf16", "fp16"}
     assert len(here.reduction) == len(measure.REDUCED_BYTES)
 

@@ -12,6 +12,7 @@ from flagcore_testing.package import saved_outputs
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import RefusedValues
 from flagcore.plugins import LoadedPlugins
+from tests.checks import given
 
 
 def test_a_contradictory_figure_is_left_out() -> None:
@@ -24,8 +25,7 @@ def test_chips_without_published_collectives_use_those_of_the_same_library_and_l
     payload, ranks, stride = np.full(2, 2.0**24), np.array([2, 8]), np.ones(2, dtype=np.int64)
     times = []
     for chip in (chip for chip in plugin.flagcore_chips() if chip.link):
-        costs = loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=8), "megatron")
-        assert costs is not None
+        costs = given(loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=8), "megatron"))
         times.append(costs.seconds("all_reduce", payload, ranks, stride).tolist())
     assert times == [times[0]] * 4
 
@@ -33,8 +33,7 @@ def test_chips_without_published_collectives_use_those_of_the_same_library_and_l
 def test_published_collectives_of_two_devices_are_predicted_and_more_devices_take_longer() -> None:
     loaded = LoadedPlugins.of({"iluvatar": plugin})
     (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "BI-V150")
-    costs = loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=16), "megatron")
-    assert costs is not None
+    costs = given(loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=16), "megatron"))
     payload, ranks, stride = np.full(3, 2.0**24), np.array([2, 4, 16]), np.ones(3, dtype=np.int64)
     two, four, sixteen = costs.seconds("all_reduce", payload, ranks, stride)
     assert two == pytest.approx(2163.9e-6, rel=0.001)

@@ -1,7 +1,7 @@
 """The C500 node: two islands of four devices behind MetaXLink bridges, and PCIe between them."""
 
 from flagcore.domain.cluster import Level, NodeGroup, Topology
-from flagcore.physics.collective_costs import NETWORK_COMPUTE_SHARE, NETWORK_EFFICIENCY
+from flagcore.physics.collective_costs import network_level
 from flagcore.vendorkit.rows import group_size
 
 ISLAND = 4
@@ -49,14 +49,5 @@ def c500_topology(group: NodeGroup, island: int = ISLAND, adapters: float | None
         network = published if known and known.source.kind == "user" else adapters or published
         if network is None:
             return None
-        levels.append(
-            Level(
-                name="network",
-                devices=group.devices,
-                bytes_per_second=network,
-                latency_seconds=BETWEEN_NODES_SECONDS,
-                efficiency=NETWORK_EFFICIENCY,
-                compute_share=NETWORK_COMPUTE_SHARE,
-            )
-        )
+        levels.append(network_level(group, network, BETWEEN_NODES_SECONDS))
     return Topology(levels=tuple(levels))

@@ -14,12 +14,12 @@ from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import LoadedPlugins
 from flagcore.vendorkit.rows import adapter_share, read_matrix
+from tests.checks import given
 
 
 @pytest.mark.parametrize(("nodes", "devices", "sizes"), [(1, 8, [4, 8]), (2, 8, [4, 8, 16]), (1, 4, [4]), (1, 2, [2])])
 def test_a_c500_node_has_islands_of_four(nodes: int, devices: int, sizes: list[int]) -> None:
-    topology = plugin.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=nodes, devices_per_node=devices))
-    assert topology is not None
+    topology = given(plugin.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=nodes, devices_per_node=devices)))
     assert [level.devices for level in topology.levels] == sizes
 
 
@@ -55,8 +55,7 @@ def test_without_islands_in_the_matrix_the_published_ones_are_used(matrix: str) 
 
 def test_network_adapters_come_from_the_user_then_the_machine_then_published(tmp_path: Path) -> None:
     text = saved_outputs(Path(__file__).parent / "smi")["mx-smi-3.txt"]
-    matrix = read_matrix(text)
-    assert matrix is not None
+    matrix = given(read_matrix(text))
     assert adapter_share(matrix, text, tmp_path) is None
     for adapter in range(6):
         rate = tmp_path / f"sys/class/infiniband/mlx5_{adapter}/ports/1/rate"
@@ -66,8 +65,7 @@ def test_network_adapters_come_from_the_user_then_the_machine_then_published(tmp
     assert here == 2 * 50e9 / 4  # two adapters for the four devices of an island
     shares = []
     for known in (chip("C500"), with_network(chip("C500"), 5e10)):
-        topology = c500_topology(NodeGroup(chip=known, nodes=2, devices_per_node=8), adapters=here)
-        assert topology is not None
+        topology = given(c500_topology(NodeGroup(chip=known, nodes=2, devices_per_node=8), adapters=here))
         shares.append(topology.levels[-1].bytes_per_second)
     assert shares == [25e9, 5e10]
 

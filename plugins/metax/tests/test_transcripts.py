@@ -13,6 +13,7 @@ from flagcore_testing import fakes
 from flagcore_testing.package import saved_outputs
 
 from flagcore.vendorkit.rows import devices_per_adapter, islands, near_adapters, read_matrix
+from tests.checks import given
 
 SMI = Path(__file__).parent / "smi"
 
@@ -82,15 +83,13 @@ def test_uuids_are_listed_by_index() -> None:
 
 @pytest.mark.parametrize("name", ["mx-smi-2.txt", "mx-smi-3.txt", "mx-smi-7.txt"])
 def test_a_c500_node_has_two_islands_of_four(name: str) -> None:
-    matrix = read_matrix(text(name))
-    assert matrix is not None
+    matrix = given(read_matrix(text(name)))
     assert islands(matrix, "MX") == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert matrix.links[0, 4] == ("SYS" if name == "mx-smi-7.txt" else "NODE")
 
 
 def test_four_devices_share_two_adapters_and_the_storage_adapters_are_unassigned() -> None:
-    matrix = read_matrix(text("mx-smi-3.txt"))
-    assert matrix is not None
+    matrix = given(read_matrix(text("mx-smi-3.txt")))
     assert near_adapters(matrix)[0] == ("NIC0", "NIC1")
     assert near_adapters(matrix)[7] == ("NIC2", "NIC3")
     assert devices_per_adapter(matrix) == {"NIC0": 4, "NIC1": 4, "NIC2": 4, "NIC3": 4}

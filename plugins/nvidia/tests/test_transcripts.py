@@ -276,9 +276,6 @@ def test_messages_and_other_pages_are_not_devices(text: str) -> None:
     assert smi.read(text).rows == ()
 
 
-FOUR_GPUS = "".join(f"{i}, NVIDIA H200, 143771, 570.2, GPU-{i}abcdef, 0x233510DE, Disabled\n" for i in range(4))
-
-
 def test_without_support_for_the_query_the_table_is_read() -> None:
     table = fakes.prints(saved_outputs(SMI)["nvidia-smi-2.txt"])
     with fakes.machine({"nvidia-smi": f'[ $# -gt 0 ] && {{ echo "not a valid field"; exit 2; }}\n{table}'}):

@@ -14,8 +14,8 @@ from flagcore.api.commands import calibrate as calibration
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.calibration import Calibration
 from tests.product.vendors.test_simulated_nodes import METAX
+from tests.tuner.calibration.test_store import MADE
 
 X1 = Chip(name="X1", vendor="acme", devices_per_node=8)
 RUNS = EngineSupport(support=Support.YES, device_type="acme", distributed_backend="accl")
@@ -34,17 +34,8 @@ def test_a_busy_machine_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_spread_is_reported_in_percent() -> None:
     row = {"kernel": "gemm", "precision": "bf16", "m": 64, "n": 64, "k": 64, "us": 3.0, "repeats": 9}
-    saved_calibration = Calibration(
-        chip="X1",
-        aliases=(),
-        driver="",
-        torch="2",
-        devices=1,
-        date="",
-        how="",
-        rows=tuple({**row, "spread": spread} for spread in (0.02, 0.05, 0.4)),
-    )
-    (record,) = calibration.summary(saved_calibration)
+    rows = tuple({**row, "spread": spread} for spread in (0.02, 0.05, 0.4))
+    (record,) = calibration.summary(replace(MADE, rows=rows))
     assert record["spread_percent"] == pytest.approx(5.0)
 
 

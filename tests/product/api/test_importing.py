@@ -15,31 +15,21 @@ from flagcore.domain.trial import Role, TrialState
 from flagcore.errors import RunError, UsageError
 from flagcore.tuner.calibration import Experience
 from tests.product.cli.conftest import Project
+from tests.product.cli.test_explain_serve import SPEC as SERVE_SPEC
 
 KNOBS = {
-    "data_parallel_size": 1,
-    "use_distributed_optimizer": False,
-    "tensor_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "pipeline_model_parallel_size": 1,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "use_recompute": False,
-    "recompute_method": None,
-    "recompute_granularity": None,
-    "recompute_num_layers": None,
-    "micro_batch_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
+    **dict.fromkeys(("data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"), 1),
+    **dict.fromkeys(("context_parallel_size", "expert_model_parallel_size", "micro_batch_size"), 1),
+    **dict.fromkeys(("use_distributed_optimizer", "sequence_parallel", "use_recompute"), False),
+    **dict.fromkeys(("recompute_method", "recompute_granularity", "recompute_num_layers"), None),
+    **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), None),
+    **dict.fromkeys(("num_layers_per_virtual_pipeline_stage", "performance", "error"), None),
     "acc_step": 8,
     "elapsed_time": 12.5,
     "start_time": "2025-11-20 10:00:00",
     "max_mem": 300.0,
-    "performance": None,
-    "error": None,
 }
-"""The columns of a training history, in FlagScale's order."""
+"""The columns of a training history."""
 TP2 = {"tensor_model_parallel_size": 2}
 ROWS = [
     {"idx": 3, **TP2, "micro_batch_size": 2, "performance": 90.0},
@@ -251,13 +241,8 @@ def test_server_rows_are_imported_without_figures_that_flagscale_repeats(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
-    model = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 1000}
-    spec = {
-        "model": model,
-        "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
-        "serve": {"engine": "llamacpp", "profile": {"input_len": 32, "output_len": 16, "concurrency": 4}},
-        "auto_tuner": {"objective": "itl_s", "space": {"threads": [1, 2, 4], "n_gpu_layers": [0]}},
-    }
+    tuner = {"objective": "itl_s", "space": {"threads": [1, 2, 4], "n_gpu_layers": [0]}}
+    spec = {**SERVE_SPEC, "auto_tuner": tuner}
     figures = {"e2e_latency": 800.0, "request_throughput": 5.0, "token_throughput": 240.0, "ttft": 90.0, "itl": 40.0}
     rows = [
         {"idx": 1, "threads": 1, **figures, "topt": 41.0},

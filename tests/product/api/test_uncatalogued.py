@@ -14,6 +14,7 @@ from flagcore.errors import NoDevice
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.calibration import Calibration
 from flagcore.vendorkit.machine import TorchReport
+from tests.checks import given
 from tests.product.tasks import SHAPE
 
 pytestmark = pytest.mark.slow
@@ -51,8 +52,7 @@ def test_torch_reports_of_an_unknown_accelerator(tmp_path: Path, monkeypatch: py
     (tmp_path / "torch.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(unlisted_chips, "version", lambda name: "2.10.0+weird")
-    message = accelerator_report()
-    assert message is not None
+    message = given(accelerator_report())
     assert (message.kind, message.backend) == ("weird", "wccl")
     assert [(each.index, each.chip, each.memory_bytes) for each in message.devices] == [
         (0, "Weird 9000", 64 << 30),
@@ -67,8 +67,7 @@ def test_extensions_add_devices_to_a_torch_for_cpus(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(unlisted_chips, "entry_points", lambda group: [])
     assert accelerator_report() is None
     monkeypatch.setattr(unlisted_chips, "entry_points", lambda group: ["weird"])
-    report = accelerator_report()
-    assert report is not None
+    report = given(accelerator_report())
     assert report.kind == "weird"
 
 

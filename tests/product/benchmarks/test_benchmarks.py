@@ -17,6 +17,7 @@ from flagcore.api.inputs import loaded_plugins
 from flagcore.domain.chip import Chip
 from flagcore.plugins import LoadedPlugins
 from flagcore.vendorkit.chip_file import cost_file
+from tests.checks import given
 from tests.product.tasks import SHAPE
 
 ROOT = Path(__file__).parents[3]
@@ -94,11 +95,9 @@ def test_tau_compares_orders_and_regret_is_the_loss_of_the_first_pick() -> None:
     assert kendall([1, 2, 3], [4, 5, 6]) == 1.0
     assert kendall([1, 2, 3], [6, 5, 4]) == -1.0
     assert kendall([1, 1, 1], [4, 5, 6]) == 0.0
-    found = ranking({"reverse": [(3.0, 1.0), (2.0, 2.0), (None, 1.5)], "two only": [(1.0, 1.0), (2.0, 2.0)]})
-    assert found is not None
+    found = given(ranking({"reverse": [(3.0, 1.0), (2.0, 2.0), (None, 1.5)], "two only": [(1.0, 1.0), (2.0, 2.0)]}))
     assert (found.groups, found.regret) == (1, 1.0)
-    equal = ranking({"equal": [(1.0, 1.0), (1.0, 2.0), (2.0, 9.0)]})
-    assert equal is not None
+    equal = given(ranking({"equal": [(1.0, 1.0), (1.0, 2.0), (2.0, 9.0)]}))
     assert equal.regret == 0.5
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from flagcore.api.commands import calibrate as calibration
-from flagcore.tuner.calibration import Calibration, Calibrations
+from flagcore.tuner.calibration import Calibrations
 from tests.product.cli.conftest import Answer, Flag, Project
+from tests.tuner.calibration.test_store import MADE
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_an_unreadable_file_of_another_chip_is_reported_and_skipped(
 def test_what_is_wrong_with_a_calibration_is_reported_when_it_is_used(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture, others: float, text: str
 ) -> None:
-    Calibrations(home).save(replace(saved_calibration("H200"), others=others))
+    Calibrations(home).save(replace(MADE, chip="H200", aliases=("NVIDIA H200",), devices=2, others=others))
     spec = project.spec(train={"command": None}, cluster={"devices_per_node": 8, "memory_per_device": None})
     assert flag("estimate", spec, "--chip", "H200").code == 0
     assert caplog.text.count(text) == 1
@@ -126,17 +127,3 @@ def test_missing_requirements_are_reported_before_anything_is_measured(
     assert completed.code == 2
     assert words in completed.err
     assert "measuring" not in completed.err
-
-
-def saved_calibration(chip: str) -> Calibration:
-    row = {"kernel": "gemm", "precision": "bf16", "m": 4096, "n": 4096, "k": 4096, "us": 250.0}
-    return Calibration(
-        chip=chip,
-        aliases=("NVIDIA H200",),
-        driver="1",
-        torch="2",
-        devices=2,
-        date="2026-11-20T10:00:00+00:00",
-        how="by hand",
-        rows=({**row, "spread": 0.1, "repeats": 9},),
-    )

@@ -11,6 +11,7 @@ from flagcore.domain.serving import Images, Load, ServeSpec
 from flagcore.errors import SpecError
 from flagcore.spec.convert import check_engines, engines_of, json_schema, parse_spec, select_engine
 from flagcore.spec.jobs import read_job
+from tests.checks import refuses
 from tests.product.spec.test_page import BASE
 from tests.product.tasks import ENGINES
 
@@ -82,9 +83,8 @@ def test_a_profile_that_contradicts_itself_is_refused(profile: dict[str, Any], k
 @pytest.mark.parametrize("value", [None, 5, "vllm", []])
 @pytest.mark.parametrize("model", [MODEL, None])
 def test_a_serving_job_that_is_no_mapping_is_the_only_problem(value: object, model: object) -> None:
-    with pytest.raises(SpecError) as refused:
+    with refuses("serve"):
         parse_spec({"model": model, "serve": value}, file="x", base=Path("/"), engines=ENGINES)
-    assert refused.value.key == "serve"
 
 
 @pytest.mark.parametrize("more", [{"slo": {"itl_s": {"mean": 1.0}}}, {"tuner": {"objective": "tpot_s.p99"}}])
@@ -118,9 +118,8 @@ def test_several_engines_have_separate_sections_of_knobs() -> None:
     assert engines_of(SEVERAL) == ("vllm", "sglang")
     spec = parse_spec(select_engine(SEVERAL, "sglang"), file="x", base=Path(), engines=ENGINES)
     assert spec.space == {"instances": (1, 2), "page_size": (1,)}
-    with pytest.raises(SpecError) as caught:
+    with refuses("serve.engine", ["vllm", "sglang"]):
         parse_spec(SEVERAL, file="x", base=Path(), engines=ENGINES)
-    assert (caught.value.key, caught.value.value) == ("serve.engine", ["vllm", "sglang"])
 
 
 def test_knobs_of_an_engine_that_is_not_named_are_refused() -> None:
@@ -189,9 +188,8 @@ def test_a_record_of_a_server_becomes_a_job() -> None:
 
 def test_a_record_may_name_the_file_whose_weights_are_served(tmp_path: Path) -> None:
     file = tmp_path / "weights.gguf"
-    with pytest.raises(SpecError) as caught:
+    with refuses("serve.weights", str(file)):
         job_of(concurrency=8, weights=str(file))
-    assert (caught.value.key, caught.value.value) == ("serve.weights", str(file))
     file.touch()
     assert job_of(concurrency=8, weights=str(file)).work.weights == str(file)
 

@@ -31,6 +31,7 @@ from flagcore.tuner.strategies import PREDICTED, RANDOM
 from flagcore.tuner.strategies.learned import STRATEGY, believed
 from tests import tasks
 from tests import tasks as made_up
+from tests.checks import given
 from tests.tuner.strategies.contexts import ENGINE, SPACE, TASK, distorted, predictions, search_context, trial_of
 
 KNOWN = predictions()
@@ -109,8 +110,7 @@ def test_of_equally_fast_candidates_the_one_closest_to_the_baseline_is_tried() -
     context = search_context(replace(KNOWN, step_time_s=step, low_s=step, high_s=step), [])
     base = context.problem.baseline.as_dict()
     changed = [sum(SPACE.candidate(row).as_dict()[knob] != base[knob] for knob in base) for row in context.open_rows]
-    row = STRATEGY.next(context).row
-    assert row is not None
+    row = given(STRATEGY.next(context).row)
     assert changed[context.open_rows.tolist().index(row)] == min(changed)
 
 
@@ -219,8 +219,7 @@ def test_an_out_of_memory_trial_without_figures_is_assumed_to_exceed_the_memory_
 
 
 def test_before_the_first_run_probes_determine_the_fastest_candidate() -> None:
-    first = STRATEGY.next(search_context(KNOWN)).row
-    assert first is not None
+    first = given(STRATEGY.next(search_context(KNOWN)).row)
     slow = STRATEGY.next(
         replace(search_context(KNOWN), probes=[probed(first, 3.0 * float(KNOWN.step_time_s[first]), 0)])
     )
@@ -342,10 +341,8 @@ def test_candidates_predicted_to_break_a_limit_are_not_tried_first() -> None:
 
 
 def test_a_latency_above_its_prediction_moves_the_search_to_candidates_with_lower_latency() -> None:
-    first = STRATEGY.next(under_limits()).row
-    assert first is not None
-    later = STRATEGY.next(under_limits([measured(first, 0, times=1.5)])).row
-    assert later is not None
+    first = given(STRATEGY.next(under_limits()).row)
+    later = given(STRATEGY.next(under_limits([measured(first, 0, times=1.5)])).row)
     assert known().figures["ttft_s.p99"][later] < known().figures["ttft_s.p99"][first]
 
 

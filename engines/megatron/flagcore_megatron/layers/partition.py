@@ -58,11 +58,8 @@ class LayerSplit:
                 for old, new in ((self.layers, other.layers), (self.leading, other.leading))
             ),
         )
-        result.seconds[rows], result.early[rows], result.number[rows] = (
-            other.seconds,
-            other.early,
-            number + len(self.layers),
-        )
+        result.seconds[rows], result.early[rows] = other.seconds, other.early
+        result.number[rows] = number + len(self.layers)
         return result
 
 
@@ -170,10 +167,8 @@ class Paces(ArrayRecord):
         if not self.starts:
             return first
         group = StageGroups(self.starts, ()).group(place)
-        blocks, host, lag = (
-            pick(group, [getattr(each, name) for each in self.groups]) for name in ("blocks", "host", "lag")
-        )
-        return replace(first, blocks=blocks, host=host, lag=lag)
+        fields = ("blocks", "host", "lag")
+        return replace(first, **{name: pick(group, [getattr(each, name) for each in self.groups]) for name in fields})
 
 
 @dataclass(frozen=True, slots=True)

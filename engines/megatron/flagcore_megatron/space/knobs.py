@@ -107,15 +107,8 @@ def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
     mesh_values = {knob: BY_NAME[knob].axis(()).decode(int(table.codes[knob][number, 0])) for knob in OWN}
     if table.splits_data[number]:
         replicas = int(table.codes[DP][number][table.groups[number] >= 0].sum())
-        return (
-            values
-            | mesh_values
-            | {
-                DP: replicas,
-                MBS: int(table.codes[MBS][number, 0]) or values[MBS],
-                SPLIT: None,
-            }
-        )
+        samples = int(table.codes[MBS][number, 0]) or values[MBS]
+        return values | mesh_values | {DP: replicas, MBS: samples, SPLIT: None}
     return values | mesh_values | {PP: int(table.lengths[number]), SPLIT: "balanced"}
 
 

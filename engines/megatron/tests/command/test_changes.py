@@ -16,6 +16,7 @@ from flagcore_training.commands import UserCommand, parse
 
 from engines.megatron.tests.command.scripts import LAUNCH, MODEL, spec_of
 from flagcore.domain.launch import Launch
+from tests.checks import given
 from tests.product import tasks
 
 PLAIN = tasks.candidate(data_parallel_size=4)
@@ -90,8 +91,7 @@ def test_trial_drops_arguments_that_load_save_or_report() -> None:
 
 
 def test_trial_is_not_profiled() -> None:
-    command = parse(f"numactl -l nsys profile -o a {LAUNCH} --profile".split(), ".")
-    assert command is not None
+    command = given(parse(f"numactl -l nsys profile -o a {LAUNCH} --profile".split(), "."))
     changed = limit_to_trial(command, TABLE, 5, "/run")
     assert changed.command.prefix == ("numactl", "-l")
     assert ("nsys profile -o a", "") in {(change.before, change.after) for change in changed.changes}
@@ -203,8 +203,7 @@ def test_variables_of_the_script_win_over_variables_of_the_spec(tmp_path: Path) 
 
 def torchrun(options: str, **how: Any) -> list[str]:
     """torchrun's options of a trial on one node of four devices."""
-    command = parse(f"torchrun {options} pretrain_gpt.py".split(), ".")
-    assert command is not None
+    command = given(parse(f"torchrun {options} pretrain_gpt.py".split(), "."))
     changed = set_launch_options(command, **{"devices": 4, "nodes": 1, "folder": "/trial", **how})
     return [word for option in changed.command.options for word in option.words]
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from flagcore_megatron.space.stages import EMBEDDING, LAYOUT, LOSS, even_split, parse_layout, published_split
 
-from flagcore.errors import SpecError
+from tests.checks import refuses
 from tests.product import tasks
 
 pytestmark = pytest.mark.together("megatron-core, imported")
@@ -59,9 +59,8 @@ def test_layout_is_read_as_megatron_reads_it(text: str) -> None:
     ],
 )
 def test_an_invalid_layout_is_refused(text: str, layers: int, mtp: int, problem: str) -> None:
-    with pytest.raises(SpecError, match=problem) as refused:
+    with refuses(f"train.settings.{LAYOUT}", match=problem):
         parse_layout(text, layers, mtp)
-    assert refused.value.key == f"train.settings.{LAYOUT}"
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
 from flagcore.domain.model import LinearAttention
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec, Task
-from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.effects import effects_of
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.complete import with_plugin_knobs
 from flagcore.tuner.stages.launch import planned_launch
 from flagcore.tuner.stages.predict import predict
+from tests.checks import refuses
 from tests.product import tasks
 
 ONE: dict[str, Any] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
@@ -65,9 +65,8 @@ def test_a_setting_may_need_another_that_is_compared_too() -> None:
 
 
 def test_a_value_that_no_combination_can_have_is_an_error() -> None:
-    with pytest.raises(SpecError) as caught:
+    with refuses("auto_tuner.space.optimizer_cpu_offload", True):
         rows(task_of({"optimizer_cpu_offload": (False, True)}))
-    assert (caught.value.key, caught.value.value) == ("auto_tuner.space.optimizer_cpu_offload", True)
     assert rows(task_of({"optimizer_cpu_offload": "auto"}))[0]["optimizer_cpu_offload"] is False
 
 
@@ -79,17 +78,15 @@ def test_a_value_that_no_combination_can_have_is_an_error() -> None:
     ],
 )
 def test_a_setting_is_compared_or_given_and_listed_without_auto(space: Any, settings: Any, key: str) -> None:
-    with pytest.raises(SpecError) as caught:
+    with refuses(key):
         task_of(space, settings)
-    assert caught.value.key == key
 
 
 def test_a_model_with_linear_attention_cannot_be_trained() -> None:
     layers = LinearAttention(num_layers=1, key_heads=2, value_heads=2, key_dim=64, value_dim=64, kernel=4)
     task = task_of({})
-    with pytest.raises(SpecError) as caught:
+    with refuses("model"):
         rows(replace(task, spec=replace(task.spec, model=replace(task.spec.model, linear_attention=layers))))
-    assert caught.value.key == "model"
 
 
 def test_settings_of_experts_stay_off_in_a_dense_model() -> None:
@@ -227,9 +224,8 @@ def test_several_words_are_one_value_of_a_space() -> None:
 def test_the_trial_program_refuses_values_that_it_cannot_run() -> None:
     task = task_of({"tp_comm_overlap": (False, True)})
     task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, command=None)))
-    with pytest.raises(SpecError) as caught:
+    with refuses("train.settings.tp_comm_overlap"):
         ENGINE.ready(task.for_engine(effects_of(task, {"tp_comm_overlap": True})).spec)
-    assert caught.value.key == "train.settings.tp_comm_overlap"
 
 
 def spec_of(**tuner: Any) -> Spec:

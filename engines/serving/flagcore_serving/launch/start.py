@@ -45,7 +45,7 @@ STOPPABLE = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
 
 @dataclass(kw_only=True, eq=False)
 class EngineProfile:
-    """One serving engine: its program, rules, settings and overheads.
+    """One serving engine: its program, rules, settings and overheads, and how its servers are started.
 
     Where releases of the engine differ, the engine version in the spec decides.
     """

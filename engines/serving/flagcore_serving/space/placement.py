@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task, is_rate
 from flagcore.errors import SpecError
 from flagcore_serving.load.routing import DECODE, PREFILL
@@ -245,24 +245,6 @@ def of_each_kind(task: Task, rule: Rule, *, one_suffices: bool = False) -> Rule:
 def broken_by_code(task: Task, check: Check) -> BoolArray:
     """Return the result of `check` for each value of PREFILL_DECODE, indexed by code; False for code 0 (not set)."""
     return np.array([False, *(check(roles(word)) for word in known_roles(task))])
-
-
-def merges() -> tuple[Merge, ...]:
-    """Return merges that ignore the knobs that PREFILL_DECODE replaces. If it is not set, they ignore TRANSFER."""
-
-    def merge(knob: str, neutral: int) -> Merge:
-        return Merge(
-            name=f"{knob}_of_kinds",
-            knobs=(knob, PREFILL_DECODE),
-            canonical=lambda c: {knob: np.where(c[PREFILL_DECODE] > 0, neutral, c[knob])},
-        )
-
-    unused = Merge(
-        name="no_transfer",
-        knobs=(TRANSFER, PREFILL_DECODE),
-        canonical=lambda c: {TRANSFER: np.where(c[PREFILL_DECODE] > 0, c[TRANSFER], 0)},
-    )
-    return (*(merge(knob, 1) for knob in (INSTANCES, *SPLITS.values())), unused)
 
 
 def _places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, int]] | None:

@@ -29,6 +29,7 @@ from flagcore_serving.space.knobs import (
     EXCHANGE,
     SPECULATION,
     TOWER,
+    TRANSFER,
     wide_values,
 )
 from flagcore_serving.space.program import Program
@@ -220,12 +221,26 @@ def check_images(task: Task, needed_flag: str = "") -> None:
     raise SpecError(key="serve.profile.trace", value=trace, problem=f"has images, which {problem}", fix=fix)
 
 
+def ignoring(name: str, knobs: tuple[str, ...], unused: Callable[[Columns], BoolArray | bool], value: int = 0) -> Merge:
+    """Return a merge that gives the last of `knobs` the code `value` where it is `unused`, which all of them tell."""
+    return Merge(name=name, knobs=knobs, canonical=lambda c: {knobs[-1]: np.where(unused(c), value, c[knobs[-1]])})
+
+
 def tower_merge(task: Task) -> Merge:
     """Return the merge that ignores the knob `TOWER` if the model has no vision tower or the TP size is 1."""
-    return Merge(
-        name="tower_of_one_rank",
-        knobs=(TP, TOWER),
-        canonical=lambda c: {TOWER: np.where((c[TP] > 1) & (task.spec.model.vision is not None), c[TOWER], 0)},
+    return ignoring("tower_of_one_rank", (TP, TOWER), lambda c: (c[TP] <= 1) | (task.spec.model.vision is None))
+
+
+def merges_of_kinds() -> tuple[Merge, ...]:
+    """Return merges that ignore the knobs that PREFILL_DECODE replaces. If it is not set, they ignore TRANSFER."""
+
+    def is_set(c: Columns) -> BoolArray:
+        return c[PREFILL_DECODE] > 0
+
+    replaced = (INSTANCES, *placement.SPLITS.values())
+    return (
+        *(ignoring(f"{knob}_of_kinds", (PREFILL_DECODE, knob), is_set, 1) for knob in replaced),
+        ignoring("no_transfer", (PREFILL_DECODE, TRANSFER), lambda c: ~is_set(c)),
     )
 
 
@@ -306,11 +321,7 @@ def block_rule(program: Program, knob: str, problem: str, is_bad: Callable[[IntA
 
 def no_drafts() -> Merge:
     """Return the merge that ignores the number of drafted tokens if there is no speculation."""
-    return Merge(
-        name="no_speculation",
-        knobs=(SPECULATION, DRAFTED),
-        canonical=lambda c: {DRAFTED: np.where(c[SPECULATION] > 0, c[DRAFTED], 0)},
-    )
+    return ignoring("no_speculation", (SPECULATION, DRAFTED), lambda c: c[SPECULATION] <= 0)
 
 
 def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = None) -> list[Merge]:
@@ -322,9 +333,7 @@ def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = N
 
     def merge(name: str, value: KnobValue) -> Merge:
         default = program.code(name, value)
-        return Merge(
-            name=f"{name}_by_default", knobs=(name,), canonical=lambda c: {name: c[name] * (c[name] != default)}
-        )
+        return ignoring(f"{name}_by_default", (name,), lambda c: c[name] == default)
 
     values = {name: each for name, each in {**program.defaults, **(defaults or {})}.items() if name != EXCHANGE}
     return [merge(knob.name, values[knob.name]) for knob in program.knobs if knob.name in values]

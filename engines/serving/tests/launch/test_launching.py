@@ -25,6 +25,7 @@ from flagcore.domain.serving import Images, Load
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import SpecError, UsageError
+from tests.checks import given
 from tests.product.tasks import SOURCE
 from tests.product.tasks import platform as small_platform
 
@@ -333,8 +334,7 @@ def manifests(where: Platform, candidate: Candidate, servers: ServerGroups) -> d
 def test_kubernetes_starts_each_kind_with_names_that_the_router_has(tmp_path: Path) -> None:
     where = on_two_kinds(tmp_path)
     candidate = of_pair(where, "2xtp1+1xtp2")
-    servers = VLLM.groups(where, candidate, "x")
-    assert servers is not None
+    servers = given(VLLM.groups(where, candidate, "x"))
     found = manifests(where, candidate, servers)
     sets = [found["StatefulSet", f"x-{kind}"]["spec"] for kind in ("prefill", "decode")]
     assert [each["replicas"] for each in sets] == [2, 1]
@@ -355,8 +355,7 @@ def test_kubernetes_has_a_prefix_aware_router_in_front_of_several_instances(tmp_
     support = dataclasses.replace(where.support, kubernetes=KubernetesResource(name="x.com/card", source=SOURCE))
     where = dataclasses.replace(where, support=support)
     candidate = Candidate.of({**LLAMACPP.defaults(where.task), "instances": 2, "pipeline_model_parallel_size": 4})
-    servers = LLAMACPP.groups(where, candidate, "x")
-    assert servers is not None
+    servers = given(LLAMACPP.groups(where, candidate, "x"))
     servers_set = manifests(where, candidate, servers)["StatefulSet", "x-server"]["spec"]
     assert servers_set["replicas"] == 2
     assert servers_set["template"]["spec"]["containers"][0]["resources"]["limits"] == {"x.com/card": 4}

@@ -22,6 +22,7 @@ from flagcore_serving.load.sending import Meter
 
 from engines.serving.tests.load.servers import Body, Wire, answer, finish, pieces, send, serving
 from flagcore.domain.serving import Load
+from tests.checks import given
 
 
 def result(*answers: Answer) -> LoadResult:
@@ -107,15 +108,13 @@ def answers(e2e_s: list[float], every_s: float = 1.0) -> list[Answer]:
 
 def test_the_slow_start_of_an_open_loop_does_not_count() -> None:
     sent = answers([10.0 * 0.8**index + 1.0 for index in range(40)] + [1.0, 1.1] * 80)
-    window = SteadyState(("e2e_s.mean",), None).window(sent, 1000.0)
-    assert window is not None
+    window = given(SteadyState(("e2e_s.mean",), None).window(sent, 1000.0))
     assert 10 <= window.begin_s <= 60
     assert np.mean([each.e2e_s for each in window.counted(sent)]) == pytest.approx(1.05, rel=0.02)
 
 
 def test_the_first_wave_of_a_closed_loop_does_not_count() -> None:
-    window = SteadyState(("ttft_s.p50",), 32).window(answers([1.0] * 200), 150.0)
-    assert window is not None
+    window = given(SteadyState(("ttft_s.p50",), 32).window(answers([1.0] * 200), 150.0))
     assert (window.begin_s, window.end_s) == (32.0, 150.0)
 
 
@@ -142,8 +141,7 @@ def test_intervals_contain_the_mean() -> None:
     rng, inside, state = np.random.default_rng(2), 0, SteadyState(("e2e_s.mean",), None)
     for _ in range(200):
         sent = answers(rng.gamma(4.0, 0.25, size=400).tolist())
-        window = state.window(sent, 1000.0)
-        assert window is not None
+        window = given(state.window(sent, 1000.0))
         mean = np.mean([each.e2e_s for each in window.counted(sent)])
         inside += bool(abs(mean - 1.0) <= window.error * mean)
     assert inside / 200 > 0.88

@@ -15,6 +15,7 @@ from flagcore_serving.load.result import Answer, LoadResult, MinRate
 
 from engines.serving.tests.load.servers import Behaviour, Body, Wire, answer, finish, pieces, send, serving, well
 from flagcore.domain.serving import Load
+from tests.checks import given
 
 
 def limited_by(highest: float, untested_to: float = 0.0) -> tuple[list[float], Callable[[float], Verdict]]:
@@ -34,8 +35,7 @@ def limited_by(highest: float, untested_to: float = 0.0) -> tuple[list[float], C
 @pytest.mark.parametrize("true", [0.02, 57.3, 999.0])
 def test_it_is_found_within_its_resolution(start: float, true: float) -> None:
     tried, meets_limit = limited_by(true)
-    found = highest_load(meets_limit, start, minimum=0.001, maximum=10_000)
-    assert found is not None
+    found = given(highest_load(meets_limit, start, minimum=0.001, maximum=10_000))
     assert true / RESOLUTION <= found <= true
     assert len(set(tried)) == len(tried) <= 20
     if 0.5 < start / true < 2:
@@ -45,8 +45,7 @@ def test_it_is_found_within_its_resolution(start: float, true: float) -> None:
 @pytest.mark.parametrize("true", [1, 2, 3, 7, 64, 127, 128])
 def test_clients_are_whole_numbers(true: int) -> None:
     tried, meets_limit = limited_by(true)
-    found = highest_load(meets_limit, 5.0, minimum=1, maximum=128, is_integer=True)
-    assert found is not None
+    found = given(highest_load(meets_limit, 5.0, minimum=1, maximum=128, is_integer=True))
     assert true / RESOLUTION - 1 < found <= true
     assert len(set(tried)) == len(tried)
     assert all(load == round(load) for load in tried)
@@ -118,8 +117,7 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
 )
 def test_the_next_load_follows_from_the_figures_of_the_last_one(start: float, option: Any, second: float) -> None:
     tried, meets_limit = limited_by(50.0)
-    found = highest_load(meets_limit, start, minimum=1, maximum=1000, **option(tried))
-    assert found is not None
+    found = given(highest_load(meets_limit, start, minimum=1, maximum=1000, **option(tried)))
     assert 50.0 / RESOLUTION <= found <= 50.0
     assert tried[1] == second
     assert len(tried) <= (8 if start < 50.0 else 6)
@@ -150,8 +148,7 @@ def test_the_figures_of_a_load_that_was_cut_are_those_of_the_whole(spread: float
     whole = closed_loop(spread)
     sent = [each for each in whole if each.start_s < seconds]
     answered = [each for each in sent if each.end_s <= seconds]
-    window = cut(answered, min((each.start_s for each in sent if each.end_s > seconds), default=seconds), FLIGHT)
-    assert window is not None
+    window = given(cut(answered, min((each.start_s for each in sent if each.end_s > seconds), default=seconds), FLIGHT))
     assert window.error >= CUT_ERROR
     expected, found = figures_of(whole), steady_figures(answered, window)
     for name in ("output_tokens_per_s", "requests_per_s", "ttft_s.mean", "e2e_s.p50"):

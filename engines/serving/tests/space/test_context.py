@@ -9,8 +9,8 @@ from flagcore_vllm.engine import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import LOAD, broken, serving
 from flagcore.domain.serving import Load
-from flagcore.errors import SpecError
 from flagcore.spec.huggingface import context_of
+from tests.checks import refuses
 
 
 def task(folder: Path, load: Load = LOAD, context: int = 4096, **arguments: Any) -> Any:
@@ -44,9 +44,8 @@ def test_context_of_a_config_includes_its_rope_scaling(config: dict[str, Any], t
 )
 def test_request_longer_than_the_model_context_is_an_error(tmp_path: Path, load: Load) -> None:
     ENGINE.rules(task(tmp_path, replace(load, input_len=load.input_len // 2, output_len=64)))
-    with pytest.raises(SpecError) as error:
+    with refuses("serve.profile.input_len"):
         ENGINE.rules(task(tmp_path, load))
-    assert error.value.key == "serve.profile.input_len"
 
 
 def test_trace_with_a_request_longer_than_the_model_context_is_an_error(tmp_path: Path) -> None:
@@ -54,9 +53,8 @@ def test_trace_with_a_request_longer_than_the_model_context_is_an_error(tmp_path
     trace.write_text("".join(json.dumps({"input_len": n, "output_len": 10}) + "\n" for n in (100, 5000)))
     load = Load(trace=str(trace))
     assert longest_request(task(tmp_path, load)) == 5010
-    with pytest.raises(SpecError) as error:
+    with refuses("serve.profile.trace"):
         ENGINE.rules(task(tmp_path, load))
-    assert error.value.key == "serve.profile.trace"
     ENGINE.rules(task(tmp_path, replace(load, num_prompts=1)))
 
 
@@ -75,9 +73,8 @@ def test_context_above_that_of_the_model_breaks_a_rule_unless_flags_extend_it(tm
 
 
 def test_flags_that_break_a_rule_alone_are_named_as_they_were_written(tmp_path: Path) -> None:
-    with pytest.raises(SpecError) as caught:
+    with refuses("serve.engine_args.max-model-len", 100) as caught:
         ENGINE.axes(task(tmp_path, engine_args={"max-model-len": 100}))
-    assert (caught.value.key, caught.value.value) == ("serve.engine_args.max-model-len", 100)
     assert "context_len" not in caught.value.problem
 
 

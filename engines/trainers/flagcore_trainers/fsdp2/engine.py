@@ -11,18 +11,18 @@ from flagcore_training.reading import FAILURES, program_progress, read_program
 from flagcore_training.start import installed, program_launch, shared_job
 
 from flagcore.contracts import Engine, Platform
-from flagcore.contracts.capabilities import Advice, Pruning, RuleOfThumb, Steps
+from flagcore.contracts.capabilities import Advice, RuleOfThumb, Steps
 from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, KnobValue, Rule
+from flagcore.domain.space import Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, NoDevice, SpecError
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fsdp2 import space
 from flagcore_trainers.fully_shard import predict as prediction
-from flagcore_trainers.meaning import needs_at_least
+from flagcore_trainers.meaning import ByMemory
 
 PROGRAM = "flagcore_trainers.fsdp2"
 PRECISIONS = ("bf16", "fp32")
@@ -44,7 +44,7 @@ FIELDS = {
 """The field of `job.Candidate` of each knob."""
 
 
-class Fsdp2(Engine, Advice, Pruning, RuleOfThumb, Steps):
+class Fsdp2(Engine, Advice, ByMemory, RuleOfThumb, Steps):
     """Training with FSDP2 in flagcore's own trial program."""
 
     name = "fsdp2"
@@ -75,10 +75,6 @@ class Fsdp2(Engine, Advice, Pruning, RuleOfThumb, Steps):
         """Return the row with the smallest TP that fits, then without checkpoints, then the largest micro-batch."""
         missing_bytes = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
         return int(np.lexsort((-columns[fs.MBS], columns[fs.AC], columns[fs.TP], missing_bytes))[0])
-
-    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return whether candidates differ from `candidate` only by a larger micro-batch."""
-        return needs_at_least(self.knobs, columns, candidate)
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         known = self.modules["torch"].removeprefix("torch")

@@ -15,31 +15,14 @@ from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.memory.training import InUse, in_use
 from flagcore_training.stages import model_flops
 from flagcore_training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
-from flagcore_training.time.step import ACCUMULATION_BYTES, Blocks, costs_in_run, step_time
+from flagcore_training.time.step import ACCUMULATION_BYTES, step_time
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
-from flagcore_trainers.fully_shard import (
-    AC,
-    COMPILE,
-    CP,
-    EP,
-    INTERLEAVED,
-    MBS,
-    OFFLOAD,
-    PP,
-    REDUCE,
-    REPLICATE,
-    RESHARD,
-    SCHEDULE,
-    SHARD,
-    TP,
-    ZBV,
-    memory,
-    traffic,
-)
+from flagcore_trainers import fully_shard as fs
+from flagcore_trainers.fully_shard import memory, traffic
 from flagcore_trainers.fully_shard.traffic import BATCH_ROWS, INTERVAL, TRIAL, Program
 
 ADAM_TRAFFIC = 40.0
@@ -59,7 +42,7 @@ def predict(task: Task, columns: Columns, costs: Costs, program: Program = TRIAL
         schedule = FOLDED if kind // 2 else None
         return _predict(task, part, costs, program, compiled=bool(kind % 2), schedule=schedule)
 
-    return by_kind(2 * ((columns[PP] > 1) & (columns[SCHEDULE] >= ZBV)) + columns[COMPILE], of_rows)
+    return by_kind(2 * ((columns[fs.PP] > 1) & (columns[fs.SCHEDULE] >= fs.ZBV)) + columns[fs.COMPILE], of_rows)
 
 
 def by_kind(kinds: IntArray, predict: Callable[[int, IntArray], Predictions]) -> Predictions:
@@ -97,22 +80,22 @@ def memory_job(
 ) -> memory.MemoryInputs:
     """Return what the memory of candidates depends on."""
     layout = layout_of(task, columns)
-    size, schedule = np.broadcast_arrays(columns[PP], columns[SCHEDULE])
+    size, schedule = np.broadcast_arrays(columns[fs.PP], columns[fs.SCHEDULE])
     value_bytes = 4.0 if task.spec.train.precision == "fp32" else 2.0
-    reduced = np.where((columns[REDUCE] == 2) & (value_bytes == 2.0), 2.0, 4.0)
+    reduced = np.where((columns[fs.REDUCE] == 2) & (value_bytes == 2.0), 2.0, 4.0)
     return memory.MemoryInputs(
         model=task.spec.model,
         value_bytes=value_bytes,
-        ranks=columns[SHARD] * layout.context,
+        ranks=columns[fs.SHARD] * layout.context,
         tensor=layout.tensor,
         context=layout.context,
         tokens=layout.tokens(task.spec.train.seq_length),
         microbatches=layout.microbatches,
-        reshard=columns[RESHARD] > 0,
-        checkpointing=(columns[AC] - 1).astype(np.float64),
+        reshard=columns[fs.RESHARD] > 0,
+        checkpointing=(columns[fs.AC] - 1).astype(np.float64),
         reduce_bytes=reduced,
-        offload=columns[OFFLOAD] > 0,
-        replicated=columns[REPLICATE] > 1,
+        offload=columns[fs.OFFLOAD] > 0,
+        replicated=columns[fs.REPLICATE] > 1,
         expert=layout.expert,
         pipeline=size.astype(np.float64),
         schedule=schedule,
@@ -125,20 +108,20 @@ def memory_job(
 def layout_of(task: Task, columns: Columns) -> Layout:
     """Return the layouts of candidates."""
     count = {name: values.astype(np.float64) for name, values in columns.items()}
-    zeros, ones = np.zeros_like(count[TP]), np.ones_like(count[TP])
-    samples = count[MBS] * count[SHARD] * count[REPLICATE]
+    zeros, ones = np.zeros_like(count[fs.TP]), np.ones_like(count[fs.TP])
+    samples = count[fs.MBS] * count[fs.SHARD] * count[fs.REPLICATE]
     return Layout(
-        data=count[SHARD] * count[REPLICATE],
-        tensor=count[TP],
-        pipeline=count[PP],
-        virtual=ones + ((columns[PP] > 1) & (columns[SCHEDULE] == INTERLEAVED)),
-        context=count[CP],
-        expert=count[EP],
-        expert_tensor=ones if task.spec.model.num_moe_experts else count[TP],
-        micro_batch=count[MBS],
+        data=count[fs.SHARD] * count[fs.REPLICATE],
+        tensor=count[fs.TP],
+        pipeline=count[fs.PP],
+        virtual=ones + ((columns[fs.PP] > 1) & (columns[fs.SCHEDULE] == fs.INTERLEAVED)),
+        context=count[fs.CP],
+        expert=count[fs.EP],
+        expert_tensor=ones if task.spec.model.num_moe_experts else count[fs.TP],
+        micro_batch=count[fs.MBS],
         microbatches=np.maximum(task.spec.train.global_batch_size // samples, 1.0),
         sharded_optimizer=ones,
-        sequence_parallel=ones * (count[TP] > 1),
+        sequence_parallel=ones * (count[fs.TP] > 1),
         selective=zeros,
         uniform=zeros,
         block=zeros,
@@ -195,12 +178,9 @@ def _times(
     compiled: bool,
 ) -> dict[str, FloatArray]:
     """Return the parts of the step time in seconds."""
-    run, kernels = costs_in_run(costs), costs.kernels
-    plain, full = (
-        step_time(train, each, costs, Blocks.from_layout(train, each, run))
-        for each in (layout, replace(layout, uniform=np.ones_like(layout.tensor)))
-    )
-    again = np.select([columns[AC] == 1, columns[AC] == 2], [0.0, selective_share(train)], 1.0)
+    kernels, recomputed = costs.kernels, replace(layout, uniform=np.ones_like(layout.tensor))
+    plain, full = (step_time(train, each, costs) for each in (layout, recomputed))
+    again = np.select([columns[fs.AC] == 1, columns[fs.AC] == 2], [0.0, selective_share(train)], 1.0)
     time_s = {name: plain[name] + again * (full[name] - plain[name]) for name in plain}
     u = float(train.value_bytes)
     weights, share = memory.stage_weights(job)
@@ -262,7 +242,7 @@ def _exchange(
     owners = (_integers(job.ranks / job.expert), _integers(job.expert))
     u, layers = float(train.value_bytes), train.model.num_layers / job.pipeline
     ring = (_integers(job.ranks), _integers(layout.tensor))
-    replicas = (_integers(columns[REPLICATE]), _integers(layout.tensor * job.ranks))
+    replicas = (_integers(columns[fs.REPLICATE]), _integers(layout.tensor * job.ranks))
     seconds = costs.collectives.seconds
 
     def gather(weights: FloatArray, ring: tuple[IntArray, IntArray] = ring) -> FloatArray:
@@ -272,7 +252,7 @@ def _exchange(
         across = seconds("all_reduce", job.reduce_bytes * weights / ring[0], *replicas)
         return seconds("reduce_scatter", job.reduce_bytes * weights, *ring) + across
 
-    ends = 1.0 + train.model.untie_embeddings_and_output_weights * ((job.pipeline == 1) | (job.schedule >= ZBV))
+    ends = 1.0 + train.model.untie_embeddings_and_output_weights * ((job.pipeline == 1) | (job.schedule >= fs.ZBV))
     body = gather(layer) * layers + gather(experts, owners) * expert_layers
     forward = body + gather(table) * ends
     backward = job.reshard * body + reduce(layer) * layers + reduce(experts, owners) * expert_layers

@@ -18,7 +18,7 @@ from flagcore.vendorkit.engines import Variable, read_quirks, read_variables
 from flagcore_testing import fakes
 from flagcore_testing.checks.spelling import detector_of, others_detectors, others_hooks
 from flagcore_testing.examples import task_on
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, chips
+from flagcore_testing.kit import Problem, Problems, Subject, check, chips, need
 from flagcore_testing.package import Transcript
 
 AGREE = 3
@@ -194,11 +194,9 @@ def uuids_are_read(plugin: Subject) -> Problems:
         if is_lacking and _asks_its_tool(detector):
             text = "discover.py: no transcript has a UUID, although the detector reads them"
             yield Problem(text, "save what that command prints, and name it in `others` of sources.yaml")
-    if not own:
-        raise Skip("no transcript has UUIDs")
+    need(own, "no transcript has UUIDs")
     if detector.uuids is None:
-        with fakes.machine(fakes.printing(plugin.listings[0])):
-            devices = fakes.ask(plugin)
+        devices = fakes.devices(plugin, fakes.printing(plugin.listings[0]))
         if devices and not any(each.uuid for each in devices):
             yield f"discover.py: uuids = None, although {own[0].name} prints them"
 
@@ -207,8 +205,7 @@ def uuids_are_read(plugin: Subject) -> Problems:
 def topology_command_is_known(plugin: Subject) -> Problems:
     detector = detector_of(plugin)
     command, package = " ".join(map(str, detector.topology)), plugin.package_folder
-    if not command:
-        raise Skip("the detector reads no links")
+    need(command, "the detector reads no links")
     files = [path for path in package.rglob("*") if path.suffix in (".yaml", ".py") and path.name != "discover.py"]
     files += [path for folder in ("tests/smi", "tests") for path in sorted((plugin.source / folder).glob("*.*"))]
     words = " ".join(path.read_text("utf-8", "replace") for path in files if path.is_file()) + plugin.packaged.readme
@@ -236,8 +233,7 @@ UNSELECTABLE = re.compile(r"0x|[^\w-]|^GPU-.*[^0-9a-fA-F-]")
 @check("return the form that the variables accept, such as GPU-1234abcd: hexadecimal digits, without 0x and brackets")
 def uuids_can_be_selected(plugin: Subject) -> Problems:
     for each in plugin.listings:
-        with fakes.machine(fakes.printing(each)):
-            words = [device.uuid for device in fakes.ask(plugin) if device.uuid]
+        words = [device.uuid for device in fakes.devices(plugin, fakes.printing(each)) if device.uuid]
         if wrong := next((word for word in words if UNSELECTABLE.search(word)), ""):
             yield f"flagcore_devices: the UUID {wrong!r} of {each.name} is not one that a variable accepts"
 
@@ -245,8 +241,7 @@ def uuids_can_be_selected(plugin: Subject) -> Problems:
 @check("write the same name in both")
 def readme_names_the_tool(plugin: Subject) -> Problems:
     detector, readme = detector_of(plugin), plugin.packaged.readme
-    if not readme:
-        raise Skip("README.md is missing")
+    need(readme, "README.md is missing")
     files = {each.rstrip(".,)`*") for each in re.findall(r"/(dev/[\w./*\[\]<>-]+)", readme)}
     stem = re.split(r"[\[*]", detector.device_file)[0]
     if files and not any(each.startswith(stem) or stem.startswith(re.split(r"[\[*<]", each)[0]) for each in files):

@@ -12,7 +12,7 @@ import numpy as np
 from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip, Fact, normalize_name
 from flagcore.vendorkit.fields import SOURCE_KEYS
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, chips
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, chips, need
 from flagcore_testing.package import Transcript
 
 KINDS = {*SOURCE_KEYS, "user"}
@@ -107,8 +107,7 @@ def chips_have_one_lowercase_vendor(plugin: Subject) -> Problems:
 @check()
 def chip_files_match_chip_names(plugin: Subject) -> Problems:
     files = {name: content for name, content in plugin.yaml_files("chips/*.yaml") if isinstance(content, dict)}
-    if not files:
-        raise Skip("the plugin has no chips/*.yaml")
+    need(files, "the plugin has no chips/*.yaml")
     names = {chip.name for chip in plugin.chips}
     for name, content in files.items():
         chip = str(content.get("chip"))
@@ -359,8 +358,7 @@ def memory_matches_transcripts(plugin: Subject) -> Problems:
         for listed in each.lists
         if chip.memory_bytes and listed.memory_mib and chip.has_name(listed.chip)
     ]
-    if not compared:
-        raise Skip("no transcript has the memory of a chip")
+    need(compared, "no transcript has the memory of a chip")
     for name, chip, reported, given in compared:
         if not MEMORY_RATIOS[0] <= given / reported <= MEMORY_RATIOS[1]:
             shown = f"{reported / 2**20:g} MiB = {reported}"

@@ -16,7 +16,7 @@ from flagcore.plugins import find_engine
 from flagcore.vendorkit.chip_file import shared_costs
 from flagcore_testing import fakes
 from flagcore_testing.examples import group_of, task_on
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need
 
 MIN_BYTES = 2**20
 """Minimum number of bytes. A smaller figure is probably in MiB or GiB."""
@@ -221,8 +221,7 @@ def shipped_costs_belong_to_chips(plugin: Subject) -> Problems:
 def _folders(plugin: Subject) -> Iterable[tuple[str, set[str]]]:
     """Return the folders below `costs/` with the names of their files. Raises Skip if there are none."""
     folder = plugin.package_folder / "costs"
-    if not folder.is_dir():
-        raise Skip("the plugin has no folder costs")
+    need(folder.is_dir(), "the plugin has no folder costs")
     return [(each.name, {file.name for file in each.iterdir()}) for each in sorted(folder.iterdir()) if each.is_dir()]
 
 

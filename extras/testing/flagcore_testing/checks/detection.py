@@ -16,7 +16,7 @@ from flagcore.vendorkit.machine import TorchReport
 from flagcore_testing import fakes
 from flagcore_testing.checks.spelling import detector_of
 from flagcore_testing.hook_runner import seconds_without_waiting
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need
 from flagcore_testing.package import FOLDER, SOURCES, Transcript, saved_outputs
 
 SECONDS = 15.0
@@ -90,11 +90,9 @@ def output_of_other_vendors_is_ignored(plugin: Subject) -> Problems:
 @check()
 def visible_devices_are_respected(plugin: Subject) -> Problems:
     names = sorted({name for pair in plugin.pairs() for name in plugin.loaded.engine_support(*pair).visible_devices})
-    if not names:
-        raise Skip("no engine has visible_devices")
+    need(names, "no engine has visible_devices")
     multi_device = [each for each in plugin.listings if each.devices >= 2]
-    if not multi_device:
-        raise Skip("no transcript lists two devices")
+    need(multi_device, "no transcript lists two devices")
     for name in names:
         for setting, selectors in (("1,0", ["1", "0"]), ("0", ["0"]), ("-1", [])):
             with fakes.machine(fakes.printing(multi_device[0])):
@@ -114,8 +112,7 @@ def vendor_selection_is_respected(plugin: Subject) -> Problems:
         name: value for engine in plugin.engines for name, value in plugin.loaded.environment(chip, engine).items()
     }
     names = [name for name, value in variables.items() if value.casefold() == chip.vendor]
-    if not names:
-        raise Skip("no variable of trials selects the vendor")
+    need(names, "no variable of trials selects the vendor")
     for name in names:
         for setting, seen in ((chip.vendor.upper(), True), ("another_vendor", False)):
             devices = fakes.devices(plugin, fakes.printing(plugin.listings[0]), **{name: setting})
@@ -128,10 +125,7 @@ def vendor_selection_is_respected(plugin: Subject) -> Problems:
 
 def _tools(plugin: Subject) -> tuple[str, ...]:
     plugin.implements("flagcore_devices")
-    tools = fakes.tools_of(plugin)
-    if not tools:
-        raise Skip("the plugin runs no tool for devices")
-    return tools
+    return need(fakes.tools_of(plugin), "the plugin runs no tool for devices")
 
 
 def _unexpected_devices(plugin: Subject, script: str, when: str) -> Problems:
@@ -256,8 +250,7 @@ def unusable_devices_are_left_out(plugin: Subject) -> Problems:
 @check("accept the names of all chips of the plugin, or add the names that the tool prints to aliases")
 def all_chips_are_read(plugin: Subject) -> Problems:
     listings = [each for each in plugin.listings if each.lists[0].chip in each.text]
-    if not listings:
-        raise Skip("no transcript has the name of its chip")
+    need(listings, "no transcript has the name of its chip")
 
     def is_read(chip: Chip, each: Transcript, name: str) -> bool:
         printed = each.lists[0].chip
@@ -335,8 +328,7 @@ def _incomplete_texts(text: str, pieces: int) -> Iterator[tuple[str, str]]:
 def transcript_names_match_one_chip(plugin: Subject) -> Problems:
     plugin.own_chips()
     matches = [(each, listed) for each in plugin.listings for listed in each.lists if not listed.other]
-    if not matches:
-        raise Skip("the transcripts list only unknown chips")
+    need(matches, "the transcripts list only unknown chips")
     for each, listed in matches:
         count = sum(chip.has_name(listed.chip) for chip in plugin.chips)
         if count != 1:

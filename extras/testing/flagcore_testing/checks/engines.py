@@ -11,7 +11,7 @@ from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
 from flagcore.plugins import find_engine, kind_of
 from flagcore_testing.examples import task_on
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
+from flagcore_testing.kit import Problem, Problems, Subject, check, need, once
 
 IMPLEMENTATIONS = ("local", "transformer_engine")
 """Implementations of the layers that a spec may name."""
@@ -30,9 +30,7 @@ def _supports(plugin: Subject) -> list[Supported]:
         for chip, engine, answer in supports
         if not answer.reason.startswith("no plugin supports")
     ]
-    if not answers:
-        raise Skip("the plugin supports no engine")
-    return answers
+    return need(answers, "the plugin supports no engine")
 
 
 @check(each=_supports)
@@ -67,9 +65,7 @@ def _rules(plugin: Subject) -> list[tuple[str, Chip, str, ValueRule]]:
         for chip, engine in plugin.pairs()
         for rule in plugin.loaded.check_task(task_on(chip, engine)).rules
     ]
-    if not rules:
-        raise Skip("the plugin has no rules about values")
-    return rules
+    return need(rules, "the plugin has no rules about values")
 
 
 @check("give a name of letters and underscores, a reason for `flag explain`, and what the rule is about", each=_rules)
@@ -145,9 +141,7 @@ def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
 def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
     plugin.implements("flagcore_knobs")
     knobs = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
-    if not knobs:
-        raise Skip("the plugin adds no knobs")
-    return knobs
+    return need(knobs, "the plugin adds no knobs")
 
 
 @check(each=_knobs)

@@ -12,7 +12,7 @@ from flagcore.plugins import kind_of
 from flagcore.vendorkit.engines import Variable
 from flagcore.vendorkit.fields import applicable
 from flagcore_testing import fakes
-from flagcore_testing.kit import Problems, Skip, Subject, check, once
+from flagcore_testing.kit import Problems, Skip, Subject, check, need, once
 
 USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
 """Variables that belong to the user's shell."""
@@ -79,8 +79,7 @@ def variables_are_documented(plugin: Subject) -> Problems:
 
 @check("return the variables of environment.yaml there, as VendorPlugin does")
 def documented_variables_are_set(plugin: Subject) -> Problems:
-    if plugin.failed("flagcore_environment"):
-        raise Skip("flagcore_environment has no valid answer")
+    need(not plugin.failed("flagcore_environment"), "flagcore_environment has no valid answer")
     for chip, engine, variables in _environments(plugin):
         for each in _variables_on_chip(plugin, chip, engine):
             is_unconditional = each.applies_to(None) and not each.condition and "{" not in str(each.value)

@@ -21,7 +21,7 @@ from flagcore.vendorkit.chip_file import (
     shared_costs,
 )
 from flagcore_testing.checks.published import PEAKS
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Subject, check, need
 
 FASTER, SLOWER = 1.1, 100.0
 """A measured kernel may be this much faster than the peaks allow, and a large one this much slower; known ones take up
@@ -39,9 +39,7 @@ def _folders(plugin: Subject) -> list[Folder]:
     shared = {chip for chip, _ in shared_costs(plugin.package)}
     found = [(plugin, chip, f"costs/{chip.name.casefold()}") for chip in plugin.own_chips()]
     found = [each for each in found if each[1].name.casefold() in shared or (plugin.package_folder / each[2]).is_dir()]
-    if not found:
-        raise Skip("the plugin has no costs of its chips")
-    return found
+    return need(found, "the plugin has no costs of its chips")
 
 
 def _rows(plugin: Subject, folder: str) -> list[Mapping[str, Any]]:

@@ -24,7 +24,7 @@ from flagcore.domain.chip import Chip
 from flagcore.plugins import LoadedPlugins
 from flagcore_testing.examples import group_of, task_on
 from flagcore_testing.hook_runner import seconds_without_waiting
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once
 
 PUBLIC_PACKAGES = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
 """Packages of flagcore that a plugin may import."""
@@ -53,8 +53,7 @@ def plugin_loads(plugin: Subject) -> Problems:
 
 @check(f"import only flagcore's {', '.join(PUBLIC_PACKAGES)}, and no other plugin")
 def imports_only_public_modules(plugin: Subject) -> Problems:
-    if not (plugin.package_folder / "__init__.py").is_file():
-        raise Skip("the plugin is a module, not a package")
+    need((plugin.package_folder / "__init__.py").is_file(), "the plugin is a module, not a package")
     for path in sorted(plugin.package_folder.rglob("*.py")):
         for name, line in _imports(path):
             root, _, inner = name.partition(".")

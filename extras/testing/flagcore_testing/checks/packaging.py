@@ -20,7 +20,7 @@ from flagcore.vendorkit.chip_file import shared_costs
 from flagcore.vendorkit.engines import read_maturity
 from flagcore.vendorkit.fields import applicable
 from flagcore_testing.examples import task_on
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need
 from flagcore_testing.package import read_toml
 
 FRAMEWORKS = {
@@ -124,8 +124,7 @@ def files_are_read(plugin: Subject) -> Problems:
 @check("name the package in `packages` of [tool.hatch.build.targets.wheel], and remove `exclude`")
 def wheel_contains_data_files(plugin: Subject) -> Problems:
     source = plugin.source
-    if "hatchling" not in (source / "pyproject.toml").read_text("utf-8"):
-        raise Skip("the wheel is not built by hatchling")
+    need("hatchling" in (source / "pyproject.toml").read_text("utf-8"), "the wheel is not built by hatchling")
     try:
         from hatchling.builders.wheel import WheelBuilder
     except ImportError:
@@ -147,8 +146,7 @@ IMPORTS = re.compile(r"^\s*(?:from|import) (\w+)", re.M)
 @check("write tests/test_conformance.py as in `flag plugins new`: pytest collects classes whose names begin with Test")
 def tests_run_the_checks(plugin: Subject) -> Problems:
     tests = plugin.source / "tests"
-    if not tests.is_dir():
-        raise Skip("the plugin has no folder tests")
+    need(tests.is_dir(), "the plugin has no folder tests")
     texts = {path: path.read_text("utf-8", "replace") for path in sorted(tests.rglob("test_*.py"))}
     running = {path.name: text for path, text in texts.items() if CONFORMANCE.search(text)}
     if not running:
@@ -204,10 +202,8 @@ MARK = "TODO"
 
 @check("return the entries of quirks.yaml there, as VendorPlugin does")
 def quirks_are_used(plugin: Subject) -> Problems:
-    if not (plugin.quirks.refused or plugin.quirks.forced):
-        raise Skip("quirks.yaml refuses nothing")
-    if plugin.failed("flagcore_check_task"):
-        raise Skip("flagcore_check_task has no valid answer")
+    need(plugin.quirks.refused or plugin.quirks.forced, "quirks.yaml refuses nothing")
+    need(not plugin.failed("flagcore_check_task"), "flagcore_check_task has no valid answer")
     for chip, engine in plugin.pairs():
         rules = plugin.loaded.check_task(task_on(chip, engine)).rules
         about = (chip, engine, None, kind_of(engine))

@@ -15,7 +15,7 @@ from flagcore.vendorkit.rows import read_matrix
 from flagcore_testing import fakes
 from flagcore_testing.checks.spelling import detector_of
 from flagcore_testing.checks.telemetry import READ
-from flagcore_testing.kit import Problems, Skip, Subject, check, once
+from flagcore_testing.kit import Problems, Subject, check, need, once
 from flagcore_testing.package import FOLDER, SOURCES
 
 Place = tuple[Path, int]
@@ -26,9 +26,7 @@ def _parsers(plugin: Subject) -> dict[Path, ast.Module]:
     """Return the modules of the plugin that make rows of devices. Raises Skip if there is none."""
     texts = {path: path.read_text("utf-8") for path in sorted(plugin.package_folder.glob("*.py"))}
     found = {path: ast.parse(text) for path, text in texts.items() if "Row(" in text}
-    if not found:
-        raise Skip("no module of the plugin makes a Row")
-    return found
+    return need(found, "no module of the plugin makes a Row")
 
 
 @once

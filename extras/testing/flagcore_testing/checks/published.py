@@ -10,7 +10,7 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import JobRecord
 from flagcore.errors import FlagError
 from flagcore.spec.jobs import read_job
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
+from flagcore_testing.kit import Problem, Problems, Subject, check, need, once
 
 PEAKS = {"mxfp8": "fp8", "nvfp4": "fp4"}
 """The peaks of formats with another name."""
@@ -36,9 +36,7 @@ def _runs(plugin: Subject) -> list[Run]:
         except FlagError as error:
             job = error
         runs.append((plugin, where, job, dict(measured) if isinstance(measured, dict) else {}))
-    if not runs:
-        raise Skip("the plugin has no published runs")
-    return runs
+    return need(runs, "the plugin has no published runs")
 
 
 @check("correct that key; docs/load.md describes job records", each=_runs)

@@ -38,7 +38,7 @@ from flagcore.vendorkit.engines import all_knobs, read_engines
 from flagcore_testing.checks.chips import BANDWIDTH, HOST, LINK, NIC, PEAK
 from flagcore_testing.checks.figures import MEMORY, WATTS
 from flagcore_testing.checks.spelling import detector_of
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Subject, check, need
 
 FILE = "tests/facts.yaml"
 KEYS = {MEMORY: "memory", BANDWIDTH: "bandwidth", LINK: "link", HOST: "host", NIC: "nic", WATTS: "power"}
@@ -63,8 +63,7 @@ TOLERANCE = 0.012
 
 def _section(plugin: Subject, name: str) -> Mapping[str, Any]:
     file = plugin.source / FILE
-    if not file.is_file():
-        raise Skip(f"the plugin has no {FILE}")
+    need(file.is_file(), f"the plugin has no {FILE}")
     content = parse_yaml(file.read_text("utf-8"), file=FILE)
     for key in [each for each in content if each not in ("chips", "settings")] if isinstance(content, Mapping) else ():
         raise SpecError(file=FILE, key=str(key), problem="is not a section", fix="write chips or settings")

@@ -131,16 +131,14 @@ def _differences(key: str, fact: Fact, chip: Chip) -> Iterator[str]:
 def _stated(key: str, detail: str) -> list[tuple[str, float, str]]:
     """Return the figures of a source with the unit of a key: the text, the value in base units, and the text after."""
     if key.startswith(PEAK):
-        found = [(match, float(match[1].replace(",", "")) * 1e12) for match in FLOPS.finditer(detail)]
+        found = [(match, 1e12) for match in FLOPS.finditer(detail)]
     elif key == "tdp_watts":
-        found = [(match, float(match[1].replace(",", ""))) for match in WATTS.finditer(detail)]
+        found = [(match, 1.0) for match in WATTS.finditer(detail)]
     elif key.endswith("bytes_per_second"):
-        found = [
-            (match, float(match[1].replace(",", "")) * UNITS.get(match[2], 0.125e9)) for match in RATE.finditer(detail)
-        ]
+        found = [(match, UNITS.get(match[2], 0.125e9)) for match in RATE.finditer(detail)]
     else:
         found = []
-    return [(match[0], number, detail[match.end() :]) for match, number in found]
+    return [(match[0], float(match[1].replace(",", "")) * unit, detail[match.end() :]) for match, unit in found]
 
 
 def _is_one_of(value: float, stated: list[tuple[str, float, str]], tolerance: float = 0.03) -> bool:

@@ -14,7 +14,7 @@ from flagcore.plugins import find_engine, kind_of
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.engines import all_knobs, read_engines
 from flagcore_testing import fakes
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once
 
 BUILT_IN = {"gloo", "mpi", "nccl", "ucc", "xccl"}
 """Backends of torch.distributed that need no module to be imported first."""
@@ -62,9 +62,7 @@ def _others_variables(plugin: Subject) -> list[str]:
 
 def detector_of(plugin: Subject) -> DeviceDetector:
     """Return the plugin's detector. Raises Skip if it has none."""
-    if plugin.detector is None:
-        raise Skip("the plugin has no DeviceDetector")
-    return plugin.detector
+    return need(plugin.detector, "the plugin has no DeviceDetector")
 
 
 def _sections(plugin: Subject) -> list[tuple[str, EngineSupport]]:
@@ -159,8 +157,7 @@ def variables_hold_for_all_machines(plugin: Subject) -> Problems:
 @check("name the variable that the runtime below torch reads, not that of containers or of another vendor")
 def devices_are_selected_by_an_own_variable(plugin: Subject) -> Problems:
     detector = detector_of(plugin)
-    if not detector.own_variables:
-        raise Skip("the detector names no variables of its own software")
+    need(detector.own_variables, "the detector names no variables of its own software")
     prefixes = (*map(str, detector.own_variables), f"{detector.torch_device.upper()}_")
     if not any(str(name).startswith(prefixes) for name in detector.visible):
         shown = f"none begins with a prefix of torch_device or own_variables, {', '.join(prefixes)}"
@@ -195,8 +192,7 @@ def device_variables_are_those_of_the_detector(plugin: Subject) -> Problems:
 @check("add the variable that names the vendor to environment.yaml, with a value, or remove it from discover.py")
 def vendor_is_selected(plugin: Subject) -> Problems:
     detector = detector_of(plugin)
-    if not detector.vendor_variables:
-        raise Skip("no variable selects the vendor")
+    need(detector.vendor_variables, "no variable selects the vendor")
     if not {each.name for each in plugin.variables if each.value} & {*detector.vendor_variables}:
         yield f"discover.py reads {', '.join(detector.vendor_variables)}, but environment.yaml sets none of them"
 

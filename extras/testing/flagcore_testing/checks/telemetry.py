@@ -10,7 +10,7 @@ from flagcore.domain.chip import CORES, DISK_WAIT, OTHERS_CORES, SWAPPED, Device
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore_testing import fakes
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, once
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once
 
 RANGES: Mapping[str, tuple[float, float]] = {
     "memory_used_bytes": (2**20, 2**42),
@@ -48,9 +48,7 @@ def _samples(plugin: Subject) -> list[Sample]:
             if all(plugin.loaded.find_chip(listed.chip) and listed.memory_mib for listed in each.lists):
                 found = [(*pair, each.text) for pair in fakes.samples(plugin, each)]
                 samples += [each for each in found if not samples or USED in each[1]]  # others are of another command
-    if not samples:
-        raise Skip("there is no device of a known chip, neither here nor in a transcript with its memory")
-    return samples
+    return need(samples, "there is no device of a known chip, neither here nor in a transcript with its memory")
 
 
 @check("use these names: " + ", ".join(RANGES), each=_samples)
@@ -232,12 +230,9 @@ def failure_patterns_are_fast(plugin: Subject) -> Problems:
 @check("correct the pattern or the example, or put the narrower pattern first")
 def failure_examples_match(plugin: Subject) -> Problems:
     failures = plugin.quirks.failures
-    if any(_is_slow(each.pattern) for each in failures):
-        raise Skip("a pattern nests repetitions")
-    if not failures:
-        raise Skip("quirks.yaml has no failures")
-    if plugin.failed("flagcore_check_task"):
-        raise Skip("flagcore_check_task has no valid answer")
+    need(not any(_is_slow(each.pattern) for each in failures), "a pattern nests repetitions")
+    need(failures, "quirks.yaml has no failures")
+    need(not plugin.failed("flagcore_check_task"), "flagcore_check_task has no valid answer")
     for place, each in enumerate(failures):
         engines = {*each.engines}
         same_engines = [
@@ -307,6 +302,5 @@ def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Problems:
 
 def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
     patterns = [pattern for task in plugin.tasks() for pattern in plugin.loaded.check_task(task).failures]
-    if any(_is_slow(each.pattern) for each in patterns):
-        raise Skip("a pattern nests repetitions")
+    need(not any(_is_slow(each.pattern) for each in patterns), "a pattern nests repetitions")
     return tuple(dict.fromkeys(patterns))

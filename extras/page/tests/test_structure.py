@@ -7,31 +7,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from flagcore_page.blocks import Chart, Code, Collapsed, Page, Section, render
+from flagcore_page.charts import BEST, OTHER, Bar, Bars, Plot, Series, linear, spread
+from flagcore_page.resources import pipeline
+from flagcore_page.run_files import log_ends
 
-from flagcore.report.page.blocks import (
-    BEST,
-    OTHER,
-    Bar,
-    Bars,
-    Chart,
-    Code,
-    Collapsed,
-    Page,
-    Plot,
-    Section,
-    Series,
-    Table,
-    Text,
-    as_html,
-    linear,
-    spread,
-    table,
-)
-from flagcore.report.page.resources import pipeline
-from flagcore.report.page.run import tail
+from extras.page.tests.conftest import HOSTILE, KINDS, Made, Runs
+from flagcore.report.blocks import Table, Text, table
 from flagcore.report.result import read_trial
+from flagcore.report.run import tail
 from tests.page_reading import read, run_data
-from tests.product.report.page.conftest import HOSTILE, KINDS, Made, Runs
 
 
 @pytest.fixture(params=KINDS)
@@ -218,7 +203,7 @@ def malicious_page() -> Page:
 
 
 def test_text_of_every_kind_stays_text_in_html() -> None:
-    page = read(as_html(malicious_page()))
+    page = read(render(malicious_page()))
     assert len(list(page.root.every("script"))) == 1
     assert not list(page.root.every("img"))
     assert all(each.text == MALICIOUS for each in page.root.every("h1", "h2", "h3", "pre"))
@@ -271,4 +256,4 @@ def test_a_link_out_of_the_run_is_not_a_log_of_the_run(tmp_path: Path) -> None:
     (folder / "stdout.log").write_text("of the trial")
     (folder / "stderr.log").symlink_to(tmp_path / "private")
     run = run_data(folder=tmp_path / "run")
-    assert run.tails(read_trial({"number": 0, "candidate": {}})) == [("stdout.log", "of the trial")]
+    assert log_ends(run, read_trial({"number": 0, "candidate": {}})) == [("stdout.log", "of the trial")]

@@ -16,6 +16,9 @@ from flagcore.errors import EveryTrialFailed, Interrupted
 from flagcore.i18n import choose
 from tests.page_reading import Read, read
 from tests.product.cli.conftest import MODEL, Project
+from tests.product.cli.conftest import answer as answer
+from tests.product.cli.conftest import flag as flag
+from tests.product.cli.conftest import project as project
 
 EXPERTS = {**MODEL, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 256}
 HOSTILE = "</script><script>alert('log')</script> <img src=x onerror=alert(1)> a|b `c` \x1b[31mred\x1b[0m \x07"

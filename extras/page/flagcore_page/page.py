@@ -1,33 +1,19 @@
-"""Assembles the sections of a report page, including environment and chip facts, and formats a result as plain text."""
+"""Assembles the sections of the page of a run, including environment and chip facts."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from flagcore.domain.plan import failed_repeats
-from flagcore.domain.trial import TrialState
 from flagcore.i18n import N_, _, ngettext
+from flagcore.report.blocks import Cell, Facts, Text, table
 from flagcore.report.formats import NAMES, shown, size_text
-from flagcore.report.page.blocks import (
-    Block,
-    Cell,
-    Chart,
-    Code,
-    Collapsed,
-    Facts,
-    Page,
-    Section,
-    Text,
-    plain_table,
-    plain_text,
-    table,
-)
-from flagcore.report.page.resources import front_table, improvements, memory, pipeline, serving, step_time
-from flagcore.report.page.run import RunData
-from flagcore.report.page.search import accuracy, funnel, learning, progress, trial_table, trials
-from flagcore.report.page.summary import ending, summary
-from flagcore.report.text import funnel as funnel_text
-from flagcore.report.text import repeats_text
+from flagcore.report.run import RunData
+from flagcore.report.summary import answer, details, ending
+from flagcore_page.blocks import Block, Code, Collapsed, Page, Section, render
+from flagcore_page.resources import improvements, memory, pipeline, serving, step_time
+from flagcore_page.run_files import text_of
+from flagcore_page.search import accuracy, funnel, progress, trials
+from flagcore_page.start import commands, configurations
 
 
 def page(run: RunData) -> Page:
@@ -48,18 +34,16 @@ def page(run: RunData) -> Page:
     )
 
 
-def result_text(run: RunData) -> str:
-    """Return a result as text."""
-    last = ending(run)
-    blocks = [block for block in summary(run).blocks if block not in last and not isinstance(block, Chart)]
-    parts = [text for block in blocks for text in plain_text(block)]
-    if run.all_trials:
-        failed_trials = [trial for trial in run.all_trials if trial.reason and trial.state is not TrialState.STOPPED]
-        texts = [_("trial {number}: {reason}", number=trial.number, reason=trial.reason) for trial in failed_trials]
-        parts.append("\n".join([plain_table(trial_table(run)), *(texts if run.best else [])]))
-    parts += [text for block in (front_table(run), learning(run)) for text in plain_text(block)]
-    parts.append("\n".join([funnel_text(run.counts, run.fidelity), *repeats_text(failed_repeats(run.repeats))]))
-    return "\n\n".join([*parts, *(each.text for each in last)])
+def as_html(run: RunData) -> str:
+    """Return the page of a run as HTML; see `flagcore.contracts.PageWriter`."""
+    return render(page(run))
+
+
+def summary(run: RunData) -> Section:
+    """Return the summary section."""
+    blocks: list[Block] = [*answer(run), *(commands(run, run.best) if run.best else ())]
+    blocks += filter(None, [configurations(run)])
+    return Section("summary", _("Summary"), [*blocks, *details(run), *ending(run)])
 
 
 UNITS = {"bytes": (2**30, "GiB"), "bytes/s": (1e9, "GB/s"), "flops/s": (1e12, "TFLOP/s")}
@@ -82,7 +66,7 @@ def environment(run: RunData) -> Section:
         rows = [[str(name), str(value)] for name, value in measured.effective.items()]
         caption = _("Effective values reported by the engine, trial {number}", number=trial.number)
         blocks.append(table(caption, [_("name"), _("value")], rows))
-    if spec := run.text_of(run.folder / "spec.yaml"):
+    if spec := text_of(run, run.folder / "spec.yaml"):
         title = _("Spec (spec.yaml)")
         blocks.append(Collapsed("spec", title, (Code(title, spec.rstrip()),)))
     return Section("environment", _("Environment"), blocks)

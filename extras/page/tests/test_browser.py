@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.product.report.page.conftest import KINDS, Runs
+from extras.page.tests.conftest import KINDS, Runs
 
 pytestmark = pytest.mark.long
 

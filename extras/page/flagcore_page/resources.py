@@ -8,30 +8,15 @@ from typing import Any
 
 from flagcore.domain.prediction import MEMORY, Passes, Prediction
 from flagcore.domain.records import read_prediction
-from flagcore.domain.serving import PER_DEVICE, PER_USER, STATISTICS
+from flagcore.domain.serving import PER_DEVICE, STATISTICS
 from flagcore.domain.trial import Trial
 from flagcore.i18n import N_, _
 from flagcore.physics.transformer import SCHEDULES
+from flagcore.report.blocks import Table, Text, cell, percent, table
 from flagcore.report.explanation import by_component, memory_parts
 from flagcore.report.formats import NAMES, lookup, shown, size_text
-from flagcore.report.page.blocks import (
-    Block,
-    Chart,
-    Collapsed,
-    Plot,
-    Section,
-    Series,
-    Table,
-    Text,
-    cell,
-    linear,
-    percent,
-    size,
-    spread,
-    table,
-)
-from flagcore.report.page.run import Record, RunData, measured_s, served
-from flagcore.report.result import front, number
+from flagcore.report.result import number
+from flagcore.report.run import Record, RunData, measured_s, served
 from flagcore.report.text import (
     SHORT_LATENCIES,
     SHORT_RATES,
@@ -44,6 +29,8 @@ from flagcore.report.text import (
     value_text,
     values_text,
 )
+from flagcore_page.blocks import Block, Chart, Collapsed, Section, size
+from flagcore_page.charts import Plot, Series, linear, spread
 
 
 def improvements(run: RunData) -> Section | None:
@@ -278,12 +265,6 @@ def _stages(passes: Passes, chips: Sequence[str]) -> Table:
 
 LATENCIES = ("ttft_s", "tpot_s")
 RATE = PER_DEVICE
-FRONT = {
-    "output tok/s/dev": RATE,
-    "output tok/s/user": PER_USER,
-    "TTFT p50 s": "ttft_s.p50",
-    "TTFT p99 s": "ttft_s.p99",
-}
 
 
 def serving(run: RunData) -> Section | None:
@@ -300,17 +281,6 @@ def serving(run: RunData) -> Section | None:
 
 def _points(trial: Trial) -> Sequence[Record]:
     return trial.measurement.points if trial.measurement else ()
-
-
-def front_table(run: RunData) -> Table | None:
-    """Return the table of the Pareto front of throughput and latency, or None if there is only one load point."""
-    if not any(len(_points(trial)) > 1 for trial in run.trials):
-        return None
-    rows = [
-        [str(point["trial"]), load_text(point), *(cell(point.get(key)) for key in FRONT.values())]
-        for point in front(run)
-    ]
-    return table(_("Pareto front of throughput and latency"), [_("trial"), _("load"), *FRONT], rows)
 
 
 def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:

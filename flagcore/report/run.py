@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -20,8 +20,8 @@ from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import SERVING, is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.i18n import _
+from flagcore.report.blocks import Cell
 from flagcore.report.formats import hardware_text
-from flagcore.report.page.blocks import Cell
 from flagcore.report.result import number, read_plan, stop_reason
 from flagcore.report.text import candidate_text, heading, state_name
 
@@ -31,8 +31,6 @@ TAIL_LINES, TAIL_BYTES = 25, 4000
 MAX_LISTED, MAX_FAILED = 500, 100
 """The maximum number of trials in tables, and the maximum number of trials without a time among them. Charts show all
 trials."""
-MAX_FILE = 1 << 20
-"""The maximum size of a file that is shown, in bytes."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 WHOLE_PATH = r"(?<![\w.~-])(?:{})(?![\w-]|\.\w)"
 """A pattern for a path that is not part of a longer name."""
@@ -238,12 +236,9 @@ class RunData(Plan):
         """Return the name of a trial's state as it is shown to users."""
         return state_name(trial.state.value, trial.fidelity)
 
-    def text_of(self, file: Path) -> str:
-        """Return the content of a text file without secrets and absolute paths.
-
-        It is empty if the file is missing or too large.
-        """
-        return str(_shortened(text_file(file, self.secrets), own_paths(self.folder)))
+    def public_text(self, text: str) -> str:
+        """Return text without the secrets of the run and without absolute paths."""
+        return str(_shortened(redact_text(text, self.secrets), own_paths(self.folder)))
 
     def trial_folder(self, trial: Trial) -> Path:
         """Return the folder of a trial."""
@@ -267,25 +262,6 @@ class RunData(Plan):
         known = {key: [value for value in values if value is not None] for key, values in figures.items()}
         is_complete = all(len(values) == len(counted_steps) > 0 for values in known.values())
         return {key: median(values) for key, values in known.items()} if is_complete else {}
-
-    def tails(self, trial: Trial) -> list[tuple[str, str]]:
-        """Return the names and the ends of the logs of a trial and of its probed ranks.
-
-        Empty logs, and links to files outside the folder, are left out.
-        """
-        folder, whole = self.trial_folder(trial), (self.folder / "trials").resolve()
-        try:
-            order = {"stdout.log": 0, "stderr.log": 1}
-            files = [*folder.glob("*.log"), *folder.glob("rank-*/*.log")]
-            files.sort(key=lambda file: (str(file.parent), order.get(file.name, 2), file.name))
-            files = [file for file in files if file.resolve().is_relative_to(whole)]
-        except (OSError, RuntimeError):
-            return []
-        paths = own_paths(self.folder)
-        log_ends = [
-            (str(file.relative_to(folder)), _shortened(redact_text(tail(file), self.secrets), paths)) for file in files
-        ]
-        return [(name, text) for name, text in log_ends if text.strip()]
 
 
 def measured_s(trial: Trial) -> float | None:
@@ -315,19 +291,7 @@ def tail(file: Path) -> str:
     lines = text.splitlines()
     if size > TAIL_BYTES and len(lines) > 1:
         lines = lines[1:]
-    return "\n".join(_printable(line) for line in lines[-TAIL_LINES:])
-
-
-def text_file(file: Path, secrets: Collection[str] = ()) -> str:
-    """Return the content of a text file without `secrets` and other strings that look like secrets.
-
-    It is empty if the file is missing or too large.
-    """
-    try:
-        text = read_regular(file, MAX_FILE).decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-    return redact_text(_printable(text), secrets)
+    return "\n".join(printable(line) for line in lines[-TAIL_LINES:])
 
 
 def own_paths(folder: Path) -> Mapping[str, str]:
@@ -366,7 +330,7 @@ def json_file(file: Path) -> Record:
     return data if isinstance(data, dict) else {}
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return text without terminal colours and other control characters."""
     text = COLOURS.sub("", text)
     return "".join(letter if letter in "\n\t" or letter.isprintable() else "�" for letter in text)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from extras.page.tests.conftest import FINISHED, KINDS, SERVED, Runs
 from flagcore import api
 from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown, size_text
-from flagcore.report.page.run import MAX_LISTED
+from flagcore.report.run import MAX_LISTED
 from tests.page_reading import Read, read
-from tests.product.report.page.conftest import FINISHED, KINDS, SERVED, Runs
 
 Edited = Callable[..., Read]
 STEP = "measured.step_time_s.median"

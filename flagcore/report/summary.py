@@ -1,4 +1,4 @@
-"""The summary section: the best configuration, its speedup with the uncertainty, and the command that starts it."""
+"""The summary of a run: the best configuration, its speedup with the uncertainty, and what to do next."""
 
 import re
 import shlex
@@ -10,29 +10,11 @@ from flagcore.domain.plan import DAY
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
+from flagcore.report.blocks import Block, Cell, Facts, Table, Text, cell, table
 from flagcore.report.candidate_report import causes_text, figure_pairs
 from flagcore.report.formats import NAMES, shown, size_text
-from flagcore.report.page.blocks import (
-    BASELINE,
-    BEST,
-    OTHER,
-    Bar,
-    Bars,
-    Block,
-    Cell,
-    Chart,
-    Code,
-    Collapsed,
-    Facts,
-    Section,
-    Table,
-    Text,
-    cell,
-    percent,
-    table,
-)
-from flagcore.report.page.run import RunData, json_file, measured_s, served
 from flagcore.report.result import noise_warnings, number, slow_devices
+from flagcore.report.run import RunData, measured_s, served
 from flagcore.report.text import (
     at_load,
     duration_text,
@@ -50,31 +32,29 @@ MIN_DAYS = 2
 MAX_RIVALS = 5
 """The maximum number of listed candidates that do not differ significantly from the best."""
 
-MAX_BARS = 10
-"""The maximum number of configurations, including the best and the baseline."""
 
-
-def summary(run: RunData) -> Section:
-    """Return the summary section."""
+def answer(run: RunData) -> list[Block]:
+    """Return the best configuration, its speedup and the uncertainty of both, or else why there is no best."""
     blocks: list[Block] = [Text(note, warning=True) for note in run.warnings]
     best = run.best
     if best is None:
         blocks += [Text(line, warning=True) for line in f"{'; '.join(_why_no_best(run))}.".splitlines()]
         listed = [each for each in run.trials if each.number in run.listed]
         rows = [[run.cell(each), run.state_text(each), run.broken_limits(each) or each.reason] for each in listed]
-        blocks += [table(_("Reasons"), [_("trial"), _("state"), _("reason")], rows)] if rows else []
-    else:
-        blocks.append(Facts(list(_answer(run, best)), lead=True))
-        blocks += [Text(_("Why: {reason}", reason=reason)) for reason in filter(None, [why(run)])]
-        blocks += [*_uncertainty_notes(run, best), *_commands(run, best)]
-        blocks += filter(None, [configurations(run)])
-        blocks.append(Facts(list(_facts(run, best))))
+        return blocks + ([table(_("Reasons"), [_("trial"), _("state"), _("reason")], rows)] if rows else [])
+    blocks.append(Facts(list(_main_results(run, best)), lead=True))
+    blocks += [Text(_("Why: {reason}", reason=reason)) for reason in filter(None, [why(run)])]
+    return [*blocks, *_uncertainty_notes(run, best)]
+
+
+def details(run: RunData) -> list[Block]:
+    """Return further metrics of the best, the results of several engines, slow devices, and notes."""
+    blocks: list[Block] = [Facts(list(_facts(run, run.best)))] if run.best else []
     blocks += [_engines(run)] if run.engines else []
     for line, numbers in slow_devices(run).items():
         text = N_("Slow device, which delays all other devices: {line} (trial {trials}).")
         blocks.append(Text(_(text, line=line, trials=", ".join(map(str, numbers)))))
-    blocks += [Text(_("Note: {note}.", note=note)) for note in run.data.get("notes") or ()]
-    return Section("summary", _("Summary"), [*blocks, *ending(run)])
+    return blocks + [Text(_("Note: {note}.", note=note)) for note in run.data.get("notes") or ()]
 
 
 def ending(run: RunData) -> list[Text]:
@@ -148,7 +128,7 @@ def next_steps(run: RunData) -> Iterator[str]:
         yield _(text, command=f"{command} --new")
 
 
-def _answer(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
+def _main_results(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     """Yield the name and the cell of each main result: the best configuration, its gain, speed and cost."""
     yield _(NAMES["best"][run.fidelity], hardware=run.hardware), Cell(run.configuration(best))
     yield _("Speedup over the baseline"), _gain(run, best)
@@ -284,7 +264,7 @@ def _fastest_without_limits(run: RunData, best: Trial) -> str:
     )
 
 
-def _uncertainty_notes(run: RunData, best: Trial) -> Iterator[Block]:
+def _uncertainty_notes(run: RunData, best: Trial) -> Iterator[Text]:
     rivals = [f"{_('trial')} {each.number} ({run.configuration(each)})" for each in run.rivals]
     if rivals:
         remainder = [_("and {count} more", count=len(rivals) - MAX_RIVALS)] if len(rivals) > MAX_RIVALS else []
@@ -293,38 +273,6 @@ def _uncertainty_notes(run: RunData, best: Trial) -> Iterator[Block]:
     yield from (Text(text, warning=True) for text in noise_warnings(run))
     if run.limits and run.fastest is not None and run.fastest.number != best.number:
         yield Text(_("Trial {number} is faster, but not within the latency limits.", number=run.fastest.number))
-
-
-def _commands(run: RunData, best: Trial) -> Iterator[Block]:
-    script, launch = run.text_of(run.folder / "best.sh"), run.folder / "best" / "launch.json"
-    is_complete = launch.exists() and not json_file(launch).get("missing")
-    if is_complete:
-        caption = (
-            _("Start command, to be run in the folder of the run") if run.folder_name == "." else _("Start command")
-        )
-        yield Code(caption, f"flag run {shlex.quote(run.folder_name)}", copied=True)
-    elif launch.exists():
-        yield Code(_("Command of the best configuration, for you to complete (best.sh)"), script, copied=True)
-    elif script:
-        yield Code(_("Why it cannot be started here (best.sh)"), script)
-    if flags := _flags(run, best):
-        yield Code(_("Flags of the engine"), shlex.join(flags), copied=True)
-    if script and is_complete:
-        title = _("Start script without flagcore (best.sh)")
-        yield Collapsed("script", title, (Code(title, script),))
-
-
-def _flags(run: RunData, best: Trial) -> list[str]:
-    """Return the flags of the engine that set the knobs of the best. It is empty if flags cannot set all of them."""
-    flags: list[str] = []
-    for name, value in best.candidate.items:
-        if knob := run.knobs.get(name):
-            effect = knob.effect(value)
-            flags += [*knob.arguments(value), *(effect.flags if effect else ())]
-            is_default = value is None or value == knob.neutral
-            if not (knob.flags or effect or knob.layout or knob.kind == "flag" or is_default):
-                return []
-    return flags
 
 
 def _engines(run: RunData) -> Table:
@@ -336,46 +284,6 @@ def _engines(run: RunData) -> Table:
             figure = cell(found.figure(found.best) if found.best else None)
             rows.append([Cell(engine, None, f"{engine}/report.html"), figure, found.stop_reason])
     return table(_("Tuned engines"), [_("engine"), run.unit, _("stopped")], rows)
-
-
-def configurations(run: RunData) -> Chart | None:
-    """Return a chart with a bar for each of the fastest configurations, the best first. None for fewer than two."""
-    best = run.best
-    if best is None:
-        return None
-    main_trials = {each.number: each for each in (best, run.baseline) if each}
-    candidates = [trial.candidate for trial in main_trials.values()]
-    figures_by_number = {each.number: (each, figures) for each in run.trials if (figures := run.figures(each))}
-    sign = -1.0 if run.is_rate else 1.0
-    other_trials = [each for each in figures_by_number.values() if each[0].candidate not in candidates]
-    other_trials.sort(key=lambda pair: sign * pair[1][0])
-    chosen = [(trial, figures) for trial in main_trials.values() if (figures := run.figures(trial))]
-    chosen += other_trials[: MAX_BARS - len(chosen)]
-    chosen.sort(key=lambda pair: (pair[0].number != best.number, sign * pair[1][0]))
-    if len(chosen) < 2:
-        return None
-    kinds = {each.number: kind for kind, each in ((BASELINE, run.baseline), (BEST, best)) if each}
-    bars = [
-        Bar(f"{run.name(trial)}: {run.configuration(trial)}", kinds.get(trial.number, OTHER), *figures)
-        for trial, figures in chosen
-    ]
-    first = chosen[0][1][0]
-    rows = [
-        [run.cell(trial), run.configuration(trial), *figures, percent(figures[0] / first - 1.0, signed=True)]
-        for trial, figures in chosen
-    ]
-    summary = [_("{count} of {total} configurations, the best first.", count=len(chosen), total=len(run.trials))]
-    if missing := len(run.trials) - len(figures_by_number):
-        summary.append(ngettext("{count} has no measurement.", "{count} have no measurement.", missing))
-    if run.fidelity == ESTIMATE:
-        summary.append(_("Lines are 80% intervals of the predictions."))
-    else:
-        summary.append(_("Each line shows the range over the runs of a configuration.") if run.repeats else "")
-    title = _("The fastest configurations")
-    headings = [_("trial"), _("configuration"), run.unit, _("lowest"), _("highest"), _("vs best")]
-    return Chart(
-        title=title, summary=" ".join(summary), drawing=Bars(run.unit, bars), table=table(title, headings, rows)
-    )
 
 
 def why(run: RunData) -> str:

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_page import page
 
+from extras.page.tests.conftest import KINDS, Runs
 from flagcore import api
 from flagcore.api.commands import report
-from flagcore.errors import RunError
+from flagcore.errors import NoDevice, RunError
+from flagcore.plugins import entry_points
+from flagcore.plugins.entry_points import PAGES, names
 from tests.page_reading import read
 from tests.product.cli.conftest import Flag, Project
-from tests.product.report.page.conftest import KINDS, Runs
 
 Copied = Callable[..., Path]
 
@@ -105,12 +108,25 @@ def test_a_failed_report_page_does_not_lose_the_run(
     def broken(*given: object) -> str:
         raise ZeroDivisionError("of the page")
 
-    monkeypatch.setattr(report, "as_html", broken)
+    monkeypatch.setattr(page, "as_html", broken)
     outcome = api.tune(project.spec(control={"max_trials": 2, "repeats": 0}), run_dir=tmp_path / "run")
     assert not outcome.reported
     assert outcome.plan.best is not None
     assert (tmp_path / "run" / "result.json").exists()
     assert "report.html was not written (ZeroDivisionError: of the page)" in caplog.text
+
+
+def test_without_the_page_a_run_ends_well_and_the_report_names_what_to_install(
+    tmp_path: Path, project: Project, flag: Flag, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(entry_points, "names", lambda group: () if group == PAGES else names(group))
+    outcome = api.tune(project.spec(control={"max_trials": 2, "repeats": 0}), run_dir=tmp_path / "run")
+    assert not outcome.reported
+    assert (tmp_path / "run" / "insight.json").exists()
+    assert "install flagcore-page" in caplog.text
+    completed = flag("report", str(tmp_path / "run"))
+    assert completed.code == NoDevice.exit_code
+    assert completed.err == "flag: the page of a run cannot be written; install flagcore-page\n"
 
 
 @pytest.mark.parametrize("text", ["[1]", "{"])

@@ -9,30 +9,15 @@ from typing import Any
 from flagcore.domain.plan import failed_repeats
 from flagcore.domain.spec import is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
-from flagcore.i18n import N_, _, ngettext
+from flagcore.i18n import N_, _
+from flagcore.report.blocks import Cell, Facts, Text, cell, percent, table
 from flagcore.report.formats import shown
-from flagcore.report.page.blocks import (
-    Block,
-    Cell,
-    Chart,
-    Code,
-    Collapsed,
-    Facts,
-    Plot,
-    Section,
-    Series,
-    Table,
-    Text,
-    cell,
-    linear,
-    percent,
-    table,
-)
-from flagcore.report.page.run import RunData, measured_s, seconds, served
-from flagcore.report.text import duration_text, funnel_stages, gain_text, repeats_text
-
-LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s": "tpot_s.p50"}
-GIB = 2**30
+from flagcore.report.run import RunData, measured_s
+from flagcore.report.run_text import learning, trial_table
+from flagcore.report.text import duration_text, funnel_stages, repeats_text
+from flagcore_page.blocks import Block, Chart, Code, Collapsed, Section
+from flagcore_page.charts import Plot, Series, linear
+from flagcore_page.run_files import log_ends
 
 
 def trials(run: RunData) -> Section:
@@ -51,63 +36,6 @@ def trials(run: RunData) -> Section:
     return Section("trials", _("Trials"), blocks)
 
 
-def trial_table(run: RunData, *, whole: bool = False) -> Table:
-    """Return a table with one row per trial. With `whole`, it also has durations and reasons, but no empty columns."""
-    if run.serves:
-        figures = [run.unit, _("spread"), f"~{run.unit}", _("vs base"), *LATENCIES]
-    else:
-        figures = [_("step s"), _("spread"), _("~step s"), "tok/s/dev", _("vs base"), "GiB", "~GiB"]
-    headings = [_("trial"), _("configuration"), _("state"), *figures, *([_("duration s"), _("reason")] * whole)]
-    rows, listed = [], run.listed
-    for trial in (each for each in run.all_trials if each.number in listed):
-        row = [run.cell(trial), Cell(run.configuration(trial)), Cell(run.state_text(trial))]
-        row += _serving_row(run, trial) if run.serves else _training_row(run, trial)
-        rows.append(row + [cell(trial.duration_s or None), cell(trial.reason)] * whole)
-    used = [place for place in range(len(headings)) if not whole or any(row[place].text != "-" for row in rows)]
-    return table(
-        _("All trials, probes and repeats; ~ is predicted"),
-        [headings[place] for place in used],
-        [[row[place] for place in used] for row in rows],
-        sortable=True,
-    )
-
-
-def _training_row(run: RunData, trial: Trial) -> list[Cell]:
-    measured, is_predicted = trial.measurement, trial.state is TrialState.PREDICTED
-    predicted, figures = trial.predicted, run.predicted(trial)
-    mark = "~" if is_predicted or (measured and measured.modelled_s is not None) else ""
-    speed = figures and figures[0] if is_predicted else run.figure(trial)
-    used = (measured.device_used_bytes or measured.peak_reserved_bytes) if measured else None
-    return [
-        cell(measured.step_time_s if measured else None, mark),
-        cell(measured.spread_s if measured else None),
-        cell(trial.predicted_step_s, "~"),
-        cell(speed, mark),
-        percent(_gain(run, trial), mark, signed=True),
-        cell(used and used / GIB),
-        cell(predicted.device_used_bytes / GIB if predicted else None, "~"),
-    ]
-
-
-def _serving_row(run: RunData, trial: Trial) -> list[Cell]:
-    gain, value, step = _gain(run, trial), cell(run.figure(trial)), trial.measurement
-    predicted = run.predicted(trial)
-    return [
-        Cell(value.text + (" !" if step and step.broken else ""), value.value),
-        percent(step.spread_s / step.step_time_s if step and len(step.step_times_s) > 1 else None),
-        cell(predicted[0] if predicted else None, "~"),
-        Cell("-") if gain is None else Cell(gain_text(run.objective, gain).split()[0], gain),
-        *(cell(served(trial, name)) for name in LATENCIES.values()),
-    ]
-
-
-def _gain(run: RunData, trial: Trial) -> float | None:
-    base, own = seconds(run.baseline) if run.baseline else None, seconds(trial)
-    compared = (TrialState.MEASURED, TrialState.STOPPED, TrialState.PREDICTED)
-    is_compared = trial.fidelity == run.fidelity and trial.state in compared
-    return base / own - 1.0 if base and own and is_compared else None
-
-
 def _details(run: RunData, trial: Trial) -> Collapsed:
     has_run = trial.state is not TrialState.PREDICTED
     limit, believed = trial.time_limit, trial.believed
@@ -123,7 +51,7 @@ def _details(run: RunData, trial: Trial) -> Collapsed:
     ]
     blocks: list[Block] = [Facts([(name, value) for name, value in facts if value.text != "-"])]
     if has_run:
-        tails = [Code(_("End of {file}", file=name), text) for name, text in run.tails(trial)]
+        tails = [Code(_("End of {file}", file=name), text) for name, text in log_ends(run, trial)]
         blocks += tails or [Text(_("Its logs are empty or were deleted."))]
     title = f"{_('Trial')} {run.name(trial)}: {run.state_text(trial)}, {run.configuration(trial)}"
     return Collapsed(f"trial-{trial.number}", title, blocks)
@@ -252,22 +180,3 @@ def accuracy(run: RunData) -> Section | None:
 
 def _error(measured: float, expected: float | None) -> Cell:
     return percent(measured / expected - 1.0 if expected else None, signed=True)
-
-
-def learning(run: RunData) -> Text | None:
-    """Return the median error of predictions before and after learning, or None if there was no learning."""
-    if (errors := run.prediction_error) is None:
-        return None
-    text = ngettext(
-        "Median prediction error over {count} trial: {before}, after learning {after}.",
-        "Median prediction error over {count} trials: {before}, after learning {after}.",
-        errors.trials,
-        before=_error_text(errors.before),
-        after=_error_text(errors.after),
-    )
-    return Text(text)
-
-
-def _error_text(share: float) -> str:
-    """Return a relative error as a percentage. From 100% on, it is given as a factor."""
-    return f"{share:.1%}" if share < 1.0 else _("a factor of {factor}", factor=f"{1.0 + share:.3g}")

@@ -1,0 +1,88 @@
+"""Blocks of the summary that only a page has: how the best is started, and a chart of the fastest configurations."""
+
+import shlex
+from collections.abc import Iterator
+
+from flagcore.domain.trial import ESTIMATE, Trial
+from flagcore.i18n import _, ngettext
+from flagcore.report.blocks import percent, table
+from flagcore.report.run import RunData, json_file
+from flagcore_page.blocks import Block, Chart, Code, Collapsed
+from flagcore_page.charts import BASELINE, BEST, OTHER, Bar, Bars
+from flagcore_page.run_files import text_of
+
+MAX_BARS = 10
+"""The maximum number of configurations, including the best and the baseline."""
+
+
+def commands(run: RunData, best: Trial) -> Iterator[Block]:
+    """Yield the command of the best configuration, its flags and its script."""
+    script, launch = text_of(run, run.folder / "best.sh"), run.folder / "best" / "launch.json"
+    is_complete = launch.exists() and not json_file(launch).get("missing")
+    if is_complete:
+        caption = (
+            _("Start command, to be run in the folder of the run") if run.folder_name == "." else _("Start command")
+        )
+        yield Code(caption, f"flag run {shlex.quote(run.folder_name)}", copied=True)
+    elif launch.exists():
+        yield Code(_("Command of the best configuration, for you to complete (best.sh)"), script, copied=True)
+    elif script:
+        yield Code(_("Why it cannot be started here (best.sh)"), script)
+    if flags := _flags(run, best):
+        yield Code(_("Flags of the engine"), shlex.join(flags), copied=True)
+    if script and is_complete:
+        title = _("Start script without flagcore (best.sh)")
+        yield Collapsed("script", title, (Code(title, script),))
+
+
+def _flags(run: RunData, best: Trial) -> list[str]:
+    """Return the flags of the engine that set the knobs of the best. It is empty if flags cannot set all of them."""
+    flags: list[str] = []
+    for name, value in best.candidate.items:
+        if knob := run.knobs.get(name):
+            effect = knob.effect(value)
+            flags += [*knob.arguments(value), *(effect.flags if effect else ())]
+            is_default = value is None or value == knob.neutral
+            if not (knob.flags or effect or knob.layout or knob.kind == "flag" or is_default):
+                return []
+    return flags
+
+
+def configurations(run: RunData) -> Chart | None:
+    """Return a chart with a bar for each of the fastest configurations, the best first. None for fewer than two."""
+    best = run.best
+    if best is None:
+        return None
+    main_trials = {each.number: each for each in (best, run.baseline) if each}
+    candidates = [trial.candidate for trial in main_trials.values()]
+    figures_by_number = {each.number: (each, figures) for each in run.trials if (figures := run.figures(each))}
+    sign = -1.0 if run.is_rate else 1.0
+    other_trials = [each for each in figures_by_number.values() if each[0].candidate not in candidates]
+    other_trials.sort(key=lambda pair: sign * pair[1][0])
+    chosen = [(trial, figures) for trial in main_trials.values() if (figures := run.figures(trial))]
+    chosen += other_trials[: MAX_BARS - len(chosen)]
+    chosen.sort(key=lambda pair: (pair[0].number != best.number, sign * pair[1][0]))
+    if len(chosen) < 2:
+        return None
+    kinds = {each.number: kind for kind, each in ((BASELINE, run.baseline), (BEST, best)) if each}
+    bars = [
+        Bar(f"{run.name(trial)}: {run.configuration(trial)}", kinds.get(trial.number, OTHER), *figures)
+        for trial, figures in chosen
+    ]
+    first = chosen[0][1][0]
+    rows = [
+        [run.cell(trial), run.configuration(trial), *figures, percent(figures[0] / first - 1.0, signed=True)]
+        for trial, figures in chosen
+    ]
+    summary = [_("{count} of {total} configurations, the best first.", count=len(chosen), total=len(run.trials))]
+    if missing := len(run.trials) - len(figures_by_number):
+        summary.append(ngettext("{count} has no measurement.", "{count} have no measurement.", missing))
+    if run.fidelity == ESTIMATE:
+        summary.append(_("Lines are 80% intervals of the predictions."))
+    else:
+        summary.append(_("Each line shows the range over the runs of a configuration.") if run.repeats else "")
+    title = _("The fastest configurations")
+    headings = [_("trial"), _("configuration"), run.unit, _("lowest"), _("highest"), _("vs best")]
+    return Chart(
+        title=title, summary=" ".join(summary), drawing=Bars(run.unit, bars), table=table(title, headings, rows)
+    )

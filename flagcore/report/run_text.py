@@ -1,0 +1,119 @@
+"""The result of a run as plain text, and the tables in it that the page of a run has, too."""
+
+from flagcore.domain.plan import failed_repeats
+from flagcore.domain.serving import PER_DEVICE, PER_USER
+from flagcore.domain.trial import Trial, TrialState
+from flagcore.i18n import _, ngettext
+from flagcore.report.blocks import Cell, Table, Text, cell, percent, plain_table, plain_text, table
+from flagcore.report.result import front
+from flagcore.report.run import RunData, seconds, served
+from flagcore.report.summary import answer, details, ending
+from flagcore.report.text import funnel, gain_text, load_text, repeats_text
+
+LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s": "tpot_s.p50"}
+GIB = 2**30
+FRONT = {
+    "output tok/s/dev": PER_DEVICE,
+    "output tok/s/user": PER_USER,
+    "TTFT p50 s": "ttft_s.p50",
+    "TTFT p99 s": "ttft_s.p99",
+}
+
+
+def trial_table(run: RunData, *, whole: bool = False) -> Table:
+    """Return a table with one row per trial. With `whole`, it also has durations and reasons, but no empty columns."""
+    if run.serves:
+        figures = [run.unit, _("spread"), f"~{run.unit}", _("vs base"), *LATENCIES]
+    else:
+        figures = [_("step s"), _("spread"), _("~step s"), "tok/s/dev", _("vs base"), "GiB", "~GiB"]
+    headings = [_("trial"), _("configuration"), _("state"), *figures, *([_("duration s"), _("reason")] * whole)]
+    rows, listed = [], run.listed
+    for trial in (each for each in run.all_trials if each.number in listed):
+        row = [run.cell(trial), Cell(run.configuration(trial)), Cell(run.state_text(trial))]
+        row += _serving_row(run, trial) if run.serves else _training_row(run, trial)
+        rows.append(row + [cell(trial.duration_s or None), cell(trial.reason)] * whole)
+    used = [place for place in range(len(headings)) if not whole or any(row[place].text != "-" for row in rows)]
+    return table(
+        _("All trials, probes and repeats; ~ is predicted"),
+        [headings[place] for place in used],
+        [[row[place] for place in used] for row in rows],
+        sortable=True,
+    )
+
+
+def _training_row(run: RunData, trial: Trial) -> list[Cell]:
+    measured, is_predicted = trial.measurement, trial.state is TrialState.PREDICTED
+    predicted, figures = trial.predicted, run.predicted(trial)
+    mark = "~" if is_predicted or (measured and measured.modelled_s is not None) else ""
+    speed = figures and figures[0] if is_predicted else run.figure(trial)
+    used = (measured.device_used_bytes or measured.peak_reserved_bytes) if measured else None
+    return [
+        cell(measured.step_time_s if measured else None, mark),
+        cell(measured.spread_s if measured else None),
+        cell(trial.predicted_step_s, "~"),
+        cell(speed, mark),
+        percent(_gain(run, trial), mark, signed=True),
+        cell(used and used / GIB),
+        cell(predicted.device_used_bytes / GIB if predicted else None, "~"),
+    ]
+
+
+def _serving_row(run: RunData, trial: Trial) -> list[Cell]:
+    gain, value, step = _gain(run, trial), cell(run.figure(trial)), trial.measurement
+    predicted = run.predicted(trial)
+    return [
+        Cell(value.text + (" !" if step and step.broken else ""), value.value),
+        percent(step.spread_s / step.step_time_s if step and len(step.step_times_s) > 1 else None),
+        cell(predicted[0] if predicted else None, "~"),
+        Cell("-") if gain is None else Cell(gain_text(run.objective, gain).split()[0], gain),
+        *(cell(served(trial, name)) for name in LATENCIES.values()),
+    ]
+
+
+def _gain(run: RunData, trial: Trial) -> float | None:
+    base, own = seconds(run.baseline) if run.baseline else None, seconds(trial)
+    compared = (TrialState.MEASURED, TrialState.STOPPED, TrialState.PREDICTED)
+    is_compared = trial.fidelity == run.fidelity and trial.state in compared
+    return base / own - 1.0 if base and own and is_compared else None
+
+
+def learning(run: RunData) -> Text | None:
+    """Return the median error of predictions before and after learning, or None if there was no learning."""
+    if (errors := run.prediction_error) is None:
+        return None
+    text = ngettext(
+        "Median prediction error over {count} trial: {before}, after learning {after}.",
+        "Median prediction error over {count} trials: {before}, after learning {after}.",
+        errors.trials,
+        before=_error_text(errors.before),
+        after=_error_text(errors.after),
+    )
+    return Text(text)
+
+
+def _error_text(share: float) -> str:
+    """Return a relative error as a percentage. From 100% on, it is given as a factor."""
+    return f"{share:.1%}" if share < 1.0 else _("a factor of {factor}", factor=f"{1.0 + share:.3g}")
+
+
+def front_table(run: RunData) -> Table | None:
+    """Return the table of the Pareto front of throughput and latency, or None if there is only one load point."""
+    if not any(trial.measurement and len(trial.measurement.points) > 1 for trial in run.trials):
+        return None
+    rows = [
+        [str(point["trial"]), load_text(point), *(cell(point.get(key)) for key in FRONT.values())]
+        for point in front(run)
+    ]
+    return table(_("Pareto front of throughput and latency"), [_("trial"), _("load"), *FRONT], rows)
+
+
+def result_text(run: RunData) -> str:
+    """Return a result as text."""
+    parts = [text for block in (*answer(run), *details(run)) for text in plain_text(block)]
+    if run.all_trials:
+        failed_trials = [trial for trial in run.all_trials if trial.reason and trial.state is not TrialState.STOPPED]
+        texts = [_("trial {number}: {reason}", number=trial.number, reason=trial.reason) for trial in failed_trials]
+        parts.append("\n".join([plain_table(trial_table(run)), *(texts if run.best else [])]))
+    parts += [text for block in (front_table(run), learning(run)) for text in plain_text(block)]
+    parts.append("\n".join([funnel(run.counts, run.fidelity), *repeats_text(failed_repeats(run.repeats))]))
+    return "\n\n".join([*parts, *(each.text for each in ending(run))])
