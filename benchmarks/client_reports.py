@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.files import read_regular
-from flagcore.domain.serving import LATENCIES, STATISTICS
+from flagcore.domain.metrics import LATENCIES, STATISTICS
 from flagcore.errors import UsageError
 
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")

@@ -33,12 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from client_reports import read_report
+from flagcore_serving.job import Load
 from flagcore_serving.load.figures import figures_of
 from flagcore_serving.load.result import Answer, Target
 from flagcore_serving.load.sending import measure
 from flagcore_serving.load.traffic import salted
 
-from flagcore.domain.serving import LATENCIES, STATISTICS, Load
+from flagcore.domain.metrics import LATENCIES, STATISTICS
 
 Figures = Mapping[str, float]
 

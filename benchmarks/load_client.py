@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 from statistics import median
 
+from flagcore_serving.job import Load
 from flagcore_serving.load.result import Target
 from flagcore_serving.load.sending import measure
-
-from flagcore.domain.serving import Load
 
 GOAL = 20_000
 

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 
 import numpy as np
+from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.model.predict import predict
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_vllm.engine import ENGINE as ENGINE
@@ -19,7 +20,6 @@ from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
-from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.roofline import PlainMemory, Roofline

@@ -15,6 +15,7 @@ from flagcore.domain.prediction import Belief, Prediction, Predictions
 from flagcore.domain.space import Candidate, KnobValue, Legality, Space
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.work import Work
 from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.roofline import PlainMemory, Roofline
@@ -42,6 +43,21 @@ LLAMA_8B = {
 }
 """The shape of Llama 3 8B."""
 ENGINES = {"toy": toy.ENGINE}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Service(Work):
+    """A job that is not training: a service without steps."""
+
+    kind = "serve"
+    default_objective = cheapest_objective = "output_tokens_per_s"
+    has_steps = False
+
+    precision: str = "bf16"
+    slo: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    cards: int | None = None
+
+
 PLAIN_SPACE = {"use_distributed_optimizer": False, "use_recompute": False}
 """The space of a spec of the toy engine that varies only DP, TP, PP and the micro-batch size."""
 DENSE = Model(

@@ -28,6 +28,7 @@ SPEC = """\
 model: {num_layers: 4, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 1000}
 train: {engine: megatron, seq_length: 32, global_batch_size: 8, precision: fp32}
 """
+SERVED = "model: Qwen/Qwen3-8B\nserve: {engine: vllm}\n"
 
 
 @pytest.mark.slow
@@ -39,13 +40,25 @@ def test_commands_work_without_any_engine_or_plugin(tmp_path: Path) -> None:
             (site / each.name).symlink_to(each)
     (site / "flagcore").symlink_to(ROOT / "flagcore")
     (tmp_path / "spec.yaml").write_text(SPEC)
-    asked = ("--help", "import --help", "plugins list", "devices", "doctor", "schema", "tune spec.yaml")
+    (tmp_path / "served.yaml").write_text(SERVED)
+    asked = (
+        "--help",
+        "import --help",
+        "plugins list",
+        "devices",
+        "doctor",
+        "schema",
+        "tune spec.yaml",
+        "tune served.yaml",
+    )
     words = [sys.executable, "-S", "-E", "-c", PROGRAM, str(site), json.dumps([each.split() for each in asked])]
     answers = json.loads(subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=True).stdout)
-    assert [code for code, _, _ in answers] == [0, 0, 0, 4, 0, 0, 2]
+    assert [code for code, _, _ in answers] == [0, 0, 0, 4, 0, 0, 2, 2]
     assert "tune" in answers[0][1]
-    assert json.loads(answers[-2][1])["title"] == "flagcore spec"
-    assert "pip install flagcore-megatron" in answers[-1][2]
+    assert json.loads(answers[-3][1])["title"] == "flagcore spec"
+    assert "pip install flagcore-megatron" in answers[-2][2]
+    assert "serve.engine" in answers[-1][2]
+    assert "pip install flagcore-vllm" in answers[-1][2]
 
 
 def test_tests_of_the_core_import_no_engine_and_no_extra() -> None:

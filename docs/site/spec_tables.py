@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 from flagcore_megatron.space.knobs import KNOBS
+from flagcore_serving.documents import ServeDocument
 
 from flagcore.spec.schema import document_of
-from flagcore.spec.serving import ServeDocument
 from flagcore.spec.validate import describe, keys_of
 
 MARK = re.compile(r"^<!-- keys (train|serve):([\w.]*) -->$", re.MULTILINE)

@@ -29,6 +29,7 @@ from flagcore.plugins import (
     LoadedPlugins,
     engine_of,
     engines,
+    kinds,
     launcher,
     load_plugins,
     names,
@@ -124,18 +125,20 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
     return dict(data) if control == old_control else {**data, "auto_tuner": {**tuner, "control": control}}
 
 
-PATHS = (("model",), ("serve", "weights"), ("serve", "profile", "trace"), ("cluster", "hostfile"))
-"""The keys of a spec whose values are paths. Models may also be names of public models, which stay as they are."""
+PATHS = (("model",), ("cluster", "hostfile"))
+"""The keys of every spec whose values are paths. Models may also be names of public models, which stay as they are."""
 
 
 def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """Return a spec's data with absolute paths, so that a copy in another folder is equivalent."""
     resolved = deepcopy(dict(data))
-    for kind in ("train", "serve"):
+    paths = list[tuple[str, ...]](PATHS)
+    for kind, job in kinds().items():
         work = resolved.get(kind)
         if work and work.get("command"):
             work["directory"] = str((base / (work.get("directory") or ".")).resolve())
-    for *sections, key in PATHS:
+        paths += [(kind, *path) for path in job.paths] if work else []
+    for *sections, key in paths:
         section: Any = resolved
         for name in sections:
             section = section.get(name) if isinstance(section, dict) else None
@@ -189,7 +192,7 @@ def labels_of_spec(data: Mapping[str, Any]) -> Labels:
 
 def _engine_name(data: Mapping[str, Any]) -> str | None:
     """Return the name of the first engine that a spec names, or None."""
-    return next(iter((*engines_of(data, "train"), *engines_of(data))), None)
+    return next(iter(engines_of(data, kinds())), None)
 
 
 LOG = logging.getLogger("flagcore")
@@ -361,7 +364,7 @@ def check_spec(spec: SpecLike, without: Collection[str] = (), base: Path | None 
     to `base`, by default the folder of the file.
     """
     file, data = spec_data(spec)
-    several, failed = engines_of(data), list[SpecError]()
+    several, failed = engines_of(data, kinds()), list[SpecError]()
     if len(several) < 2:
         _parsed(data, file, without, base)
         return
@@ -371,7 +374,7 @@ def check_spec(spec: SpecLike, without: Collection[str] = (), base: Path | None 
         raise join_errors([*error.problems, *_unknown_chips(data.get("cluster"), str(file), without)]) from None
     for name in several:
         try:
-            _parsed(select_engine(data, name), file, without, base)
+            _parsed(select_engine(data, name, kinds()), file, without, base)
         except SpecError as error:
             failed.append(error)
     if len(failed) == len(several):

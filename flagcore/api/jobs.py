@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -24,9 +23,9 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Observations, PastMeasurements, Prediction, components_of_row, features
-from flagcore.domain.records import prediction_record, rank_record
+from flagcore.domain.records import GIB, prediction_record, rank_record
 from flagcore.domain.space import Columns, KnobValue, Rule
-from flagcore.domain.spec import KINDS, ClusterSpec, JobRecord, Spec, Task
+from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task
 from flagcore.errors import FlagError, NotModelled, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -86,7 +85,6 @@ class _Row(NamedTuple):
     """One valid job. `noted` are the settings that the notes in its source mention."""
 
     place: int
-    task: Task
     values: Mapping[str, KnobValue]
     columns: Columns
     warnings: tuple[str, ...]
@@ -99,7 +97,7 @@ class _Jobs:
 
     def __init__(self, loaded: LoadedPlugins, *, details: bool = True) -> None:
         self._loaded, self._engines, self._details = loaded, plugins.engines(), details
-        self._hardware = lru_cache(maxsize=None)(self._load_hardware)
+        self._hardware: dict[Hashable, tuple[NodeGroup, Costs]] = {}
         self._value_rules: dict[Hashable, tuple[ValueRule, ...]] = {}
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
@@ -133,9 +131,13 @@ class _Jobs:
             problem = f"is not a multiple of cluster.devices_per_node = {job.devices_per_node}"
             fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
-        host = job.nic_bytes_per_second, job.cpus_per_node, job.work.engine, job.work.engine_version
-        cluster = (chip.name, job.devices // devices, devices, *host)
-        (group, group_costs), engine = self._hardware(*cluster), self._engines[job.work.engine]
+        nodes, software = job.devices // devices, (job.work.engine, job.work.engine_version)
+        cluster = (chip.name, nodes, devices, job.nic_bytes_per_second, job.cpus_per_node, *software)
+        if cluster not in self._hardware:
+            chip = with_network(chip, job.nic_bytes_per_second)
+            group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices, cpus_per_node=job.cpus_per_node)
+            self._hardware[cluster] = group, self._loaded.costs(Cluster(groups=(group,)), *software)
+        (group, group_costs), engine = self._hardware[cluster], self._engines[job.work.engine]
         cluster_spec, objective = ClusterSpec(chip=chip.name), job.work.default_objective
         spec = Spec(model=job.model, cluster=cluster_spec, work=job.work, objective=objective)
         plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))
@@ -144,27 +146,10 @@ class _Jobs:
         records = records_of(engine)
         task, values, noted = records.published(plan_task, job.candidate, job.notes)
         warnings = tuple(records.job_warnings(task, values, job.work.settings, noted))
-        row = _Row(place, task, values, engine.columns(task, values), warnings, noted, job.rank)
+        row = _Row(place, values, engine.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr((task.spec.work, task.spec.space))
         platform = Platform(task=task, engine=engine, costs=group_costs, value_rules=self._value_rules[cluster])
         groups.setdefault(key, (platform, []))[1].append(row)
-
-    def _load_hardware(
-        self,
-        chip: str,
-        nodes: int,
-        devices: int,
-        network: float | None,
-        cpus: int | None,
-        engine: str,
-        engine_version: str | None,
-    ) -> tuple[NodeGroup, Costs]:
-        known_chip = self._loaded.find_chip(chip)
-        assert known_chip is not None
-        known_chip = with_network(known_chip, network)
-        group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
-        group_costs = self._loaded.costs(Cluster(groups=(group,)), engine, engine_version)
-        return group, group_costs
 
 
 def _predicted(platform: Platform, rows: Sequence[_Row], *, details: bool) -> dict[int, Answer]:
@@ -210,7 +195,6 @@ def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], colu
     return "; ".join(rule.message for rule in rules) + (f" (here {values_text})" if values_text else "")
 
 
-GIB = 2**30
 MAX_PAST = 300
 """Maximum number of earlier measurements. Chosen to limit the run time of the model, which is cubic in this number."""
 MAX_LOG_RATIO = 3.0
@@ -252,7 +236,7 @@ def past(
             kind = job_record["kind"]
             work_data = dict(job_record[kind])
             command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for the command
-            if not KINDS[kind].has_steps and job_record["measured"]["objective"] != objective:
+            if not installed.kinds[kind].has_steps and job_record["measured"]["objective"] != objective:
                 continue
             engine_values = dict(job_record["candidate"])
             own_knobs = tuple(knob for knob in knobs if knob.name in engine_values)

@@ -95,8 +95,7 @@ def _step(trial: Trial, measured: Measurement, objective: str) -> str:
     text = _("{seconds} s/step", seconds=f"{mark}{measured.step_time_s:.3g}")
     if measured.scaled_from is None:
         return text
-    nodes = (trial.shortened.nodes, trial.shortened.of_nodes) if trial.shortened else ()
-    return f"{text} ({scaled_text(measured.scaled_from, *nodes)})"
+    return f"{text} ({scaled_text(measured.scaled_from, trial.shortened)})"
 
 
 def status_line(event: Event, running: Sequence[Trial], seconds_left: float | None) -> str:

@@ -48,7 +48,7 @@ class Prediction:
     `low_s` and `high_s`: the bounds of the 80% interval of `step_time_s`.
     `time_s`: the seconds of each part of the step, by the part's name in job records (`compute_s`, `tp_comm_s`, ...).
     `components`: the figures of the worst stage by model component.
-    `figures`: the other metrics of a server, by the names in `flagcore.domain.serving`.
+    `figures`: the other metrics of a server, by the names in `flagcore.domain.metrics`.
 
     What follows from the task, in predictions that are shown or stored, instead of `model_flops`:
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from flagcore.domain.metrics import LATENCIES, flat_statistics, nest_statistics
 from flagcore.domain.prediction import MEMORY, Belief, Interval, ModelPart, Prediction, RankPrediction
-from flagcore.domain.serving import LATENCIES, flat_statistics, nest_statistics
 
 GIB = 2**30
 COSTS = ("cost_per_million_tokens", "planned_days", "planned_cost")

@@ -14,20 +14,18 @@ import numpy as np
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.knob import Effect, Knob
+from flagcore.domain.metrics import LATENCIES, RATES, STATISTICS
 from flagcore.domain.model import Model
 from flagcore.domain.secrets import secrets_in_data
-from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray, KnobValue
 from flagcore.domain.trial import Measurement
 from flagcore.domain.work import Work
+from flagcore.i18n import _
 
 TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
-ServePrecision = Literal[Precision, "int8", "int4", "mxfp4"]
-"""Formats of a server's weights: weights in the last three may be converted before they are multiplied."""
-
 KIND, SLOTS = "{type}", "{slots}"
 """Placeholders in the user's command on several node groups: the name of the host's group, and the host's number of
 devices."""
@@ -100,6 +98,8 @@ class TrainSpec(Work):
     """
 
     kind: ClassVar[str] = "train"
+    documents: ClassVar[str] = "flagcore.spec.schema"
+    records: ClassVar[str] = "flagcore.spec.jobs"
     default_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
     cheapest_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
 
@@ -119,6 +119,10 @@ class TrainSpec(Work):
     @property
     def step_tokens(self) -> int:
         return self.global_batch_size * self.seq_length
+
+    @property
+    def runs_as(self) -> str:
+        return _("as train.command runs it") if self.command else ""
 
     def with_samples(self, samples: int) -> TrainSpec:
         return replace(self, global_batch_size=samples)
@@ -140,10 +144,6 @@ class TrainSpec(Work):
     def distance(self, other: Any) -> float:
         scale: float = abs(math.log2(self.seq_length / other.seq_length))
         return float(self.precision != other.precision) + scale / 4
-
-
-KINDS: Mapping[str, type[Work]] = {each.kind: each for each in (TrainSpec, ServeSpec)}
-"""The records of all kinds of jobs, by the name of their sections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,15 +237,15 @@ class Spec:
 
     @property
     def train(self) -> TrainSpec:
-        """The training job. Raises TypeError for a serving job."""
+        """The training job. Raises TypeError for a job of another kind."""
         if not isinstance(self.work, TrainSpec):
             raise TypeError("this spec has no training job")
         return self.work
 
     @property
-    def serve(self) -> ServeSpec:
-        """The serving job. Raises TypeError for a training job."""
-        if not isinstance(self.work, ServeSpec):
+    def serve(self) -> Any:
+        """The job of the kind `serve`. Raises TypeError for a job of another kind."""
+        if self.work.kind != "serve":
             raise TypeError("this spec has no serving job")
         return self.work
 

@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 from flagcore.domain.chip import share_of_others
+from flagcore.domain.metrics import HighestLoad
 from flagcore.domain.prediction import Belief, Prediction, RankPrediction
 from flagcore.domain.records import belief_record, read_belief
-from flagcore.domain.serving import HighestLoad
 from flagcore.domain.space import Candidate
 
 ESTIMATE, PROBE, RUN = FIDELITIES = ("estimate", "probe", "run")

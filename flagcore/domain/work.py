@@ -13,7 +13,13 @@ from flagcore.domain.space import KnobValue
 class Work:
     """A job of any kind. The search asks the job, and not for its kind.
 
+    A distribution adds a kind with an entry point in `flagcore.kinds`: its subclass of `Work`, by the name `kind`.
+
     `kind`: the name of its section in the spec and in job records.
+    `documents`: the name of the module that reads specs of this kind: `document_for` returns the pydantic model for
+    some engines, PARTS and DEFAULTS describe a new spec. It is imported for a spec of this kind only.
+    `records`: the name of the module that reads job records: `Record` is the pydantic model, `read_record` reads one.
+    `paths`: the keys of a spec whose values are paths, inside the section of the kind.
     `several_engines`: whether its section may list several engines, which are tuned one after the other.
     `default_objective`: the objective of job records.
     `cheapest_objective`: the objective that minimizes the cost per token. All devices in use are paid, so the candidate
@@ -27,6 +33,9 @@ class Work:
     """
 
     kind: ClassVar[str]
+    documents: ClassVar[str]
+    records: ClassVar[str]
+    paths: ClassVar[tuple[tuple[str, ...], ...]] = ()
     several_engines: ClassVar[bool] = False
     default_objective: ClassVar[str]
     cheapest_objective: ClassVar[str]
@@ -48,6 +57,11 @@ class Work:
     @property
     def assumed(self) -> Mapping[str, KnobValue | float]:
         """The settings that a plan assumes for the candidates with which they are legal."""
+        return {}
+
+    @property
+    def engine_args(self) -> Mapping[str, Any]:
+        """Flags of the engine that are the same for all candidates, by name without dashes."""
         return {}
 
     @property
@@ -90,6 +104,11 @@ class Work:
         """The key of the section without which the job can be predicted, but not run. Empty if there is none."""
         return ""
 
+    @property
+    def runs_as(self) -> str:
+        """How a trial runs, in words. Empty if the engine knows."""
+        return ""
+
     def with_samples(self, samples: int) -> Work:
         """Return the job with another number of samples of a step."""
         return self
@@ -107,6 +126,14 @@ class Work:
 
         `section`: the key of the job that contains the setting.
         """
+        return self
+
+    def without_args(self, names: Collection[str]) -> Work:
+        """Return the job without some of `engine_args`."""
+        return self
+
+    def with_default_space(self) -> Work:
+        """Return the job with the search space that the engine has for a spec without one."""
         return self
 
     def with_warmup(self, requests: int) -> Work:

@@ -19,6 +19,7 @@ from flagcore.plugins.entry_points import (
     first_engine,
     importer,
     kind_of,
+    kinds,
     launcher,
     missing_extra,
     names,

@@ -13,7 +13,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from difflib import get_close_matches
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.metadata import Distribution, EntryPoint, distributions, requires, version
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -23,6 +23,7 @@ from stevedore.named import NamedExtensionManager
 
 from flagcore.contracts import CommandReader, Engine, Importer, Launcher, PageWriter, Strategy, Watcher
 from flagcore.contracts.capabilities import Commands, Programs
+from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
 from flagcore.domain.work import Work
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
@@ -218,8 +219,10 @@ BENCHMARKS = "flagcore.benchmarks"
 """Programs that measure devices: `kernels` for `flag calibrate`, `links` for the network between hosts."""
 KIT = "flagcore.kit"
 """Modules of the conformance kit, by the command of `flag plugins` that they are for."""
+JOBS = "flagcore.kinds"
+"""Kinds of jobs besides training: subclasses of `Work`."""
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
-KINDS |= {READERS: "reader", PAGES: "page writer"}
+KINDS |= {READERS: "reader", PAGES: "page writer", JOBS: "kind of job"}
 """The noun that messages use for the objects of each entry point group."""
 
 
@@ -267,6 +270,20 @@ def _with_program(engine: Engine, program: object) -> Engine:
     return engine
 
 
+class _Kinds(UserDict[str, Any]):
+    """A mapping from names to kinds of jobs. Each kind is loaded on first use."""
+
+    def __getitem__(self, name: str) -> Any:
+        if self.data[name] is None:
+            self.data[name] = _named(JOBS, type, name, "kind")
+        return self.data[name]
+
+
+def kinds() -> Mapping[str, type[Work]]:
+    """Return the installed kinds of jobs by name, training first. Looking one up raises NoDevice if it is broken."""
+    return _Kinds({TrainSpec.kind: TrainSpec, **dict.fromkeys(names(JOBS))})
+
+
 class _Engines(UserDict[str, Any]):
     """A mapping from names to engines for `program`. Each engine is loaded on first use."""
 
@@ -276,6 +293,11 @@ class _Engines(UserDict[str, Any]):
         if self.data[name] is None:
             self.data[name] = _with_program(find_engine(name), self.program)
         return self.data[name]
+
+    @cached_property
+    def kinds(self) -> Mapping[str, type[Work]]:
+        """The installed kinds of jobs."""
+        return kinds()
 
     def missing(self, name: str) -> str:
         """Return the command that installs the engine `name`, or an empty text if there is none."""
@@ -291,7 +313,7 @@ def command_readers() -> list[str]:
     return [name for name in names(ENGINES) if name not in unable]
 
 
-def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Engine]:
+def engines(spec: Mapping[str, Any] | None = None) -> _Engines:
     """Return the installed engines by name, those that are installed with flagcore first.
 
     `spec`: the data of the spec that the engines are for, which may be invalid.
@@ -386,7 +408,10 @@ def watcher(name: str) -> Callable[[RunEvent], object]:
 
 
 def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
-    """Return the object `name` in `group` if it implements `protocol`. Raises SpecError, NoDevice."""
+    """Return the object `name` in `group` if it implements `protocol`, or is a class if that is `type`.
+
+    Raises SpecError, NoDevice.
+    """
     points, kind = installed(group), KINDS[group]
     if name not in points:
         similar = get_close_matches(name, points, n=3)
@@ -395,7 +420,8 @@ def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
         fix = missing_extra(group, name) or fix
         raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
     try:
-        return cast(T, check_protocol(protocol, load_only(points[name])))
+        found = load_only(points[name])
+        return cast(T, found if protocol is type else check_protocol(protocol, found))
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -30,7 +30,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice, has_common_library
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import FloatArray
-from flagcore.domain.spec import KINDS, Task
+from flagcore.domain.spec import Task
 from flagcore.errors import NoDevice
 from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
 from flagcore.physics.roofline import CollectiveCostStack, KernelCostStack, PlainMemory, Roofline, with_slowdown
@@ -39,6 +39,7 @@ from flagcore.plugins.entry_points import (
     capture_warnings,
     installed,
     kind_of,
+    kinds,
     load_only,
     name_of,
     one_line,
@@ -358,7 +359,7 @@ class LoadedPlugins:
         slowdown = ranks_per_core / group.speed
         if slowdown != 1.0:
             used_kernels = with_slowdown(used_kernels, slowdown, launches=slowdown if synchronous else 1.0)
-        job = KINDS.get(kind_of(engine))
+        job = kinds().get(kind_of(engine))
         return Costs(
             memory=self.memory_model(group, engine) or PlainMemory.of(group),
             kernels=used_kernels,

@@ -6,9 +6,9 @@ from math import isclose
 from typing import Any
 
 from flagcore.domain.knob import Knobs
+from flagcore.domain.metrics import LATENCIES
 from flagcore.domain.prediction import Belief, Prediction
 from flagcore.domain.records import GIB
-from flagcore.domain.serving import LATENCIES
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SERVING, objective_value
 from flagcore.i18n import N_, _

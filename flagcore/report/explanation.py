@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flagcore.domain.knob import Knobs
+from flagcore.domain.metrics import STATISTICS, nest_statistics
 from flagcore.domain.plan import Counts
 from flagcore.domain.prediction import Labels, Prediction
 from flagcore.domain.records import GIB, read_prediction
-from flagcore.domain.serving import STATISTICS, nest_statistics
 from flagcore.domain.trial import RUN
 from flagcore.i18n import N_, _
 from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, table, table_columns

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from flagcore.domain.metrics import PER_DEVICE, PER_USER, HighestLoad, flat_statistics, nest_statistics
 from flagcore.domain.plan import Counts, Plan
-from flagcore.domain.records import prediction_record, read_prediction
-from flagcore.domain.serving import PER_DEVICE, PER_USER, HighestLoad, flat_statistics, nest_statistics
+from flagcore.domain.records import GIB, prediction_record, read_prediction
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SERVING, is_rate, objective_value, pareto
 from flagcore.domain.trial import SEARCH_FIELDS, Measurement, Role, Trial, TrialState
@@ -17,7 +17,6 @@ from flagcore.i18n import N_, Message, _, from_record
 from flagcore.report.text import notes
 
 SCHEMA_VERSION = 1
-GIB = 2**30
 SIZES = {f"{name}_gib": f"{name}_bytes" for name in ("peak_allocated", "peak_reserved", "device_used")}
 STEPS = {"scaled_from": "scaled_from", "modelled": "modelled_s", "low": "low_s", "high": "high_s"}
 """Fields of a measurement, with their names in JSON. The JSON contains only the fields that are known."""

@@ -1,17 +1,17 @@
 """The result of a run as plain text, and the tables in it that the page of a run has, too."""
 
+from flagcore.domain.metrics import PER_DEVICE, PER_USER, load_text
 from flagcore.domain.plan import failed_repeats
-from flagcore.domain.serving import PER_DEVICE, PER_USER
+from flagcore.domain.records import GIB
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.i18n import _, ngettext
 from flagcore.report.blocks import Cell, Table, Text, cell, percent, plain_table, plain_text, table
 from flagcore.report.result import front
 from flagcore.report.run import RunData, seconds, served
 from flagcore.report.summary import answer, details, ending
-from flagcore.report.text import funnel, gain_text, load_text, repeats_text
+from flagcore.report.text import funnel, gain_text, repeats_text
 
 LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s": "tpot_s.p50"}
-GIB = 2**30
 FRONT = {
     "output tok/s/dev": PER_DEVICE,
     "output tok/s/user": PER_USER,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from flagcore.domain.metrics import load_text
 from flagcore.domain.plan import DAY
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
@@ -21,7 +22,6 @@ from flagcore.report.text import (
     figures_text,
     gain_text,
     limits_text,
-    load_text,
     nearest_limit,
     scaled_text,
     state_name,
@@ -206,8 +206,7 @@ def _step(run: RunData, best: Trial) -> Cell:
     if low and high:
         text += " " + _("(80%: {low} to {high} s)", low=shown(low), high=shown(high))
     if step and step.scaled_from is not None:
-        nodes = (best.shortened.nodes, best.shortened.of_nodes) if best.shortened else ()
-        text += ", " + scaled_text(step.scaled_from, *nodes)
+        text += ", " + scaled_text(step.scaled_from, best.shortened)
     elif step and step.modelled_s is not None:
         modelled = N_("of which ~{seconds} s are predicted communication and waiting")
         text += ", " + _(modelled, seconds=shown(step.modelled_s))

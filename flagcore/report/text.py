@@ -1,8 +1,6 @@
 """Formats candidates, states of trials, counts of combinations and serving metrics as text."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import chain, groupby
 from statistics import fmean, median
 from typing import Any, TypeAlias
@@ -10,13 +8,13 @@ from typing import Any, TypeAlias
 from flagcore.domain import prediction
 from flagcore.domain.chip import disturbances
 from flagcore.domain.knob import Knob, Knobs
+from flagcore.domain.metrics import HIGHEST_LOAD, MIN_REQUESTS, RATES, HighestLoad, nest_statistics
 from flagcore.domain.plan import Counts, Plan, SearchTime, Speedup
 from flagcore.domain.prediction import MEMORY_ERROR, Prediction
 from flagcore.domain.records import GIB, read_prediction
-from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, HighestLoad, ServeSpec, nest_statistics
 from flagcore.domain.space import DOES_NOT_FIT, Candidate
 from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
-from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, is_disturbed
+from flagcore.domain.trial import PROBE, RUN, Measurement, Shortened, Trial, TrialState, is_disturbed
 from flagcore.i18n import N_, _, columns, left, ngettext
 from flagcore.report.formats import NAMES, shown, size_text
 
@@ -101,11 +99,11 @@ def settings_text(settings: Mapping[str, object]) -> str:
     return ", ".join(name if value is True else f"{name}={value}" for name, value in settings.items())
 
 
-def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
-    """Return a text with the measured time from which a whole step was scaled, and with the `nodes` that were used."""
-    if nodes:
+def scaled_text(seconds: float, shortened: Shortened | None) -> str:
+    """Return a text with the measured time from which a whole step was scaled, and with the nodes that were used."""
+    if shortened and shortened.nodes:
         text = N_("scaled from {seconds} s on {nodes} of {of_nodes} nodes")
-        return _(text, seconds=shown(seconds), nodes=nodes, of_nodes=of_nodes)
+        return _(text, seconds=shown(seconds), nodes=shortened.nodes, of_nodes=shortened.of_nodes)
     return _("scaled from {seconds} s of a shortened step", seconds=shown(seconds))
 
 
@@ -369,37 +367,6 @@ def _slow_trials(plan: Plan) -> list[str]:
     if slow := list(disturbances(means)):
         slow_notes.append(f"during trials, {'; '.join(slow)}: results may differ on an idle machine")
     return slow_notes
-
-
-def load_text(point: Mapping[str, Any]) -> str:
-    """Format the load of a load point."""
-    if "concurrency" in point:
-        return _("{count} clients", count=f"{point['concurrency']:g}")
-    if "request_rate" not in point:
-        return ""
-    rate = point["request_rate"]
-    return _("all requests at once") if math.isinf(float(rate)) else _("{rate} requests/s", rate=rate)
-
-
-def serving_load_text(serve: ServeSpec) -> str:
-    """Return a text with the requests of a serving job, and with the clients or rates of its load points."""
-    loads = serve.loads
-    points = [load_text({name: value for name, value in asdict(load).items() if value is not None}) for load in loads]
-    if serve.highest is not None:
-        points = [_("the highest {figure} within the SLO", figure=serve.highest)]
-    first = loads[0]
-    if first.turns > 1:
-        points.append(_("conversations of up to {turns} turns", turns=first.turns))
-    if first.images is not None:
-        low, high = first.images.counts
-        numbers = f"{low}" if low == high else f"{low}-{high}"
-        sizes = ", ".join(f"{width}x{height}" for width, height, _share in first.images.buckets)
-        points.append(_("images per request: {numbers} ({sizes} pixels)", numbers=numbers, sizes=sizes))
-    if first.trace is not None:
-        return ", ".join(filter(None, [first.trace, *points]))
-    lengths = {"prompt": f"{first.prefix_len + first.input_len:,}", "answer": f"{first.output_len:,}"}
-    sizes = _("prompts of {prompt} and answers of {answer} tokens", **lengths)
-    return ", ".join([*dict.fromkeys(points), sizes])
 
 
 def at_load(text: str, load: str) -> str:

@@ -11,10 +11,11 @@ from pydantic import BaseModel, TypeAdapter
 
 from flagcore.contracts.capabilities import Programs
 from flagcore.domain.knob import Knob
-from flagcore.domain.spec import COST, KINDS, Spec
+from flagcore.domain.spec import COST, Spec, TrainSpec
+from flagcore.domain.work import Work
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.knobs import Engines, knobs_of, knobs_of_engine
+from flagcore.spec.knobs import Engines, kinds_of, knobs_of, knobs_of_engine, missing_engine
 from flagcore.spec.plain_data import plain, spec_error
 from flagcore.spec.schema import CommonSection
 from flagcore.spec.validate import Context, Section, located, validated
@@ -30,50 +31,48 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     `plugin_knobs`: knobs of plugins. Their values are validated later, when the chip is known.
     """
     document, problems = _document(data, file, base, engines, plugin_knobs)
-    if len(names := engines_of(data)) > 1:
+    if len(names := engines_of(data, kinds_of(engines))) > 1:
         problem = _("lists several engines; this command accepts one")
         fix = _("name one of them; `flag tune` accepts several")
         problems.append(spec_error("serve.engine", problem, value=list(names), fix=fix, file=file))
     if document is None or problems:
         raise join_errors(problems)
     try:
-        return _spec_of(document)
+        return _spec_of(document, kinds_of(engines))
     except SpecError as error:
         problem_of_sections = error
     raise located(problem_of_sections, (), file)
 
 
-DOCUMENTS = {"train": "flagcore.spec.schema", "serve": "flagcore.spec.serving"}
-"""The modules that read each kind of job. They are imported only for such a job, and have a function `document_for`."""
+def engines_of(data: object, kinds: Mapping[str, type[Work]]) -> tuple[str, ...]:
+    """Return the names of the engines in the section of a spec's data that is one of `kinds`, without duplicates.
 
-
-def engines_of(data: object, kind: str = "serve") -> tuple[str, ...]:
-    """Return the names of the engines in the section `kind` of a spec's data, without duplicates.
-
-    Only the section `serve` can list several. Returns an empty tuple if there is no such section.
+    Only some kinds can list several. Returns an empty tuple if there is no such section.
     """
+    kind = next((each for each in kinds if isinstance(data, Mapping) and each in data), "")
     section = data.get(kind) if isinstance(data, Mapping) else None
     engine = section.get("engine") if isinstance(section, Mapping) else None
-    names = engine if isinstance(engine, list) and KINDS[kind].several_engines else [engine]
+    names = engine if isinstance(engine, list) and kinds[kind].several_engines else [engine]
     return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
-def select_engine(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
+def select_engine(data: Mapping[str, Any], engine: str, kinds: Mapping[str, type[Work]]) -> dict[str, Any]:
     """Return a spec's data reduced to one of its engines.
 
     Raises SpecError if there are knobs of an engine that the spec does not name.
     """
-    tuner, engines = dict(data.get("auto_tuner") or {}), engines_of(data)
+    tuner, engines = dict(data.get("auto_tuner") or {}), engines_of(data, kinds)
+    kind = next(each for each in kinds if each in data)
     for key in ("space", "baseline"):
         knobs = tuner.get(key)
         if not isinstance(knobs, Mapping):
             continue
         if other := next((name for name in knobs if isinstance(knobs[name], Mapping) and name not in engines), None):
-            problem = "has knobs of an engine that serve.engine does not name"
-            fix = f"remove it, or add the engine to serve.engine ({', '.join(engines)})"
+            problem = f"has knobs of an engine that {kind}.engine does not name"
+            fix = f"remove it, or add the engine to {kind}.engine ({', '.join(engines)})"
             raise spec_error(("auto_tuner", key, other), problem, fix=fix)
         tuner[key] = knobs_of_engine(knobs, engine)
-    selected = {**data, "serve": {**data["serve"], "engine": engine}}
+    selected = {**data, kind: {**data[kind], "engine": engine}}
     return {**selected, "auto_tuner": tuner} if tuner else selected
 
 
@@ -83,7 +82,7 @@ def check_engines(data: Mapping[str, Any], *, file: str, base: Path, engines: En
     If one of the engines is unknown, nothing is raised. The caller then checks the spec for each engine separately.
     """
     _document_or_none, problems = _document(data, file, base, engines, ())
-    if problems and all(problem.key != "serve.engine" for problem in problems):
+    if problems and all(not problem.key.endswith(".engine") for problem in problems):
         raise join_errors(problems)
 
 
@@ -97,17 +96,29 @@ def _document(
         raise spec_error((), _("must be a mapping with the keys model, cluster and train"), value=data, file=file)
     if "serve" in data and "train" in data:
         raise spec_error("serve", _("cannot be combined with train"), fix=_("remove one of the two"), file=file)
-    kind = next((each for each in KINDS if each in data), next(iter(KINDS)))
+    kinds = kinds_of(engines)
+    kind = next((each for each in kinds if each in data), "") or _missing_kind(data, engines, file)
     knobs, problems = dict[str, tuple[Knob, ...]](), list[SpecError]()
-    for name in engines_of(data, kind):
+    for name in engines_of(data, kinds):
         try:
             knobs[name] = (*knobs_of(name, engines, f"{kind}.engine", file, kind), *plugin_knobs)
         except SpecError as error:
             problems += [located(each, (), file) for each in error.problems]
-    document_type = import_module(DOCUMENTS[kind]).document_for(() if problems else tuple(knobs.items()))
+    document_type = import_module(kinds[kind].documents).document_for(() if problems else tuple(knobs.items()))
     _add_sections(document_type, data)
     document, found = validated(document_type, data, Context(file=file, base=base, data=data))
     return document, problems + found
+
+
+def _missing_kind(data: Mapping[str, Any], engines: Engines, file: str) -> str:
+    """Return the kind of a spec without the section of an installed one. Raises SpecError if it has a section for an
+    engine that flagcore could install, because the kind may come with it."""
+    for key, section in data.items():
+        engine = section.get("engine") if isinstance(section, dict) else None
+        for name in engine if isinstance(engine, list) else [engine]:
+            if isinstance(name, str) and name not in engines and missing_engine(name, engines):
+                knobs_of(name, engines, f"{key}.engine", file, key)
+    return TrainSpec.kind
 
 
 def _add_sections(kind: type[BaseModel], data: dict[str, Any]) -> None:
@@ -122,10 +133,10 @@ def _add_sections(kind: type[BaseModel], data: dict[str, Any]) -> None:
             _add_sections(section, data[name])
 
 
-def _spec_of(document: CommonSection) -> Spec:
+def _spec_of(document: CommonSection, kinds: Mapping[str, type[Work]]) -> Spec:
     """Return the spec for a valid document. Raises SpecError if its sections contradict each other."""
     fields = dict[str, Any](document)
-    tuner, kind = dict(fields["auto_tuner"]), next(each for each in KINDS if each in fields)
+    tuner, kind = dict(fields["auto_tuner"]), next(each for each in kinds if each in fields)
     tuner.pop("cards", None)
     if tuner["objective"] == COST:
         cluster = fields["cluster"]
@@ -133,7 +144,7 @@ def _spec_of(document: CommonSection) -> Spec:
             key = "cluster.groups[].price_per_device_hour" if cluster.groups else "cluster.price_per_device_hour"
             fix = _("set {key}, or choose another objective", key=key)
             raise spec_error("auto_tuner.objective", _("needs the price of all devices"), value=COST, fix=fix)
-        tuner["objective"] = KINDS[kind].cheapest_objective
+        tuner["objective"] = kinds[kind].cheapest_objective
     spec = Spec(**{name: fields[name] for name in ("model", "cluster", "envs")}, work=fields[kind], **tuner)
     nodes, whole = spec.control.trial_nodes, spec.cluster.nodes
     if nodes and (problem := _trial_nodes_problem(spec, nodes)):
@@ -166,9 +177,9 @@ def json_schema(engines: Engines) -> dict[str, Any]:
     """Return the JSON Schema that specs for any of `engines` must satisfy, except those whose knobs a spec names."""
     fixed = [(name, each) for name, each in engines.items() if not isinstance(each, Programs)]
     documents = list[Any]()
-    for kind, module in DOCUMENTS.items():
+    for kind, job in kinds_of(engines).items():
         rows = tuple((name, each.knobs) for name, each in fixed if each.kind == kind)
-        several = [rows] if KINDS[kind].several_engines and len(rows) > 1 else []
-        documents += [import_module(module).document_for(each) for each in (*((row,) for row in rows), *several)]
+        several = [rows] if job.several_engines and len(rows) > 1 else []
+        documents += [import_module(job.documents).document_for(each) for each in (*((row,) for row in rows), *several)]
     schema = TypeAdapter(reduce(or_, documents or [CommonSection])).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "flagcore spec"}

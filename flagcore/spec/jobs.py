@@ -5,27 +5,30 @@ Unknown keys are allowed, because they describe the source of a record.
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from importlib import import_module
+from typing import Annotated, Any, BinaryIO, ClassVar
 
 from pydantic import ConfigDict, Field, create_model
 
 from flagcore.domain.knob import Knob
-from flagcore.domain.serving import Load, ServeSpec
-from flagcore.domain.spec import AUTO, JobRecord, Precision, ServePrecision, TrainSpec
+from flagcore.domain.spec import AUTO, JobRecord, Precision, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.spec.clusters import check_devices
-from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_of, settings_of, settings_section
+from flagcore.spec.knobs import (
+    Engines,
+    candidate_of,
+    candidate_section,
+    kinds_of,
+    knobs_of,
+    settings_of,
+    settings_section,
+)
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import load_json, plain, spec_error
 from flagcore.spec.schema import TrainJob
-from flagcore.spec.serving import Clients, Distribution, KnobInput, NoTokens, PerSecond, Requests, Scalar, Tokens
-from flagcore.spec.validate import Context, Devices, Fraction, Rate, Section, Text, Word, checked, rule
-
-CHAT_DATASETS = ("ShareGPT",)
-"""Values of `dataset` with log-normal lengths. The lengths in the record are the means."""
+from flagcore.spec.validate import Context, Devices, Rate, Section, Text, checked, rule
 
 
 class _Cluster(Section):
@@ -71,46 +74,10 @@ class _Train(TrainJob):
     source: Any = None
 
 
-class _Serve(Section):
-    engine: Word
-    engine_version: Text | Literal[""] | None = None
-    precision: ServePrecision
-    input_len: Tokens
-    output_len: Tokens
-    prefix_len: NoTokens = 0
-    range_ratio: Fraction = 1.0
-    distribution: Distribution = "uniform"
-    concurrency: Clients | None = None
-    request_rate: PerSecond | None = None
-    num_prompts: Requests | None = None
-    engine_args: dict[str, Scalar | list[Scalar]] = Field(default={})
-    weights: Text | None = None
-    notes: Any = None
-    source: Any = None
+class AnyRecord(Section):
+    """The keys of records of all kinds. `has_default_engine`: whether a record may name no engine."""
 
-
-def _serve_of(serve: _Serve, _context: Context) -> ServeSpec:
-    """Return the serving job that a record describes. Raises SpecError."""
-    rate = serve.request_rate
-    if (serve.concurrency is None) == (rate is None):
-        fix = "remove one of the two"
-        raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
-    if serve.weights is not None and not Path(serve.weights).is_file():
-        fix = "give a GGUF file, or leave it out"
-        raise spec_error("weights", "is not a file", value=serve.weights, fix=fix)
-    same = {"input_len", "output_len", "prefix_len", "range_ratio", "distribution", "concurrency", "num_prompts"}
-    load = Load(**serve.model_dump(include=same), request_rate=None if rate is None else float(rate))
-    return ServeSpec(
-        engine=serve.engine,
-        loads=(load,),
-        precision=serve.precision,
-        engine_args=dict(serve.engine_args),
-        weights=serve.weights,
-        engine_version=serve.engine_version or None,
-    )
-
-
-class _AnyRecord(Section):
+    has_default_engine: ClassVar[bool] = False
     model_config = ConfigDict(extra="ignore")
 
     id: str
@@ -119,26 +86,23 @@ class _AnyRecord(Section):
     cluster: Annotated[_Cluster, rule(_with_devices)]
 
 
-class _ServeRecord(_AnyRecord):
-    serve: Annotated[_Serve, rule(_serve_of)]
-    dataset: Any = None
-    candidate: dict[str, KnobInput]
+class Record(AnyRecord):
+    """A training record."""
 
-
-class _Record(_AnyRecord):
+    has_default_engine = True
     train: _Train
     candidate: Any
     rank: Annotated[int, Field(ge=0, le=999_999)] | None = None
 
 
 @lru_cache(maxsize=64)
-def _record_of(knobs: tuple[Knob, ...]) -> type[_Record]:
+def _record_of(knobs: tuple[Knob, ...]) -> type[Record]:
     """Return the pydantic model of a training record for an engine with these knobs. Settings are accepted in `train`,
     in `train.settings` and in `candidate`."""
     settings = settings_section(knobs)
     fields: dict[str, Any] = {name: (field.annotation, field) for name, field in settings.model_fields.items()}
     train = create_model("_Train", __base__=_Train, **fields, settings=(settings, settings()))
-    return create_model("_Record", __base__=_Record, train=(train, ...), candidate=(candidate_section(knobs), ...))
+    return create_model("_Record", __base__=Record, train=(train, ...), candidate=(candidate_section(knobs), ...))
 
 
 def read_job(line: Mapping[str, object], engines: Engines) -> JobRecord:
@@ -146,33 +110,36 @@ def read_job(line: Mapping[str, object], engines: Engines) -> JobRecord:
     if not isinstance(line, Mapping):
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object per line")
     kind: Any = line.get("kind")
-    if kind not in READERS:
-        problem = "is missing" if kind is None else "must be train or serve"
-        raise spec_error("kind", problem, value=kind, fix="write train or serve")
-    record_type, read, has_default = READERS[kind]
+    kinds = kinds_of(engines)
+    if kind not in kinds:
+        names = " or ".join(kinds)
+        problem = "is missing" if kind is None else f"must be {names}"
+        raise spec_error("kind", problem, value=kind, fix=f"write {names}")
+    reader = import_module(kinds[kind].records)
+    record_type: type[AnyRecord] = reader.Record
     data = plain({key: line[key] for key in record_type.model_fields if key in line})
     section = data.get(kind) if isinstance(data.get(kind), dict) else {}
-    if has_default and section is data.get(kind):
+    if record_type.has_default_engine and section is data.get(kind):
         default = next((name for name, engine in engines.items() if engine.kind == kind), "")
         section = data[kind] = {"engine": default, **section}
     engine = section.get("engine")
     knobs = knobs_of(engine, engines, f"{kind}.engine", kind=kind) if isinstance(engine, str) else ()
-    record, fields = read(line, data, section, knobs)
+    record, fields = reader.read_record(line, data, section, knobs)
     cluster = {"chip", "devices", "devices_per_node", "nic_bytes_per_second", "cpus_per_node"}
     facts = record.cluster.model_dump(include=cluster)
-    return JobRecord(id=record.id, model=record.model, **facts, **fields)  # type: ignore[arg-type]
+    return JobRecord(id=record.id, model=record.model, **facts, **fields)
 
 
-ReadRecord = tuple[_AnyRecord, dict[str, Any]]
+ReadRecord = tuple[AnyRecord, dict[str, Any]]
 """A validated record, and the fields of its `JobRecord` that depend on the kind of job."""
 
 
-def _train_job(
+def read_record(
     line: Mapping[str, object], data: dict[str, Any], _section: Mapping[str, Any], knobs: tuple[Knob, ...]
 ) -> ReadRecord:
     """Return the validated training record of a line, and the fields of its `JobRecord`. Raises SpecError."""
     sections = {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")}
-    _reject_misplaced_keys(line, _Record, sections)
+    reject_misplaced_keys(line, Record, sections)
     record = checked(_record_of(knobs), data)
     devices = record.cluster.devices or 0
     if record.rank is not None and record.rank >= devices:
@@ -189,30 +156,7 @@ def _train_job(
     }
 
 
-def _serve_job(
-    line: Mapping[str, object], data: dict[str, Any], section: Mapping[str, Any], knobs: tuple[Knob, ...]
-) -> ReadRecord:
-    """Return the validated serving record of a line, and the fields of its `JobRecord`. Raises SpecError."""
-    sections = dict.fromkeys((name for knob in knobs for name in knob.names), "candidate")
-    absent = _Serve.model_fields.keys() - {"notes", "source"} - set(section)
-    _reject_misplaced_keys(line, _ServeRecord, sections | dict.fromkeys(absent, "serve"))
-    if section.get("precision") == "fp4":  # sources mean nvfp4, which is the only supported 4-bit format
-        data["serve"] = {**section, "precision": "nvfp4"}
-    if section and data.get("dataset") in CHAT_DATASETS:
-        data["serve"] = {**data["serve"], "distribution": "lognormal"}
-    record = checked(_ServeRecord, data)
-    candidate = {key: str(value) if isinstance(value, float) else value for key, value in record.candidate.items()}
-    return record, {"work": record.serve, "candidate": candidate}
-
-
-READERS: Mapping[str, tuple[type[_AnyRecord], Callable[..., ReadRecord], bool]] = {
-    "train": (_Record, _train_job, True),
-    "serve": (_ServeRecord, _serve_job, False),
-}
-"""For each kind of job: the record, the function that reads it, and whether the engine has a default."""
-
-
-def _reject_misplaced_keys(line: Mapping[str, object], record: type[_AnyRecord], sections: Mapping[str, str]) -> None:
+def reject_misplaced_keys(line: Mapping[str, object], record: type[AnyRecord], sections: Mapping[str, str]) -> None:
     """Raise SpecError for a misspelled or misplaced key of a record. Other unknown keys are allowed. `sections`: for
     each key that may be misplaced, the section to which it belongs."""
     known_keys = list(record.model_fields)

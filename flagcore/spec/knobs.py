@@ -1,9 +1,8 @@
 """The sections of specs and job records that depend on an engine's knobs: space, baseline, settings and candidate."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -13,8 +12,9 @@ from pydantic import BeforeValidator, Field, ValidationError, create_model
 from flagcore.contracts import Engine
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import AUTO, SettingValue
-from flagcore.errors import SpecError, join_errors
+from flagcore.domain.spec import AUTO, SettingValue, TrainSpec
+from flagcore.domain.work import Work
+from flagcore.errors import SpecError
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.validate import DID_YOU_MEAN, Section
@@ -34,8 +34,21 @@ OTHER_KIND = {
 class Installable(Protocol):
     """An optional interface of `Engines`."""
 
+    kinds: Mapping[str, type[Work]]
+    """The installed kinds of jobs by name. A kind is loaded only when it is looked up."""
+
     def missing(self, name: str) -> str:
         """Return the command that installs the engine `name`, or an empty text if there is none."""
+
+
+def kinds_of(engines: Engines) -> Mapping[str, type[Work]]:
+    """Return the kinds of jobs that are installed with `engines`. Training always is."""
+    return engines.kinds if isinstance(engines, Installable) else {TrainSpec.kind: TrainSpec}
+
+
+def missing_engine(name: str, engines: Engines) -> str:
+    """Return the command that installs the engine `name`, or an empty text if there is none."""
+    return engines.missing(name) if isinstance(engines, Installable) else ""
 
 
 def knobs_of(name: str, engines: Engines, key: KeyPath | str, file: str = "", kind: str = "train") -> tuple[Knob, ...]:
@@ -48,7 +61,7 @@ def knobs_of(name: str, engines: Engines, key: KeyPath | str, file: str = "", ki
         similar = get_close_matches(name.lower(), engines, n=3)
         fix = _("installed: {names}", names=", ".join(engines) or _("none"))
         fix = _(DID_YOU_MEAN, name=", ".join(similar)) if similar else fix
-        fix = (engines.missing(name) if isinstance(engines, Installable) else "") or fix
+        fix = missing_engine(name, engines) or fix
         raise spec_error(key, _("is not an installed engine"), value=name, fix=fix, file=file)
     if engines[name].kind != kind:
         problem, fix = map(_, OTHER_KIND[kind])
@@ -60,7 +73,7 @@ def space_section(knobs: Sequence[Knob], suffix: str) -> type[Section]:
     """Return the pydantic model of the section `space` for these knobs."""
     doc = "The search space: for each knob a value, a list of values, or auto (every legal value)."
     rows = [
-        (knob, _listed(_nullable_type(knob)), AUTO) if knob.searchable else (knob, _compared_type(knob), None)
+        (knob, listed_type(_nullable_type(knob)), AUTO) if knob.searchable else (knob, _compared_type(knob), None)
         for knob in knobs
         if knob.searchable or knob.comparable
     ]
@@ -84,7 +97,7 @@ def candidate_section(knobs: Sequence[Knob]) -> type[Section]:
 def settings_section(knobs: tuple[Knob, ...], suffix: str = "") -> type[Section]:
     """Return the pydantic model of the section `settings` for these knobs."""
     settings = [knob for knob in knobs if "setting" in knob.scope]
-    fields = {knob.name: (_value_type(knob) | None, Field(None, description=knob.help)) for knob in settings}
+    fields = {knob.name: (value_type(knob) | None, Field(None, description=knob.help)) for knob in settings}
     doc = "Settings of the engine for all candidates. Missing or null: the engine's default."
     return create_model(f"Settings{suffix}", __base__=Section, __doc__=doc, **fields)  # type: ignore[call-overload,no-any-return]
 
@@ -161,51 +174,6 @@ def _number(text: str) -> int | float | None:
     return None
 
 
-def serving_types(knobs: Iterable[Knob], *, listed: bool) -> list[tuple[Knob, Any]]:
-    """Return a knob and the type of its values for each name and alias of the knobs of serving engines.
-
-    If knobs of several engines have the same name, the type is the union of their types.
-
-    `listed`: whether the type also accepts lists of values and `auto`, as in a space.
-    """
-    types_by_name: dict[str, tuple[Knob, Any]] = {}
-    for knob in knobs:
-        kind = _listed(_value_type(knob) | None) if listed else _value_type(knob) | None
-        for name in knob.names:
-            earlier = types_by_name.get(name)
-            types_by_name[name] = (replace(knob, name=name), kind if earlier is None else earlier[1] | kind)
-    return list(types_by_name.values())
-
-
-def serving_values(
-    given: Mapping[str, Any], knobs: Sequence[Knob]
-) -> dict[str, KnobValue | str | tuple[KnobValue, ...]]:
-    """Check the knob values `given` in a section, and return them. Lists become tuples without duplicates.
-
-    Raises SpecError with all invalid values, and all knobs that are given under two names.
-    """
-    by_name = {name: knob for knob in knobs for name in knob.names}
-    values: dict[str, Any] = {}
-    given_names: dict[str, str] = {}
-    problems: list[SpecError] = []
-    for name, value in given.items():
-        knob = by_name[name]
-        if (other := given_names.setdefault(knob.name, name)) != name:
-            problem = f"is the same knob as {other}"
-            problems.append(spec_error((name,), problem, fix=_("remove one of the two")))
-        for place, each in enumerate(value if isinstance(value, list) else [value]):
-            path = (name, place) if isinstance(value, list) else (name,)
-            try:
-                if each != AUTO and not knob.effects:
-                    knob.parse(each, "")
-            except SpecError as error:
-                problems.append(spec_error(path, error.problem, value=error.value, fix=error.fix))
-        values[name] = tuple(dict.fromkeys(value)) if isinstance(value, list) else value
-    if problems:
-        raise join_errors(problems)
-    return values
-
-
 def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """Return the values in a space or baseline for one engine. Its own section overrides the values for all engines."""
     common = {key: value for key, value in space.items() if not isinstance(value, Mapping) and key != engine}
@@ -229,7 +197,8 @@ def no_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
 
 
-def _listed(kind: Any) -> Any:
+def listed_type(kind: Any) -> Any:
+    """Return the type of a value in a space: one of `kind`, a list of them, or `auto`."""
     return Literal["auto"] | kind | Annotated[list[kind], Field(min_length=1)]
 
 
@@ -237,7 +206,7 @@ def _compared_type(knob: Knob) -> Any:
     """Return the type of a setting in a space: a value, a list of values, or `auto`. A value of kind words is one
     string, because a list means several values."""
     if knob.kind != "words":
-        return _listed(_value_type(knob) | None)
+        return listed_type(value_type(knob) | None)
     word: Any = Literal[knob.words or ("",)]
     text: Any = _words_text(knob)
     listed: Any = list[text | list[word] | None]
@@ -250,7 +219,7 @@ def _words_text(knob: Knob) -> Any:
     return Annotated[str, Field(pattern=f"^[ ,]*({word})([ ,]+({word}))*[ ,]*$", examples=[",".join(knob.words[:2])])]
 
 
-def _value_type(knob: Knob) -> Any:
+def value_type(knob: Knob) -> Any:
     """Return the type of a knob's values, including alternative spellings. For a knob with effects, valid values depend
     on the chip, so the type includes any boolean, integer, string or null."""
     if knob.effects:
@@ -281,7 +250,7 @@ _SHARE = r"^(0?\.[0-9]{1,9}|1(\.0{1,9})?)$"
 
 def _nullable_type(knob: Knob) -> Any:
     """Return the type of a knob's value in a training spec. Null is valid for a setting, and as a neutral value."""
-    return _value_type(knob) if knob.searchable and knob.neutral is not None else _value_type(knob) | None
+    return value_type(knob) if knob.searchable and knob.neutral is not None else value_type(knob) | None
 
 
 def _word_list(word: Any, knob: Knob) -> Any:

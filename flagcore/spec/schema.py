@@ -1,9 +1,9 @@
 """The pydantic models of a spec file for training: one class per section, with a docstring for each key.
 
-Validation replaces each section with a record of `flagcore.domain`. The sections for serving are in `serving`.
+Validation replaces each section with a record of `flagcore.domain`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -224,3 +224,9 @@ def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:
         fields[name] = (kind, Field(default, description=text, json_schema_extra=extra))
     result: type[M] = create_model(section.__name__ + suffix, __base__=section, __doc__=section.__doc__, **fields)
     return result
+
+
+DEFAULTS: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
+"""The values that a new spec needs, with their defaults."""
+PARTS: Mapping[str, type[Section]] = {"train": TrainSection}
+"""The sections of a new spec. The last one has the values in DEFAULTS."""

@@ -14,6 +14,7 @@ import numpy as np
 from flagcore.contracts import Platform, Problem, SearchContext
 from flagcore.contracts.capabilities import Shortening, optional
 from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import FAILED_STATES, MIN_STEPS, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
@@ -83,14 +84,11 @@ def repeats_seconds(control: Control, search_state: SearchState, *, at_most: boo
     minimum = min_repeats(control, search_state)
     racing = search_state.contenders(control) if at_most and control.repeats else ()
     extra = {trial.candidate: EXTRA_ROUNDS for trial in racing[:2]}
-    remaining = (
-        (
-            trial,
-            minimum[trial.candidate] + extra.get(trial.candidate, 0) - len(search_state.repeats_of(trial.candidate)),
-        )
-        for trial in search_state.repeated
-    )
-    return sum((max(0, runs) * _repeat_seconds(control, trial) for trial, runs in remaining), 0.0)
+
+    def runs_left(candidate: Candidate) -> int:
+        return max(0, minimum[candidate] + extra.get(candidate, 0) - len(search_state.repeats_of(candidate)))
+
+    return sum((runs_left(each.candidate) * _repeat_seconds(control, each) for each in search_state.repeated), 0.0)
 
 
 def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:

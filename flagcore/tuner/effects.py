@@ -15,8 +15,8 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from flagcore.domain.knob import WHOLE_STEP, Effect, Factor, Knob
+from flagcore.domain.metrics import LATENCIES, RATES
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.serving import LATENCIES, RATES
 from flagcore.domain.space import (
     Axis,
     BoolArray,

@@ -11,7 +11,7 @@ import pytest
 
 from flagcore.domain.chip import Chip, similar_chips, slow_devices, unknown_chip_hint
 from flagcore.domain.knob import Effect, Flag, Knob
-from flagcore.domain.serving import nest_statistics
+from flagcore.domain.metrics import nest_statistics
 from flagcore.domain.spec import figure_name, is_rate, objective_value, pareto, seconds
 from flagcore.domain.trial import Measurement, steps_in_time, warmup_of_fewer, warmup_steps
 from flagcore.errors import SpecError

@@ -9,7 +9,6 @@ import pytest
 
 from flagcore import plugins
 from flagcore.contracts import Engine
-from flagcore.domain.serving import ServeSpec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins import ENGINES, STRATEGIES, find_engine, strategy
 from flagcore.tuner.stages.complete import engine_version
@@ -85,7 +84,7 @@ def test_an_engine_does_the_work_of_a_spec_or_is_refused_with_its_key(install: I
     install("flagcore-toy", {"toy": "flagcore_testing.toy:ENGINE"}, group=ENGINES)
     train = tasks.task().spec.work
     assert plugins.engine_of(train).name == "toy"
-    serve = ServeSpec(engine="unknown", loads=())
+    serve = tasks.Service(engine="unknown")
     for key, work in (("serve.engine", serve), ("train.engine", replace(train, engine="unknown"))):
         with refuses(key, "unknown"):
             plugins.engine_of(work)

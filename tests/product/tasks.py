@@ -11,7 +11,8 @@ from flagcore.plugins import engines
 from tests import tasks
 from tests.tasks import *  # noqa: F403
 
-ENGINES: Any = {name: engines()[name] for name in ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")}
+ENGINES: Any = engines()
+ENGINES.data = {name: ENGINES[name] for name in ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")}
 """The engines of this repository."""
 PLAIN_SPACE = {
     "context_parallel_size": 1,

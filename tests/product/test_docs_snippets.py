@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from flagcore.api.inputs import read_spec
 from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
-from flagcore.plugins import engines
+from flagcore.plugins import engines, kinds
 from flagcore.spec.convert import engines_of, parse_spec, select_engine
 from tests.product.block_checks import SHOWN
 from tests.product.doc_pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
@@ -109,7 +109,7 @@ def test_yaml_blocks_are_specs_or_parts_of_one(block: Block, example_folder: Pat
     complete_spec = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
     if "engine" in part.get("train", {}):
         complete_spec.pop("auto_tuner")
-    for data in [select_engine(part, engine) for engine in engines_of(part)] or [part]:
+    for data in [select_engine(part, engine, kinds()) for engine in engines_of(part, kinds())] or [part]:
         parse_spec({**complete_spec, **data}, file=block.page, base=example_folder, engines=engines(data))
 
 

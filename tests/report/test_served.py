@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flagcore.domain.metrics import HighestLoad
 from flagcore.domain.plan import Counts, Plan, failed_repeats
-from flagcore.domain.serving import HighestLoad
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.report.result import read_trial, result
 from flagcore.report.run import RunData

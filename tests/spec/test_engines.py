@@ -67,7 +67,6 @@ def test_an_engine_that_is_unknown_or_serves_is_an_error(engine: str, fix: str) 
 def test_the_schema_describes_the_knobs_of_all_engines() -> None:
     schema = json_schema(ENGINES)["$defs"]
     assert schema["Space_acme"]["properties"]["shards"]["description"] == "Number of shards."
-    assert schema["ServeSpace_acme-serve"]["properties"]["slots"]["description"] == "Sequences at once."
 
 
 def test_the_default_engine_of_a_record_is_the_first_training_engine() -> None:

@@ -16,7 +16,6 @@ from flagcore.domain.chip import Device, Support
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.errors import NoDevice
 from flagcore.physics.roofline import PlainMemory
@@ -95,7 +94,7 @@ def test_trials_on_cpu_have_separate_cores() -> None:
 
 def serving(cards: int | None) -> Task:
     task = tasks.task(devices=8, control=PARALLEL)
-    return replace(task, spec=replace(task.spec, work=ServeSpec(engine="llamacpp", loads=(), cards=cards)))
+    return replace(task, spec=replace(task.spec, work=tasks.Service(engine="server", cards=cards)))
 
 
 def test_servers_that_use_two_cards_run_side_by_side_but_not_on_a_cpu() -> None:

@@ -9,7 +9,6 @@ from flagcore_testing.toy import ENGINE, Toy
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import Fact
-from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
@@ -83,7 +82,7 @@ def test_steps_slower_than_predicted_and_longer_starts_make_later_limits_longer(
 
 def test_the_ranks_of_a_probe_add_up_and_the_start_of_a_server_comes_from_its_engine() -> None:
     assert seconds(planned(), launches=3) == 3 * (START + SLACK * 5 * 12.0)
-    serving = replace(TASK, spec=replace(TASK.spec, work=ServeSpec(engine="server", loads=(Load(),))))
+    serving = replace(TASK, spec=replace(TASK.spec, work=tasks.Service(engine="server")))
     server = Toy()
     server.start_seconds = 1200.0
     assert time_limit(tasks.platform(serving, engine=server), planned(), ()).seconds == 1200.0
@@ -174,7 +173,7 @@ def test_a_search_ends_if_no_candidate_has_time_for_two_steps() -> None:
 def test_a_search_of_servers_ends_if_two_loads_had_too_little_time() -> None:
     def why(*trials: Trial) -> str | None:
         context = after(*trials)
-        spec = replace(context.task.spec, work=ServeSpec(engine="server", loads=(Load(),)))
+        spec = replace(context.task.spec, work=tasks.Service(engine="server"))
         return why_no_trial(tasks.with_task(context, replace(context.task, spec=spec)))
 
     longest, other = (cut_short(row, 20.0, reason=f"row {row}", duration_s=9.0 - row) for row in (0, 1))

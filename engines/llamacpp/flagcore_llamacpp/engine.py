@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import numpy as np
 from flagcore_serving.engine import ServingEngine
+from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import PORT, Instance, address
 from flagcore_serving.space import knobs
 from flagcore_serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
@@ -29,7 +30,6 @@ from flagcore_serving.space.rules import (
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, unusable_weights
 
-from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice

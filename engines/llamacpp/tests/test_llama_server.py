@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from flagcore_llamacpp.engine import ENGINE as ENGINE
+from flagcore_serving.job import Load
 from flagcore_serving.load.traffic import traffic
 from flagcore_serving.model.simulated_load import cached_tokens, prompt_parts
 from flagcore_serving.trial.failures import TrialFailure, log_text
@@ -17,7 +18,6 @@ from engines.serving.tests.engines.tasks import serving
 from engines.serving.tests.load.servers import send
 from engines.serving.tests.trial import trials
 from engines.serving.tests.trial.test_misbehaving_servers import all_gone
-from flagcore.domain.serving import Load
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.spec.models import context_length, gguf_shape

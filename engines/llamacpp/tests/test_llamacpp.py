@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 from flagcore_llamacpp.engine import ENGINE as ENGINE
+from flagcore_serving.job import Load
 from flagcore_serving.space.hardware import Hardware
 
 from engines.serving.tests.engines.tasks import LOAD, broken, figures, merged, server, serving, settings, space_of
-from flagcore.domain.serving import Load
 from flagcore.errors import SpecError
 from tests.product.tasks import DENSE
 

@@ -31,8 +31,8 @@ from flagcore.contracts.capabilities import (
 )
 from flagcore.domain.knob import unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.metrics import MIN_REQUESTS, RATES
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.serving import MIN_REQUESTS, RATES
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, Trial

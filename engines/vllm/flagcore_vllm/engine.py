@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from flagcore_serving.engine import ServingEngine
+from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, Instance, Router, address
 from flagcore_serving.load import routing
 from flagcore_serving.space import knobs, placement, rules
@@ -50,7 +51,6 @@ from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Setting
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
 
 from flagcore.domain.knob import in_versions
-from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import UsageError

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.trial.loads import shares
 from flagcore_vllm.engine import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import GIB, LOAD, figures, merged, planned, server, settings
 from flagcore import api
-from flagcore.domain.serving import Load
 from flagcore.errors import SpecError
 from tests.checks import refuses
 from tests.product.tasks import DENSE

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.launch.server import read_job
 from flagcore_serving.trial.__main__ import running_servers
 from flagcore_serving.trial.failures import log_text
@@ -20,7 +21,6 @@ from flagcore_vllm.engine import ENGINE as ENGINE
 from engines.serving.tests.engines.starting import started
 from engines.serving.tests.engines.tasks import serving
 from engines.serving.tests.load.servers import send
-from flagcore.domain.serving import Load
 from flagcore.domain.space import Candidate
 from tests.product.tasks import platform as small_platform
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from flagcore.contracts import FindCandidate
 from flagcore.domain.files import read_regular
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Axis, Candidate, KnobValue
 from flagcore.domain.spec import Task, figure_name, seconds
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
@@ -50,7 +49,7 @@ def read_history(
     """Return the trials in a history.csv, and notes on skipped rows and columns; see `HistoryReader`."""
     heading, records = _table(path)
     serves = bool(SERVE_COLUMNS.keys() & set(heading))
-    if serves != isinstance(task.spec.work, ServeSpec):
+    if serves == task.spec.work.has_steps:
         kinds = (_("serving"), _("training")) if serves else (_("training"), _("serving"))
         raise UsageError(_("{file}: {kind}; the spec: {other}", file=path, kind=kinds[0], other=kinds[1]))
     known = {axis.knob for axis in axes}
@@ -152,7 +151,7 @@ def _trial(
     task: Task, cells: Cells, candidate: Candidate, line: int, lines_of_figures: dict[tuple[float, ...], int]
 ) -> Trial:
     """Return the trial of a row. `lines_of_figures` contains the first line with each combination of metrics."""
-    text, serves = cells.get("error", ""), isinstance(task.spec.work, ServeSpec)
+    text, serves = cells.get("error", ""), not task.spec.work.has_steps
     reason = " ".join(text.split())[:200] or None
     elapsed_s = max(_number(cells.get("elapsed_time")) or 0.0, 0.0)
     trial = Trial(

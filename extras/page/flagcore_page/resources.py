@@ -6,9 +6,9 @@ Sections on serving: throughput against latency with the Pareto front, limits, a
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from flagcore.domain.metrics import PER_DEVICE, STATISTICS, load_text
 from flagcore.domain.prediction import MEMORY, Passes, Prediction
 from flagcore.domain.records import read_prediction
-from flagcore.domain.serving import PER_DEVICE, STATISTICS
 from flagcore.domain.trial import Trial
 from flagcore.i18n import N_, _
 from flagcore.physics.transformer import SCHEDULES
@@ -24,7 +24,6 @@ from flagcore.report.text import (
     knob_of,
     latency_name,
     limits_text,
-    load_text,
     part_name,
     value_text,
     values_text,

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
-from flagcore.plugins import ENGINES, kind_of, names
+from flagcore.domain.work import Work
+from flagcore.plugins import ENGINES, kind_of, kinds, names
 
 FOREIGN_CHIP = Chip(name="foreign chip", vendor="another vendor")
 
@@ -30,9 +30,10 @@ def group_of(chip: Chip) -> NodeGroup:
 
 def task_on(chip: Chip, engine: str = "megatron") -> Task:
     """Return a task of `engine` with a small model on one node of `chip`."""
-    work: TrainSpec | ServeSpec = ServeSpec(engine=engine, loads=())
     if kind_of(engine) == "train":
-        work = TrainSpec(engine=engine, seq_length=128, global_batch_size=16, precision="bf16")
+        work: Work = TrainSpec(engine=engine, seq_length=128, global_batch_size=16, precision="bf16")
+    else:
+        work = kinds()[kind_of(engine) or "serve"](engine=engine, precision="bf16", loads=())  # type: ignore[call-arg]
     spec = Spec(model=MODEL, cluster=ClusterSpec(chip=chip.name), work=work)
     return Task(spec=spec, cluster=Cluster(groups=(group_of(chip),)))
 

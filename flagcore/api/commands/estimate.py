@@ -14,16 +14,16 @@ from flagcore.contracts import Platform, Problem
 from flagcore.contracts.capabilities import Details, MixedClusters, Production, RuleOfThumb, optional
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
+from flagcore.domain.metrics import PER_DEVICE
 from flagcore.domain.prediction import Predictions, idle_of
 from flagcore.domain.records import model_table, prediction_record
-from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import IntArray, KnobValue, Space
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
-from flagcore.report.text import candidate_line, serving_load_text
+from flagcore.report.text import candidate_line
 from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.feasibility import (
     crowded_baseline_text,
@@ -155,15 +155,11 @@ LARGEST_SIZE = 1_000_003
 
 def _runs(problem: Problem) -> str:
     """Return the name of what would run the trials: the user's command, or the engine in its own words."""
-    task = problem.task
-    if isinstance(task.spec.work, ServeSpec):
-        work = task.spec.work
-        return _("as {engine} serves {load} (serve.profile)", engine=work.engine, load=serving_load_text(work))
-    train = task.spec.train
-    if train.command is not None:
-        return _("as train.command runs it")
-    method = optional(problem.engine, Production).runs_as(task.spec) or _("as {engine} runs it", engine=train.engine)
-    return _("{how}; with train.settings", how=method) if train.settings else method
+    spec, work = problem.task.spec, problem.task.spec.work
+    if text := work.runs_as:
+        return text
+    method = optional(problem.engine, Production).runs_as(spec) or _("as {engine} runs it", engine=work.engine)
+    return _("{how}; with train.settings", how=method) if work.settings else method
 
 
 def _assumed(task: Task) -> Mapping[str, Any]:
@@ -327,7 +323,7 @@ def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
     `most` is the number of devices of a whole node. Servers keep the settings of the baseline, but not its layout.
     """
     spec, work, kept = problem.task.spec, problem.task.spec.work, dict[str, KnobValue]()
-    if isinstance(work, ServeSpec):
+    if work.takes_any_flag:
         knobs = {name: each for each in problem.knobs.values() for name in (*each.names, *(f.name for f in each.flags))}
         of_name = {name: knobs.get(name) or knobs.get(name.lstrip("-").replace("_", "-")) for name in work.engine_args}
         of_name |= {name: knobs.get(name) for name in spec.baseline or {}}
@@ -335,11 +331,10 @@ def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
         kept = {name: value for name, value in (spec.baseline or {}).items() if name not in layout}
         shares = [name for name, knob in of_name.items() if knob and knob.kind == "share"]
         others = {name: value for name, value in (spec.baseline or {}).items() if name not in shares}
-        args = {name: value for name, value in work.engine_args.items() if name not in shares}
         if shares:
-            changed = replace(spec, baseline=others or None, work=replace(work, engine_args=args))
+            changed = replace(spec, baseline=others or None, work=work.without_args(shares))
             yield _("{keys} removed", keys=", ".join(shares)), changed
-        work = replace(work, default_space=True)
+        work = work.with_default_space()
     widest = replace(spec, space={}, baseline=kept or None, work=work)
     if spec.space:
         yield _("all knobs in the space"), widest

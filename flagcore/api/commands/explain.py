@@ -101,7 +101,7 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
     line += f": {_seconds(snapshot, measured.step_time_s)}"
     if measured.scaled_from is not None and shortened_step:
         bounds = {"low": shown(measured.low_s), "high": shown(measured.high_s)}
-        line += f", {scaled_text(measured.scaled_from, shortened_step.nodes, shortened_step.of_nodes)} "
+        line += f", {scaled_text(measured.scaled_from, shortened_step)} "
         samples, whole_samples = shortened_step.global_batch_size, shortened_step.whole
         line += _("({part} of {whole} samples; 80%: {low} to {high} s)", part=samples, whole=whole_samples, **bounds)
     if trial.role is Role.IMPORTED:

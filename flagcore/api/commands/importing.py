@@ -113,7 +113,7 @@ def import_history(
     if no row can be used.
     """
     path, (name, data) = Path(file), spec_data(spec)
-    if len(engines_of(data)) > 1:
+    if len(engines_of(data, plugins.kinds())) > 1:
         raise UsageError(_("{file} names several engines: use a spec with the tuned engine only", file=name))
     tool = plugins.importer(importer)
     if not isinstance(tool, HistoryReader):

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +10,24 @@ from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, check_spec
 from flagcore.contracts import ImportedSpec
 from flagcore.domain.chip import USUAL_DEVICES
-from flagcore.domain.serving import CLIENTS_PER_DEVICE
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import FlagError
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.huggingface import context_of, model_of_config
 from flagcore.spec.models import absolute_model, model_from, public_models
-from flagcore.spec.schema import CommonSection, TrainSection
-from flagcore.spec.serving import ProfileSection, ServeSection
+from flagcore.spec.schema import CommonSection
 from flagcore.spec.validate import Section
 
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "train": {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"},
-    "serve": {"input_len": 1024, "output_len": 128, "concurrency": CLIENTS_PER_DEVICE},
-}
-"""The values that a new spec needs, by the kind of its engine, with their defaults."""
-PARTS: Mapping[str, Mapping[str, type[Section]]] = {
-    "train": {"train": TrainSection},
-    "serve": {"serve": ServeSection, "serve.profile": ProfileSection},
-}
-"""The sections of a new spec, by the kind of its engine. The last one has the values in DEFAULTS."""
+
+def _documents_of(engine: str) -> Any:
+    """Return the module that reads specs for an engine. Raises SpecError."""
+    return import_module(plugins.kinds()[plugins.find_engine(engine).kind].documents)
 
 
 def defaults_of(engine: str) -> Mapping[str, Any]:
     """Return the keys that a new spec of an engine needs, each with its default. Raises SpecError."""
-    return DEFAULTS[plugins.find_engine(engine).kind]
+    defaults: Mapping[str, Any] = _documents_of(engine).DEFAULTS
+    return defaults
 
 
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
@@ -41,10 +35,10 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
     model_from(model, base=Path())
     path = absolute_model(model, Path())
     data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
-    kind = plugins.find_engine(engine).kind
-    *_section, inner = list(PARTS[kind])[-1].split(".")
+    kind, parts = plugins.find_engine(engine).kind, _documents_of(engine).PARTS
+    *_section, inner = list(parts)[-1].split(".")
     data[kind] = {"engine": engine, **(values if inner == kind else {inner: dict(values)})}
-    sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection, **PARTS[kind]}
+    sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection, **parts}
     data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
     check_spec(LoadedSpec(Path(), data))
     check_chips(cluster)

@@ -30,14 +30,19 @@ from flagcore.api.runs import (
     run_home,
     state_of_ended,
 )
-from flagcore.contracts import Problem
+from flagcore.contracts import Costs, Engine, Problem
 from flagcore.contracts.capabilities import Details, Probes, optional
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.files import write
 from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.records import in_gib, prediction_record
+<<<<<<< HEAD
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.space import LEARNED_MESSAGES, Candidate
+=======
+from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
+from flagcore.domain.space import LEARNED_MESSAGES, Candidate, Columns
+>>>>>>> main
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, NoDevice, RunError
@@ -48,7 +53,7 @@ from flagcore.report.result import result
 from flagcore.report.run import INSIGHT, RunData, json_file
 from flagcore.report.run_text import result_text
 from flagcore.report.summary import no_best
-from flagcore.report.text import duration_text, heading
+from flagcore.report.text import duration_text
 from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.budget import seconds_left, seconds_used
 from flagcore.tuner.effects import effects_of_row
@@ -127,7 +132,7 @@ def _run_facts(run: RunData, state: str) -> dict[str, Any]:
         "seconds_left": run.seconds_left,
         "candidate": best.candidate.as_dict() if best else None,
         "best": run.configuration(best) if best else None,
-        "unit": heading(run.objective) if run.serves else run.unit,
+        "unit": run.unit,
         "value": value,
         "low": low,
         "high": high,
@@ -298,32 +303,28 @@ def insight(problem: Problem, best: Candidate | None) -> dict[str, Any]:
     }
     if best is None or row is None:
         return data
-    details = {"stages": _stages(problem, row), "pipelines": _pipelines(problem, row)}
-    return {**data, **details, "knobs": what_if(problem, best)}
+    columns, engine = problem.space.columns(np.array([row])), problem.engine
+    task, costs = problem.task.for_engine(effects_of_row(problem.task, columns)), problem.platform.costs
+    pipelines = optional(engine, Details).pipelines(task, columns, costs)
+    is_one_stage = len(problem.task.cluster.groups) < 2 and all(len(each.forward_s) < 2 for each in pipelines)
+    return {
+        **data,
+        "stages": list(_stages(engine, task, columns, costs)),
+        "pipelines": [] if is_one_stage else [asdict(each) for each in pipelines],
+        "knobs": what_if(problem, best),
+    }
 
 
-def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
-    """Return the memory of the first device of each pipeline stage, split into components if the engine has them."""
-    columns, costs, engine = problem.space.columns(np.array([row])), problem.platform.costs, problem.engine
-    task = problem.task.for_engine(effects_of_row(problem.task, columns))
-    stages = list[dict[str, Any]]()
+def _stages(engine: Engine, task: Task, columns: Columns, costs: Costs) -> Iterator[dict[str, Any]]:
+    """Yield the memory of the first device of each pipeline stage, split into components if the engine has them."""
     if not isinstance(engine, Probes):
-        return stages
+        return
     for stage, first in enumerate(engine.stage_ranks(task, columns)):
         parts = optional(engine, Details).components(task, columns, np.array([stage]), costs)
         rank = engine.rank(task, columns, first, costs)
         levels = in_gib({name: getattr(rank, name) for name in MEMORY if name != "activation_bytes"})
         components = {name: in_gib(part) for name, part in components_of_row(parts, 0).items()}
-        stages.append({"stage": stage, "rank": rank.rank, **levels, "components": components})
-    return stages
-
-
-def _pipelines(problem: Problem, row: int) -> list[dict[str, Any]]:
-    task, columns = problem.task, problem.space.columns(np.array([row]))
-    task_as_set = task.for_engine(effects_of_row(task, columns))
-    pipelines = optional(problem.engine, Details).pipelines(task_as_set, columns, problem.platform.costs)
-    is_one_stage = len(task.cluster.groups) < 2 and all(len(each.forward_s) < 2 for each in pipelines)
-    return [] if is_one_stage else [asdict(each) for each in pipelines]
+        yield {"stage": stage, "rank": rank.rank, **levels, "components": components}
 
 
 def _chips(task: Task) -> Iterator[Mapping[str, Any]]:

@@ -102,7 +102,7 @@ def tune(
     """
     file, data = spec_data(spec if objective is None else changed_spec(spec, {"auto_tuner.objective": objective}))
     data = data if fidelity is None else with_fidelity(data, fidelity)
-    directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
+    directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data, plugins.kinds())
 
     def tune_one(content: Mapping[str, Any], folder: Path) -> Outcome:
         return _EngineRun(content, file, folder, new, without, storage, watch).tune(on_event or (lambda event: None))
@@ -286,7 +286,8 @@ def each_engine(
     failed: dict[str, FlagError] = {}
     for engine in engines:
         try:
-            done[engine] = tune_one(_budget_share(select_engine(data, engine), len(engines)), run_dir / engine)
+            selected = select_engine(data, engine, plugins.kinds())
+            done[engine] = tune_one(_budget_share(selected, len(engines)), run_dir / engine)
             if done[engine].plan.stopped_because == STOPPED:
                 break
         except (Interrupted, HostLost):

@@ -14,9 +14,9 @@ import numpy as np
 
 from flagcore.contracts import Platform
 from flagcore.contracts.capabilities import Details, optional
+from flagcore.domain.metrics import PER_DEVICE
 from flagcore.domain.plan import cost_figures
 from flagcore.domain.prediction import Interval, Prediction, Predictions, part_name
-from flagcore.domain.serving import PER_DEVICE
 from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task, objective_value
 from flagcore.tuner.effects import rows_by_effects, scaled

@@ -86,12 +86,8 @@ def _by_trial(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool) -
     They do at least as much work, or need at least as much memory. `itself`: whether the candidate of the trial is
     removed, too.
     """
-    order, predictions, rows, space = (
-        optional(problem.engine, Pruning),
-        problem.predictions,
-        pruned.open_rows,
-        problem.space,
-    )
+    order, predictions = optional(problem.engine, Pruning), problem.predictions
+    rows, space = pruned.open_rows, problem.space
     if trial.state is TrialState.OUT_OF_MEMORY:
         name, is_at_least, predicted = NEEDS_AS_MUCH_MEMORY, order.needs_at_least, predictions.device_used_bytes
     else:

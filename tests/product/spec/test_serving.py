@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_serving.job import Images, Load, ServeSpec
 
-from flagcore.domain.serving import Images, Load, ServeSpec
 from flagcore.errors import SpecError
 from flagcore.spec.convert import check_engines, engines_of, json_schema, parse_spec, select_engine
 from flagcore.spec.jobs import read_job
@@ -115,8 +115,8 @@ SEVERAL = {
 
 
 def test_several_engines_have_separate_sections_of_knobs() -> None:
-    assert engines_of(SEVERAL) == ("vllm", "sglang")
-    spec = parse_spec(select_engine(SEVERAL, "sglang"), file="x", base=Path(), engines=ENGINES)
+    assert engines_of(SEVERAL, ENGINES.kinds) == ("vllm", "sglang")
+    spec = parse_spec(select_engine(SEVERAL, "sglang", ENGINES.kinds), file="x", base=Path(), engines=ENGINES)
     assert spec.space == {"instances": (1, 2), "page_size": (1,)}
     with refuses("serve.engine", ["vllm", "sglang"]):
         parse_spec(SEVERAL, file="x", base=Path(), engines=ENGINES)
@@ -125,7 +125,7 @@ def test_several_engines_have_separate_sections_of_knobs() -> None:
 def test_knobs_of_an_engine_that_is_not_named_are_refused() -> None:
     data = {**SEVERAL, "auto_tuner": {"space": {"vlm": {"block_size": 16}}}}
     with pytest.raises(SpecError, match=r"auto_tuner\.space\.vlm has knobs of an engine that serve\.engine does not"):
-        select_engine(data, "vllm")
+        select_engine(data, "vllm", ENGINES.kinds)
     with pytest.raises(SpecError) as refused:
         parse_spec({**data, "serve": {"engine": "vllm"}}, file="x", base=Path(), engines=ENGINES)
     assert "auto_tuner.space.vlm" in refused.value.key

@@ -14,7 +14,6 @@ from flagcore.contracts import Platform
 from flagcore.domain.chip import Chip, Device, Fact, Support
 from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice, ValueRule
 from flagcore.domain.launch import Launch
-from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
@@ -290,28 +289,11 @@ def test_a_plugin_can_refuse_several_devices_and_mixed_chips() -> None:
         completed(mixed, plugins)
 
 
-def test_auto_means_the_preferred_value_of_a_plugin() -> None:
-    preferred = PreferredSetting(setting="engine_args.block-size", value=128, reason="kernels need it")
-    plugins = loaded(a=advising(TaskAdvice(preferred=(preferred,))), x=plugin(tasks.CHIP))
-    job = replace(spec(chip="test-chip", nodes=2), work=ServeSpec(engine="vllm", loads=()))
-
-    def discovered(value: object) -> Spec:
-        return completed(replace(job, space={} if value is None else {"block_size": value}), plugins).task.spec
-
-    assert discovered(None).serve.engine_args == {"block-size": 128}
-    assert discovered("auto").space == {"block_size": (128,)}
-    assert discovered("auto").serve.engine_args == {}
-    assert discovered((16, 32)).space == {"block_size": (16, 32)}
-
-
-def test_a_plugin_can_leave_out_the_first_steps_and_requests() -> None:
+def test_a_plugin_can_leave_out_the_first_steps() -> None:
     plugins = loaded(a=advising(TaskAdvice(warmup=3)), x=plugin(tasks.CHIP))
     job = spec(chip="test-chip", nodes=2)
     control = completed(job, plugins).task.spec.control
     assert (control.warmup_iters, control.train_iters) == (3, job.control.train_iters + 2)
-    loads = tuple(Load(warmup=requests) for requests in (0, 5))
-    serve = completed(replace(job, work=ServeSpec(engine="vllm", loads=loads)), plugins).task.spec.serve
-    assert [load.warmup for load in serve.loads] == [3, 5]
 
 
 def test_a_plugin_can_set_missing_settings_of_a_task() -> None:

@@ -12,7 +12,6 @@ import pytest
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import CORES, OTHERS_CORES
 from flagcore.domain.prediction import Belief, Observations, PastMeasurements, Predictions
-from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.tuner.learning import (
@@ -306,7 +305,7 @@ def test_no_trial_starts_that_takes_longer_than_the_remaining_time() -> None:
 
 
 LIMIT = {"ttft_s.p99": 1.0}
-WORK = ServeSpec(engine="server", loads=(Load(concurrency=8),), slo=LIMIT)
+WORK = tasks.Service(engine="server", slo=LIMIT)
 
 
 def known() -> Predictions:

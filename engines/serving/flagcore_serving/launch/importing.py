@@ -14,12 +14,12 @@ from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text
-from flagcore.domain.serving import CLIENTS_PER_DEVICE, Load
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import find_public
 from flagcore.spec.plain_data import Notes, read_mapping
 from flagcore.vendorkit.programs import strip_dashes
+from flagcore_serving.job import CLIENTS_PER_DEVICE, Load
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP
 from flagcore_serving.space.knobs import CONTEXT, DEFAULT_SPACE, QUANTIZATION, TRANSFER

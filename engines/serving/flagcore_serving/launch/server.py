@@ -15,9 +15,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from flagcore.domain.launch import FailurePattern
-from flagcore.domain.serving import Load
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
+from flagcore_serving.job import Load
 from flagcore_serving.load.result import MinRate
 from flagcore_serving.load.routing import MAX_MORE, MAX_RATIO
 

@@ -16,12 +16,12 @@ from flagcore.domain.engine import device_variables, without_devices
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, ServerGroup, ServerGroups
 from flagcore.domain.secrets import secrets_in_arguments
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Axis, Candidate, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import LaunchError, SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.vendorkit.programs import strip_dashes
+from flagcore_serving.job import ServeSpec
 from flagcore_serving.launch import export
 from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.launch.server import ROUTER_HEALTH, SERVE, Instance, Router, TrialJob, as_text

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.domain.serving import LATENCIES, MIN_REQUESTS, OPEN_LOOP_FLIGHT, PERCENTILES, STATISTICS, Load
+from flagcore.domain.metrics import LATENCIES, MIN_REQUESTS, PERCENTILES, STATISTICS
 from flagcore.domain.space import FloatArray
+from flagcore_serving.job import OPEN_LOOP_FLIGHT, Load
 from flagcore_serving.load.result import Answer, LoadResult
 
 MIN_COUNTED = 100

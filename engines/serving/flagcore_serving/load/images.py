@@ -13,8 +13,8 @@ import numpy as np
 
 from flagcore.domain.files import read_regular
 from flagcore.domain.model import Vision
-from flagcore.domain.serving import IMAGE_SIZE, Images
 from flagcore.domain.space import IntArray
+from flagcore_serving.job import IMAGE_SIZE, Images
 
 MAX_FILE = 1 << 27
 DELIMITERS = 2

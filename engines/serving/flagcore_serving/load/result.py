@@ -122,7 +122,7 @@ class MinRate:
 class LoadResult:
     """The result of one load.
 
-    - `figures`: the metrics, with the names of `flagcore.domain.serving`. Empty if there are problems.
+    - `figures`: the metrics, with the names of `flagcore.domain.metrics`. Empty if there are problems.
     - `duration_s`: seconds from the first send to the last answer's end.
     - `completed`, `failed`: numbers of requests.
     - `problems`: why requests failed, one line each.

@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import psutil
 
-from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
+from flagcore_serving.job import Load
 from flagcore_serving.load.client import Pairs, send_request, session
 from flagcore_serving.load.figures import PRECISION, SteadyState, decode_error, duration_s, figures_of, steady_figures
 from flagcore_serving.load.progress import Request, Watch

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.files import read_regular
-from flagcore.domain.serving import Load
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.errors import SpecError
+from flagcore_serving.job import Load
 from flagcore_serving.load.images import Image, RequestImages, read_image
 
 BLOCK = 512

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.serving import DEFAULT_CONCURRENCY, MAX_LENGTH_RATIO, Load
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.errors import SpecError
+from flagcore_serving.job import DEFAULT_CONCURRENCY, MAX_LENGTH_RATIO, Load
 from flagcore_serving.load.images import data_uri, draw_images, random_text
 from flagcore_serving.load.result import CHAT, COMPLETIONS, GENERATE
 from flagcore_serving.load.traces import BLOCK, Traffic, trace_of

@@ -15,9 +15,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, Load, ServeSpec
+from flagcore.domain.metrics import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
+from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict, highest_load
 from flagcore_serving.model.disaggregated import Prefill
 from flagcore_serving.model.iteration import IterationCosts, interpolate
@@ -74,7 +75,8 @@ class Candidates:
 
     @property
     def serve(self) -> ServeSpec:
-        return self.task.spec.serve
+        job: ServeSpec = self.task.spec.serve
+        return job
 
     def encoding(self, row: int, images: Sequence[ImageWork]) -> list[float]:
         """Return the seconds that the vision tower takes for the images of each request, or an empty list.

@@ -17,9 +17,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from flagcore.domain.metrics import PERCENTILES, STATISTICS
 from flagcore.domain.model import Vision
-from flagcore.domain.serving import OPEN_LOOP_FLIGHT, PERCENTILES, STATISTICS, Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore_serving.job import OPEN_LOOP_FLIGHT, Load
 from flagcore_serving.load.figures import statistics_of, widest_limits
 from flagcore_serving.load.images import image_tokens
 from flagcore_serving.load.routing import Prefixes

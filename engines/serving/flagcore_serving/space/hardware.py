@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.domain.model import Vision
-from flagcore.domain.serving import MAX_LENGTH_RATIO, OPEN_LOOP_FLIGHT, Load
 from flagcore.domain.space import IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
+from flagcore_serving.job import MAX_LENGTH_RATIO, OPEN_LOOP_FLIGHT, Load
 from flagcore_serving.load.images import DELIMITERS, image_tokens
 from flagcore_serving.load.traces import trace_of
 

@@ -14,13 +14,13 @@ import numpy as np
 import yaml
 
 from flagcore.domain.knob import Flag, Knob, in_versions
-from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError, join_errors
 from flagcore.spec.plain_data import SafeLoader, package_yaml
 from flagcore.vendorkit import programs
 from flagcore.vendorkit.programs import strip_dashes
+from flagcore_serving.job import EngineArg
 from flagcore_serving.space import knobs
 from flagcore_serving.space.knobs import Auto
 from flagcore_serving.space.weights import check_directory
@@ -335,8 +335,8 @@ class Program:
 
     def version(self, spec: Spec) -> str:
         """Return the engine version in the spec, or else the version of the installed package; empty if unknown."""
-        if spec.serve.engine_version:
-            return spec.serve.engine_version
+        if spec.work.engine_version:
+            return spec.work.engine_version
         try:
             return programs.package_version(self.command(spec)[0], *self.packages)
         except NoDevice:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Task
+from flagcore_serving.job import EngineArg
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, longest_request
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from flagcore.domain.serving import HighestLoad, Load
+from flagcore.domain.metrics import HighestLoad
 from flagcore.domain.trial import TrialState
+from flagcore_serving.job import Load
 from flagcore_serving.launch.reports import ServerReports, combine
 from flagcore_serving.launch.server import TrialJob, plain_load, transfer_port
 from flagcore_serving.load.figures import goodput

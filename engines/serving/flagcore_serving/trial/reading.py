@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flagcore.domain.serving import HIGHEST_LOAD, PER_DEVICE, HighestLoad
+from flagcore.domain.metrics import HIGHEST_LOAD, PER_DEVICE, HighestLoad
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore.domain.trial import Measurement, Trial, TrialState

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flagcore.domain.serving import Load
+from flagcore_serving.job import Load
 from flagcore_serving.load.result import FEWEST_ANSWERS, Progress
 
 END_SECONDS = 5.0

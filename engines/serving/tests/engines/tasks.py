@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from flagcore_serving.engine import ServingEngine
+from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.launch.server import Instance
 from flagcore_serving.model.predict import predict as predict_engine
 from flagcore_serving.space.hardware import Hardware
@@ -18,7 +19,6 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.launch import Exit, classify
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import KnobValue, Space
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.domain.trial import TrialState

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from flagcore_serving.engine import DEEP
+from flagcore_serving.job import Load
 from flagcore_serving.launch import reports
 from flagcore_serving.launch.server import PORT, Fetch
 
@@ -23,7 +24,6 @@ from engines.serving.tests.engines.tasks import (
     settings,
 )
 from flagcore.contracts.capabilities import probing
-from flagcore.domain.serving import Load
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, SpecError

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from flagcore_kubernetes.job import export as kubernetes
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
+from flagcore_serving.job import Images, Load
 from flagcore_serving.launch import export
 from flagcore_serving.launch.server import Instance, TrialJob, as_text, read_job
 from flagcore_serving.load.routing import NIXL
@@ -21,7 +22,6 @@ from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport, KubernetesResource
 from flagcore.domain.launch import Launch, ServerGroups
-from flagcore.domain.serving import Images, Load
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import SpecError, UsageError

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.load.result import Answer, LoadResult, Target
 from flagcore_serving.load.sending import measure
 from flagcore_serving.load.stream import Stream
-
-from flagcore.domain.serving import Load
 
 Body = dict[str, Any]
 

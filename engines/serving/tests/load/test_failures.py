@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.load.result import LoadResult, ProblemKind
 
 from engines.serving.tests.load.servers import (
@@ -24,7 +25,6 @@ from engines.serving.tests.load.servers import (
     usage,
     well,
 )
-from flagcore.domain.serving import Load
 
 pytestmark = pytest.mark.slow
 

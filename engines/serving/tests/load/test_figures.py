@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.load.figures import (
     BATCHES,
     MIN_COUNTED,
@@ -21,7 +22,6 @@ from flagcore_serving.load.result import Answer, LoadResult
 from flagcore_serving.load.sending import Meter
 
 from engines.serving.tests.load.servers import Body, Wire, answer, finish, pieces, send, serving
-from flagcore.domain.serving import Load
 from tests.checks import given
 
 

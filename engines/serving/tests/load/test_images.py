@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_serving.job import Images, Load
 from flagcore_serving.load.images import Image, image_tokens
 from flagcore_serving.load.stream import Stream
 from flagcore_serving.load.traces import read_trace
@@ -16,7 +17,6 @@ from flagcore_serving.load.traffic import traffic
 
 from engines.serving.tests.load.servers import Body, Wire, send, serving
 from engines.serving.tests.load.test_traces import written
-from flagcore.domain.serving import Images, Load
 from tests.checks import refuses
 from tests.product.tasks import VISION
 

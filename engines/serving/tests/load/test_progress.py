@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.load.figures import CUT_ERROR, cut, figures_of, statistics_of, steady_figures
 from flagcore_serving.load.progress import RESOLUTION, LimitCheck, RateCheck, Verdict, completions_per_s, highest_load
 from flagcore_serving.load.result import Answer, LoadResult, MinRate
 
 from engines.serving.tests.load.servers import Behaviour, Body, Wire, answer, finish, pieces, send, serving, well
-from flagcore.domain.serving import Load
 from tests.checks import given
 
 

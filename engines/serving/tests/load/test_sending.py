@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.load.result import LoadResult, Target
 from flagcore_serving.load.routing import BOOTSTRAP, MAX_MORE, NIXL, P2P, Prefixes, pieces_of
 from flagcore_serving.load.sending import LATE_S, measure
@@ -29,7 +30,6 @@ from engines.serving.tests.load.servers import (
     serving,
     well,
 )
-from flagcore.domain.serving import Load
 from tests.checks import refuses
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.load.traces import Traffic, read_trace
 from flagcore_serving.load.traffic import traffic
 
-from flagcore.domain.serving import Load
 from tests.checks import refuses
 
 MOONCAKE = [

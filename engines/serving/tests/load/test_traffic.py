@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.load.traffic import Traffic, prompts, traffic, warm_up
-
-from flagcore.domain.serving import Load
 
 
 def arrivals(**changes: float) -> np.ndarray:

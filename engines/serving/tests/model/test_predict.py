@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.model import candidates, simulated_load
 from flagcore_serving.model.candidates import PARTS
 from flagcore_serving.model.predict import crowding
@@ -20,9 +21,9 @@ from flagcore_vllm.engine import graph_tokens
 
 from engines.serving.tests.engines.tasks import predict, published
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.metrics import LATENCIES, RATES, STATISTICS
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task, figure_name, seconds
 from flagcore.physics.roofline import Roofline
 from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, costs, settings

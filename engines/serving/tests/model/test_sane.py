@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.load.traces import Traffic
 from flagcore_serving.load.traffic import traffic
 from flagcore_serving.model.simulated_load import HIT_RATE, cached_tokens, prompt_parts, turn_order
@@ -17,8 +18,8 @@ from engines.serving.tests.engines.tasks import predict
 from flagcore.contracts import Costs
 from flagcore.domain.chip import Fact
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.metrics import LATENCIES, STATISTICS
 from flagcore.domain.model import Model
-from flagcore.domain.serving import LATENCIES, STATISTICS, Load, ServeSpec
 from flagcore.domain.space import FloatArray, KnobValue
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.roofline import Roofline

@@ -8,6 +8,7 @@ import pytest
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_lmdeploy.engine import ENGINE as LMDEPLOY
 from flagcore_serving.engine import ServingEngine
+from flagcore_serving.job import Images, Load
 from flagcore_serving.load.images import Image
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.simulation import Price, Simulation
@@ -20,7 +21,6 @@ from flagcore_vllm.engine import ENGINE as VLLM
 from engines.serving.tests.engines.tasks import broken, merged, row, serving
 from engines.serving.tests.model.test_simulation import LANE, OVER
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.serving import Images, Load
 from flagcore.domain.spec import Task
 from tests.checks import refuses
 from tests.product import serving_inputs

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.space.hardware import longest_request
 from flagcore_vllm.engine import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import LOAD, broken, serving
-from flagcore.domain.serving import Load
 from flagcore.spec.huggingface import context_of
 from tests.checks import refuses
 

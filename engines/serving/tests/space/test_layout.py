@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_serving.engine import ServingEngine
+from flagcore_serving.job import Load
 from flagcore_serving.space.hardware import longest_request, max_in_flight
 from flagcore_serving.space.knobs import DEFAULT_SPACE
 from flagcore_serving.space.weights import cache_bytes_per_token, min_devices, parameters
@@ -15,7 +16,6 @@ from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving, space_of
 from flagcore.domain.model import Model
-from flagcore.domain.serving import Load
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import NoDevice

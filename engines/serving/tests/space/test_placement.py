@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_serving.engine import ServingEngine
+from flagcore_serving.job import Load
 from flagcore_serving.launch.server import Instance
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP, Hardware
@@ -16,7 +17,6 @@ from flagcore_sglang.engine import ENGINE as SGLANG
 from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import broken, merged, row, serving, space_of
-from flagcore.domain.serving import Load
 from flagcore.domain.spec import Task
 from tests.checks import refuses
 from tests.product.tasks import DENSE

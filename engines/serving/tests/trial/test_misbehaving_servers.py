@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 import pytest
 from fixed_machine import PINS
+from flagcore_serving.job import Load
 from flagcore_serving.trial import loads
 from flagcore_serving.trial.servers import listeners
 
 from engines.serving.tests.trial import trials
-from flagcore.domain.serving import Load
 from flagcore.domain.trial import Measurement, Role, TimeLimit, Trial, TrialState
 from flagcore.launchers.local import LAUNCHER
 from flagcore.tuner.stages.launch import launch

@@ -20,7 +20,7 @@ from flagcore_vllm.engine import ENGINE as VLLM_ENGINE
 from engines.serving.tests.engines.tasks import serving, space_of
 from flagcore.contracts import Problem
 from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, classify
-from flagcore.domain.serving import HighestLoad
+from flagcore.domain.metrics import HighestLoad
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Trial, TrialState

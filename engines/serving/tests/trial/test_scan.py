@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
+from flagcore_serving.job import Load
 from flagcore_serving.launch.server import read_job
 from flagcore_serving.load.result import Progress
 from flagcore_serving.trial.__main__ import running_servers
@@ -25,7 +26,6 @@ from flagcore_serving.trial.time_left import Limit, fewest_answers
 from engines.serving.tests.engines.starting import tiny_model
 from engines.serving.tests.trial import trials
 from flagcore.contracts import Platform
-from flagcore.domain.serving import Load
 from tests.product.spec.test_serving import serve
 
 LIMIT_S, INPUTS, OUTPUTS, SCANNED_S = 0.5, 8, 8, 20.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
+from flagcore_serving.job import Load
 from flagcore_serving.launch.server import Instance, TrialJob
 from flagcore_serving.load.progress import RESOLUTION
 from flagcore_serving.load.result import LoadResult
@@ -18,7 +19,6 @@ from flagcore_serving.trial.failures import TrialFailure
 from flagcore_serving.trial.loads import LoadRunner
 from flagcore_serving.trial.servers import Server
 
-from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 
 TRUE, LIMIT = 50.0, 0.5

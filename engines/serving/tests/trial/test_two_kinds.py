@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.launch.server import Instance, TrialJob
 from flagcore_serving.load.routing import P2P
 from flagcore_serving.trial.__main__ import run
@@ -13,7 +14,6 @@ from flagcore_serving.trial.failures import TrialFailure
 from flagcore_serving.trial.servers import listeners
 
 from engines.serving.tests.trial.trials import SERVER, requests_sent
-from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.vendorkit.programs import METRICS
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
+from flagcore_serving.job import Load
 from flagcore_serving.launch.server import read_job
 from flagcore_serving.trial import __main__ as program
 from flagcore_serving.trial.failures import TrialFailure
@@ -15,7 +16,6 @@ from engines.serving.tests.engines.tasks import serving
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.serving import Load
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from flagcore_serving.job import Load, ServeSpec
 
 from flagcore.domain.model import Windows
-from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Trial, TrialState

@@ -1,12 +1,13 @@
 """The pydantic models of a spec file for serving, one class per section.
 
-They are converted to records of `flagcore.domain.serving`.
+They are converted to records of `flagcore_serving.job`.
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,11 +15,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flagcore.domain.knob import Knob
-from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
-from flagcore.domain.spec import AUTO, COST, SERVING, ServePrecision
-from flagcore.errors import SpecError
+from flagcore.domain.metrics import MIN_REQUESTS
+from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import AUTO, COST, SERVING
+from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.knobs import knobs_of_engine, section_of, serving_types, serving_values
+from flagcore.spec.knobs import knobs_of_engine, listed_type, section_of, value_type
 from flagcore.spec.models import find_public, model_of
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, with_fields
@@ -37,6 +39,15 @@ from flagcore.spec.validate import (
     Value,
     Word,
     rule,
+)
+from flagcore_serving.job import (
+    CLIENTS_PER_DEVICE,
+    DEFAULT_CONCURRENCY,
+    IMAGE_SIZE,
+    Images,
+    Load,
+    ServePrecision,
+    ServeSpec,
 )
 
 MAX_RATE = 1e5
@@ -392,11 +403,13 @@ ServedEngines = tuple[tuple[str, tuple[Knob, ...]], ...]
 
 
 @lru_cache(maxsize=64)
-def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
-    """Return the pydantic model of a spec for these serving engines.
+def document_for(engines: ServedEngines) -> type[ServeDocument]:
+    """Return the pydantic model of a spec for these serving engines, or for any engine if there are none.
 
     Its space and baseline accept knobs of all engines, and a section with knobs for each engine.
     """
+    if not engines:
+        return ServeDocument
     space, baseline = _knobs_section(engines, listed=True), _knobs_section(engines, listed=False)
     suffix = f"_{engines[0][0]}" if len(engines) == 1 else ""
 
@@ -404,7 +417,7 @@ def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
         # The values as the user wrote them: validation has turned a share of 1 into 1.0.
         name, knobs = engines[0]
         user_values = context.given("auto_tuner", key)
-        return serving_values(knobs_of_engine(user_values, name), knobs) if len(engines) == 1 else {}
+        return _values_of(knobs_of_engine(user_values, name), knobs) if len(engines) == 1 else {}
 
     def listed(_section: Section, context: Context) -> dict[str, Any]:
         found = values("space", context).items()
@@ -432,7 +445,7 @@ def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
     title, suffix = "Space" if listed else "Baseline", f"_{engines[0][0]}" if len(engines) == 1 else ""
 
     def rows(knobs: Iterable[Knob]) -> list[tuple[Knob, Any, Any]]:
-        return [(knob, kind, None) for knob, kind in serving_types(knobs, listed=listed)]
+        return [(knob, kind, None) for knob, kind in _types_of(knobs, listed=listed)]
 
     fields = rows(knob for _, knobs in engines for knob in knobs)
     for name, knobs in engines:
@@ -443,6 +456,50 @@ def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
     return section_of(f"Serve{title}{suffix}", doc, fields)
 
 
-def document_for(engines: ServedEngines) -> type[ServeDocument]:
-    """Return the pydantic model of a spec for these serving engines, or for any engine if there are none."""
-    return serve_document_of(engines) if engines else ServeDocument
+def _types_of(knobs: Iterable[Knob], *, listed: bool) -> list[tuple[Knob, Any]]:
+    """Return a knob and the type of its values for each name and alias of the knobs of serving engines.
+
+    If knobs of several engines have the same name, the type is the union of their types.
+
+    `listed`: whether the type also accepts lists of values and `auto`, as in a space.
+    """
+    types_by_name: dict[str, tuple[Knob, Any]] = {}
+    for knob in knobs:
+        kind = listed_type(value_type(knob) | None) if listed else value_type(knob) | None
+        for name in knob.names:
+            earlier = types_by_name.get(name)
+            types_by_name[name] = (replace(knob, name=name), kind if earlier is None else earlier[1] | kind)
+    return list(types_by_name.values())
+
+
+def _values_of(given: Mapping[str, Any], knobs: Sequence[Knob]) -> dict[str, KnobValue | str | tuple[KnobValue, ...]]:
+    """Check the knob values `given` in a section, and return them. Lists become tuples without duplicates.
+
+    Raises SpecError with all invalid values, and all knobs that are given under two names.
+    """
+    by_name = {name: knob for knob in knobs for name in knob.names}
+    values: dict[str, Any] = {}
+    given_names: dict[str, str] = {}
+    problems: list[SpecError] = []
+    for name, value in given.items():
+        knob = by_name[name]
+        if (other := given_names.setdefault(knob.name, name)) != name:
+            problem = f"is the same knob as {other}"
+            problems.append(spec_error((name,), problem, fix=_("remove one of the two")))
+        for place, each in enumerate(value if isinstance(value, list) else [value]):
+            path = (name, place) if isinstance(value, list) else (name,)
+            try:
+                if each != AUTO and not knob.effects:
+                    knob.parse(each, "")
+            except SpecError as error:
+                problems.append(spec_error(path, error.problem, value=error.value, fix=error.fix))
+        values[name] = tuple(dict.fromkeys(value)) if isinstance(value, list) else value
+    if problems:
+        raise join_errors(problems)
+    return values
+
+
+DEFAULTS: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": CLIENTS_PER_DEVICE}
+"""The values that a new spec needs, with their defaults."""
+PARTS: Mapping[str, type[Section]] = {"serve": ServeSection, "serve.profile": ProfileSection}
+"""The sections of a new spec. The last one has the values in DEFAULTS."""

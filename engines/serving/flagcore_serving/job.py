@@ -1,77 +1,29 @@
-"""Serving jobs: the loads, the metrics that are measured, and the limits of these metrics."""
+"""The kind of job `serve`: the loads, and the job of a spec with its engine and the limits of its metrics."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
+from flagcore.domain.metrics import PER_DEVICE, load_text
+from flagcore.domain.spec import Precision
 from flagcore.domain.work import Work
+from flagcore.i18n import _
 
 EngineArg: TypeAlias = bool | int | float | str | Sequence[bool | int | float | str | None] | None
 
-PERCENTILES = (50, 90, 95, 99)
-STATISTICS = ("mean", *(f"p{each}" for each in PERCENTILES))
-LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
-"""Latencies in seconds: the time to the first token, the time per further token, the time between two chunks of a
-response, and the time of the whole request."""
-PER_DEVICE, PER_USER = "output_tokens_per_s_per_device", "output_tokens_per_s_per_user"
-RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_requests_per_s", PER_DEVICE)
-"""Rates of the whole cluster, except for the last one, which is per device. Goodput includes only the requests that
-meet the SLO."""
+ServePrecision = Literal[Precision, "int8", "int4", "mxfp4"]
+"""Formats of a server's weights: weights in the last three may be converted before they are multiplied."""
 
-MIN_REQUESTS = {"p99": 400, "p95": 80, "p90": 40}
-"""The minimum number of requests for measuring a percentile. Chosen so that four requests are above the percentile."""
 DEFAULT_CONCURRENCY = 64
 """The default number of requests in flight."""
 CLIENTS_PER_DEVICE = 16
 """The number of clients for each device in a spec that is made from a command or from the name of a model."""
-HIGHEST_LOAD = "highest_load"
-"""The name of the metric for the highest rate or concurrency that meets the SLO, for a load with `auto`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HighestLoad:
-    """The result of a search for the highest load, as request rates or numbers of clients.
-
-    - `met`: the highest load that met the limits; None if no load did.
-    - `exceeded`: the lowest load above `met` that exceeded a limit; None if no load did.
-    - `untested`: the lowest load between both for which no time was left. The highest load may then be higher than
-      `met`. None if no load was left out.
-    """
-
-    met: float | None = None
-    exceeded: float | None = None
-    untested: float | None = None
-
-
 OPEN_LOOP_FLIGHT = 64
 """The number of requests in flight that is assumed for an open loop if its number of requests is not given."""
-
-
-def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics with the statistics of each latency nested: `ttft_s.p50` becomes `p50` in `ttft_s`."""
-    data: dict[str, Any] = {}
-    for name, value in figures.items():
-        latency, _, statistic = name.partition(".")
-        if statistic:
-            data.setdefault(latency, {})[statistic] = value
-        else:
-            data[name] = value
-    return data
-
-
-def flat_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics with flat names such as `ttft_s.p50`. This reverses `nest_statistics`."""
-    data: dict[str, Any] = {}
-    for name, value in figures.items():
-        is_nested = isinstance(value, Mapping)
-        data |= {f"{name}.{each}": figure for each, figure in value.items()} if is_nested else {name: value}
-    return data
-
-
 MAX_LENGTH_RATIO = 5
 """The maximum of log-normal lengths relative to their mean. Benchmarks with filtered ShareGPT prompts have a similar
 ratio (a maximum of 1,024 tokens and a mean of 217)."""
@@ -179,6 +131,9 @@ class ServeSpec(Work):
     """
 
     kind: ClassVar[str] = "serve"
+    documents: ClassVar[str] = "flagcore_serving.documents"
+    records: ClassVar[str] = "flagcore_serving.records"
+    paths: ClassVar[tuple[tuple[str, ...], ...]] = (("weights",), ("profile", "trace"))
     several_engines: ClassVar[bool] = True
     default_objective: ClassVar[str] = "output_tokens_per_s"
     cheapest_objective: ClassVar[str] = PER_DEVICE
@@ -208,6 +163,16 @@ class ServeSpec(Work):
             return self
         return replace(self, engine_args={**self.engine_args, name: value})
 
+    @property
+    def runs_as(self) -> str:
+        return _("as {engine} serves {load} (serve.profile)", engine=self.engine, load=_text_of(self))
+
+    def without_args(self, names: Collection[str]) -> ServeSpec:
+        return replace(self, engine_args={name: each for name, each in self.engine_args.items() if name not in names})
+
+    def with_default_space(self) -> ServeSpec:
+        return replace(self, default_space=True)
+
     def with_warmup(self, requests: int) -> ServeSpec:
         loads = tuple(replace(load, warmup=max(load.warmup, requests)) for load in self.loads)
         return replace(self, loads=loads)
@@ -230,3 +195,24 @@ class ServeSpec(Work):
             **{name: getattr(load, name) for name in names},
             "request_rate": "inf" if load.request_rate == math.inf else load.request_rate,
         }
+
+
+def _text_of(serve: ServeSpec) -> str:
+    """Return a text with the requests of a serving job, and with the clients or rates of its load points."""
+    loads = serve.loads
+    points = [load_text({name: value for name, value in asdict(load).items() if value is not None}) for load in loads]
+    if serve.highest is not None:
+        points = [_("the highest {figure} within the SLO", figure=serve.highest)]
+    first = loads[0]
+    if first.turns > 1:
+        points.append(_("conversations of up to {turns} turns", turns=first.turns))
+    if first.images is not None:
+        low, high = first.images.counts
+        numbers = f"{low}" if low == high else f"{low}-{high}"
+        sizes = ", ".join(f"{width}x{height}" for width, height, _share in first.images.buckets)
+        points.append(_("images per request: {numbers} ({sizes} pixels)", numbers=numbers, sizes=sizes))
+    if first.trace is not None:
+        return ", ".join(filter(None, [first.trace, *points]))
+    lengths = {"prompt": f"{first.prefix_len + first.input_len:,}", "answer": f"{first.output_len:,}"}
+    sizes = _("prompts of {prompt} and answers of {answer} tokens", **lengths)
+    return ", ".join([*dict.fromkeys(points), sizes])
