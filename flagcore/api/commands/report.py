@@ -36,13 +36,8 @@ from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.files import write
 from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.records import in_gib, prediction_record
-<<<<<<< HEAD
 from flagcore.domain.secrets import secrets_in_data
-from flagcore.domain.space import LEARNED_MESSAGES, Candidate
-=======
-from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
 from flagcore.domain.space import LEARNED_MESSAGES, Candidate, Columns
->>>>>>> main
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, NoDevice, RunError
