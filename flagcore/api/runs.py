@@ -111,7 +111,17 @@ class Run(Notebook):
         Each record has `number`, `candidate`, `state`, and three times: `predicted` before all trials, `believed` after
         the earlier trials, and `measured`. Unknown times are None.
         """
-        return tuple(_prediction_record(trial) for trial in self.trials)
+        return tuple(
+            {
+                "number": trial.number,
+                "candidate": trial.candidate.as_dict(),
+                "state": trial.state.value,
+                "measured": trial.measurement.step_time_s if trial.measurement else None,
+                "predicted": trial.predicted_step_s,
+                "believed": trial.believed.step_time_s if trial.believed else None,
+            }
+            for trial in self.trials
+        )
 
     def to_dataframe(self) -> Any:
         """Return a pandas DataFrame with one row per probe, trial and repeat, in the order of their numbers.
@@ -266,31 +276,24 @@ def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
     return Run(folder=path, spec=spec, data=data, fidelity=ESTIMATE, search_state=SearchState(), **fields)
 
 
-def _prediction_record(trial: Trial) -> Mapping[str, Any]:
-    return {
-        "number": trial.number,
-        "candidate": trial.candidate.as_dict(),
-        "state": trial.state.value,
-        "measured": trial.measurement.step_time_s if trial.measurement else None,
-        "predicted": trial.predicted_step_s,
-        "believed": trial.believed.step_time_s if trial.believed else None,
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """A problem and the state of its search. For a spec, `run` is None and the search has no trials.
 
-    `pruned`: the rows that rules and trials removed. `context`: the current input of the strategy.
+    `context`: the current input of the strategy.
     """
 
     where: Path
     plugins: LoadedPlugins
     problem: Problem
     search_state: SearchState
-    pruned: Pruned
     context: SearchContext
     run: Run | None = None
+
+    @property
+    def pruned(self) -> Pruned:
+        """The rows that rules and trials removed."""
+        return self.context.problem.pruned
 
     @property
     def task(self) -> Task:
@@ -385,16 +388,7 @@ def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
 
 
 def _snapshot(where: Path, opened: OpenedSpec, run: Run | None, past: PastMeasurements) -> Snapshot:
-    problem = opened.problem
-    search_state = run.search_state if run else SearchState()
-    pruned = prune_by_trials(problem, search_state.trials, search_state.probes)
-    context = search_context(replace(problem, pruned=pruned), search_state, past)
-    return Snapshot(
-        where=where,
-        plugins=opened.plugins,
-        problem=problem,
-        search_state=search_state,
-        pruned=pruned,
-        context=context,
-        run=run,
-    )
+    problem, state = opened.problem, run.search_state if run else SearchState()
+    pruned = prune_by_trials(problem, state.trials, state.probes)
+    context = search_context(replace(problem, pruned=pruned), state, past)
+    return Snapshot(where=where, plugins=opened.plugins, problem=problem, search_state=state, context=context, run=run)

@@ -31,17 +31,24 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     `plugin_knobs`: knobs of plugins. Their values are validated later, when the chip is known.
     """
     document, problems = _document(data, file, base, engines, plugin_knobs)
-    if len(names := engines_of(data, kinds_of(engines))) > 1:
+    kinds = kinds_of(engines)
+    if len(names := engines_of(data, kinds)) > 1:
         problem = _("lists several engines; this command accepts one")
         fix = _("name one of them; `flag tune` accepts several")
-        problems.append(spec_error("serve.engine", problem, value=list(names), fix=fix, file=file))
+        key = f"{_kind_of(data, kinds)}.engine"
+        problems.append(spec_error(key, problem, value=list(names), fix=fix, file=file))
     if document is None or problems:
         raise join_errors(problems)
     try:
-        return _spec_of(document, kinds_of(engines))
+        return _spec_of(document, kinds)
     except SpecError as error:
         problem_of_sections = error
     raise located(problem_of_sections, (), file)
+
+
+def _kind_of(data: object, kinds: Mapping[str, type[Work]]) -> str:
+    """Return the first of `kinds` that has a section in a spec's data. Empty if there is none."""
+    return next((each for each in kinds if isinstance(data, Mapping) and each in data), "")
 
 
 def engines_of(data: object, kinds: Mapping[str, type[Work]]) -> tuple[str, ...]:
@@ -49,7 +56,7 @@ def engines_of(data: object, kinds: Mapping[str, type[Work]]) -> tuple[str, ...]
 
     Only some kinds can list several. Returns an empty tuple if there is no such section.
     """
-    kind = next((each for each in kinds if isinstance(data, Mapping) and each in data), "")
+    kind = _kind_of(data, kinds)
     section = data.get(kind) if isinstance(data, Mapping) else None
     engine = section.get("engine") if isinstance(section, Mapping) else None
     names = engine if isinstance(engine, list) and kinds[kind].several_engines else [engine]
@@ -62,7 +69,7 @@ def select_engine(data: Mapping[str, Any], engine: str, kinds: Mapping[str, type
     Raises SpecError if there are knobs of an engine that the spec does not name.
     """
     tuner, engines = dict(data.get("auto_tuner") or {}), engines_of(data, kinds)
-    kind = next(each for each in kinds if each in data)
+    kind = _kind_of(data, kinds)
     for key in ("space", "baseline"):
         knobs = tuner.get(key)
         if not isinstance(knobs, Mapping):
@@ -97,7 +104,7 @@ def _document(
     if "serve" in data and "train" in data:
         raise spec_error("serve", _("cannot be combined with train"), fix=_("remove one of the two"), file=file)
     kinds = kinds_of(engines)
-    kind = next((each for each in kinds if each in data), "") or _missing_kind(data, engines, file)
+    kind = _kind_of(data, kinds) or _missing_kind(data, engines, file)
     knobs, problems = dict[str, tuple[Knob, ...]](), list[SpecError]()
     for name in engines_of(data, kinds):
         try:

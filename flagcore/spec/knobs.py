@@ -27,7 +27,7 @@ OTHER_KIND = {
     "train": (N_("is a serving engine"), N_("name a training engine, or write a serve section")),
     "serve": (N_("is a training engine"), N_("name a serving engine, or write a train section")),
 }
-"""The problem and the fix if a section names an engine of another kind, by the section."""
+"""The problem and the fix if a section names an engine of the other kind of these two, by the section."""
 
 
 @runtime_checkable
@@ -63,8 +63,10 @@ def knobs_of(name: str, engines: Engines, key: KeyPath | str, file: str = "", ki
         fix = _(DID_YOU_MEAN, name=", ".join(similar)) if similar else fix
         fix = missing_engine(name, engines) or fix
         raise spec_error(key, _("is not an installed engine"), value=name, fix=fix, file=file)
-    if engines[name].kind != kind:
-        problem, fix = map(_, OTHER_KIND[kind])
+    if (other := engines[name].kind) != kind:
+        problem, fix = _("is an engine for {kind}", kind=other), _("write a {kind} section", kind=other)
+        if {kind, other} <= OTHER_KIND.keys():
+            problem, fix = map(_, OTHER_KIND[kind])
         raise spec_error(key, problem, value=name, fix=fix, file=file)
     return engines[name].knobs
 

@@ -221,31 +221,22 @@ class Provenance(Reading):
     """Where others published the times. None means that the plugin's authors measured them."""
 
 
-def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
+def kernel_costs(package: str, chip: Chip, kind: str = "train") -> KernelCosts | None:
     """Return the kernel times that `package` ships for `chip`: a table, a roofline with the chip's curve, or None.
 
-    Raises SpecError for an invalid file.
+    In engines of the kind `serve`, a shipped curve for serving comes first. Raises SpecError for an invalid file.
     """
-    folder = f"costs/{chip.name.casefold()}"
+    if kind == "serve" and (serving := _curve(package, chip, "serving.yaml")):
+        return Roofline(chip=chip, curve=serving)
     curve = _curve(package, chip, "curve.yaml")
-    kernels, location = files(package).joinpath(f"{folder}/kernels.jsonl"), f"{package}/{folder}"
-    if not kernels.is_file():
+    kernels, provenance = (cost_file(package, chip, name) for name in ("kernels.jsonl", "provenance.yaml"))
+    if kernels is None:
         return Roofline(chip=chip, curve=curve) if curve else None
-    provenance = files(package).joinpath(f"{folder}/provenance.yaml")
-    if not provenance.is_file():
-        raise SpecError(file=f"{location}/provenance.yaml", key="the file", problem="is missing next to kernels.jsonl")
-    reading = read_provenance(provenance.read_text("utf-8"), f"{location}/provenance.yaml")
-    sheet = read_kernels(kernels.read_text("utf-8"), f"{location}/kernels.jsonl", reading)
+    if provenance is None:
+        file = kernels[1].replace("kernels.jsonl", "provenance.yaml")
+        raise SpecError(file=file, key="the file", problem="is missing next to kernels.jsonl")
+    sheet = read_kernels(*kernels, read_provenance(*provenance))
     return with_measured(Roofline(chip=chip, curve=curve or Curve()), sheet)
-
-
-def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
-    """Return the kernel times for `chip` in serving engines: a roofline with the shipped curve, or else `kernel_costs`.
-
-    `package` ships the curve. Raises SpecError for an invalid file.
-    """
-    curve = _curve(package, chip, "serving.yaml")
-    return Roofline(chip=chip, curve=curve) if curve else kernel_costs(package, chip)
 
 
 def _curve(package: str, chip: Chip, name: str) -> Curve | None:

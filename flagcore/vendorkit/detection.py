@@ -120,7 +120,7 @@ class DeviceDetector:
                 message = "there is a device file, but %s is missing and torch lists no %s devices"
                 LOG.warning(message, self.tool, self.torch_device)
             return self._with_names(self.torch_devices(report), environment)
-        if machine.pci_ids(self.pci_vendor, root, self.pci_classes):
+        if any(machine.pci_devices(self.pci_vendor, root, self.pci_classes)):
             LOG.warning(
                 "%s devices are on the PCI bus, but there is neither %s nor /%s: the driver is not installed here",
                 *(self.vendor, self.tool, self.device_file),

@@ -22,14 +22,14 @@ from annotated_types import Ge, MinLen
 from pydantic import Field
 
 from flagcore.domain import engine
-from flagcore.domain.chip import Chip, Source, Support
+from flagcore.domain.chip import Source, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Effect, Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore.vendorkit.fields import KINDS, Content, Scope, applicable, build, entries, finish, read_as, read_file
+from flagcore.vendorkit.fields import KINDS, Content, Scope, build, entries, finish, read_as, read_file
 
 FILE = "engines.yaml"
 SUPPORT = {True: Support.YES, False: Support.IMPOSSIBLE, None: Support.UNKNOWN}
@@ -88,14 +88,6 @@ def read_variables(package: str) -> tuple[Variable, ...]:
     return read_as(Variables, package, "environment.yaml").variables
 
 
-def environment(
-    package: str, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
-) -> dict[str, str]:
-    """Return the variables to set for trials of `task`. None stands for any task on one node."""
-    variables = applicable(read_variables(package), chip, engine, engine_version, kind)
-    return {each.name: each.value for each in variables if each.value and each.applies_to(task)}
-
-
 KNOBS = "knobs.yaml"
 KEYS = {
     "name": "name",
@@ -119,11 +111,6 @@ class Listed:
 
     scope: Scope
     knob: Knob
-
-
-def knobs(package: str, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
-    """Return the knobs of `engine` on `chip`. Raises SpecError for an invalid file."""
-    return tuple(each.knob for each in all_knobs(package) if each.scope.includes(chip, engine, engine_version))
 
 
 @cache

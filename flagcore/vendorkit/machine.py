@@ -174,14 +174,9 @@ class TorchReport:
     backend: str = ""
 
 
-def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
-    """Return the PCI device ids ("0x4001") of a vendor's accelerators, sorted by their PCI addresses."""
-    return tuple(_text(folder / "device") for folder in _pci_devices(vendor_id, root, kinds))
-
-
 def narrow_links(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
     """Return a sentence about each of a vendor's PCI devices whose link has fewer lanes than the device supports."""
-    folders = list(_pci_devices(vendor_id, root, kinds))
+    folders = list(pci_devices(vendor_id, root, kinds))
     widths = [[_text(folder / f"{name}_link_width") for name in ("current", "max")] for folder in folders]
     return tuple(
         f"the PCIe link of {folder.name} has {lanes} of {most} lanes: check its slot and its cables"
@@ -190,7 +185,8 @@ def narrow_links(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] 
     )
 
 
-def _pci_devices(vendor_id: int, root: Path, kinds: tuple[str, ...]) -> Iterator[Path]:
+def pci_devices(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> Iterator[Path]:
+    """Yield the kernel's folder of each of a vendor's accelerators, sorted by their PCI addresses."""
     for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
         if _text(folder / "vendor") == f"{vendor_id:#06x}" and _text(folder / "class").startswith(kinds):
             yield folder

@@ -16,9 +16,9 @@ from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.roofline import PlainMemory
-from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, published_runs, serving_costs
+from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, published_runs
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
-from flagcore.vendorkit.engines import environment, knobs, read_engines, read_quirks, read_variables
+from flagcore.vendorkit.engines import all_knobs, read_engines, read_quirks, read_variables
 from flagcore.vendorkit.fields import S, applicable
 
 
@@ -84,9 +84,7 @@ class VendorPlugin:
 
     @hookimpl
     def flagcore_kernel_costs(self, chip: Chip, kind: str) -> KernelCosts | None:
-        if not self.owns(chip):
-            return None
-        return serving_costs(self.package, chip) if kind == "serve" else kernel_costs(self.package, chip)
+        return kernel_costs(self.package, chip, kind) if self.owns(chip) else None
 
     @hookimpl
     def flagcore_collective_costs(self, group: NodeGroup) -> CollectiveTable | None:
@@ -142,13 +140,17 @@ class VendorPlugin:
 
     @hookimpl
     def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
-        return knobs(self.package, chip, engine, engine_version) or None if self.owns(chip) else None
+        listed = all_knobs(self.package) if self.owns(chip) else ()
+        return [each.knob for each in listed if each.scope.includes(chip, engine, engine_version)] or None
 
     @hookimpl
     def flagcore_environment(
         self, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
     ) -> Mapping[str, str] | None:
-        return environment(self.package, chip, engine, engine_version, task, kind) if self.owns(chip) else None
+        if not self.owns(chip):
+            return None
+        variables = applicable(read_variables(self.package), chip, engine, engine_version, kind)
+        return {each.name: each.value for each in variables if each.value and each.applies_to(task)}
 
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:

@@ -84,6 +84,11 @@ class Ran:
     out: str
     err: str
 
+    def worked(self) -> "Ran":
+        """Assert that it succeeded."""
+        assert self.code == 0, self.err + self.out
+        return self
+
 
 Flag = Callable[..., Ran]
 """Calls `flag` in this process: see the fixture."""
@@ -242,8 +247,6 @@ def answer(flag: Flag) -> Answer:
     """Call a command that succeeds, and return its output as JSON."""
 
     def call(*arguments: object) -> Any:
-        ran = flag(*map(str, arguments), "--json")
-        assert ran.code == 0, ran.err
-        return json.loads(ran.out)
+        return json.loads(flag(*map(str, arguments), "--json").worked().out)
 
     return call

@@ -31,8 +31,7 @@ def states(result: Any) -> list[str]:
 
 
 def test_the_known_best_is_found_and_every_trial_is_stored(flag: Flag, project: Project) -> None:
-    completed = tune(flag, project, "--json")
-    assert completed.code == 0, completed.err
+    completed = tune(flag, project, "--json").worked()
     result = json.loads(completed.out)
     assert result == project.result()
     assert result["best"]["candidate"].items() >= BEST.items()
@@ -68,8 +67,7 @@ def test_the_known_best_is_found_and_every_trial_is_stored(flag: Flag, project: 
 def test_a_trial_that_fails_is_reported_and_the_others_continue(
     does: str, state: str, words: str, flag: Flag, project: Project
 ) -> None:
-    completed = tune(flag, project, "--json", does=does, when="1x1", control={"max_trials": 4, "repeats": 0})
-    assert completed.code == 0, completed.err
+    completed = tune(flag, project, "--json", does=does, when="1x1", control={"max_trials": 4, "repeats": 0}).worked()
     result = project.result()
     failed_trials = [trial for trial in result["trials"] if trial["state"] not in ("measured", "stopped")]
     assert [trial["state"] for trial in failed_trials] == [state] * len(failed_trials)
@@ -106,8 +104,7 @@ def test_a_command_runs_in_the_folder_of_the_spec_or_in_its_own_directory(
     folder.mkdir(exist_ok=True)
     (folder / "here.py").write_text((project.folder / "train.py").read_text())
     train = {"command": [sys.executable, "here.py", toy_program.__file__], "directory": where}
-    completed = tune(flag, project, train=train, control={"max_trials": 1, "repeats": 0})
-    assert completed.code == 0, completed.err
+    tune(flag, project, train=train, control={"max_trials": 1, "repeats": 0}).worked()
     assert yaml.safe_load((project.run_dir / "best.yaml").read_text())["train"]["directory"] == str(folder)
 
 
@@ -188,8 +185,7 @@ TWO_AT_ONCE = {
 
 
 def test_trials_side_by_side_have_separate_cores(flag: Flag, project: Project) -> None:
-    completed = tune(flag, project, "--json", sleeps=0.3, **TWO_AT_ONCE)
-    assert completed.code == 0, completed.err
+    completed = tune(flag, project, "--json", sleeps=0.3, **TWO_AT_ONCE).worked()
     result = json.loads(completed.out)
     assert result["side_by_side"]["quiet"]
     assert result["side_by_side"]["text"] in completed.err
@@ -216,8 +212,7 @@ def test_a_run_killed_at_random_times_resumes_without_loss(kills: int, flag: Fla
         process.kill()
         process.communicate()
         assert project.all_gone(10)
-    completed = flag(*arguments)
-    assert completed.code == 0, completed.err
+    completed = flag(*arguments).worked()
     result = json.loads(completed.out)
     assert result == project.result()
     assert result["best"]["candidate"].items() >= BEST.items()

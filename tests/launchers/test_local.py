@@ -21,6 +21,7 @@ from flagcore.errors import LaunchError
 from flagcore.launchers import guard
 from flagcore.launchers.local import LAUNCHER, LocalRunning
 from flagcore.launchers.network import free_port
+from tests.checks import given
 from tests.launchers.processes import MARK, ended, family, within
 from tests.launchers.processes import marked as marked_processes
 
@@ -149,8 +150,7 @@ def test_memory_over_the_limit_is_ended_as_memory(tmp_path: Path) -> None:
     code = "import time\nkept = []\nwhile True: kept.append(bytearray(b'x') * (8 << 20)); time.sleep(0.01)"
     exit_record = run(tmp_path, *PYTHON, code, memory_limit_bytes=200 << 20)
     assert (exit_record.code, exit_record.ended_by) == (-9, "memory")
-    assert exit_record.peak_memory_bytes is not None
-    assert 200 << 20 < exit_record.peak_memory_bytes < 600 << 20
+    assert 200 << 20 < given(exit_record.peak_memory_bytes) < 600 << 20
 
 
 def test_memory_shared_by_forks_is_counted_once_and_their_own_memory_is_added(tmp_path: Path) -> None:
@@ -241,8 +241,7 @@ def test_nothing_outlives_a_killed_tuner(tmp_path: Path, marked: Marked, attempt
     delay = random.Random(attempt).uniform(0, 1.0)
     argv = [sys.executable, "-c", TUNER, str(tmp_path), *PYTHON, IGNORES_SIGTERM]
     with subprocess.Popen(argv, env={**os.environ, **marked.environment}, stdout=subprocess.PIPE) as tuner:
-        assert tuner.stdout is not None
-        tuner.stdout.readline()
+        given(tuner.stdout).readline()
         time.sleep(delay if attempt % 2 else delay / 10)
         tuner.kill()
     assert marked.gone_within(3)

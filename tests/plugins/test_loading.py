@@ -5,12 +5,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
 
-from flagcore import __version__
 from flagcore.plugins import LoadedPlugins, PluginFailure, load_plugins
 
 Install = Callable[..., None]
@@ -198,22 +195,3 @@ def run_load_plugins(
     environment = {**os.environ, **(settings or {}), "PYTHONPATH": path}
     argv = ["sh", "-c", f'exec "$0" -c "$1" {shell}', sys.executable, code]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=True)
-
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-FOLDERS = sorted(path.parent for path in (Path(__file__).parents[2] / "plugins").glob("*/pyproject.toml"))
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_distribution_names_its_hooks_and_the_flagcore_it_goes_with(folder: Path) -> None:
-    content: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())
-    project, vendor = content["project"], folder.name
-    assert project["name"] == f"flagcore-{vendor}"
-    assert project["entry-points"] == {"flagcore.plugins": {vendor: f"flagcore_{vendor}.hooks:plugin"}}
-    (needed,) = (expected for expected in map(Requirement, project["dependencies"]) if expected.name == "flagcore")
-    assert needed.specifier.contains(__version__)
-    assert set(content["tool"]) == {"hatch"}, "tool settings belong to the root"

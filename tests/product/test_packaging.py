@@ -12,6 +12,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from flagcore import __version__
+from tests.test_import_contracts import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
@@ -91,8 +92,10 @@ def test_dockerfile_copies_what_an_installation_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", PARTS, ids=lambda folder: folder.name)
-def test_every_distribution_has_the_version_of_the_core(folder: Path) -> None:
-    assert f'version = "{__version__}"' in (folder / "pyproject.toml").read_text().splitlines()
+def test_every_distribution_has_the_version_of_the_core_and_no_tool_settings(folder: Path) -> None:
+    content = settings(folder / "pyproject.toml")
+    assert content["project"]["version"] == __version__
+    assert set(content["tool"]) == {"hatch"}, "tool settings belong to the root"
 
 
 @pytest.mark.parametrize("folder", EXTRAS, ids=lambda folder: folder.name)

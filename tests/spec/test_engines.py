@@ -24,6 +24,7 @@ KNOBS = (
 ENGINES: Any = {
     "acme": SimpleNamespace(kind="train", knobs=KNOBS),
     "acme-serve": SimpleNamespace(kind="serve", knobs=(Knob(name="slots", help="Sequences at once."),)),
+    "acme-rl": SimpleNamespace(kind="rl", knobs=()),
 }
 TRAIN = {"engine": "acme", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"}
 
@@ -57,7 +58,10 @@ def test_other_keys_and_values_are_errors() -> None:
     assert error_of(settings={"fused": True}).key == "train.settings.fused"
 
 
-@pytest.mark.parametrize(("engine", "fix"), [("acm", "acme"), ("wholly_else", "acme"), ("acme-serve", "train")])
+@pytest.mark.parametrize(
+    ("engine", "fix"),
+    [("acm", "acme"), ("wholly_else", "acme"), ("acme-serve", "train"), ("acme-rl", "write a rl section")],
+)
 def test_an_engine_that_is_unknown_or_serves_is_an_error(engine: str, fix: str) -> None:
     error = error_of(engine=engine)
     assert (error.key, error.value) == ("train.engine", engine)

@@ -11,6 +11,7 @@ from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.tuner.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, gains, next_repeat, noise, significant
 from flagcore.tuner.stages.learn import learn
 from tests import tasks
+from tests.checks import given
 
 CONTROL = Control(repeats=1)
 
@@ -65,8 +66,7 @@ def test_the_noise_of_runs_is_half_of_their_difference() -> None:
 
 def test_a_candidate_that_breaks_a_limit_is_not_a_rival() -> None:
     slow = trial(2, "b", 99.5)
-    assert slow.measurement is not None
-    broken = replace(slow, measurement=replace(slow.measurement, broken=("ttft_s.p99 is 2 s, over 1 s",)))
+    broken = replace(slow, measurement=replace(given(slow.measurement), broken=("ttft_s.p99 is 2 s, over 1 s",)))
     known = first(base=50.0, a=100.0)
     assert names(learn([*known, slow]).rivals) == ["b"]
     assert learn([*known, broken]).rivals == ()
@@ -103,8 +103,7 @@ def test_of_equals_that_ran_again_the_best_has_the_fewest_settings_that_differ_f
     again = [replace(each, number=5 + each.number, role=Role.REPEAT) for each in (known[1], closer)]
     farther = [replace(each, candidate=Candidate.of({"who": "a", "other": 2})) for each in (known[1], again[0])]
     best = learn([known[0], farther[0], closer, known[3], farther[1], again[1]]).best
-    assert best is not None
-    assert best.candidate == closer.candidate
+    assert given(best).candidate == closer.candidate
 
 
 def test_a_larger_indifference_ends_the_race_earlier() -> None:
@@ -141,8 +140,7 @@ def test_a_new_leader_after_whole_runs_runs_whole_too() -> None:
     known = [shortened(each, 0.01) for each in first(base=50.0, lucky=110.0, b=100.0)]
     order, search_state = again(known, Control(repeats=0), base=[50.0], lucky=[90.0], b=[98.0])
     assert order == ["base", "lucky", "b"]
-    assert search_state.best is not None
-    assert names((search_state.best,)) == ["b"]
+    assert names((given(search_state.best),)) == ["b"]
 
 
 def test_the_interval_of_the_scaling_makes_rivals() -> None:
@@ -183,21 +181,18 @@ def test_drift_of_the_machine_is_visible_in_the_baseline(last: float, reported: 
 @pytest.mark.parametrize(("others", "is_repeated"), [(0.7, True), (0.4, False), (0.1, False)])
 def test_a_trial_on_cores_that_others_used_runs_again_if_it_may_be_the_best(others: float, is_repeated: bool) -> None:
     base, best, slow = first(base=50.0, a=100.0, b=75.0)
-    assert slow.measurement is not None
-    measured = replace(slow.measurement, telemetry={CORES: 2.0, OTHERS_CORES: others})
+    measured = replace(given(slow.measurement), telemetry={CORES: 2.0, OTHERS_CORES: others})
     known = [base, best, replace(slow, state=TrialState.STOPPED, measurement=measured)]
     order, state = again(known, CONTROL, base=[50.0], a=[100.0], b=[120.0])
     assert ("b" in order) == is_repeated
     assert next_repeat(replace(CONTROL, repeats=0), learn(known)) is None
     assert state.speed_of(slow.candidate) == pytest.approx(120.0 if is_repeated else 0.0)
-    assert state.best is not None
-    assert (state.reported_trial(state.best) in state.repeats) == is_repeated
+    assert (state.reported_trial(given(state.best)) in state.repeats) == is_repeated
 
 
 def test_a_disturbed_baseline_runs_again_and_its_round_does_not_count() -> None:
     base, best = first(base=20.0, a=100.0)
-    assert base.measurement is not None
-    measured = replace(base.measurement, telemetry={CORES: 2.0, OTHERS_CORES: 1.2})
+    measured = replace(given(base.measurement), telemetry={CORES: 2.0, OTHERS_CORES: 1.2})
     known = [replace(base, measurement=measured), best]
     order, state = again(known, Control(repeats=2), base=[50.0], a=[100.0])
     assert "base" in order

@@ -160,8 +160,7 @@ def test_devices_called_mlu_are_joined_by_their_own_links() -> None:
         "MLU0    X     MLK   CPU   CPU   0-31\nMLU1    MLK   X     CPU   CPU   0-31\n"
         "MLU2    CPU   CPU   X     MLK   0-31\nMLU3    CPU   CPU   MLK   X     0-31\n"
     )
-    assert matrix is not None
-    assert islands(matrix, "MLK") == ((0, 1), (2, 3))
+    assert islands(given(matrix), "MLK") == ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from tests.checks import refuses
+from tests.checks import given, refuses
 from tests.product.tasks import CHIP, SHAPE, SOURCE, costs
 from tests.product.tasks import task as small_task
 
@@ -133,8 +133,7 @@ def test_each_zero_stage_shares_more_of_the_states(precision: str, weights: int,
 
 def test_zero_exchanges_more_data_with_more_micro_batches() -> None:
     """ZeRO-2 scatters gradients, and ZeRO-3 also gathers weights, for each micro-batch."""
-    assert CHIP.link is not None
-    slow = replace(CHIP.link, bytes_per_second=Fact(value=1e9, source=SOURCE))
+    slow = replace(given(CHIP.link), bytes_per_second=Fact(value=1e9, source=SOURCE))
     task = task_of(devices=4, global_batch_size=512, chip=replace(CHIP, link=slow))
     seconds = engine_of({"knobs": {"shard": ZERO}}).predict(task, {"shard": np.arange(1, 5)}, costs(task)).step_time_s
     assert seconds[1] < seconds[2] < seconds[3]
@@ -269,5 +268,4 @@ def test_a_program_that_prints_no_times_is_tuned(tmp_path: Path) -> None:
     wrong = {state for (tp, micro), state in states.items() if tp == 2 and micro < 4}
     assert "invalid" in wrong
     assert wrong <= {"invalid", "stopped"}  # a slower one may be stopped before it is checked
-    assert outcome.plan.best is not None
-    assert outcome.plan.best.candidate.as_dict() == {"tp": 1, "micro": 2}
+    assert given(outcome.plan.best).candidate.as_dict() == {"tp": 1, "micro": 2}

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
-from flagcore.api.commands.explain import MAX_DIFFERENCES, RAN, state_of
+from flagcore.api.commands.explain import RAN, state_of
 from flagcore.api.inputs import SpecLike
 from flagcore.api.runs import Snapshot, load_snapshot
 from flagcore.api.subject import Subject
@@ -187,5 +187,6 @@ def _reasons(
     return [b.causes_against(a, "A", seconds, _(source))] if _unit(a) == _unit(b) else []
 
 
+MAX_DIFFERENCES = 12
 SOURCES = {PREDICTED: N_("predicted"), CORRECTED: N_("expected after trials")}
 """How the times of a comparison are known, by its certainty. By default, they are measured."""

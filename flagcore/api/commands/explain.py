@@ -322,6 +322,3 @@ def _change(subject: Subject, row: int) -> Alternative:
         trial=next(trials, None),
         measured=other.measured_s is not None,
     )
-
-
-MAX_DIFFERENCES = 12

@@ -59,15 +59,11 @@ def test_knobs_of_the_vendors_software_set_variables(engine: str, knobs: int) ->
     assert all(effect.environment for knob in found for effect in knob.effects.values())
 
 
-SMI = Path(__file__).parent / "smi"
-
-
-def text(name: str) -> str:
-    return saved_outputs(SMI)[name]
+TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
 
 def test_readings_have_power_memory_temperature_and_load() -> None:
-    assert smi.read(text("cnmon-1.txt")).rows[1].reading == {
+    assert smi.read(TEXTS["cnmon-1.txt"]).rows[1].reading == {
         "memory_used_bytes": 0,
         "power_watts": 106,
         "power_limit_watts": 250,
@@ -77,13 +73,13 @@ def test_readings_have_power_memory_temperature_and_load() -> None:
 
 
 def test_a_version_without_a_letter_and_power_with_cents_are_read() -> None:
-    (row,) = smi.read(text("cnmon-6.txt")).rows
+    (row,) = smi.read(TEXTS["cnmon-6.txt"]).rows
     assert (row.device.chip, row.device.driver) == ("MLU220-M2", "4.6.9")
     assert (row.reading["power_watts"], row.reading["power_limit_watts"]) == (3.7, 8.25)
 
 
 def test_without_a_table_the_details_of_a_card_are_read() -> None:
-    details = text("cnmon-7.txt")
+    details = TEXTS["cnmon-7.txt"]
     listing = smi.read(details)
     (row,) = listing.rows
     assert ["card 1" in line for line in listing.left_out] == [True]
@@ -97,7 +93,7 @@ def test_without_a_table_the_details_of_a_card_are_read() -> None:
     assert smi.read(details.replace("23308 MiB", "N/A")).rows == ()
 
 
-TABLE = text("cnmon-8.txt")
+TABLE = TEXTS["cnmon-8.txt"]
 
 
 def test_the_table_of_version_6_is_read_completely() -> None:

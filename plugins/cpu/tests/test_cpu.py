@@ -189,8 +189,7 @@ def test_megatron_runs_on_gloo_with_one_thread_per_rank() -> None:
     environment = plugin.flagcore_environment(chip, "megatron", None, None, "train")
     assert support is not None
     assert (support.device_type, support.distributed_backend, support.shared_devices) == ("cpu", "gloo", True)
-    assert environment is not None
-    assert environment["OMP_NUM_THREADS"] == "1"
+    assert given(environment)["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_reading_of_the_machine_has_memory_and_load() -> None:

@@ -10,15 +10,11 @@ from flagcore_testing.package import saved_outputs
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.machine import TorchReport
 
-SMI = Path(__file__).parent / "smi"
-
-
-def text(name: str) -> str:
-    return saved_outputs(SMI)[name]
+TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
 
 def test_readings_are_read_though_commas_are_missing() -> None:
-    row = smi.read(text("hy-smi-1.json")).rows[2]
+    row = smi.read(TEXTS["hy-smi-1.json"]).rows[2]
     assert row.device.uuid == "TCA24620040201"
     assert row.reading == {
         "memory_used_bytes": 61044 << 20,
@@ -29,18 +25,18 @@ def test_readings_are_read_though_commas_are_missing() -> None:
 
 
 def test_older_releases_call_the_device_dcu_and_print_a_hexadecimal_id() -> None:
-    row = smi.read(text("hy-smi-2.json")).rows[3]
+    row = smi.read(TEXTS["hy-smi-2.json"]).rows[3]
     assert row.device.uuid == "GPU-7100f95cee823044"
     assert (row.reading["utilization_share"], row.reading["temperature_celsius"]) == (0, 61)
 
 
 def test_bytes_are_read_too() -> None:
-    older = text("hy-smi-2.json").replace("Memory (MiB)", "Memory (B)").replace('"65520"', '"68702699520"')
+    older = TEXTS["hy-smi-2.json"].replace("Memory (MiB)", "Memory (B)").replace('"65520"', '"68702699520"')
     assert smi.read(older).rows[0].device.memory_bytes == 65520 << 20
 
 
 def test_a_card_without_memory_is_left_out() -> None:
-    listed = smi.read(text("hy-smi-2.json").replace('"65520"', '"N/A"', 1))
+    listed = smi.read(TEXTS["hy-smi-2.json"].replace('"65520"', '"N/A"', 1))
     assert [row.device.index for row in listed.rows] == [1, 2, 3]
     assert ["card0" in line for line in listed.left_out] == [True]
 

@@ -59,15 +59,11 @@ def test_tensor_parallel_overlap_is_a_knob_of_split_layers() -> None:
     assert knobs["iluvatar_zero_bubble"].effects["zb-h1"].flags == ("--enable-zbh1-pipeline",)
 
 
-SMI = Path(__file__).parent / "smi"
-
-
-def text(name: str) -> str:
-    return saved_outputs(SMI)[name]
+TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
 
 def test_only_the_second_chip_of_a_card_reports_power() -> None:
-    rows = smi.read(text("ixsmi-1.txt")).rows
+    rows = smi.read(TEXTS["ixsmi-1.txt"]).rows
     assert [row.device.index for row in rows if "power_watts" in row.reading] == list(range(1, 16, 2))
     assert rows[1].reading == {
         "memory_used_bytes": 116 * 2**20,
@@ -83,7 +79,7 @@ def test_uuids_are_listed_by_index() -> None:
     assert smi.uuids("0, GPU-1a2b\n1, GPU-3c4d\nN/A\n") == {0: "GPU-1a2b", 1: "GPU-3c4d"}
 
 
-TABLE = text("ixsmi-5.txt")
+TABLE = TEXTS["ixsmi-5.txt"]
 
 
 def test_a_name_without_the_vendor_is_unchanged() -> None:

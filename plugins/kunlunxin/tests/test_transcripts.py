@@ -12,7 +12,7 @@ from flagcore.domain.chip import Device
 from flagcore.vendorkit.machine import TorchReport
 from flagcore.vendorkit.rows import islands, read_matrix
 
-SMI = Path(__file__).parent / "smi"
+TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
 INTEL = """
 |            Intel XPU-SMI v2.0    Driver: 96E1802BAF7F7118043A89B    Level Zero: 1.32.0             |
@@ -21,12 +21,8 @@ INTEL = """
 """
 
 
-def text(name: str) -> str:
-    return saved_outputs(SMI)[name]
-
-
 def test_readings_have_power_memory_temperature_and_load() -> None:
-    row = smi.read(text("xpu-smi-1.txt")).rows[1]
+    row = smi.read(TEXTS["xpu-smi-1.txt"]).rows[1]
     assert row.reading == {
         "memory_used_bytes": 71790 << 20,
         "power_watts": 312,
@@ -37,19 +33,19 @@ def test_readings_have_power_memory_temperature_and_load() -> None:
 
 
 def test_a_virtual_function_is_left_out_and_the_others_keep_their_index() -> None:
-    listed = smi.read(text("xpu-smi-2.txt"))
+    listed = smi.read(TEXTS["xpu-smi-2.txt"])
     assert [row.device.index for row in listed.rows] == [0, 2]
     assert listed.left_out == ("XPU 1 (P800 VF) is a part of another",)
 
 
 def test_processes_are_listed_by_device() -> None:
-    with fakes.machine({"xpu-smi": fakes.prints(text("xpu-smi-1.txt"))}):
+    with fakes.machine({"xpu-smi": fakes.prints(TEXTS["xpu-smi-1.txt"])}):
         assert discover.DETECTOR.uses_now()[1].processes == ("30413 python3 (70.0 GiB)",)
-    assert smi.processes(text("xpu-smi-2.txt")) == {}
+    assert smi.processes(TEXTS["xpu-smi-2.txt"]) == {}
 
 
 def test_links_join_each_half_of_a_server() -> None:
-    matrix = read_matrix(text("xpu-smi-3.txt"))
+    matrix = read_matrix(TEXTS["xpu-smi-3.txt"])
     assert matrix is not None
     assert islands(matrix, "XL") == ((0, 1, 2, 3), (4, 5, 6, 7))
 

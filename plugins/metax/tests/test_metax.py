@@ -39,10 +39,8 @@ def test_islands_come_from_this_machine_if_its_tool_works(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     four = plugin.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=4))
     eight = plugin.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8))
-    assert four is not None
-    assert eight is not None
-    assert [level.devices for level in four.levels] == [2, 4]
-    assert [level.devices for level in eight.levels] == [4, 8]  # another node than this one
+    assert [level.devices for level in given(four).levels] == [2, 4]
+    assert [level.devices for level in given(eight).levels] == [4, 8]  # another node than this one
 
 
 @pytest.mark.parametrize(
@@ -113,8 +111,7 @@ def test_published_all_reduce_times_are_predicted(
     costs = LoadedPlugins.of({"metax": plugin}).collective_costs(
         NodeGroup(chip=chip(name), nodes=nodes, devices_per_node=8), "megatron"
     )
-    assert costs is not None
-    (found,) = costs.seconds("all_reduce", np.array([float(payload)]), np.array([ranks]), np.array([1]))
+    (found,) = given(costs).seconds("all_reduce", np.array([float(payload)]), np.array([ranks]), np.array([1]))
     assert found == pytest.approx(measured, rel=within)
 
 
@@ -122,8 +119,7 @@ def test_a_pair_across_the_islands_of_a_c500_is_slower_than_a_pair_inside() -> N
     costs = LoadedPlugins.of({"metax": plugin}).collective_costs(
         NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8), "megatron"
     )
-    assert costs is not None
-    inside, across = costs.seconds("all_gather", np.full(2, 1e9), np.full(2, 2), np.array([1, 4]))
+    inside, across = given(costs).seconds("all_gather", np.full(2, 1e9), np.full(2, 2), np.array([1, 4]))
     assert across > 1.5 * inside
 
 

@@ -15,15 +15,11 @@ from flagcore_testing.package import saved_outputs
 from flagcore.vendorkit.rows import devices_per_adapter, islands, near_adapters, read_matrix
 from tests.checks import given
 
-SMI = Path(__file__).parent / "smi"
-
-
-def text(name: str) -> str:
-    return saved_outputs(SMI)[name]
+TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
 
 def test_readings_have_power_with_and_without_a_cap_memory_temperature_and_load() -> None:
-    capped, plain = smi.read(text("mx-smi-1.txt")).rows[3], smi.read(text("mx-smi-4.txt")).rows[0]
+    capped, plain = smi.read(TEXTS["mx-smi-1.txt"]).rows[3], smi.read(TEXTS["mx-smi-4.txt"]).rows[0]
     assert capped.reading == {
         "memory_used_bytes": 826 * 2**20,
         "power_watts": 60,
@@ -36,38 +32,38 @@ def test_readings_have_power_with_and_without_a_cap_memory_temperature_and_load(
 
 
 def test_another_vendors_mx_smi_is_distinguished() -> None:
-    assert not smi.is_metax(text("moffett-mx-smi-1.txt"))
+    assert not smi.is_metax(TEXTS["moffett-mx-smi-1.txt"])
 
 
 def test_a_rebranded_device_stays_unknown() -> None:
-    (row,) = smi.read(text("ht-smi-1.txt")).rows
+    (row,) = smi.read(TEXTS["ht-smi-1.txt"]).rows
     assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips())
 
 
 def test_the_board_number_is_not_the_gpu_index() -> None:
-    table = text("mx-smi-1.txt").replace("| 1     MetaX C500 | 1 ", "| 0     MetaX C500 | 1 ")
+    table = TEXTS["mx-smi-1.txt"].replace("| 1     MetaX C500 | 1 ", "| 0     MetaX C500 | 1 ")
     assert [row.device.index for row in smi.read(table).rows] == list(range(8))
 
 
 def test_a_banner_another_locale_and_carriage_returns_do_not_matter() -> None:
-    table = "欢迎使用 MACA\n" + text("mx-smi-1.txt").replace("Wed Feb 11", "2026年 2月11日 星期三").replace(
+    table = "欢迎使用 MACA\n" + TEXTS["mx-smi-1.txt"].replace("Wed Feb 11", "2026年 2月11日 星期三").replace(
         "\n", "\r\n"
     )
-    assert smi.read(table).rows == smi.read(text("mx-smi-1.txt")).rows
+    assert smi.read(table).rows == smi.read(TEXTS["mx-smi-1.txt"]).rows
 
 
 def test_a_list_reports_names_without_memory() -> None:
-    (row,) = smi.read(text("mx-smi-8.txt")).rows
+    (row,) = smi.read(TEXTS["mx-smi-8.txt"]).rows
     assert (row.device.chip, row.device.memory_bytes, row.device.uuid) == ("MXC550", None, "GPU-abc-123")
-    assert smi.read(text("mx-smi-8.txt").replace("Available", "Not Available(5)")).rows == ()
+    assert smi.read(TEXTS["mx-smi-8.txt"].replace("Available", "Not Available(5)")).rows == ()
 
 
 def test_a_listed_device_without_a_uuid_is_reported() -> None:
     lost = "GPU#7    MXC500      0000:3c:00.0   Not Available(MetaX Sysfs File Unaccessible)\n"
-    listing = smi.read(text("mx-smi-8.txt") + "\n" + lost)
+    listing = smi.read(TEXTS["mx-smi-8.txt"] + "\n" + lost)
     assert [row.device.index for row in listing.rows] == [0]
     assert listing.left_out == ("GPU 7 (MXC500) is not usable: Not Available(MetaX Sysfs File Unaccessible)",)
-    (cut,) = smi.read(text("mx-smi-8.txt").replace(" (UUID: GPU-abc-123)", "")).left_out
+    (cut,) = smi.read(TEXTS["mx-smi-8.txt"].replace(" (UUID: GPU-abc-123)", "")).left_out
     assert "no UUID" in cut
 
 
@@ -78,49 +74,49 @@ def test_output_that_counts_devices_but_lists_none_is_reported() -> None:
 
 
 def test_uuids_are_listed_by_index() -> None:
-    assert smi.uuids(text("mx-smi-8.txt")) == {0: "GPU-abc-123"}
+    assert smi.uuids(TEXTS["mx-smi-8.txt"]) == {0: "GPU-abc-123"}
 
 
 @pytest.mark.parametrize("name", ["mx-smi-2.txt", "mx-smi-3.txt", "mx-smi-7.txt"])
 def test_a_c500_node_has_two_islands_of_four(name: str) -> None:
-    matrix = given(read_matrix(text(name)))
+    matrix = given(read_matrix(TEXTS[name]))
     assert islands(matrix, "MX") == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert matrix.links[0, 4] == ("SYS" if name == "mx-smi-7.txt" else "NODE")
 
 
 def test_four_devices_share_two_adapters_and_the_storage_adapters_are_unassigned() -> None:
-    matrix = given(read_matrix(text("mx-smi-3.txt")))
+    matrix = given(read_matrix(TEXTS["mx-smi-3.txt"]))
     assert near_adapters(matrix)[0] == ("NIC0", "NIC1")
     assert near_adapters(matrix)[7] == ("NIC2", "NIC3")
     assert devices_per_adapter(matrix) == {"NIC0": 4, "NIC1": 4, "NIC2": 4, "NIC3": 4}
 
 
 def test_devices_of_another_detector_match_the_catalogue() -> None:
-    found = json.loads(text("detect-gpustack-1.json"))
+    found = json.loads(TEXTS["detect-gpustack-1.json"])
     (chip,) = {chip.name for each in found for chip in plugin.flagcore_chips() if chip.has_name(each["name"])}
     assert chip == "C500"
     assert {each["memory"] for each in found} == {65536}
-    (topology,) = json.loads(text("topology-gpustack-1.json"))
+    (topology,) = json.loads(TEXTS["topology-gpustack-1.json"])
     assert {sum(distance <= 5 for distance in row) for row in topology["devices_distances"]} == {ISLAND}
 
 
 def test_the_shipped_all_reduce_matches_the_log() -> None:
     (curve,) = yaml.safe_load((Path(smi.__file__).parent / "costs/c500/collectives.yaml").read_text())["curves"]
-    logged = [line.split()[1:] for line in text("mccl-allreduce-1.txt").splitlines() if "bfloat16" in line]
+    logged = [line.split()[1:] for line in TEXTS["mccl-allreduce-1.txt"].splitlines() if "bfloat16" in line]
     assert [int(words[0]) for words in logged] == curve["payload_bytes"]
     assert [float(words[5]) for words in logged] == pytest.approx([each * 1e6 for each in curve["seconds"]], rel=1e-4)
 
 
 def test_uuids_are_queried_if_visible_devices_use_them() -> None:
-    table = fakes.prints(text("mx-smi-1.txt"))
+    table = fakes.prints(TEXTS["mx-smi-1.txt"])
     lines = "\n".join(f"GPU#{index}  MXC500  0000:2b:00.0  Available (UUID: GPU-{index}abc)" for index in range(8))
     script = f'if [ "$1" = -L ]; then\n{fakes.prints(lines)}\nelse\n{table}\nfi'
     with fakes.machine({"mx-smi": script}, CUDA_VISIBLE_DEVICES="GPU-5abc,GPU-1abc"):
         assert [device.index for device in DETECTOR.devices()] == [5, 1]
 
 
-TABLE = saved_outputs(SMI)["mx-smi-1.txt"]
-OLD = saved_outputs(SMI)["mx-smi-4.txt"]
+TABLE = TEXTS["mx-smi-1.txt"]
+OLD = TEXTS["mx-smi-4.txt"]
 FIRST = "| 57W / 350W       | 35C          P0 | 826/65536 MiB       | Available            |"
 
 

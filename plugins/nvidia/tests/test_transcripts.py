@@ -12,26 +12,23 @@ from flagcore_testing.package import saved_outputs
 
 from flagcore.domain.chip import DeviceUse
 from flagcore.vendorkit.rows import devices_per_adapter, islands, near_adapters, read_matrix
+from tests.checks import given
 
-SMI = Path(__file__).parent / "smi"
+TEXTS = saved_outputs(Path(__file__).parent / "smi")
 MATRICES = ("nvidia-smi-5.txt", "nvidia-smi-6.txt")
 QUERY = "\n".join(f"{i}, NVIDIA H200, 143771, 570.211.01, GPU-{i}aaa, 0x233510DE, Disabled" for i in range(8)) + "\n"
 
 
-def text(name: str) -> str:
-    return saved_outputs(SMI)[name]
-
-
 def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_requested() -> None:
     fields = ("name", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
-    assert smi.read(text("nvidia-smi-4.csv")).rows == ()
-    (row,) = smi.read(text("nvidia-smi-4.csv"), fields).rows
+    assert smi.read(TEXTS["nvidia-smi-4.csv"]).rows == ()
+    (row,) = smi.read(TEXTS["nvidia-smi-4.csv"], fields).rows
     assert (row.device.chip, row.device.memory_bytes) == ("NVIDIA GeForce RTX 4090", 24564 * 2**20)
 
 
 def test_a_table_has_readings() -> None:
     assert {"memory_used_bytes", "power_watts", "power_limit_watts", "temperature_celsius"} <= set(
-        smi.read(text("nvidia-smi-2.txt")).rows[0].reading
+        smi.read(TEXTS["nvidia-smi-2.txt"]).rows[0].reading
     )
 
 
@@ -61,7 +58,7 @@ def test_another_vendors_nvidia_smi_is_distinguished_by_the_pci_id(foreign: str)
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_nvlink_joins_all_devices_and_each_has_an_adapter(name: str) -> None:
-    matrix = read_matrix(text(name))
+    matrix = read_matrix(TEXTS[name])
     assert matrix is not None
     assert islands(matrix, r"NV\d+") == (tuple(range(8)),)
     assert all(len(near) == 1 for near in near_adapters(matrix).values())
@@ -74,28 +71,25 @@ def test_pairs_of_bridged_devices_are_islands_and_a_ring_is_not() -> None:
     ring = pairs.replace("NV4\tSYS\tSYS", "NV4\tSYS\tNV4").replace("SYS\tSYS\t X \tNV4", "SYS\tNV4\t X \tNV4")
     ring = ring.replace("GPU1\tNV4\t X \tSYS", "GPU1\tNV4\t X \tNV4").replace("GPU3\tSYS\tSYS", "GPU3\tNV4\tSYS")
     made, around = read_matrix(pairs), read_matrix(ring)
-    assert made is not None
-    assert around is not None
-    assert islands(made, r"NV\d+") == ((0, 1), (2, 3))
-    assert islands(around, r"NV\d+") == ()
+    assert islands(given(made), r"NV\d+") == ((0, 1), (2, 3))
+    assert islands(given(around), r"NV\d+") == ()
 
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_a_matrix_that_is_cut_within_the_devices_rows_is_refused(name: str) -> None:
-    lines = text(name).splitlines()
+    lines = TEXTS[name].splitlines()
     for end in range(9):
         assert read_matrix("\n".join(lines[:end])) is None
     assert read_matrix("\n".join(lines[:9])) is not None
 
 
 def test_devices_of_another_detector_match_the_catalogue() -> None:
-    found = json.loads(text("detect-gpustack-h100.json"))
+    found = json.loads(TEXTS["detect-gpustack-h100.json"])
     (name,) = {each["name"] for each in found}
     (chip,) = (chip for chip in plugin.flagcore_chips() if chip.has_name(name))
     assert chip.name == "H100-SXM"
-    assert chip.memory_bytes is not None
-    assert {each["memory"] * 2**20 for each in found} == {chip.memory_bytes.value}
-    (topology,) = json.loads(text("topology-gpustack-h200.json"))
+    assert {each["memory"] * 2**20 for each in found} == {given(chip.memory_bytes).value}
+    (topology,) = json.loads(TEXTS["topology-gpustack-h200.json"])
     assert {each["links_active_count"] for each in topology["appendices"]} == {18}
 
 
@@ -277,7 +271,7 @@ def test_messages_and_other_pages_are_not_devices(text: str) -> None:
 
 
 def test_without_support_for_the_query_the_table_is_read() -> None:
-    table = fakes.prints(saved_outputs(SMI)["nvidia-smi-2.txt"])
+    table = fakes.prints(TEXTS["nvidia-smi-2.txt"])
     with fakes.machine({"nvidia-smi": f'[ $# -gt 0 ] && {{ echo "not a valid field"; exit 2; }}\n{table}'}):
         assert len(DETECTOR.devices()) == 6
 
@@ -301,7 +295,7 @@ esac"""
 
 
 def test_a_tool_that_cannot_list_processes_reports_no_use() -> None:
-    table = fakes.prints(saved_outputs(SMI)["nvidia-smi-2.txt"])
+    table = fakes.prints(TEXTS["nvidia-smi-2.txt"])
     with fakes.machine({"nvidia-smi": table}):
         assert DETECTOR.uses_now() == {}
     with fakes.machine({"nvidia-smi": "exit 9"}):

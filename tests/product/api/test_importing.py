@@ -14,6 +14,7 @@ from flagcore.api import import_history
 from flagcore.domain.trial import Role, TrialState
 from flagcore.errors import RunError, UsageError
 from flagcore.tuner.calibration import Experience
+from tests.checks import given
 from tests.product.cli.conftest import Project
 from tests.product.cli.test_explain_serve import SPEC as SERVE_SPEC
 
@@ -112,9 +113,7 @@ def test_rows_of_another_machine_are_experience_only(importing: Callable[..., An
     assert [json.loads(line)["measured"]["step_time_s"] for line in file.read_text().splitlines()] == [0.15, 0.09]
     plan = flagcore.tune(spec, run_dir=project.run_dir).plan
     assert [trial.source for trial in plan.trials] == [None] * 3
-    assert plan.best is not None
-    assert plan.best.measurement is not None
-    assert plan.best.measurement.step_time_s > 0.1
+    assert given(given(plan.best).measurement).step_time_s > 0.1
     run = flagcore.load_run(project.run_dir)
     assert (len(run.imported), len(run.trials)) == (4, 3)
     account = flagcore.explain_candidate(project.run_dir, "2")
@@ -223,8 +222,7 @@ def test_columns_missing_in_a_file_are_reported_with_their_defaults(project: Pro
     assert "data_parallel_size, pipeline_model_parallel_size" in result.notes[0]
     assert "micro_batch_size" in result.notes[0]
     measurement = result.trials[0].measurement
-    assert measurement is not None
-    assert measurement.partial
+    assert given(measurement).partial
 
 
 SERVED = {

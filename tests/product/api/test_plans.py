@@ -19,6 +19,7 @@ from flagcore.report.estimate import Estimate, estimate_texts
 from flagcore.report.text import bottleneck_text
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages import build as build_module
+from tests.checks import given
 from tests.product.tasks import LLAMA_8B
 
 SPACE = {
@@ -274,8 +275,7 @@ def test_plans_are_expected_to_be_slower_where_such_runs_are_published(estimate:
     others = api.estimate(spec, chip="MI300X")
     assert (estimate.expected_here, others.expected_here) == (True, False)
     for plan in (estimate, api.estimate(spec), others):
-        assert plan.expected_s is not None
-        mean, low, high = plan.expected_s
+        mean, low, high = given(plan.expected_s)
         assert low < plan.candidates[0]["step_time_s"]["value"] < mean < high
 
 
@@ -335,6 +335,5 @@ def test_an_assumed_setting_that_needs_too_much_memory_is_named() -> None:
     train = {**SPEC["train"], "seq_length": 4096, "global_batch_size": 1200}
     spec = {**SPEC, "model": "mistralai/Mixtral-8x7B-v0.1", "train": train, "cluster": cluster}
     report = api.explain_candidate(spec, "tp=8, pp=2, mbs=3, dist-opt, sp")
-    assert report.predicted is not None
-    assert not report.predicted.fits
+    assert not given(report.predicted).fits
     assert [line for line in report.because if "expert_tensor_parallel_size=1" in line] == [report.because[-1]]

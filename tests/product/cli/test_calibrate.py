@@ -33,8 +33,7 @@ def test_a_calibration_is_saved_listed_used_and_deleted(
     seconds_before = step_time(answer, spec)
     assert "calibration" not in caplog.text
 
-    completed = flag("calibrate", "--seconds", "5", "--json")
-    assert completed.code == 0, completed.err
+    completed = flag("calibrate", "--seconds", "5", "--json").worked()
     (file,) = home.iterdir()
     assert f"Saved to {file}" in completed.err
     rows = json.loads(completed.out)

@@ -31,8 +31,7 @@ def jobs(folder: Path, *records: dict[str, Any]) -> str:
 
 
 def answers(ran: Ran) -> list[dict[str, Any]]:
-    assert ran.code == 0, ran.err
-    return [json.loads(line) for line in ran.out.splitlines()]
+    return [json.loads(line) for line in ran.worked().out.splitlines()]
 
 
 @pytest.fixture

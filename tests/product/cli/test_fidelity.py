@@ -35,8 +35,7 @@ def world(project: Project, **control: Any) -> str:
 def test_the_example_of_1024_devices_is_estimated_without_any_of_them(
     flag: Flag, answer: Answer, project: Project
 ) -> None:
-    completed = flag("tune", EXAMPLE, "--fidelity", "estimate", "--run-dir", str(project.run_dir))
-    assert completed.code == 0, completed.err
+    completed = flag("tune", EXAMPLE, "--fidelity", "estimate", "--run-dir", str(project.run_dir)).worked()
     assert "Best predicted configuration on 1024 x H100-SXM: " in completed.out
     assert any(line.startswith("  Speed: ~") for line in completed.out.splitlines())
     assert completed.out.strip() == (project.run_dir / "report.txt").read_text().strip()
@@ -62,8 +61,7 @@ def test_the_best_of_an_estimate_for_this_machine_can_be_started(answer: Answer,
     spec = project.spec(control={"fidelity": "estimate", "run_best": True})
     assert answer("tune", spec, "--run-dir", project.run_dir) == project.result()
     assert not (project.run_dir / "trials").exists()
-    run_output = project.run("run", str(project.run_dir))
-    assert run_output.code == 0
+    run_output = project.run("run", str(project.run_dir)).worked()
     assert "elapsed time per iteration" in run_output.out
     (line,) = run_output.err.splitlines()
     assert f"training the best configuration of {project.run_dir}" in line
@@ -78,8 +76,7 @@ def test_a_run_may_raise_its_fidelity_but_not_lower_it(flag: Flag, project: Proj
     spec = project.spec(control={"max_trials": 2, "repeats": 0})
     arguments = ("tune", spec, "--run-dir", str(project.run_dir))
     assert flag(*arguments, "--fidelity", "estimate").code == 0
-    completed = flag(*arguments)
-    assert completed.code == 0, completed.err
+    flag(*arguments).worked()
     saved = project.result()
     assert saved["fidelity"] == "run"
     assert len(saved["trials"]) == 2
@@ -102,8 +99,9 @@ def test_two_nodes_are_tuned_by_probes_on_one_core(
     flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(project.folder / "home"))
-    completed = flag("tune", world(project, max_trials=1), "--run-dir", str(project.run_dir), "--fidelity", "probe")
-    assert completed.code == 0, completed.err
+    completed = flag(
+        "tune", world(project, max_trials=1), "--run-dir", str(project.run_dir), "--fidelity", "probe"
+    ).worked()
     assert "Best probed configuration on 8 x cpu: " in completed.out
     assert "predicted communication and waiting" in completed.out
     assert "probe 0 (baseline) starts: " in completed.err

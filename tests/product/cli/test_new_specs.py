@@ -35,15 +35,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("engine", ["megatron", "vllm"])
 def test_a_new_spec_is_estimated_and_exported(flag: Flag, engine: str, tmp_path: Path) -> None:
     argv = ("init", "--model", "model", "--engine", engine, "--chip", "H100-SXM", "-o", "spec.yaml")
-    made = flag(*argv)
-    assert made.code == 0, made.err
+    flag(*argv).worked()
     assert flag(*argv).code == 2  # the file exists
     assert flag(*argv, "--force").code == 0
     assert "# engine: " in (tmp_path / "spec.yaml").read_text()
-    estimated = flag("estimate", "spec.yaml", "--top", "1", "--json")
-    assert estimated.code == 0, estimated.err
-    exported = flag("export", "spec.yaml", "--to", engine)
-    assert exported.code == 0, exported.err
+    flag("estimate", "spec.yaml", "--top", "1", "--json").worked()
+    exported = flag("export", "spec.yaml", "--to", engine).worked()
     assert (tmp_path / exported.out.splitlines()[-1]).is_file()
 
 
@@ -80,8 +77,7 @@ def test_bad_input_is_wrong_usage(flag: Flag, arguments: tuple[Any, ...]) -> Non
 def test_an_imported_command_is_printed_with_its_notes_on_stderr(flag: Flag, tmp_path: Path) -> None:
     completed = flag(
         "import", "vllm", "--chip", "H100-SXM", "--", *["vllm", "serve", "model", "--tp", "2", "--port", "9"]
-    )
-    assert completed.code == 0, completed.err
+    ).worked()
     assert yaml.safe_load(completed.out)["auto_tuner"]["baseline"]["tensor_model_parallel_size"] == 2
     assert "--port" in completed.err
 

@@ -123,8 +123,7 @@ def spec(project: Project, **space: list[object]) -> None:
 
 
 def test_it_is_tuned(flag: Flag, acme: Project) -> None:
-    completed = flag("tune", "spec.yaml", "--run-dir", str(acme.run_dir))
-    assert completed.code == 0, completed.err
+    flag("tune", "spec.yaml", "--run-dir", str(acme.run_dir)).worked()
     result = acme.result()
     assert {trial["state"] for trial in result["trials"]} == {"measured"}
     measurement = {trial["candidate"].get("slots"): trial["measured"]["effective"] for trial in result["trials"]}
@@ -132,8 +131,7 @@ def test_it_is_tuned(flag: Flag, acme: Project) -> None:
 
 
 def test_it_is_estimated_and_its_knobs_are_checked(flag: Flag, acme: Project) -> None:
-    completed = flag("estimate", "spec.yaml")
-    assert completed.code == 0, completed.err
+    completed = flag("estimate", "spec.yaml").worked()
     spec(acme, slot=[1])
     completed = flag("estimate", "spec.yaml")
     assert completed.code == 2

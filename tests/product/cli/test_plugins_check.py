@@ -17,8 +17,7 @@ Failures = Callable[[], list[dict[str, str]]]
 @pytest.fixture
 def acme(flag: Flag, tmp_path: Path) -> Path:
     """A new plugin, as it is written."""
-    completed = flag("plugins", "new", "acme", "--vendor", "ACME", "--directory", str(tmp_path))
-    assert completed.code == 0, completed.err
+    completed = flag("plugins", "new", "acme", "--vendor", "ACME", "--directory", str(tmp_path)).worked()
     assert f"pip install -e {completed.out.strip()} && flag plugins check {completed.out.strip()}" in completed.err
     return Path(completed.out.strip())
 
@@ -37,8 +36,7 @@ def failures(flag: Flag, acme: Path) -> Failures:
 
 
 def test_a_new_plugin_passes_every_check_and_lists_its_placeholders(flag: Flag, acme: Path) -> None:
-    completed = flag("plugins", "check", str(acme))
-    assert completed.code == 0, completed.out
+    completed = flag("plugins", "check", str(acme)).worked()
     assert re.match(r"acme 0\.1\.0: \d+ passed, 0 failed", completed.out)
     assert "to fill in:" in completed.out
     assert "flagcore_acme/chips/a1.yaml:5" in completed.out
@@ -48,10 +46,8 @@ def test_a_new_plugin_with_all_options_passes_every_check(flag: Flag, tmp_path: 
     detection = ("--tool", "ac-gmi info", "--visible", "AC_RT_VISIBLE", "--torch-device", "tpx", "--backend", "accl")
     detection += ("--preload", "torch_tpx", "--preload", "acme.adaptor")
     chips = ("--chip", "A1", "--chip", "B2")
-    created = flag("plugins", "new", "acme", *chips, *detection, "--directory", str(tmp_path))
-    assert created.code == 0, created.err
-    completed = flag("plugins", "check", created.out.strip(), "--format", "json")
-    assert completed.code == 0, completed.out
+    created = flag("plugins", "new", "acme", *chips, *detection, "--directory", str(tmp_path)).worked()
+    completed = flag("plugins", "check", created.out.strip(), "--format", "json").worked()
     (plugin,) = json.loads(completed.out)["plugins"]
     assert list(plugin) == ["name", "version", "passed", "failed", "skipped", "failures", "by_hand"]
     assert (plugin["name"], plugin["version"], plugin["failed"], plugin["failures"]) == ("acme", "0.1.0", 0, [])

@@ -28,8 +28,9 @@ KNOBS = "tensor_model_parallel_size=2,pipeline_model_parallel_size=4,data_parall
 @needs_megatron
 def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Project) -> None:
     folder = project.folder / "kept"
-    completed = flag("probe", project.spec(**WORLD), "--candidate", TWO_STAGES, "--json", "--folder", str(folder))
-    assert completed.code == 0, completed.err
+    completed = flag(
+        "probe", project.spec(**WORLD), "--candidate", TWO_STAGES, "--json", "--folder", str(folder)
+    ).worked()
     (found,) = json.loads(completed.out)
     assert found["devices"] == 32
     assert found["candidate"]["pipeline_model_parallel_size"] == 2
@@ -54,8 +55,7 @@ def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Pr
 @needs_megatron
 @pytest.mark.long
 def test_the_table_has_a_line_per_rank_and_marks_scaled_figures(flag: Flag, project: Project) -> None:
-    completed = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--rank", "31")
-    assert completed.code == 0, completed.err
+    completed = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--rank", "31").worked()
     heading, _, line = completed.out.splitlines()
     assert heading.split()[:4] == ["rank", "stage", "state", "static"]
     assert line.split()[:3] == ["31", "3", "measured"]
@@ -69,8 +69,7 @@ def test_memory_that_runs_out_is_a_result(flag: Flag, project: Project) -> None:
     tiny = {**small_spec, "model": {"hidden_size": 64, "ffn_hidden_size": 128}}
     completed = flag(
         "probe", project.spec(**tiny), "--candidate", "data_parallel_size=8", "--rank", "7", "--format", "csv"
-    )
-    assert completed.code == 0, completed.err
+    ).worked()
     (line,) = csv.DictReader(io.StringIO(completed.out))
     assert line["state"] == "out_of_memory"
 

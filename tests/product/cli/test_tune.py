@@ -20,24 +20,20 @@ def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Proje
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, **config})
     )
     assert flag("tune", project.spec(model="./model"), "--run-dir", str(project.run_dir)).code == 0
-    rerun = flag("estimate", str(project.run_dir / "best.yaml"), "--json")
-    assert rerun.code == 0, rerun.err
+    rerun = flag("estimate", str(project.run_dir / "best.yaml"), "--json").worked()
     assert project.result()["best"]["candidate"] in [row["candidate"] for row in json.loads(rerun.out)]
-    completed = project.run("run", str(project.run_dir))
-    assert completed.code == 0
+    completed = project.run("run", str(project.run_dir)).worked()
     assert "elapsed time per iteration (ms): 101.0" in completed.out
     script = project.run_dir / "best.sh"
     assert os.access(script, os.X_OK)
     assert os.popen(f"cd / && {script}").read().count("elapsed time per iteration (ms)") == 3
-    explanation = flag("explain", str(project.run_dir))
-    assert explanation.code == 0
+    explanation = flag("explain", str(project.run_dir)).worked()
     assert "measured" in explanation.out
 
 
 def test_the_best_is_started_at_the_end_if_the_spec_requests_it(flag: Flag, project: Project) -> None:
     spec = project.spec(control={"run_best": True, "max_trials": 2})
-    completed = project.run("tune", spec, "--run-dir", str(project.run_dir), "--json")
-    assert completed.code == 0
+    completed = project.run("tune", spec, "--run-dir", str(project.run_dir), "--json").worked()
     assert json.loads(completed.out)["best"]
     assert "elapsed time per iteration" in completed.err
 

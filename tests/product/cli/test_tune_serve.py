@@ -28,8 +28,7 @@ def test_if_no_configuration_meets_the_slo_the_nearest_is_named(flag: Flag, proj
 
 
 def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported(flag: Flag, project: Project) -> None:
-    completed = tune(flag, project, serve={"slo": {"ttft_s": {"p99": 0.6}}})
-    assert completed.code == 0, completed.err
+    completed = tune(flag, project, serve={"slo": {"ttft_s": {"p99": 0.6}}}).worked()
     result = project.result()
     assert [trial["state"] for trial in result["trials"]] == ["measured"] * 3
     assert result["best"]["candidate"]["parallel"] == 2
@@ -52,8 +51,7 @@ def test_a_killed_run_leaves_no_process_and_resumes_to_the_fastest_with_its_star
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert project.all_gone()
-    rerun = flag("tune", file, "--run-dir", str(project.run_dir))
-    assert rerun.code == 0, rerun.err
+    rerun = flag("tune", file, "--run-dir", str(project.run_dir)).worked()
     assert "trial 0 (" not in rerun.err
     assert "resuming" in caplog.text
     result = project.result()

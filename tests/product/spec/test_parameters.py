@@ -11,6 +11,7 @@ from flagcore_serving.space.weights import parameters
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.models import find_public, model_from
+from tests.checks import given
 from tests.product.tasks import ENGINES, SHAPE
 from tests.spec.test_models import DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_NEXT, QWEN35_MOE, config
 
@@ -74,9 +75,7 @@ def test_a_public_model_has_its_published_number_of_parameters() -> None:
 )
 def test_variants_have_the_shape_of_their_model(name: str, shape: str, weights: str | None) -> None:
     found, known = find_public(name), find_public(shape)
-    assert found is not None
-    assert known is not None
-    assert found == (known[0], weights)
+    assert given(found) == (given(known)[0], weights)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-9B", "Qwen3-8B", "a/b/Qwen3-8B", "./Qwen3-8B/x", ""])

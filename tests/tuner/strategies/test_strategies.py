@@ -99,9 +99,8 @@ def test_after_out_of_memory_similar_candidates_are_avoided() -> None:
 def test_a_choice_reports_its_corrected_prediction() -> None:
     first = int(np.argmin(KNOWN.step_time_s))
     chosen = STRATEGY.next(search_context(KNOWN, [trial_of(first, 2.0 * float(KNOWN.step_time_s[first]), 0)]))
-    assert chosen.row is not None
     assert chosen.belief.low_s < chosen.belief.step_time_s < chosen.belief.high_s
-    assert chosen.belief.step_time_s == pytest.approx(2.0 * KNOWN.step_time_s[chosen.row], rel=0.25)
+    assert chosen.belief.step_time_s == pytest.approx(2.0 * KNOWN.step_time_s[given(chosen.row)], rel=0.25)
 
 
 def test_of_equally_fast_candidates_the_one_closest_to_the_baseline_is_tried() -> None:
@@ -163,9 +162,8 @@ def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> No
         )
 
     even, noisy, default, interrupted = map(with_spread, trials, (0.0, 0.4, 0.1, 0.0), (4, 4, 4, 2))
-    assert interrupted.measurement is not None
     interrupted = replace(
-        interrupted, state=TrialState.STOPPED, measurement=replace(interrupted.measurement, partial=True)
+        interrupted, state=TrialState.STOPPED, measurement=replace(given(interrupted.measurement), partial=True)
     )
     noise = observed_times(search_context(KNOWN, [even, noisy, default, interrupted])).noise
     assert noise.tolist() == pytest.approx([0.1 / 2, 0.4 / 2, 0.1 / 2, 0.1 / np.sqrt(2)])
@@ -175,8 +173,7 @@ def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> No
 @pytest.mark.parametrize(("others", "times"), [(0.0, 4.0), (1.0, 2.0)])
 def test_a_large_ratio_of_a_trial_on_shared_cores_is_not_credible(others: float, times: float) -> None:
     slow = trial_of(0, 5.0 * float(KNOWN.step_time_s[0]), 0)
-    assert slow.measurement is not None
-    measured = replace(slow.measurement, telemetry={CORES: 2.0, OTHERS_CORES: others})
+    measured = replace(given(slow.measurement), telemetry={CORES: 2.0, OTHERS_CORES: others})
     expected = expected_step_times(search_context(KNOWN, [replace(slow, measurement=measured)]), np.arange(50))
     assert (np.median(expected / KNOWN.step_time_s[:50]) > times) is not bool(others)
 
@@ -325,18 +322,16 @@ def measured(row: int, number: int, times: float) -> Trial:
     """A trial of `row` whose first token took `times` as long as predicted."""
     predicted = known()
     trial = trial_of(row, float(predicted.step_time_s[row]), number)
-    assert trial.measurement is not None
     ttft = float(predicted.figures["ttft_s.p99"][row]) * times
     broken = (f"ttft_s.p99 is {ttft} s",) if ttft > LIMIT["ttft_s.p99"] else ()
     return dataclasses.replace(
-        trial, measurement=dataclasses.replace(trial.measurement, figures={"ttft_s.p99": ttft}, broken=broken)
+        trial, measurement=dataclasses.replace(given(trial.measurement), figures={"ttft_s.p99": ttft}, broken=broken)
     )
 
 
 def test_candidates_predicted_to_break_a_limit_are_not_tried_first() -> None:
     choice = STRATEGY.next(under_limits())
-    assert choice.row is not None
-    assert known().figures["ttft_s.p99"][choice.row] < 1.2
+    assert known().figures["ttft_s.p99"][given(choice.row)] < 1.2
 
 
 def test_a_latency_above_its_prediction_moves_the_search_to_candidates_with_lower_latency() -> None:

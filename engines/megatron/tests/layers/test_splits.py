@@ -24,6 +24,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
+from tests.checks import given
 from tests.product import tasks
 
 PP, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
@@ -206,9 +207,7 @@ def test_layout_of_a_derived_split_means_that_split() -> None:
         assert len(stages) == pipeline * virtual
         assert all(each.layers for each in stages[:-1])
         again, options = placed(model, split, train(model).options, stages)
-        assert options.splits is not None
-        assert found[0].options.splits is not None
-        np.testing.assert_array_equal(options.splits.contents[1], found[0].options.splits.contents[1])
+        np.testing.assert_array_equal(given(options.splits).contents[1], given(found[0].options.splits).contents[1])
         assert again.split.tolist() == [1.0]
 
 

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.checks import given
+
 SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "vocab_size": 512}
 HEADS = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16}
 SWITCHES = {"gated_linear_unit": True, "untie_embeddings_and_output_weights": True}
@@ -62,11 +64,9 @@ def environment(*packages: Path) -> dict[str, str]:
 def run_jobs(folder: Path, jobs: dict[str, Any], *packages: Path) -> tuple[dict[str, int], str]:
     """Run jobs one after the other in a warm process; return their exit codes and its stderr."""
     process, log = _warm_process(packages)
-    assert process.stdin is not None
-    assert process.stdout is not None
     start = log.stat().st_size
-    print(json.dumps([str(folder), list(jobs.items())]), file=process.stdin, flush=True)
-    answer = process.stdout.readline()
+    print(json.dumps([str(folder), list(jobs.items())]), file=given(process.stdin), flush=True)
+    answer = given(process.stdout).readline()
     stderr = log.read_bytes()[start:].decode()
     assert answer, stderr
     return json.loads(answer), stderr

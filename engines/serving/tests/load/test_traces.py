@@ -11,7 +11,7 @@ from flagcore_serving.job import Load
 from flagcore_serving.load.traces import Traffic, read_trace
 from flagcore_serving.load.traffic import traffic
 
-from tests.checks import refuses
+from tests.checks import given, refuses
 
 MOONCAKE = [
     {"timestamp": 27000, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]},
@@ -57,8 +57,7 @@ def test_sharegpt_lengths_are_estimated_from_characters_and_reported_as(tmp_path
 def test_load_takes_lengths_and_times_of_the_requests_that_it_sends(tmp_path: Path) -> None:
     sampled = traffic(Load(trace=written(tmp_path, MOONCAKE), num_prompts=2, prefix_len=10))
     assert sampled.input_len.tolist() == [1110, 710]
-    assert sampled.arrive_s is not None
-    assert sampled.arrive_s.tolist() == [0.0, 0.5]
+    assert given(sampled.arrive_s).tolist() == [0.0, 0.5]
     assert list(sampled.blocks) == [(46, 47, 48), (46, 49)]
 
 
@@ -155,8 +154,7 @@ def test_turns_of_conversations_contain_all_turns_before(tmp_path: Path) -> None
     path = written(tmp_path, json.dumps([row, other]), "a.json")
     trace = read_trace(path, turns=8)
     assert trace.texts == ["a b", "a b\nc\nd", "x"]
-    assert trace.follows is not None
-    assert trace.follows.tolist() == [-1, 0, -1]
+    assert given(trace.follows).tolist() == [-1, 0, -1]
     assert trace.output_len.tolist() == [1, 2, 1]
     assert read_trace(path).texts == ["a b", "x"]
     assert read_trace(path).follows is None
@@ -179,8 +177,7 @@ def test_a_long_conversation_is_read_up_to_its_turns(tmp_path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert trace.follows is not None
-    assert trace.follows.tolist() == [-1, 0, 1]
+    assert given(trace.follows).tolist() == [-1, 0, 1]
     assert peak < 20e6
 
 

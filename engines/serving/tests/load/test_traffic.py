@@ -8,11 +8,12 @@ import pytest
 from flagcore_serving.job import Load
 from flagcore_serving.load.traffic import Traffic, prompts, traffic, warm_up
 
+from tests.checks import given
+
 
 def arrivals(**changes: float) -> np.ndarray:
     sampled = traffic(Load(num_prompts=4000, **changes))  # type: ignore[arg-type]
-    assert sampled.arrive_s is not None
-    return sampled.arrive_s
+    return given(sampled.arrive_s)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +116,7 @@ def test_equal_blocks_of_a_trace_are_equal_ids_and_others_are_not() -> None:
 
 def test_turns_continue_the_prompt_and_the_answer_before() -> None:
     sampled = traffic(Load(input_len=10, output_len=4, prefix_len=3, turns=3, num_prompts=5, concurrency=2))
-    assert sampled.follows is not None
-    assert sampled.follows.tolist() == [-1, 0, 1, -1, 3]
+    assert given(sampled.follows).tolist() == [-1, 0, 1, -1, 3]
     assert sampled.input_len.tolist() == [13, 27, 41, 13, 27]
     ids = prompts(sampled, prefix_len=3, vocab_size=1000, seed=(0, 1))
     assert [each.size for each in ids] == sampled.input_len.tolist()

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
-from flagcore_llamacpp.engine import ENGINE as LLAMACPP_ENGINE
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.trial import failures
 from flagcore_serving.trial.failures import PATTERNS, TrialFailure, first_error, log_text, server_failure
 from flagcore_serving.trial.reading import NoMetrics, acceptance, with_measured_acceptance
-from flagcore_sglang.engine import ENGINE as SGLANG_ENGINE
-from flagcore_vllm.engine import ENGINE
-from flagcore_vllm.engine import ENGINE as VLLM_ENGINE
+from flagcore_sglang.engine import ENGINE as SGLANG
+from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving, space_of
 from flagcore.contracts import Problem
@@ -181,11 +179,11 @@ def test_a_latency_is_reported_at_its_worst_load(tmp_path: Path) -> None:
 def test_without_a_pattern_the_reason_is_an_exception_or_an_error_or_the_last_line(log: str, line: str) -> None:
     assert first_error(log, ()) == (None, line)
     if "WARNING" in log:
-        assert first_error(log, VLLM_ENGINE.reports.failures) == (None, line)
+        assert first_error(log, VLLM.reports.failures) == (None, line)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [VLLM_ENGINE, SGLANG_ENGINE, LLAMACPP_ENGINE])
+@pytest.mark.parametrize("engine", [VLLM, SGLANG, LLAMACPP])
 @pytest.mark.parametrize("line", ["x" * 2000, "a." * 1000])
 def test_long_single_word_lines_are_searched(engine: ServingEngine, line: str) -> None:
     log = f"{line}\n" * 500 + "ValueError: at last"
@@ -276,7 +274,7 @@ def test_the_median_of_trials_replaces_the_value_of_the_spec() -> None:
 def test_predictions_of_other_candidates_with_speculation_change() -> None:
     space = {"speculation": [None, "ngram"], "speculative_tokens": [2, 3], "max_num_seqs": [64]}
     task = serving("vllm", devices=1, space=space)
-    platform, found = tasks.platform(task), space_of(ENGINE, task)
+    platform, found = tasks.platform(task), space_of(VLLM, task)
     legal = legality(platform)
     predictions = predict(platform, found)
     pruned, first = prune(found, predictions, ()), found.candidate(0)

@@ -20,6 +20,7 @@ from flagcore_serving.trial.loads import LoadRunner
 from flagcore_serving.trial.servers import Server
 
 from flagcore.domain.trial import TrialState
+from tests.checks import given
 
 TRUE, LIMIT = 50.0, 0.5
 STEADY = Load(input_len=8, output_len=8, concurrency=4, is_steady=True)
@@ -62,8 +63,7 @@ def test_a_disturbed_load_is_tried_again_at_once(start: float, rate: float, dist
     assert len(points[-1]["repeats"]) == 2
     assert runner.highest is not None
     assert (runner.highest.met, runner.highest.untested) == (best, None)
-    assert runner.highest.exceeded is not None
-    assert TRUE < runner.highest.exceeded <= best * RESOLUTION * 1.001
+    assert TRUE < given(runner.highest.exceeded) <= best * RESOLUTION * 1.001
     assert runner.tried[0] == min(start, rate)
     assert min(runner.tried) >= min(start, TRUE / 4)
     assert len(set(runner.seeds)) == len(runner.seeds)
@@ -84,9 +84,8 @@ def test_after_lucky_runs_the_search_goes_on_with_lower_loads(start: float, monk
     runner._search("request_rate")
     assert runner.highest is not None
     assert runner.highest.met is not None
-    assert runner.highest.exceeded is not None
     assert runner.highest.met <= 1.03 * TRUE
-    assert runner.highest.exceeded <= runner.highest.met * RESOLUTION**2
+    assert given(runner.highest.exceeded) <= runner.highest.met * RESOLUTION**2
 
 
 def test_a_load_that_takes_longer_than_the_time_left_is_not_sent() -> None:
@@ -96,8 +95,7 @@ def test_a_load_that_takes_longer_than_the_time_left_is_not_sent() -> None:
     assert runner.tried == [point["load"]["request_rate"]]
     assert runner.highest is not None
     assert (runner.highest.met, runner.highest.exceeded) == (45.0, None)
-    assert runner.highest.untested is not None
-    assert runner.highest.untested > 45.0
+    assert given(runner.highest.untested) > 45.0
 
 
 def test_a_search_without_time_for_lower_loads_reports_what_it_tried() -> None:
@@ -114,15 +112,13 @@ def test_a_load_is_tested_if_its_requests_arrive_in_the_time_left(monkeypatch: p
 
     class Timed(Runner):
         def _measure(self, load: Load, name: str, seed: int, limits: Any = None) -> dict[str, Any] | None:
-            assert load.request_rate is not None
-            clock[0] += 100 / load.request_rate
+            clock[0] += 100 / given(load.request_rate)
             return super()._measure(load, name, seed, limits)
 
     runner = Timed(5.0, (), repeats=3)
     runner.deadline = 33.0  # 20 s for the first load; higher ones take less time
     assert runner._search("request_rate")[-1]["load"]["request_rate"] == pytest.approx(45.0)
-    assert runner.highest is not None
-    assert runner.highest.met == pytest.approx(45.0)
+    assert given(runner.highest).met == pytest.approx(45.0)
 
 
 @pytest.mark.parametrize(
