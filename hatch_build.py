@@ -67,6 +67,7 @@ DEV = [
     "pytest-rerunfailures>=16",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
+    "regex>=2024.5",
     "ruff>=0.6",
     "towncrier>=24.8",
     "types-psutil",

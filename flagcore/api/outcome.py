@@ -23,7 +23,6 @@ from flagcore.domain.secrets import (
     redact_text,
     secrets_in_arguments,
     secrets_in_data,
-    secrets_in_environment,
 )
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import is_rate
@@ -74,7 +73,7 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result of a search to `run_dir`, and the spec, launch and script of the best configuration, if any."""
     plan, problem = ending.plan, ending.problem
     cannot, precision_reason = "", problem.platform.precision_reason
-    data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
+    data = redact_data(result(plan, str(run_dir)), secrets_in_data(os.environ))
     if precision_reason:
         precision = problem.task.spec.work.precision
         data["precision"] = {"value": precision, "reason": precision_reason}
@@ -167,7 +166,7 @@ def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -
     if launch.missing:
         return listing(job)
     launch, names = _with_secret_variables(launch)
-    missing_secrets = {name: value for name, value in launch.environment.items() if value and is_secret(name)}
+    missing_secrets = {name: value for name, value in launch.environment.items() if value and is_secret(name, value)}
     missing_secrets = {name: value for name, value in missing_secrets.items() if os.environ.get(name) != value}
     secrets_file = run_dir.resolve() / "best" / SECRETS
     if missing_secrets:
@@ -187,7 +186,9 @@ def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -
 def _with_secret_variables(launch: Launch) -> tuple[Launch, dict[str, str]]:
     """Return a launch with a variable for each secret in its command, and the names of these variables by secret."""
     environment = dict(launch.environment)
-    name_by_secret = {value: name for name, value in {**os.environ, **environment}.items() if is_secret(name) and value}
+    name_by_secret = {
+        value: name for name, value in {**os.environ, **environment}.items() if is_secret(name, value) and value
+    }
     names = dict[str, str]()
     for number, value in enumerate(secrets_in_arguments(launch.argv), start=1):
         names[value] = name_by_secret.get(value, f"FLAGCORE_{number}_SECRET")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flagcore.domain.files import open_regular
-from flagcore.domain.secrets import redact_text, secrets_in_environment
+from flagcore.domain.secrets import redact_text, secrets_in_data
 from flagcore.domain.trial import TimeLimit, TrialState
 
 
@@ -195,14 +195,19 @@ _FULL_DISK = FailurePattern(pattern=r"No space left on device|Disk quota exceede
 
 
 def failure(
-    ended: Exit, folder: str, patterns: Sequence[FailurePattern], limit: TimeLimit | None = None
+    ended: Exit,
+    folder: str,
+    patterns: Sequence[FailurePattern],
+    secrets: Sequence[str],
+    limit: TimeLimit | None = None,
 ) -> tuple[TrialState, str]:
     """Return the state of a failed trial, and the reason from its logs in `folder` with secrets redacted.
 
+    `secrets`: those of the spec. Those of this process's environment are redacted as well.
     `limit`: the time limit of the trial. The reason for a timeout states where the limit comes from.
     """
     state, reason = classify(ended, log_tail(folder), patterns, limit.because if limit else "its time limit")
-    return state, redact_text(reason, secrets_in_environment(os.environ))
+    return state, redact_text(reason, (*secrets, *secrets_in_data(os.environ)))
 
 
 def classify(

@@ -14,35 +14,104 @@ MIN_LENGTH = 6
 redacted only next to their name."""
 
 _SECRET_SUFFIXES = (
-    *("password", "passwort", "passwd", "passphrase", "secret", "apikey", "credential", "credentials"),
+    *("password", "passwort", "passwd", "passphrase", "passcode", "secret", "apikey", "credential", "credentials"),
     "authorization",
 )
-_KEY_PREFIXES = frozenset(
-    ("api", "access", "secret", "private", "signing", "encryption", "auth", "ssh", "account", "license")
+_SHORT_WORDS = frozenset(("pw", "pwd", "pass", "pat", "cred", "creds"))
+"""Last words of names of secrets after the name of a service or a user (`db_pass`), or in capitals (`GITHUB_PAT`)."""
+_ALONE = frozenset(("pw", "PW", "PAT", "creds", "CREDS"))
+"""Such words that are names of secrets by themselves. PWD is the working directory."""
+_OWNERS = frozenset(
+    (
+        *("api", "access", "secret", "private", "signing", "encryption", "auth", "ssh", "account", "license", "admin"),
+        *("master", "root", "user", "client", "service", "app", "deploy", "session", "storage", "registry", "webhook"),
+        *("aws", "azure", "gcp", "google", "s3", "oss", "cos", "minio", "hf", "huggingface", "modelscope", "openai"),
+        *(
+            "anthropic",
+            "nvidia",
+            "ngc",
+            "wandb",
+            "comet",
+            "neptune",
+            "swanlab",
+            "clearml",
+            "mlflow",
+            "langfuse",
+            "sentry",
+        ),
+        *("github", "gitlab", "git", "docker", "npm", "pypi", "db", "database", "mysql", "postgres", "pg", "redis"),
+        *("mongo", "kafka", "smtp", "mail", "ftp", "ldap", "proxy", "vault", "jwt", "hmac", "tls", "ssl", "sentry"),
+    )
 )
+"""Words that show, before `key` or a short word in a name, that the name is about a secret."""
 _TEXT_WORDS = frozenset(
     (
         *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "eot", "eom", "image", "audio", "video", "special", "stop"),
         *("start", "end", "begin", "first", "last", "next", "new", "per", "each", "every", "one", "a", "the", "same"),
-        *("input", "output", "prompt", "draft", "max", "min", "num", "total", "decode", "prefill"),
+        *(
+            "input",
+            "output",
+            "prompt",
+            "draft",
+            "max",
+            "min",
+            "num",
+            "total",
+            "decode",
+            "prefill",
+            "forward",
+            "backward",
+        ),
     )
 )
-"""Words that show, before `token` in a name, that the name is not about a secret: `bos_token`, `time_per_token`."""
-_VALUE = r"""(?!\(left out\)|["']\(left out\))(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s,;)}\]'"]+)"""
-_LINE = re.compile(r"""^(\s*(?:export\s+|-\s+)?["']?([A-Za-z_][\w.-]*)["']?\s*[:=]\s*)(\S.*)$""", re.MULTILINE)
-_PAIR = re.compile(rf"""((?<![\w.-])-{{0,2}}([A-Za-z_][\w.-]*)["']?\s*[:=]\s*(?:\[|\((?!left out))?)({_VALUE})""")
-_FLAG = re.compile(rf"""((?<![\w-])--?([A-Za-z][\w-]*)(?:["']\s*,\s*|[ \t]+))((?!["']?-){_VALUE})""")
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@'\"]*:)([^/\s@'\"]+)(?=@)")
-_BEARER = re.compile(r"(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
-_TOKEN_FORMATS = re.compile(
-    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|glpat-[\w-]{16,}"
-    r"|AKIA[A-Z0-9]{16}|xox[abprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,})"
+"""Words that show, before the last word of a name, that the name is not about a secret: `bos_token`, `FORWARD_PASS`."""
+_SCHEME = r"(?:(?:bearer|basic|token)[ \t]+)?"
+_VALUE = (
+    r"""(?!\(left out\)|["']\(left out\))(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s,;)}\]'"{\[][^\s,;)}\]'"]*)"""
 )
+_GAP = r"[^\S\n]*"
+_LINE = re.compile(
+    rf"""^({_GAP}(?:export{_GAP}(?<=\s)|-{_GAP}(?<=\s))?["']?([A-Za-z_][\w.-]*)["']?{_GAP}[:=]{_GAP})(\S.*)$""",
+    re.MULTILINE,
+)
+_PAIR = re.compile(
+    rf"""((?<![\w.-])-{{0,2}}([A-Za-z_][\w.-]*)["']?{_GAP}[:=](?:{_GAP}\n)?{_GAP}(?:\[|\((?!left out))?)"""
+    rf"""({_SCHEME}{_VALUE})""",
+    re.IGNORECASE,
+)
+_FLAG = re.compile(
+    rf"""((?<![\w-])--?([A-Za-z][\w-]*)(?:["']{_GAP},{_GAP}|[ \t]+))((?!["']?-){_SCHEME}{_VALUE})""", re.IGNORECASE
+)
+_URL = re.compile(
+    r"([A-Za-z][A-Za-z0-9+.-]{0,30}://(?:[^/\s:@'\"]*:(?=[^/\s@'\"]+@)|(?=[^/\s:@'\"]{16,}@)))([^/\s@'\"]+)(?=@)"
+)
+_QUERY = re.compile(r"([?&](?:sig|signature|x-(?:amz|goog)-signature)=)([^&\s'\"]{6,})", re.IGNORECASE)
+_BEARER = re.compile(r"(\b(?:bearer|basic)[ \t]+)([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
+_TOKEN_FORMATS = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"
+    r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl(?:pat|rt|dt)-[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{16}"
+    r"|LTAI[A-Za-z0-9]{12,}|AKID[A-Za-z0-9]{13,}|AIza[\w-]{35}|ya29\.[\w-]{20,}|xox[abeprs]-[A-Za-z0-9-]{10,}"
+    r"|nvapi-[\w-]{20,}|gsk_[A-Za-z0-9]{20,}|xai-[A-Za-z0-9]{20,}|r8_[A-Za-z0-9]{30,}|npm_[A-Za-z0-9]{30,}"
+    r"|pypi-[\w-]{30,}|dckr_pat_[\w-]{20,}|SG\.[\w-]{16,64}\.[\w-]{16,}|wandb_v1_\w{20,}|hooks\.slack\.com/services/[\w/]+"
+    r"|(?<![\w-])eyJ[\w-]{10,2000}\.[\w-]{10,}\.[\w-]{5,}|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[^-]*)"
+)
+
+
+_AFTER_PREFIX = (_URL, _QUERY, _BEARER)
+"""Patterns of secrets after a prefix, which is their first group."""
+
+
+def is_secret(name: str, value: str = "") -> bool:
+    """Return whether a variable, key or option is a secret.
+
+    Its name denotes one, such as `HF_TOKEN`, `ADMIN_KEY` or `db.password`, not `max_tokens`, or its value contains one:
+    a token of a known format, a password in a URL, or an option with a secret name.
+    """
+    return _is_secret_name(name) or bool(value and any(secrets_in_arguments(value.split())))
 
 
 @lru_cache(maxsize=4096)
-def is_secret(name: str) -> bool:
-    """Return whether a name denotes a secret, such as `HF_TOKEN`, `ADMIN_KEY` or `db.password`, not `max_tokens`."""
+def _is_secret_name(name: str) -> bool:
     words = [
         word for word in re.split(r"[_.]+", re.sub(r"([a-z0-9])(?=[A-Z])", r"\1_", name).replace("-", "_")) if word
     ]
@@ -51,19 +120,19 @@ def is_secret(name: str) -> bool:
     last, previous = words[-1].lower(), words[-2].lower() if len(words) > 1 else ""
     if last == "token":
         return previous not in _TEXT_WORDS
-    is_key = previous in _KEY_PREFIXES or (name.isupper() and previous not in {"", *_TEXT_WORDS})
-    return last.endswith(_SECRET_SUFFIXES) or (last in ("key", "keys") and is_key)
-
-
-def secrets_in_environment(environment: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the values of environment variables with secret names, the longest first."""
-    values = {str(value) for name, value in environment.items() if is_secret(name) and len(str(value)) >= MIN_LENGTH}
-    return tuple(sorted(values, key=lambda value: (-len(value), value)))
+    if last in ("key", "keys") or last in _SHORT_WORDS:
+        has_owner = previous in _OWNERS or (name.isupper() and previous not in {"", *_TEXT_WORDS})
+        return has_owner or (len(words) == 1 and words[0] in _ALONE)
+    return last.endswith(_SECRET_SUFFIXES) or (last == "url" and previous == "webhook")
 
 
 def secrets_in_data(data: Any) -> tuple[str, ...]:
-    """Return the secrets in plain data such as a spec: values of keys with secret names, and secrets in commands."""
-    return tuple(dict.fromkeys(value for value in _walk(data) if len(value) >= MIN_LENGTH))
+    """Return the secrets in plain data such as a spec or the environment, the longest first.
+
+    They are the values of keys with secret names, and secrets in commands and other texts.
+    """
+    values = {value for value in _walk(data) if len(value) >= MIN_LENGTH}
+    return tuple(sorted(values, key=lambda value: (-len(value), value)))
 
 
 def redact_text(text: str, known: Collection[str] = ()) -> str:
@@ -73,8 +142,8 @@ def redact_text(text: str, known: Collection[str] = ()) -> str:
     text = _LINE.sub(lambda match: _redact_match(match, whole_line=True), text)
     text = _PAIR.sub(_redact_match, text)
     text = _FLAG.sub(_redact_match, text)
-    text = _URL.sub(rf"\1{REDACTED}", text)
-    text = _BEARER.sub(rf"\1{REDACTED}", text)
+    for pattern in _AFTER_PREFIX:
+        text = pattern.sub(rf"\1{REDACTED}", text)
     return _TOKEN_FORMATS.sub(REDACTED, text)
 
 
@@ -104,9 +173,11 @@ def redact_arguments(words: Sequence[str], known: Collection[str] = ()) -> Itera
 
 
 def secrets_in_arguments(words: Sequence[str]) -> list[str]:
-    """Return the secrets in a command line: values of options with secret names, and passwords in URLs."""
+    """Return the secrets in a command line: values of options with secret names, passwords in URLs, and tokens."""
     secrets = [value for value in _secret_values(words) if value]
-    secrets += [part[2] for word in words for part in _URL.finditer(word)]
+    for word in words:
+        secrets += [part[2] for pattern in _AFTER_PREFIX for part in pattern.finditer(word)]
+        secrets += [part[0] for part in _TOKEN_FORMATS.finditer(word)]
     return list(dict.fromkeys(secrets))
 
 
@@ -144,7 +215,7 @@ def _secret_values(words: Sequence[str]) -> Iterator[str]:
 def _redact_match(match: re.Match[str], *, whole_line: bool = False) -> str:
     prefix, name, value = match[1], match[2], match[3]
     first_word = re.split(r"[\s,;]", value, maxsplit=1)[0].strip("\"'")
-    if not is_secret(name) or REDACTED in value or not _is_value(first_word):
+    if not is_secret(name) or value.strip("\"',; ") == REDACTED or not _is_value(first_word):
         return match[0]
     if name.lower().endswith("token") and re.fullmatch(r"[\d.]+", value.strip("\"',;")):
         return match[0]  # a number such as a token id is not a secret

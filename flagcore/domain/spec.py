@@ -16,6 +16,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.knob import Effect, Knob
 from flagcore.domain.metrics import LATENCIES, RATES, STATISTICS
 from flagcore.domain.model import Model
+from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.space import FloatArray, IntArray, KnobValue
 from flagcore.domain.trial import Measurement
 from flagcore.domain.work import Work
@@ -199,6 +200,13 @@ class Spec:
     strategy: str = "learned"
     launcher: str = LOCAL
     envs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """The secrets in the environment variables of the spec and in its command, which outputs must not contain."""
+        cluster, command = self.cluster, list(self.work.command or ())
+        groups = [each.envs for each in cluster.groups]
+        return secrets_in_data([self.envs, cluster.envs, *groups, *cluster.host_envs.values(), {"command": command}])
 
     @property
     def on_each_host(self) -> bool:

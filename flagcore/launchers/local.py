@@ -105,11 +105,14 @@ def as_launch_error(prefix: str = "") -> Iterator[None]:
 
 
 def _new_log(folder: str, name: str) -> BinaryIO:
-    """Create an empty log file. An existing file is removed first, because opening a named pipe would block."""
+    """Create an empty log file that only its owner can read, because programs may print secrets.
+
+    An existing file is removed first, because opening a named pipe would block.
+    """
     path = os.path.join(folder, name)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    return open(path, "xb")
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def prepare(launch: Launch, environment: Mapping[str, str], folder: str, directory: str) -> None:

@@ -115,7 +115,7 @@ def exports(launch: Launch) -> list[str]:
     """Return the lines of bash that export the variables of a launch, or that check that its secrets are set."""
     lines = list[str]()
     for name, value in launch.environment.items():
-        if is_secret(name) and value:
+        if is_secret(name, value) and value:
             lines.append(f': "${{{name}:?set it: it is secret}}"')
         elif any(each in value for each in DEVICES_OF_HOST):
             lines += [f"{name}={_quoted(value)}", f"export {name}"]

@@ -29,6 +29,7 @@ from flagcore.domain.chip import ASSUMED_NETWORK, Chip, Device, Support, normali
 from flagcore.domain.cluster import Cluster, NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice, has_common_library
 from flagcore.domain.knob import Knob
+from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.errors import NoDevice
 from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
@@ -47,6 +48,7 @@ from flagcore.plugins.entry_points import (
     stdout_to_stderr,
     version_of,
 )
+from flagcore.plugins.limits import HOOK_SECONDS, SAMPLE_SECONDS, SLOW_HOOK_SECONDS, TooSlow, within
 from flagcore.plugins.validation import BadPlugin, PluginFailure
 
 LOG = logging.getLogger(__name__)
@@ -154,6 +156,22 @@ COLUMNS = frozenset(
 """Methods of plugins' objects whose results are converted to arrays of float64."""
 
 
+BYTES = frozenset(("reserved_bytes", "device_used_bytes"))
+"""Those whose results may not be NaN, because memory is never unknown."""
+
+
+def _run(function: Callable[[], T]) -> T:
+    return function()
+
+
+def _as_column(name: str, result: Any, arguments: Sequence[Any]) -> FloatArray:
+    """Return the result of a method in COLUMNS as an array. Raises BadPlugin if known memory becomes NaN."""
+    column: FloatArray = np.asarray(result, dtype=np.float64)
+    if name in BYTES and np.isnan(column).any() and not np.isnan(np.asarray(arguments[0], dtype=np.float64)).any():
+        raise BadPlugin("returned NaN bytes")
+    return column
+
+
 class PluginProxy:
     """Wraps an object of a plugin. Exceptions in its methods become NoDevice, with a hint to disable the plugin."""
 
@@ -167,13 +185,15 @@ class PluginProxy:
         return self._guard(name, member) if callable(member) else member
 
     def _guard(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object, **named: object) -> object:
+        run = partial(within, SAMPLE_SECONDS) if name == "sample" else _run
+
+        def call(*arguments: Any, **named: Any) -> object:
             # Only the main thread redirects stdout. Another thread would also redirect what the main thread prints.
             quiet = stdout_to_stderr() if current_thread() is main_thread() else nullcontext()
             try:
                 with quiet:
-                    result = method(*arguments, **named)
-                return np.asarray(result, dtype=np.float64) if name in COLUMNS else result
+                    result = run(partial(method, *arguments, **named))
+                return _as_column(name, result, arguments) if name in COLUMNS else result
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -199,6 +219,7 @@ class LoadedPlugins:
         self._telemetry: Callable[[Device], Telemetry | None] | None = None
         self._detection_failures: dict[str, str] = {}
         self._finders: dict[Device, str] = {}
+        self._too_slow: set[str] = set()
 
     @classmethod
     def of(cls, plugins: Mapping[str, object]) -> LoadedPlugins:
@@ -433,12 +454,15 @@ class LoadedPlugins:
     def _call(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
         """Call a hook of one plugin and check its result. Returns None if there is no result, or if the plugin fails.
 
-        Failures are recorded.
+        Failures are recorded. A plugin is not called again after a hook that did not end within its time limit.
         """
+        if plugin.name in self._too_slow:
+            return None
         stage, start = "ask", time.monotonic()
         try:
             with stdout_to_stderr():
-                result = plugin.call(hook, arguments)
+                limit = SLOW_HOOK_SECONDS if hook in SLOW_HOOKS else HOOK_SECONDS
+                result = within(limit, partial(plugin.call, hook, arguments))
                 if (seconds := time.monotonic() - start) > SLOW_SECONDS and hook not in SLOW_HOOKS:
                     LOG.warning("plugin %s: %s took %.0f s", plugin.name, hook, seconds)
                 stage = "answer"
@@ -449,6 +473,8 @@ class LoadedPlugins:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            if isinstance(error, TooSlow):
+                self._too_slow.add(plugin.name)
             self._fail(plugin, stage, hook, one_line(error))
             return None
 

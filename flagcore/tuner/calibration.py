@@ -13,6 +13,7 @@ from typing import Any
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.files import HOME_VARIABLE, data_folder, read_regular, replace, writable
+from flagcore.domain.secrets import redact_data
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN, Trial, TrialState
 from flagcore.errors import RunError, SpecError
@@ -148,11 +149,11 @@ def read(path: Path) -> Calibration:
         raise RunError(f"cannot read the calibration {path} ({error}); {fix}") from None
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, *, private: bool = False) -> None:
     """Write a file in the user's data folder atomically. Raises RunError if it cannot be written."""
     with writable(path, HOME_FIX):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace(path, text)
+        replace(path, text, private=private)
 
 
 def _is_file_of(path: Path, chip: Chip) -> bool:
@@ -253,7 +254,7 @@ class Experience:
         if not records:
             return None
         path = self.folder / f"{run}.jsonl"
-        _write(path, "".join(json.dumps(each) + "\n" for each in records))
+        _write(path, "".join(json.dumps(each) + "\n" for each in records), private=True)
         return path
 
     def records(self, chip: Chip, engine: str, *, exclude_run: str | None = None) -> Iterator[Mapping[str, Any]]:
@@ -291,7 +292,7 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
         "kind": work.kind,
         "model": {name: value for name in Shape.model_fields if (value := getattr(task.spec.model, name)) is not None},
         "cluster": {"chip": group.chip.name, "devices": group.devices, "devices_per_node": group.devices_per_node},
-        work.kind: {name: value for name, value in job.items() if value is not None},
+        work.kind: redact_data({name: value for name, value in job.items() if value is not None}),
         "candidate": {knob: value for knob, value in trial.candidate.as_dict().items() if value is not None},
         "measured": {
             "chip_aliases": list(group.chip.aliases),

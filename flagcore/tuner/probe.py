@@ -148,7 +148,7 @@ def _outcome(each: _RunningRank, ended: Exit, platform: Platform, limit: TimeLim
             return replace(result, reason=str(error))
         return replace(result, state=TrialState.MEASURED, measured=measured)
     patterns = (*platform.failure_patterns, *platform.engine.failure_patterns())
-    state, reason = failure(ended, folder, patterns, limit)
+    state, reason = failure(ended, folder, patterns, platform.task.spec.secrets, limit)
     return replace(result, state=state, reason=reason, inconclusive=ended.ended_by in INCONCLUSIVE)
 
 

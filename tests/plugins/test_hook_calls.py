@@ -1,8 +1,10 @@
 """What a plugin answers is checked, joined and overridden as the hooks' docstrings say."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ from flagcore.domain.engine import EngineSupport, RefusedValues, TaskAdvice
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.roofline import PlainMemory, Roofline
 from flagcore.plugins import LoadedPlugins
 from tests.physics.test_roofline import LimitedCosts
 from tests.tasks import plugin
@@ -271,3 +273,47 @@ def test_output_of_a_hook_does_not_reach_stdout(capfd: pytest.CaptureFixture[str
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "loud" in captured.err
+
+
+def sleeping() -> object:
+    return Event().wait()
+
+
+def test_a_hook_that_does_not_end_is_given_up_and_its_plugin_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flagcore.plugins.loaded.HOOK_SECONDS", 0.05)
+    loaded = LoadedPlugins.of({"a": plugin(devices=sleeping, **chips_of(CHIP)), "b": plugin(**chips_of(CHIP))})
+    assert loaded.devices() == ()
+    assert loaded.owner("X1") == "b"
+    (failure,) = loaded.failures
+    assert (failure.name, failure.hook) == ("a", "flagcore_devices")
+    assert "did not end within 0.05 s" in failure.reason
+
+
+def test_a_reading_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flagcore.plugins.loaded.SAMPLE_SECONDS", 0.05)
+    loaded = LoadedPlugins.of({"a": plugin(telemetry=lambda: SimpleNamespace(sample=sleeping))})
+    reader = loaded.telemetry(Device(index=0, chip="X1"))
+    assert reader is not None
+    with pytest.raises(NoDevice, match=r"plugin a: sample of .* did not end within 0.05 s"):
+        reader.sample()
+
+
+def test_a_hook_cannot_end_the_process() -> None:
+    end = os._exit
+    loaded = LoadedPlugins.of({"a": plugin(devices=lambda: os._exit(0))})
+    assert loaded.devices() == ()
+    assert "os._exit(0)" in loaded.failures[0].reason
+    assert os._exit is end
+
+
+def test_memory_that_becomes_unknown_is_refused() -> None:
+    class Model(PlainMemory):
+        def reserved_bytes(self, allocated: Any) -> Any:
+            return np.where(allocated > 2.0**40, np.nan, allocated)
+
+    loaded = LoadedPlugins.of({"a": plugin(memory_model=lambda: Model(capacity=2.0**36))})
+    model = loaded.memory_model(group_of(CHIP), "toy")
+    assert model is not None
+    assert model.reserved_bytes(np.array([1.0])).tolist() == [1.0]
+    with pytest.raises(NoDevice, match="plugin a: reserved_bytes of Model raised returned NaN"):
+        model.reserved_bytes(np.array([2.0**41]))

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
+import regex
 from flagcore_training.reading import MAX_MIB, LogFiles, finite_number
 
 from flagcore.domain.spec import Task
@@ -45,19 +46,40 @@ ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\0\ufeff]")
 ARRIVAL = re.compile(r"^\[at (\d+\.\d{6})\] ?")
 """The prefix that `flagcore_trainers.clock` adds to a line: the seconds at which the line arrived."""
 GIB = 1 << 30
+SEARCH_SECONDS = 1.0
+"""The longest time that a pattern may take on one line. Patterns of users may go back and forth without end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A pattern that is searched with a time limit. The standard library has none."""
+
+    text: str
+
+    def search(self, line: str) -> "regex.Match[str] | None":
+        """Return the first match in a line, or None. Raises TooSlow."""
+        try:
+            return regex.search(self.text, line, timeout=SEARCH_SECONDS)
+        except TimeoutError:
+            problem = f"the pattern {self.text} takes more than {SEARCH_SECONDS:g} s on the line {line[:200]!r}"
+            raise TooSlow(f"{problem}; repeat no group that contains a repeat") from None
+
+
+class TooSlow(Exception):
+    """The error for a pattern that exceeds its time limit on a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patterns:
-    """The compiled patterns of one program.
+    """The patterns of one program.
 
     `steps`: alternatives for a line per step. `printed`: the pattern of the line with each knob's value.
     """
 
-    steps: Sequence[re.Pattern[str]]
-    loss: re.Pattern[str] | None = None
-    memory_gib: re.Pattern[str] = re.compile(MEMORY_GIB)
-    printed: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    steps: Sequence[Pattern]
+    loss: Pattern | None = None
+    memory_gib: Pattern = Pattern(MEMORY_GIB)
+    printed: Mapping[str, Pattern] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -66,20 +88,23 @@ class Log:
 
     `times`: the seconds of each step by its number, in the order of the lines. If several ranks print a step, its first
     line counts. `unusable`: stated times and rates that are no finite numbers above 0. `values`: the values in use by
-    knob, as text. `last`: the last line that is not empty.
+    knob, as text. `last`: the last line that is not empty. `too_slow`: the message about a pattern that exceeds its
+    time limit, after which no line is read; empty if there is none.
     """
 
     patterns: Patterns
     samples: int
     tokens: int
     devices: int
+    steps: int
     times: dict[str, float] = field(default_factory=dict)
     unusable: list[str] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     peak_bytes: int | None = None
     values: dict[str, str] = field(default_factory=dict)
     last: str = ""
-    _used: re.Pattern[str] | None = None
+    too_slow: str = ""
+    _used: Pattern | None = None
     _arrived: tuple[float, str] | None = None
     _seen: set[str] = field(default_factory=set)
 
@@ -87,10 +112,18 @@ class Log:
     def of(cls, task: Task, patterns: Patterns) -> "Log":
         """Return an empty log of a run of `task`, whose global batch converts rates to seconds."""
         samples = task.spec.train.global_batch_size
-        return cls(patterns, samples, samples * task.spec.train.seq_length, task.cluster.devices)
+        tokens, steps = samples * task.spec.train.seq_length, task.spec.control.train_iters
+        return cls(patterns, samples, tokens, task.cluster.devices, steps)
 
     def add(self, line: str) -> None:
         """Read one line. The first format that matches a line is the format of the whole log."""
+        if not self.too_slow:
+            try:
+                self._add(line)
+            except TooSlow as error:
+                self.too_slow = str(error)
+
+    def _add(self, line: str) -> None:
         line = ANSI.sub("", line)
         at = ARRIVAL.match(line)
         text = line[at.end() :] if at else line
@@ -177,7 +210,8 @@ def _number(text: str | None) -> float | None:
 class Reading:
     """The log files of one trial. Each call reads what was added since the last one, and returns the step times.
 
-    If none of several stated times is usable, they are infinite, so that the trial ends after its steps.
+    If none of several stated times is usable, they are infinite, so that the trial ends after its steps. If a pattern
+    is too slow, it ends at once.
     """
 
     def __init__(self, folder: str, log: Log) -> None:
@@ -186,5 +220,7 @@ class Reading:
     def __call__(self, *, unfinished: bool = False) -> tuple[float, ...]:
         """Read on. `unfinished`: whether to read a last line without a line break, too."""
         self._files.read(unfinished=unfinished)
+        if self.log.too_slow:
+            return (math.inf,) * self.log.steps
         unusable = len(self.log.unusable)
         return tuple(self.log.times.values()) or (math.inf,) * (unusable if unusable > 1 else 0)

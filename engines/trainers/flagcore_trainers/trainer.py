@@ -284,10 +284,10 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps):
         steps = (log.step,) if log.step else [logs.FORMATS[name] for name in formats]
         printed = {name: row.printed for name, row in self.described.knobs.items() if row.printed}
         return logs.Patterns(
-            steps=[re.compile(each) for each in steps],
-            loss=re.compile(log.loss) if log.loss else None,
-            memory_gib=re.compile(log.memory_gib or logs.MEMORY_GIB),
-            printed={name: re.compile(pattern) for name, pattern in printed.items()},
+            steps=[logs.Pattern(each) for each in steps],
+            loss=logs.Pattern(log.loss) if log.loss else None,
+            memory_gib=logs.Pattern(log.memory_gib or logs.MEMORY_GIB),
+            printed={name: logs.Pattern(pattern) for name, pattern in printed.items()},
         )
 
     def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
@@ -299,6 +299,8 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps):
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         reading = logs.Reading(folder, logs.Log.of(task, self.patterns()))
         reading(unfinished=True)
+        if reading.log.too_slow:
+            raise NoMetrics(reading.log.too_slow)
         times = tuple(reading.log.times.values())
         if not times and (stated := reading.log.unusable):
             raise NoMetrics(f"the log states {stated[0]} as the time or rate of a step, not one number above 0")

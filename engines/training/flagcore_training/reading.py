@@ -201,9 +201,9 @@ def _max_over_ranks(ranks: Sequence[Mapping[str, Any]], metric: str) -> int | No
 
 
 def finite_number(text: str) -> float | None:
-    """Return the finite number that a text is, or None."""
+    """Return the finite number that a text is, or None. `1_000` is none: only Python's own literals have a `_`."""
     try:
-        number = float(text)
+        number = math.nan if "_" in text else float(text)
     except ValueError:
         return None
     return number if math.isfinite(number) else None

@@ -108,7 +108,7 @@ def _exported(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _set_by_user(name: str, value: str) -> bool:
     """Return whether a variable is a secret, or names network devices, which are different on each host."""
-    return is_secret(name) or any(each in value for each in DEVICES_OF_HOST)
+    return is_secret(name, value) or any(each in value for each in DEVICES_OF_HOST)
 
 
 def _train(job: ExportJob) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _component(worker: Worker, job: ExportJob, group: ServerGroup, kind: str) ->
 def _variables(job: ExportJob, group: ServerGroup) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the environment variables of a group's workers, and the names of its secret variables."""
     variables = without_devices(job.platform.support, group.launch.environment)
-    secrets = tuple(name for name in variables if is_secret(name))
+    secrets = tuple(name for name, value in variables.items() if is_secret(name, value))
     return {name: value for name, value in variables.items() if name not in secrets}, secrets
 
 

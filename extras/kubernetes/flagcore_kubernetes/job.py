@@ -205,7 +205,7 @@ def _environment(job: ExportJob, hosts: Collection[str]) -> tuple[dict[str, str]
         ranks = {name.strip("{}").upper(): value for name, value in placeholders.items()}
         ranks |= {f"PET_{name}": value for name, value in ranks.items()} if len(hosts) > 1 else {}
     variables = {**ranks, **without_devices(job.platform.support, job.launch.environment)}
-    secrets = {name: (f"{job.name}-secrets", name) for name in variables if is_secret(name)}
+    secrets = {name: (f"{job.name}-secrets", name) for name, value in variables.items() if is_secret(name, value)}
     plain = {name: replaced(value, placeholders) for name, value in variables.items() if name not in secrets}
     of_host = [name for name, value in plain.items() if any(each in value for each in IN_SHELL)]
     exports = "".join(f"export {name}={shell_quoted(plain.pop(name), IN_SHELL)}; " for name in of_host)

@@ -36,7 +36,7 @@ from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.files import write
 from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.records import in_gib, prediction_record
-from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
+from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.space import LEARNED_MESSAGES, Candidate, Columns
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
@@ -266,7 +266,7 @@ def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, f
     Commands on the page name the folder relative to the working directory, or `.` if it is elsewhere, so that the page
     does not reveal paths of this machine.
     """
-    secrets = tuple(dict.fromkeys((*secrets_in_environment(os.environ), *secrets_in_data(_spec(home)))))
+    secrets = tuple(dict.fromkeys((*secrets_in_data(os.environ), *secrets_in_data(_spec(home)))))
     relative = os.path.relpath(folder)
     folder_name = "." if relative.startswith("..") else relative
     return RunData.redacted(data, insight, secrets, home, folder_name=folder_name, **context)

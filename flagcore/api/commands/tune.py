@@ -42,7 +42,7 @@ from flagcore.contracts.capabilities import Advice, Installation, optional, prob
 from flagcore.domain.chip import Device
 from flagcore.domain.files import writable, write
 from flagcore.domain.plan import Plan
-from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data, secrets_in_environment
+from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import (
@@ -368,7 +368,7 @@ class Watchers(AbstractContextManager["Watchers"]):
             "objective": task.spec.objective,
             "fidelity": task.spec.control.fidelity,
         }
-        self._secrets = [*secrets_in_environment(os.environ), *secrets_in_data(spec)]
+        self._secrets = [*secrets_in_data(os.environ), *secrets_in_data(spec)]
         self._about = {"run": run, "folder": folder, "job": job}
         self._send(kind=RUN_STARTED)
 

@@ -19,9 +19,17 @@ from dataclasses import dataclass, replace
 from flagcore.contracts import Platform, RunningLaunch
 from flagcore.contracts.capabilities import Steps, optional
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
-from flagcore.domain.launch import INCONCLUSIVE, LONGEST_REASON, Exit, FailurePattern, failure
+from flagcore.domain.launch import INCONCLUSIVE, LONGEST_REASON, Exit, failure
 from flagcore.domain.spec import Control, objective_value
-from flagcore.domain.trial import MIN_STEPS, Measurement, Trial, TrialState, steps_in_time, warmup_steps
+from flagcore.domain.trial import (
+    MIN_STEPS,
+    Measurement,
+    TimeLimit,
+    Trial,
+    TrialState,
+    steps_in_time,
+    warmup_steps,
+)
 from flagcore.errors import FlagError
 from flagcore.tuner.devices import device_readers
 from flagcore.tuner.search_state import noise
@@ -191,15 +199,15 @@ class _Monitor:
                 return self._checked(self._measurement(partial=cut_off))
             except FlagError as error:
                 return self._failed(error)
-        state, reason = failure(ended, self.folder, self._failure_patterns, self.trial.time_limit)
+        state, reason = self._failure(ended, self.trial.time_limit)
         if state is TrialState.TIMED_OUT and self.has_steps:
             reason = self._timeout_reason(reason, steps)
         is_inconclusive = ended.ended_by in INCONCLUSIVE
         return replace(self.trial, state=state, reason=reason, inconclusive=is_inconclusive, lost_host=ended.lost_host)
 
-    @property
-    def _failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return (*self.platform.failure_patterns, *self.platform.engine.failure_patterns())
+    def _failure(self, ended: Exit, limit: TimeLimit | None = None) -> tuple[TrialState, str]:
+        patterns = (*self.platform.failure_patterns, *self.platform.engine.failure_patterns())
+        return failure(ended, self.folder, patterns, self.platform.task.spec.secrets, limit)
 
     def _checked(self, measured: Measurement) -> Trial:
         """Return the trial as measured, or as failed if its measurement is invalid."""
@@ -233,7 +241,7 @@ class _Monitor:
             return f"it ended after {steps} of {steps_to_run} steps"
         if ended.code == 0 and ended.ended_by is None:
             return None
-        reason = failure(ended, self.folder, self._failure_patterns)[1]
+        reason = self._failure(ended)[1]
         return f"it failed after all its steps were measured: {reason}"[:LONGEST_REASON]
 
     def _with_fewer_steps(self, outcome: Trial, steps: Sequence[float]) -> Trial:

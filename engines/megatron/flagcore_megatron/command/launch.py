@@ -148,7 +148,9 @@ def _arguments(
 def _launch(command: UserCommand, values: Mapping[str, KnobValue], folder: str, variables: Mapping[str, str]) -> Launch:
     """Return the launch of a command. Variables that the user's script sets take precedence over `variables`."""
     overrides = {
-        name: value for name, value in sorted(command.environment.items()) if name in variables and not is_secret(name)
+        name: value
+        for name, value in sorted(command.environment.items())
+        if name in variables and not is_secret(name, value)
     }
     prefix = ("env", *(f"{name}={value}" for name, value in overrides.items())) if overrides else ()
     argv = expand_command((*prefix, *command.words), values, (), folder)
