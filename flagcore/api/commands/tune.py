@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import shutil
@@ -144,16 +143,15 @@ class _EngineRun:
             self.watchers.on_event(event)
             on_event(event)
 
-        runs = self.spec.control.fidelity != ESTIMATE
-        if runs:
-            self.launcher.require_hosts(self.spec.cluster.hosts)
         fidelity = self.spec.control.fidelity
+        if fidelity != ESTIMATE:
+            self.launcher.require_hosts(self.spec.cluster.hosts)
         if fidelity == RUN:
             self.engine.ready(self.spec.on_nodes(self.spec.trial_nodes))
         if fidelity == PROBE or (fidelity == RUN and self.spec.control.probes):
             probing(self.engine).ready_to_probe(self.spec)
         with self.watchers, ExitStack() as agents, loaded_plugins(self.without) as loaded:
-            if self.spec.on_each_host and runs:
+            if self.spec.on_each_host and fidelity != ESTIMATE:
                 loaded.use_devices(*self._use_hosts(agents))
             dependencies = Dependencies(
                 plugins=loaded,
@@ -336,7 +334,6 @@ def _best_s(plan: Plan) -> float:
     return next(filter(None, times), math.inf)
 
 
-LOG = logging.getLogger("flagcore")
 MAX_SECONDS = 30.0
 """A watcher that takes longer for an event gets no more events. At its end, a run waits this long for all watchers."""
 
@@ -427,8 +424,8 @@ class _Watcher:
     def _stop(self) -> None:
         if not self._stopped:
             self._stopped = True
-            text = _("watcher {name} receives no more events, because it took longer than {seconds} s for one event")
-            LOG.warning("%s", text.format(name=self._name, seconds=f"{self._max_seconds:g}"))
+            text = N_("watcher {name} receives no more events, because it took longer than {seconds} s for one event")
+            warn([_(text, name=self._name, seconds=f"{self._max_seconds:g}")])
 
     def _run(self) -> None:
         reported = set()
@@ -440,5 +437,5 @@ class _Watcher:
                 reason = one_line(error)
                 if reason not in reported:
                     reported.add(reason)
-                    LOG.warning("%s", _("watcher {name} failed: {reason}", name=self._name, reason=reason))
+                    warn([_("watcher {name} failed: {reason}", name=self._name, reason=reason)])
             self._began = None
