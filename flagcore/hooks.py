@@ -11,7 +11,8 @@ Plugins are called in the order of their names, but the plugin of the chip is ca
 `firstresult`, the first result that is not None is used, so an add-on can override the plugin of the chip. Each plugin
 is called separately, so pluggy's wrappers, tryfirst and trylast have no effect.
 
-`engine` is the name of an installed engine. `kind` is "train" or "serve". A plugin that depends only on `kind` also
+`engine` is the name of an installed engine. `kind` is the kind of its jobs: train, serve, or
+one that a distribution adds. A plugin that depends only on `kind` also
 works with engines that it does not know.
 """
 

@@ -52,7 +52,7 @@ def init_command(
     chip = chip or _ask(_("Chip; auto: detected when the spec is used"), "", "auto")
     nodes = nodes or _ask(_("Number of hosts"), "", 1)
     devices = devices or _ask(_("Devices per host; auto: all"), "", "auto")
-    values = {name: given[name] or _ask(name, "", default) for name, default in defaults.items()}
+    values = {name: given.get(name) or _ask(name, "", default) for name, default in defaults.items()}
     cluster = {"chip": chip, "nodes": nodes, "devices_per_node": int(devices) if str(devices).isdecimal() else devices}
     spec = api.new_spec(engine, model, cluster, values)
     options.write_new(spec, output)

@@ -128,7 +128,7 @@ class Engine(ABC):
 
     name: str
     kind: str
-    """The kind of job: train or serve."""
+    """The kind of job: train, serve, or one that a distribution adds."""
     knobs: tuple[Knob, ...]
     """All knobs that specs and job records may set."""
     modules: Mapping[str, str] = {}

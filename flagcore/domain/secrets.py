@@ -23,45 +23,22 @@ _ALONE = frozenset(("pw", "PW", "PAT", "creds", "CREDS"))
 """Such words that are names of secrets by themselves. PWD is the working directory."""
 _OWNERS = frozenset(
     (
-        *("api", "access", "secret", "private", "signing", "encryption", "auth", "ssh", "account", "license", "admin"),
-        *("master", "root", "user", "client", "service", "app", "deploy", "session", "storage", "registry", "webhook"),
-        *("aws", "azure", "gcp", "google", "s3", "oss", "cos", "minio", "hf", "huggingface", "modelscope", "openai"),
-        *(
-            "anthropic",
-            "nvidia",
-            "ngc",
-            "wandb",
-            "comet",
-            "neptune",
-            "swanlab",
-            "clearml",
-            "mlflow",
-            "langfuse",
-            "sentry",
-        ),
-        *("github", "gitlab", "git", "docker", "npm", "pypi", "db", "database", "mysql", "postgres", "pg", "redis"),
-        *("mongo", "kafka", "smtp", "mail", "ftp", "ldap", "proxy", "vault", "jwt", "hmac", "tls", "ssl", "sentry"),
+        *("api", "access", "secret", "private", "signing", "encryption", "auth", "ssh", "account", "license"),
+        *("admin", "master", "root", "user", "client", "service", "app", "deploy", "session", "storage"),
+        *("registry", "webhook", "aws", "azure", "gcp", "google", "s3", "oss", "cos", "minio", "hf", "huggingface"),
+        *("modelscope", "openai", "anthropic", "ngc", "wandb", "comet", "neptune", "swanlab", "clearml", "mlflow"),
+        *("langfuse", "sentry", "github", "gitlab", "git", "docker", "npm", "pypi", "db", "database", "mysql"),
+        *("postgres", "pg", "redis", "mongo", "kafka", "smtp", "mail", "ftp", "ldap", "proxy", "vault", "jwt"),
+        *("hmac", "tls", "ssl", "rsa"),
     )
 )
 """Words that show, before `key` or a short word in a name, that the name is about a secret."""
 _TEXT_WORDS = frozenset(
     (
-        *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "eot", "eom", "image", "audio", "video", "special", "stop"),
-        *("start", "end", "begin", "first", "last", "next", "new", "per", "each", "every", "one", "a", "the", "same"),
-        *(
-            "input",
-            "output",
-            "prompt",
-            "draft",
-            "max",
-            "min",
-            "num",
-            "total",
-            "decode",
-            "prefill",
-            "forward",
-            "backward",
-        ),
+        *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "eot", "eom", "image", "audio", "video", "special"),
+        *("stop", "start", "end", "begin", "first", "last", "next", "new", "per", "each", "every", "one", "a"),
+        *("the", "same", "input", "output", "prompt", "draft", "max", "min", "num", "total", "decode", "prefill"),
+        *("forward", "backward"),
     )
 )
 """Words that show, before the last word of a name, that the name is not about a secret: `bos_token`, `FORWARD_PASS`."""

@@ -13,7 +13,8 @@ from flagcore.domain.space import KnobValue
 class Work:
     """A job of any kind. The search asks the job, and not for its kind.
 
-    A distribution adds a kind with an entry point in `flagcore.kinds`: its subclass of `Work`, by the name `kind`.
+    A distribution adds a kind with an entry point in `flagcore.kinds`: its subclass of `Work`, by the name `kind`. It
+    must define `kind`, `documents`, `records`, `default_objective` and `cheapest_objective`.
 
     `kind`: the name of its section in the spec and in job records.
     `documents`: the name of the module that reads specs of this kind: `document_for` returns the pydantic model for

@@ -328,7 +328,7 @@ def engines(spec: Mapping[str, Any] | None = None) -> _Engines:
 
 
 def first_engine(kind: str) -> str:
-    """Return the name of the first installed engine of a kind, "train" or "serve", or an empty string."""
+    """Return the name of the first installed engine of a kind, or an empty string if there is none."""
     return next((name for name in engines() if kind_of(name) == kind), "")
 
 
@@ -341,7 +341,7 @@ def benchmark(name: str) -> str:
 
 @cache
 def kind_of(engine: str) -> str:
-    """Return the kind of an engine, "train" or "serve", or an empty string if it cannot be loaded.
+    """Return the kind of an engine's jobs, or an empty string if it cannot be loaded.
 
     Cached, because hooks need it often and entry points are slow to read.
     """

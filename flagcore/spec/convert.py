@@ -101,9 +101,11 @@ def _document(
     data = plain(data, file=file)
     if not isinstance(data, dict):
         raise spec_error((), _("must be a mapping with the keys model, cluster and train"), value=data, file=file)
-    if "serve" in data and "train" in data:
-        raise spec_error("serve", _("cannot be combined with train"), fix=_("remove one of the two"), file=file)
     kinds = kinds_of(engines)
+    sections = [each for each in kinds if each in data]
+    if len(sections) > 1:
+        problem = _("cannot be combined with {key}", key=sections[0])
+        raise spec_error(sections[1], problem, fix=_("remove one of the two"), file=file)
     kind = _kind_of(data, kinds) or _missing_kind(data, engines, file)
     knobs, problems = dict[str, tuple[Knob, ...]](), list[SpecError]()
     for name in engines_of(data, kinds):
@@ -170,7 +172,7 @@ def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
         return _("must divide cluster.nodes = {nodes}", nodes=total_nodes)
     if hosts and nodes > hosts - spec.cluster.spares:
         return _("is more than the number of hosts in cluster.hostfile")
-    batch = spec.train.global_batch_size
+    batch = spec.work.step_samples
     if batch * nodes % total_nodes:
         return _(
             "is {share} of cluster.nodes, and {share} of global_batch_size = {batch} is not an integer",

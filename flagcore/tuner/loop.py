@@ -138,7 +138,7 @@ class _Search:
                 self._start(self.planner.plan(compared, Role.INTERFERENCE))
             reason = self._start_trials()
             if not self.pool.trials:
-                self.pool.limit = 1
+                self.pool.limit = 1  # repeats run alone
                 return reason
             self._finish(self.pool.next_finished())
 

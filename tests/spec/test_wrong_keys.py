@@ -33,7 +33,6 @@ UNKNOWN = "is not a known key"
         ("cluster: {groups: [{chip: a, spares: 1}]}", "cluster.groups[0].spares", UNKNOWN, "it belongs under cluster"),
         ("auto_tuner: {space: {tensor_parallel_size: 2}}", SPACE + "tensor_parallel_size", UNKNOWN, "tensor_model"),
         ("auto_tuner: {algo: {name: grid}}", "auto_tuner.algo", UNKNOWN, "known keys: strategy, launcher, space"),
-        ("serve: {engine: vllm}", "serve", "combined with train", "one of the two"),
         ("action: autotune", "action", "must be auto_tune", "did you mean auto_tune?"),
         ("cluster:", "cluster", "is null but must be auto or a mapping", "remove the key"),
         ("cluster: {nodes: 1000000, devices_per_node: 8}", "cluster.nodes", "at most 1000000 devices", "use 125000"),

@@ -29,6 +29,12 @@ def error_of(*args: Any, **kwargs: Any) -> SpecError:
     return refused.value
 
 
+def test_a_spec_has_one_job() -> None:
+    data = {"model": MODEL, "serve": {"engine": "vllm"}, "train": BASE["train"]}
+    with refuses("serve", match="combined with train; remove one of the two"):
+        parse_spec(data, file="x", base=Path("/somewhere"), engines=ENGINES)
+
+
 def test_images_have_sizes_with_shares() -> None:
     found = serve({"images": {"bucket_config": {"1280x720": 3, "256x128": 1}}}).loads[0].images
     assert found == Images(buckets=((1280, 720, 0.75), (256, 128, 0.25)))
