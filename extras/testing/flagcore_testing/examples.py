@@ -1,12 +1,12 @@
 """Test data for checks of plugins: a small task, a chip that no plugin lists, and arguments for every hook."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
-from flagcore.domain.work import Work
 from flagcore.plugins import ENGINES, kind_of, kinds, names
 
 FOREIGN_CHIP = Chip(name="foreign chip", vendor="another vendor")
@@ -29,11 +29,10 @@ def group_of(chip: Chip) -> NodeGroup:
 
 
 def task_on(chip: Chip, engine: str = "megatron") -> Task:
-    """Return a task of `engine` with a small model on one node of `chip`."""
-    if kind_of(engine) == "train":
-        work: Work = TrainSpec(engine=engine, seq_length=128, global_batch_size=16, precision="bf16")
-    else:
-        work = kinds()[kind_of(engine) or "serve"](engine=engine, precision="bf16", loads=())  # type: ignore[call-arg]
+    """Return a task of `engine` with a small model on one node of `chip`. An engine that is not installed trains."""
+    job = kinds().get(kind_of(engine), TrainSpec)
+    sizes: Any = {"seq_length": 128, "global_batch_size": 16} if job is TrainSpec else {"loads": ()}
+    work = job(engine=engine, precision="bf16", **sizes)
     spec = Spec(model=MODEL, cluster=ClusterSpec(chip=chip.name), work=work)
     return Task(spec=spec, cluster=Cluster(groups=(group_of(chip),)))
 
