@@ -73,7 +73,7 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result of a search to `run_dir`, and the spec, launch and script of the best configuration, if any."""
     plan, problem = ending.plan, ending.problem
     cannot, precision_reason = "", problem.platform.precision_reason
-    data = redact_data(result(plan, str(run_dir)), secrets_in_data(os.environ))
+    data = redact_data(result(plan, str(run_dir)), problem.task.spec.secrets)
     if precision_reason:
         precision = problem.task.spec.work.precision
         data["precision"] = {"value": precision, "reason": precision_reason}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flagcore.domain.files import open_regular
-from flagcore.domain.secrets import redact_text, secrets_in_data
+from flagcore.domain.secrets import redact_text
 from flagcore.domain.trial import TimeLimit, TrialState
 
 
@@ -203,11 +203,11 @@ def failure(
 ) -> tuple[TrialState, str]:
     """Return the state of a failed trial, and the reason from its logs in `folder` with secrets redacted.
 
-    `secrets`: those of the spec. Those of this process's environment are redacted as well.
+    `secrets`: values that the reason must not contain, the longest first.
     `limit`: the time limit of the trial. The reason for a timeout states where the limit comes from.
     """
     state, reason = classify(ended, log_tail(folder), patterns, limit.because if limit else "its time limit")
-    return state, redact_text(reason, (*secrets, *secrets_in_data(os.environ)))
+    return state, redact_text(reason, secrets)
 
 
 def classify(

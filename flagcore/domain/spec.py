@@ -6,6 +6,7 @@ The search always minimizes seconds. Reports convert them to the unit of the obj
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
@@ -203,10 +204,13 @@ class Spec:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """The secrets in the environment variables of the spec and in its command, which outputs must not contain."""
-        cluster, command = self.cluster, list(self.work.command or ())
-        groups = [each.envs for each in cluster.groups]
-        return secrets_in_data([self.envs, cluster.envs, *groups, *cluster.host_envs.values(), {"command": command}])
+        """The secrets in the variables of this process and of the spec, and in its command.
+
+        No output may contain them.
+        """
+        of_cluster = [each.envs for each in (self.cluster, *self.cluster.groups)]
+        variables = [os.environ, self.envs, *of_cluster, *self.cluster.host_envs.values()]
+        return secrets_in_data([*variables, list(self.work.command or ())])
 
     @property
     def on_each_host(self) -> bool:

@@ -1,9 +1,12 @@
 """What is not handed on: secrets in text, in plain data and in the words of a command line."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flagcore.domain.launch import Exit, failure
 from flagcore.domain.secrets import (
     is_secret,
     redact_arguments,
@@ -12,6 +15,7 @@ from flagcore.domain.secrets import (
     secrets_in_arguments,
     secrets_in_data,
 )
+from tests.tasks import task
 
 HIDDEN = "s3cr3tv4lu3"
 
@@ -95,7 +99,7 @@ def test_tokens_of_known_formats_are_secrets_by_any_name(token: str) -> None:
 
 @pytest.mark.parametrize("piece", ["\n", "password: ", "a\n", "-eyJ", "x = \n", "api_key=[", '"', "k='\\", "export "])
 def test_long_texts_take_no_long_time(piece: str) -> None:
-    text = piece * (1 << 13)  # with a time that grows with the square of the length, this takes many seconds
+    text = piece * (1 << 17)  # with a time that grows with the square of the length, this exceeds the test's time limit
     assert isinstance(redact_text(f"token {text}"), str)
 
 
@@ -129,3 +133,12 @@ def test_secrets_of_a_command_line() -> None:
     assert secrets_in_arguments(words) == [HIDDEN, HIDDEN + "2", "bcdefg"]
     assert HIDDEN not in " ".join(redact_arguments(words))
     assert secrets_in_arguments(["--max-tokens", "5", "--token", "--other"]) == []
+
+
+def test_the_reason_of_a_failure_has_no_secret_of_the_spec(tmp_path: Path) -> None:
+    train = replace(task().spec.train, command=("train", "--api-key", HIDDEN))
+    spec = replace(task().spec, envs={"MY_PASSWORD": "hunter-two"}, work=train)
+    assert {HIDDEN, "hunter-two"} <= set(spec.secrets)
+    (tmp_path / "stdout.log").write_text(f"cannot log in with hunter-two and {HIDDEN}\n")
+    _state, reason = failure(Exit(code=1, ended_by=None, duration_s=1.0), str(tmp_path), (), spec.secrets)
+    assert "cannot log in with (left out) and (left out)" in reason
