@@ -3,12 +3,15 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Thread
-from typing import Any, NoReturn, TypeVar
+from threading import Lock, Thread, current_thread
+from typing import Any, TypeVar
 
 from flagcore.plugins.validation import BadPlugin
 
 T = TypeVar("T")
+
+THREAD = "flagcore-plugin"
+_OWN_PROCESS, _END = os.getpid(), os._exit
 
 HOOK_SECONDS = 60.0
 """The time limit of a hook. It is longer than those of the programs that the plugins of flagcore ask."""
@@ -36,7 +39,7 @@ def within(seconds: float, function: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = Thread(target=run, name="flagcore-plugin", daemon=True)
+    thread = Thread(target=run, name=THREAD, daemon=True)
     with _no_exit():
         thread.start()
         thread.join(seconds)
@@ -47,19 +50,29 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     return results[0]
 
 
+_LOCK = Lock()
+_running = 0
+"""The number of threads that run code of plugins. Several trials may read their devices at once."""
+
+
 @contextmanager
 def _no_exit() -> Iterator[None]:
-    """Replace `os._exit`, which would end the search without a word. Forked processes may use it."""
-    own_process, end = os.getpid(), os._exit
-
-    def refuse(code: int) -> NoReturn:
-        if os.getpid() != own_process:
-            end(code)
-        raise BadPlugin(f"called os._exit({code})")
-
+    """Replace `os._exit`, which would end the search without a word, while code of plugins runs."""
+    global _running
     replaceable: Any = os
-    replaceable._exit = refuse
+    with _LOCK:
+        _running += 1
+        replaceable._exit = _refuse
     try:
         yield
     finally:
-        replaceable._exit = end
+        with _LOCK:
+            _running -= 1
+            replaceable._exit = _refuse if _running else _END
+
+
+def _refuse(code: int) -> None:
+    """End a forked process, and this one in other threads than those of plugins, for which it raises BadPlugin."""
+    if os.getpid() == _OWN_PROCESS and current_thread().name == THREAD:
+        raise BadPlugin(f"called os._exit({code})")
+    _END(code)

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice
 from flagcore.physics.roofline import PlainMemory, Roofline
 from flagcore.plugins import LoadedPlugins
+from flagcore.plugins.limits import within
 from tests.physics.test_roofline import LimitedCosts
 from tests.tasks import plugin
 
@@ -303,6 +304,17 @@ def test_a_hook_cannot_end_the_process() -> None:
     loaded = LoadedPlugins.of({"a": plugin(devices=lambda: os._exit(0))})
     assert loaded.devices() == ()
     assert "os._exit(0)" in loaded.failures[0].reason
+    assert os._exit is end
+
+
+def test_readings_of_parallel_trials_leave_the_process_as_it_was() -> None:
+    end, first, second = os._exit, Event(), Event()
+    threads = [Thread(target=within, args=(9.0, each.wait)) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread, event in zip(threads, (first, second), strict=True):
+        event.set()
+        thread.join()
     assert os._exit is end
 
 
