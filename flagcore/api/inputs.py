@@ -394,6 +394,7 @@ def warn_about_problem(problem: Problem) -> None:
         names = {"engine": name, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
     warn([*lines, *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
+    warn(problem.platform.unmodelled)
     advice = optional(engine, Advice)
     warn([*advice.spec_warnings(task.spec), *advice.task_warnings(task)])
 

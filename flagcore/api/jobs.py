@@ -20,7 +20,7 @@ from flagcore.contracts import Costs, Engine, Platform, Problem
 from flagcore.contracts.capabilities import Shortening, Sizes, optional, probing, records_of
 from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.engine import ValueRule
+from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Observations, PastMeasurements, Prediction, components_of_row, features
 from flagcore.domain.records import GIB, prediction_record, rank_record
@@ -35,6 +35,7 @@ from flagcore.tuner.feasibility import no_time
 from flagcore.tuner.learning import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.problem import candidate_columns, nearest_runs
 from flagcore.tuner.stages.build import canonical, legality
+from flagcore.tuner.stages.complete import unmodelled
 from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, with_figures
 
 AT_ONCE = 1024
@@ -98,7 +99,7 @@ class _Jobs:
     def __init__(self, loaded: LoadedPlugins, *, details: bool = True) -> None:
         self._loaded, self._engines, self._details = loaded, plugins.engines(), details
         self._hardware: dict[Hashable, tuple[NodeGroup, Costs]] = {}
-        self._value_rules: dict[Hashable, tuple[ValueRule, ...]] = {}
+        self._advice: dict[Hashable, TaskAdvice] = {}
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
         """Return one answer per line: a status, and the predicted metrics or the reason for an error."""
@@ -141,14 +142,18 @@ class _Jobs:
         cluster_spec, objective = ClusterSpec(chip=chip.name), job.work.default_objective
         spec = Spec(model=job.model, cluster=cluster_spec, work=job.work, objective=objective)
         plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))
-        if cluster not in self._value_rules:
-            self._value_rules[cluster] = self._loaded.check_task(plan_task).rules
+        if cluster not in self._advice:
+            self._advice[cluster] = self._loaded.check_task(plan_task)
         records = records_of(engine)
         task, values, noted = records.published(plan_task, job.candidate, job.notes)
-        warnings = tuple(records.job_warnings(task, values, job.work.settings, noted))
+        advice = self._advice[cluster]
+        not_predicted = unmodelled(plan_task, engine, advice)
+        warnings = (*records.job_warnings(task, values, job.work.settings, noted), *map(str, not_predicted))
         row = _Row(place, values, engine.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr((task.spec.work, task.spec.space))
-        platform = Platform(task=task, engine=engine, costs=group_costs, value_rules=self._value_rules[cluster])
+        platform = Platform(
+            task=task, engine=engine, costs=group_costs, value_rules=advice.rules, unmodelled=not_predicted
+        )
         groups.setdefault(key, (platform, []))[1].append(row)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from flagcore.contracts.engine import Engine, Platform
 from flagcore.contracts.plugin import Costs, PruningRule
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Launch, ServerGroups, Start
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import (
@@ -86,6 +87,13 @@ class Advice:
 
     def task_warnings(self, task: Task) -> Sequence[str]:
         """Return a warning for each difference between the user's command and the baseline of a task, or its devices.
+
+        By default none.
+        """
+        return ()
+
+    def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
+        """Return the settings of a task that change time or memory, and that predictions do not include.
 
         By default none.
         """

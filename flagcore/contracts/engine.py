@@ -13,7 +13,7 @@ import numpy as np
 
 from flagcore.contracts.plugin import Costs, Telemetry
 from flagcore.domain.chip import Device, Support
-from flagcore.domain.engine import EngineSupport, ValueRule
+from flagcore.domain.engine import EngineSupport, Unmodelled, ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
@@ -56,6 +56,7 @@ class Platform:
     `devices`: the detected devices of the task's chips that its trials can use, in order.
     `cores`: the CPU cores that trials can use. Empty means all.
     `setups`: how trials start on each node group, in order. Empty if there is only one group.
+    `unmodelled`: the settings of the task that change time or memory, and that predictions do not include.
     `precision_reason`: why the precision was chosen. Empty if the spec sets it.
     """
 
@@ -74,6 +75,7 @@ class Platform:
     cores: tuple[int, ...] = ()
     setups: tuple[HostSetup, ...] = ()
     precision_reason: str = ""
+    unmodelled: tuple[Unmodelled, ...] = ()
 
     @property
     def group_of_hosts(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from flagcore.domain.chip import Device, Source, Support
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.space import KnobValue
+from flagcore.i18n import _
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,23 @@ class PreferredSetting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unmodelled:
+    """A flag, variable or key of a job that changes its time or memory, and that predictions do not include.
+
+    `name`: the setting as users write it.
+    `why`: what it changes, in which direction, and by how much if a source gives a size, as a phrase.
+    `time`: the bounds of the factor by which it may change step times. They widen the 80% intervals.
+    """
+
+    name: str
+    why: str
+    time: tuple[float, float] = (1.0, 1.0)
+
+    def __str__(self) -> str:
+        return _("{name} is not predicted: {why}", name=self.name, why=self.why)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskAdvice:
     """A plugin's advice about a task.
 
@@ -73,6 +91,7 @@ class TaskAdvice:
     `failures`: patterns of log lines that show failures. Patterns for out of memory are tried first, then the plugins'
     other patterns in order, then the engine's patterns. The first pattern that matches a line determines the failure.
     `notes`: sentences for the user.
+    `unmodelled`: settings of the vendor's software that change the cost of the task.
     """
 
     rules: tuple[ValueRule, ...] = ()
@@ -81,6 +100,7 @@ class TaskAdvice:
     warmup: int = 0
     failures: tuple[FailurePattern, ...] = ()
     notes: tuple[str, ...] = ()
+    unmodelled: tuple[Unmodelled, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

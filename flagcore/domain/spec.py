@@ -208,9 +208,13 @@ class Spec:
 
         No output may contain them.
         """
+        return secrets_in_data([os.environ, *self.variables, list(self.work.command or ())])
+
+    @property
+    def variables(self) -> tuple[Mapping[str, str], ...]:
+        """The environment variables of the job, of its cluster, and of each group and host."""
         of_cluster = [each.envs for each in (self.cluster, *self.cluster.groups)]
-        variables = [os.environ, self.envs, *of_cluster, *self.cluster.host_envs.values()]
-        return secrets_in_data([*variables, list(self.work.command or ())])
+        return (self.envs, *of_cluster, *self.cluster.host_envs.values())
 
     @property
     def on_each_host(self) -> bool:

@@ -410,6 +410,7 @@ class LoadedPlugins:
             warmup=max((each.warmup for each in advice), default=0),
             failures=tuple(pattern for each in advice for pattern in each.failures),
             notes=tuple(note for each in advice for note in each.notes),
+            unmodelled=tuple(dict.fromkeys(setting for each in advice for setting in each.unmodelled)),
         )
 
     def telemetry(self, device: Device) -> Telemetry | None:

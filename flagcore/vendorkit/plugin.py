@@ -22,6 +22,7 @@ from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_ch
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
 from flagcore.vendorkit.engines import all_knobs, read_engines, read_quirks, read_variables
 from flagcore.vendorkit.fields import S, applicable
+from flagcore.vendorkit.settings import read_settings
 
 
 def usual_memory(**figures: float) -> Callable[[NodeGroup, str], MemoryModel]:
@@ -135,6 +136,7 @@ class VendorPlugin:
             preferred=of_chips(quirks.preferred),
             warmup=max((each.count for each in slow), default=0),
             failures=of_chips(quirks.failures),
+            unmodelled=tuple(read_settings(self.package).of_environment(task.spec)),
             notes=(
                 *(f"the first {each.count} {unit} are not measured: {each.reason}" for each in slow),
                 *(f"{each.overridden_by} is set, so {each.name} has no effect: unset it" for each in hidden),

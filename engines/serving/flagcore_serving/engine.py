@@ -29,6 +29,7 @@ from flagcore.contracts.capabilities import (
     Sizes,
     Steps,
 )
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.metrics import MIN_REQUESTS, RATES
@@ -281,6 +282,9 @@ class ServingEngine(
             raise UsageError(f"{PREFILL_DECODE} = {pair}: this target only starts identical servers")
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
+    def unmodelled(self, task: Task) -> tuple[Unmodelled, ...]:
+        return tuple(self.program.unmodelled(task.spec))
+
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
         return tuple(_spec_warnings(spec, self.program))
 
@@ -368,8 +372,6 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
         if found := program.flag_problem(name, flags, program.version(spec)):
             release = ", or set serve.engine_version to your release" if found.removed else ""
             yield f"{key} {found.problem}; {found.fix}{release}"
-        elif program.flags and name not in flags and not program.knows_flag(name):
-            yield f"{key} is not known to flagcore: it is passed to the engine unchanged"
     for name, limit in serve.slo.items():
         if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf):
             yield f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"

@@ -205,10 +205,11 @@ def _crowded(problem: Problem, order: IntArray) -> IntArray:
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
-    """Return the settings that plugins give all candidates, and their notes on engine and chip."""
+    """Return the settings that plugins give all candidates, their notes, and the settings that are not predicted."""
     rules = (each for each in platform.value_rules if isinstance(each, ForcedSetting))
     forced = (f"{each.setting} = {each.value} (rule {each.name}): {each.reason}" for each in rules)
-    return (*filter(None, [platform.precision_reason]), *forced, *platform.support.notes)
+    not_predicted = map(str, platform.unmodelled)
+    return (*filter(None, [platform.precision_reason]), *forced, *platform.support.notes, *not_predicted)
 
 
 def knob_record(task: Task, knob: Knob) -> dict[str, Any]:

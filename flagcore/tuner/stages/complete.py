@@ -12,7 +12,15 @@ from flagcore.contracts import Engine, HostSetup, Platform
 from flagcore.contracts.capabilities import Advice, Installation, MixedClusters, Production, optional
 from flagcore.domain.chip import TRAINED, slowness, usual_precision
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice, ValueRule
+from flagcore.domain.engine import (
+    EngineSupport,
+    ForcedSetting,
+    PreferredSetting,
+    RefusedValues,
+    TaskAdvice,
+    Unmodelled,
+    ValueRule,
+)
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.errors import FlagError, NoDevice, SpecError, join_errors
@@ -20,6 +28,7 @@ from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.devices import require_devices
 from flagcore.tuner.stages.discover import discover
+from flagcore.vendorkit.settings import read_settings
 
 
 def complete(spec: Spec, plugins: LoadedPlugins, engine: Engine, *, plan: bool = False) -> Platform:
@@ -98,7 +107,14 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, engine: Engine, vers
         setups=tuple(setups),
         value_rules=advice.rules,
         precision_reason=precision_reason,
+        unmodelled=unmodelled(requested, engine, advice),
     )
+
+
+def unmodelled(task: Task, engine: Engine, advice: TaskAdvice) -> tuple[Unmodelled, ...]:
+    """Return the settings of a task that change its cost and that predictions do not include."""
+    of_torch = read_settings("flagcore.vendorkit").of_environment(task.spec)
+    return tuple(dict.fromkeys([*optional(engine, Advice).unmodelled(task), *of_torch, *advice.unmodelled]))
 
 
 def _with_precision(

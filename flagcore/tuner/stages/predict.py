@@ -14,6 +14,7 @@ import numpy as np
 
 from flagcore.contracts import Platform
 from flagcore.contracts.capabilities import Details, optional
+from flagcore.domain.knob import Effect, Factor
 from flagcore.domain.metrics import PER_DEVICE
 from flagcore.domain.plan import cost_figures
 from flagcore.domain.prediction import Interval, Prediction, Predictions, part_name
@@ -86,11 +87,15 @@ def _received(connection: Connection | None) -> Predictions | None:
 
 
 def predict_columns(platform: Platform, columns: Columns) -> Predictions:
-    """Return the predictions for all rows of `columns`: the engine's, with the effects of the task's knobs."""
+    """Return the predictions for all rows of `columns`: the engine's, with the effects of the task's knobs.
+
+    Settings that the engine does not model widen the intervals.
+    """
     task, engine, costs = platform.task, platform.engine, platform.costs
+    uncertain = [Effect(time=Factor(low=low, high=high)) for low, high in (each.time for each in platform.unmodelled)]
     parts, order = [], []
     for effects, group_columns, rows in rows_by_effects(task, columns):
-        parts.append(scaled(engine.predict(task.for_engine(effects), group_columns, costs), effects))
+        parts.append(scaled(engine.predict(task.for_engine(effects), group_columns, costs), [*effects, *uncertain]))
         order.append(rows)
     if len(parts) <= 1:
         return parts[0] if parts else engine.predict(task.for_engine(), columns, costs)

@@ -352,9 +352,10 @@ class _Arguments:
         elif found:
             problem = f"{found.problem}; {found.fix}, or set serve.engine_version to your release"
             self._notes.note(flag, problem, f"serve.engine_args.{name}")
-        elif not program.knows_flag(name) and name not in installed_flags:
-            problem = "is not known to flagcore: it is passed to the engine unchanged"
-            self._notes.note(flag, problem, f"serve.engine_args.{name}")
+        elif cost := program.settings.unmodelled(name, self.values[name], flag):
+            self._notes.note(
+                flag, f"is passed to the engine, but not predicted: {cost.why}", f"serve.engine_args.{name}"
+            )
         return True
 
 

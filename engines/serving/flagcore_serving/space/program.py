@@ -1,7 +1,7 @@
 """The program of an engine: `engine.yaml`, the spec's `engine_args`, the installed version, and the command line."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import yaml
 
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Flag, Knob, in_versions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Spec, Task
@@ -20,6 +21,7 @@ from flagcore.errors import NoDevice, SpecError, join_errors
 from flagcore.spec.plain_data import SafeLoader, package_yaml
 from flagcore.vendorkit import programs
 from flagcore.vendorkit.programs import strip_dashes
+from flagcore.vendorkit.settings import Settings, read_settings
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import knobs
 from flagcore_serving.space.knobs import Auto
@@ -77,7 +79,8 @@ class Program:
     - `reserved`: flags that the user cannot set, each with the reason.
     - `flag_files`, `flag_fields`: files of the engine's source that contain its flags as literals, or as fields of a
       class. Flags are not checked if both are empty.
-    - `flags`: all flags of the newest known release, from `known_flags` of the file; empty if they are not known.
+    - `settings`: the classes of flags and environment variables, from `settings.yaml`.
+    - `flags`: all flags of the newest known release; empty if they are not known.
     - `removed`: by release, the flags that it no longer has, each with its successor or an empty string. The release is
       empty if it is not known.
     - `overheads`: fields of `Overheads` (model/work.py), by the first release to which they apply, the newest first.
@@ -112,6 +115,7 @@ class Program:
     reserved: Mapping[str, str] = field(default_factory=lambda: RESERVED_FLAGS)
     flag_files: Sequence[str] = ()
     flag_fields: Sequence[str] = ()
+    settings: Settings = field(default_factory=Settings)
     flags: frozenset[str] = frozenset()
     removed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     overheads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -123,7 +127,7 @@ class Program:
 
     @classmethod
     def read(cls: type[P], package: str, autos: Mapping[str, Auto] | None = None) -> P:
-        """Read the program from `engine.yaml` in an engine's package. The keys of the file are the fields.
+        """Read the program from `engine.yaml` and `settings.yaml` in an engine's package. The keys are the fields.
 
         Each knob in `knobs` may also contain `default`, the engine's own value, and `word_releases`. `autos`: meanings
         of `auto` that only this engine has, by the names with which its knobs refer to them.
@@ -135,13 +139,20 @@ class Program:
         defaults = {name: row.pop("default") for name, row in knob_rows.items() if "default" in row}
         reserved = RESERVED_FLAGS | data.pop("reserved")
         table = knobs.read(knob_rows, {**knobs.AUTOS, **(autos or {})})
-        flags = set(data.pop("known_flags", "").split())
+        settings = read_settings(package)
+        flags = {name for name in settings.names if name == name.lower()}
         if flags:
             of_knobs = {strip_dashes(word) for knob in table for flag in knob.flags for word in (flag.name, flag.off)}
             names = {knob.name.replace("_", "-") for knob in table}
             flags |= {*of_knobs, *names, *reserved, *data.get("digit_flags", ""), *data.get("model_flags", ())} - {""}
         return cls(
-            knobs=table, word_releases=releases, defaults=defaults, reserved=reserved, flags=frozenset(flags), **data
+            knobs=table,
+            word_releases=releases,
+            defaults=defaults,
+            reserved=reserved,
+            settings=settings,
+            flags=frozenset(flags),
+            **data,
         )
 
     def code(self, name: str, value: KnobValue) -> int:
@@ -341,6 +352,18 @@ class Program:
             return programs.package_version(self.command(spec)[0], *self.packages)
         except NoDevice:
             return ""
+
+    def unmodelled(self, spec: Spec) -> Iterator[Unmodelled]:
+        """Yield the flags and variables of a spec that change its cost, and that predictions do not include.
+
+        They are other flags than those of knobs, and fixed values of knobs that are listed in `settings`.
+        """
+        args = self.split(spec)
+        listed = {name: value for name, value in args.fixed.items() if name.replace("_", "-") in self.settings.costs}
+        for name, value in {**args.others, **listed}.items():
+            if found := self.settings.unmodelled(name.replace("_", "-"), value, f"serve.engine_args.{name}"):
+                yield found
+        yield from self.settings.of_environment(spec)
 
     def ready(self, spec: Spec) -> None:
         """Raise SpecError or NoDevice if no server can be started with the spec's Hugging Face directory."""

@@ -1,0 +1,69 @@
+"""Classes of settings: what is named, and how wide its interval is."""
+
+from dataclasses import replace
+
+import pytest
+
+from flagcore.vendorkit.settings import UNKNOWN_TIME, Cost, Settings
+from tests.tasks import task
+
+SLOWER = Cost(why="slower", time=(1.0, 1.5), source="a page")
+CLASSES = Settings(
+    prefixes="TOY_",
+    modelled="depth",
+    harmless="port log-* TOY_LOG* cache.quiet",
+    costs={
+        "adapters": SLOWER,
+        "no-graphs": SLOWER,
+        "cache": SLOWER,
+        "TOY_RAW": Cost(why="other kernels", unless=("1",)),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "time"),
+    [
+        ("depth", 3, None),
+        ("port", 8000, None),
+        ("log-level", "info", None),
+        ("log_level", "info", None),
+        ("adapters", True, (1.0, 1.5)),
+        ("adapters", False, None),
+        ("adapters", "0", None),
+        ("adapters", None, None),
+        ("adapters.rank", 16, (1.0, 1.5)),
+        ("cache.size", 4, (1.0, 1.5)),
+        ("cache.quiet", True, None),
+        ("graphs", False, (1.0, 1.5)),
+        ("strange", 1, UNKNOWN_TIME),
+    ],
+)
+def test_a_setting_that_predictions_leave_out_is_named_with_its_interval(
+    name: str, value: object, time: tuple[float, float] | None
+) -> None:
+    found = CLASSES.unmodelled(name, value)
+    assert (found and found.time) == time
+
+
+def test_the_source_of_an_effect_and_the_words_of_the_user_are_named() -> None:
+    found = CLASSES.unmodelled("adapters", True, "--adapters")
+    assert found is not None
+    assert "--adapters" in str(found)
+    assert "slower (a page)" in str(found)
+
+
+def test_variables_of_other_software_have_no_effect() -> None:
+    job = replace(task().spec, envs={"TOY_RAW": "0", "TOY_LOG_LEVEL": "info", "TOY_NEW": "x", "HOME": "/root"})
+    assert [each.name for each in CLASSES.of_environment(job)] == ["TOY_RAW", "TOY_NEW"]
+    assert not [*CLASSES.of_environment(replace(job, envs={"TOY_RAW": "1"}))]
+
+
+def test_names_without_a_class_are_listed() -> None:
+    assert CLASSES.unclassed(["depth", "cache.size", "log-file", "strange"]) == ["strange"]
+
+
+@pytest.mark.parametrize("time", [(1.1, 1.5), (0.5, 0.9), (0.0, 1.0)])
+def test_the_bounds_of_a_factor_are_around_one(time: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="around 1"):
+        Cost(why="slower", time=time)
