@@ -202,7 +202,7 @@ FORMATS, _SAME_SHAPE = _NAMES["formats"], _NAMES["same_shape"]
 
 @lru_cache(maxsize=1)
 def public_models() -> Mapping[str, Mapping[str, Any]]:
-    """Return the table of public models by name: the keys of config.json, and the format of quantized weights."""
+    """Return the table of public models by name: the keys of config.json."""
     table: dict[str, dict[str, Any]] = package_yaml(__package__, "public_models.yaml")
     return table
 
@@ -213,13 +213,18 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     Letters may differ in case. Fine-tuned and quantized variants, also of other organizations, have the shape of the
     model whose name they extend. Returns None for an unknown name.
     """
+    from flagcore.spec.huggingface import format_of_weights
+
     found = public_name(name)
     if found is None or name.count("/") != 1:
         return None
     config, weights = dict(public_models()[found]), _stem(name)[1]
-    stored = config.pop("weights", None)
-    is_stored = found.lower() == name.lower() or weights is None
-    return config, (stored if is_stored else None if weights == "bf16" else weights)
+    if found.lower() == name.lower() or weights is None:
+        return config, format_of_weights(config)
+    config.pop("quantization_config", None)
+    if weights == "fp8" and name.lower().partition("/")[0] in _NAMES["fp8_blocks"]:
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return config, None if weights == "bf16" else weights
 
 
 def public_name(name: str) -> str | None:

@@ -15,6 +15,7 @@ from flagcore.physics.roofline import cast_bytes
 from flagcore.physics.transformer import attended, paired_layers, read_layers, widths
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
+from flagcore_serving.space.weights import ATTENTION
 
 NODES: FloatArray = np.array(
     [
@@ -349,7 +350,7 @@ def linear(
         cast = cast_bytes(tokens, inner * ones, precision)
         latency = kernels.memory_seconds(ones) if precision in serving.overheads.casts else 0.0
         return seconds if cast is None else seconds - kernels.memory_seconds(cast) + latency
-    if wide:
+    if wide or (attention and ATTENTION in serving.wide):
         return kernels.gemm_seconds(tokens, outer * ones, inner * ones, serving.precision)
     all_rows, single_row = (
         kernels.gemm_seconds(row_count, outer * ones, inner * ones, precision) for row_count in (tokens, ones)

@@ -12,6 +12,7 @@ from flagcore.physics.transformer import attended, cached_layers, projection_wei
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
+from flagcore_serving.space.weights import ATTENTION, DENSE, SHARED
 
 GRAPH_BYTES = 12e6
 """Bytes of captured graphs per layer, an estimate: start-up logs report 0.4 to 1 GiB for 32 to 80 layers."""
@@ -87,16 +88,18 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     stored_bytes = serving.weight_bytes
     width = BYTES.get(serving.precision, 2.0) if stored_bytes is None else stored_bytes
     attention_width = BYTES.get(serving.attention_precision, 2.0) if stored_bytes is None else stored_bytes
+    attention_width = 2.0 if ATTENTION in serving.wide else attention_width
+    dense_width, shared_width = (2.0 if part in serving.wide else width for part in (DENSE, SHARED))
     gates, moe = 3.0 if model.gated_linear_unit else 2.0, float(serving.moe_layers)
     total = model.attention_layers * attention_weights(model, settings.tensor) * attention_width
     if linear := model.linear_attention:
         total = total + linear.num_layers * linear.weights(model.hidden_size) / settings.tensor * attention_width
-    total = total + (model.num_layers - moe) * gates * h * model.ffn_hidden_size / settings.tensor * width
+    total = total + (model.num_layers - moe) * gates * h * model.ffn_hidden_size / settings.tensor * dense_width
     if moe:
         count = model.num_moe_experts or 0
         routed = gates * h * (model.moe_ffn_hidden_size or 0) * count / (settings.tensor * settings.data)
         shared = gates * h * (model.moe_shared_expert_intermediate_size or 0) / settings.tensor
-        total = total + moe * ((routed + shared) * width + 2.0 * h * count)
+        total = total + moe * (routed * width + shared * shared_width + 2.0 * h * count)
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
     return total * stage_share / settings.cores + table_bytes(model, settings)
 

@@ -18,7 +18,13 @@ from flagcore_serving.model.work import Overheads, Serving
 from flagcore_serving.space.hardware import Hardware
 from flagcore_serving.space.placement import InstanceKinds, uniform_kinds
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import STORED_BYTES, cache_bytes_per_token, parameters
+from flagcore_serving.space.weights import (
+    STORED_BYTES,
+    Quantization,
+    cache_bytes_per_token,
+    parameters,
+    quantization,
+)
 
 T = TypeVar("T", IterationCosts, ServingMemory)
 COMPUTE_FORMATS = ("bf16", "fp16", "fp32")
@@ -177,7 +183,8 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
     link = group.chip.link
     on_bus = link is not None and link.topology == "pcie"
     serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt)
-    serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus)
+    checkpoint = quantization(task.spec) or Quantization()
+    serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
     if precision not in STORED_BYTES and file_bytes is None and computes(precision):
         return serving
     supported = [name for name in COMPUTE_FORMATS if computes(name)]
@@ -185,7 +192,7 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
     computed = precision if file_bytes and precision in supported else supported[0] if supported else "bf16"
     if precision in STORED_BYTES and precision in overheads.experts:
         overheads = replace(overheads, experts={computed: overheads.experts[precision]})
-    weight_bytes = file_bytes or stored.get(precision)
+    weight_bytes = file_bytes or checkpoint.bytes or stored.get(precision)
     return replace(serving, precision=computed, overheads=overheads, weight_bytes=weight_bytes)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from flagcore.domain.model import Model
 from flagcore.vendorkit.programs import release
+from flagcore_serving.space.weights import ATTENTION
 
 TOKENIZER = 1.25e-6
 """Seconds per token that a tokenizer takes: 50 ms for 40,000 tokens (TensorRT-LLM pull request 13377). Engines tokenize
@@ -111,6 +112,7 @@ class Serving:
 
     - `precision`: the format in which the weights are multiplied.
     - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
+    - `wide`: the parts of the model that are stored in 16 bits (see `Quantization`).
     - `link_domain`: number of consecutive devices that are connected without the network.
     - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
     - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and linear attention depend
@@ -121,6 +123,7 @@ class Serving:
     precision: str
     overheads: Overheads
     weight_bytes: float | None = None
+    wide: frozenset[str] = frozenset()
     link_domain: int = 8
     on_bus: bool = False
     tokens: float = 1.0
@@ -134,7 +137,7 @@ class Serving:
     @property
     def attention_precision(self) -> str:
         """The format of the attention projections: 4-bit checkpoints with experts keep them in 16 bits."""
-        narrow = self.precision == "nvfp4" and self.model.num_moe_experts is not None
+        narrow = ATTENTION in self.wide or (self.precision == "nvfp4" and self.model.num_moe_experts is not None)
         return self.wide_precision if narrow else self.precision
 
     @property

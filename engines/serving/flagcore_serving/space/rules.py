@@ -33,7 +33,7 @@ from flagcore_serving.space.knobs import (
     wide_values,
 )
 from flagcore_serving.space.program import Program
-from flagcore_serving.space.weights import context_limit
+from flagcore_serving.space.weights import DENSE, EXPERTS, SHARED, context_limit, quantization
 
 
 def split_rules(
@@ -171,6 +171,7 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
             message=f"{TP} must divide linear_num_key_heads = {linear_heads}",
             broken=lambda c: linear_heads % c[TP].clip(1) != 0,
         ),
+        *_quantized_blocks(task),
         Rule(
             name="experts_exist",
             knobs=(EP,),
@@ -178,6 +179,34 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[EP] > 1) & (model.num_moe_experts is None),
         ),
     )
+
+
+def _quantized_blocks(task: Task) -> tuple[Rule, ...]:
+    """Return the rule that shards of quantized weights are whole blocks: of the dense layers, experts, shared experts.
+
+    Sources: `validate_fp8_block_shape` and `create_weights` of the formats in vLLM 0.33; SGLang 0.5.23 has the same.
+    """
+    model, stored = task.spec.model, quantization(task.spec)
+    if stored is None or stored.block <= 1:
+        return ()
+    block, has_experts = stored.block, model.num_moe_experts is not None
+    split = {
+        DENSE: model.ffn_hidden_size if not has_experts or model.moe_first_dense_layers else 0,
+        SHARED: model.moe_shared_expert_intermediate_size or 0 if has_experts else 0,
+    }
+    widths = [width for part, width in split.items() if width and part not in stored.wide]
+    expert_width = model.moe_ffn_hidden_size or 0 if has_experts and EXPERTS not in stored.wide else 0
+
+    def broken(c: Columns) -> BoolArray:
+        tensor, bad = c[TP].clip(1), np.zeros(c[TP].shape, dtype=np.bool_)
+        for width in widths:
+            bad |= (tensor > 1) & (width % (tensor * block) != 0)
+        ranks = np.maximum(tensor * c[DP].clip(1) // c[EP].clip(1), 1)
+        return bad | ((ranks > 1) & (expert_width % (ranks * block) != 0))
+
+    parts = ", ".join(f"{width:,}" for width in dict.fromkeys([*widths, expert_width]) if width)
+    text = f"a device's share of the layers' width ({parts}) must be a multiple of {block}, the block of the weights"
+    return (Rule(name="quantized_blocks", knobs=(TP, DP, EP), message=text, broken=broken),)
 
 
 _NO_TEXT = ("is-embedding", "embedding", "embeddings", "rerank", "reranking")

@@ -4,6 +4,9 @@ import glob
 import json
 import math
 import os
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from flagcore.domain.model import Model
@@ -92,7 +95,8 @@ def context_limit(spec: Spec) -> int | None:
             return context_length(weights)
         except FlagError:
             return None
-    return context_of(_config(weights))
+    public = None if os.path.exists(weights) else find_public(weights)
+    return context_of(public[0] if public else _config(weights))
 
 
 def _config(weights: str) -> dict[str, Any]:
@@ -126,6 +130,81 @@ def has_unknown_format(weights: str) -> bool:
     return _names_quantization(weights) and format_of_weights(_config(weights)) is None
 
 
+ATTENTION, DENSE, SHARED, EXPERTS = "attention", "dense", "shared experts", "experts"
+_MODULES = {
+    ATTENTION: ("model.layers.{middle}.self_attn.o_proj",),
+    DENSE: ("model.layers.0.mlp.down_proj",),
+    SHARED: ("model.layers.{middle}.mlp.shared_experts.down_proj", "model.layers.{middle}.mlp.shared_expert.down_proj"),
+    EXPERTS: ("model.layers.{middle}.mlp.experts.0.down_proj",),
+}
+"""The modules of each part of a model, as checkpoints name them."""
+_IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
+"""Keys of a quantization_config with the modules that it leaves out."""
+_GROUP = 128
+"""The usual group of weights of 4 bits that share a scale (AutoAWQ and GPTQModel's default)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """How a checkpoint stores its quantized weights.
+
+    - `block`: the columns or rows that share a scale, of which a shard must be a multiple; 1 if any shard loads.
+    - `bytes`: bytes per quantized weight with its scales. None means those of its format.
+    - `wide`: the parts of the model that are stored in 16 bits.
+    """
+
+    block: int = 1
+    bytes: float | None = None
+    wide: frozenset[str] = frozenset()
+
+
+def quantization(spec: Spec) -> Quantization | None:
+    """Return how the weights of a spec are quantized, or None if they are not, or if that is unknown.
+
+    Sources: the formats' `quantization_config`, and what vLLM 0.33 and SGLang 0.5.23 require of shards
+    (`validate_fp8_block_shape`, `check_marlin_supports_layer`).
+    """
+    weights = spec.serve.weights
+    if weights is None or (os.path.isfile(weights) and not weights.endswith(".json")):
+        return None
+    public = None if os.path.exists(weights) else find_public(weights)
+    config = public[0] if public else _config(weights)
+    text = config.get("text_config")
+    found = config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
+    if not isinstance(found, dict):
+        return Quantization(block=_GROUP) if public and public[1] == "int4" else None
+    groups = found.get("config_groups")
+    group = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    stored = group.get("weights") if isinstance(group, dict) else None
+    stored = stored if isinstance(stored, dict) else found
+    blocks = stored.get("block_structure") or found.get("weight_block_size") or [stored.get("group_size")]
+    sizes = [size for size in blocks if isinstance(size, int) and size > 0] if isinstance(blocks, list) else []
+    is_int4 = format_of_weights(config) == "int4" and found.get("quant_method") != "mxfp4"
+    layer = spec.model.num_layers // 2
+    ignored = [str(each) for key in _IGNORED if isinstance(found.get(key), list) for each in found[key]]
+    return Quantization(
+        block=max(sizes, default=1),
+        bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
+        wide=frozenset(
+            part
+            for part, modules in _MODULES.items()
+            if any(_matches(pattern, module.format(middle=layer)) for pattern in ignored for module in modules)
+        ),
+    )
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Return whether a pattern of ignored modules matches: a regular expression, a wildcard, or a part of the name."""
+    expression = pattern.removeprefix("re:")
+    if expression != pattern:
+        is_simple = len(pattern) < 200 and not re.search(r"[+*}]\)*[+*{]", expression)
+        try:
+            return is_simple and re.match(expression, module) is not None
+        except re.error:
+            return False
+    return fnmatchcase(module, f"*{pattern}*")
+
+
 MAX_WEIGHT_SHARE = 0.85
 """Default maximum share of a device's memory for weights. The rest is for activations, graphs and cache."""
 
@@ -138,6 +217,11 @@ formats with one scale per 32 (mxfp4) or 128 weights."""
 
 def parameters(model: Model) -> float:
     """Return the number of weights of a model."""
+    return sum(_parts(model).values())
+
+
+def _parts(model: Model) -> dict[str, float]:
+    """Return the numbers of weights of the parts that a checkpoint may leave in 16 bits, of experts, and of tables."""
     hidden, matrices = float(model.hidden_size), 3.0 if model.gated_linear_unit else 2.0
     query, key, value = widths(model)
     rank = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) if model.multi_latent_attention else 0
@@ -149,13 +233,19 @@ def parameters(model: Model) -> float:
             attention += model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size)
     experts = model.num_moe_experts or 0
     moe_layers = model.num_layers - model.moe_first_dense_layers if experts else 0
-    expert_width = experts * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
-    layers = model.attention_layers * attention
-    layers += (model.num_layers - moe_layers) * matrices * hidden * model.ffn_hidden_size
+    expert_width = moe_layers * experts * (model.moe_ffn_hidden_size or 0)
+    shared_width = moe_layers * (model.moe_shared_expert_intermediate_size or 0) if experts else 0
+    attention *= model.attention_layers
     if linear := model.linear_attention:
-        layers += linear.num_layers * linear.weights(model.hidden_size)
+        attention += linear.num_layers * linear.weights(model.hidden_size)
     tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * hidden
-    return layers + moe_layers * (matrices * hidden * expert_width + hidden * experts) + tables
+    return {
+        ATTENTION: attention,
+        DENSE: (model.num_layers - moe_layers) * matrices * hidden * model.ffn_hidden_size,
+        SHARED: matrices * hidden * shared_width,
+        EXPERTS: matrices * hidden * expert_width,
+        "tables": moe_layers * hidden * experts + tables,
+    }
 
 
 def weight_bytes(task: Task) -> float:
@@ -168,7 +258,10 @@ def weight_bytes(task: Task) -> float:
     if weights is not None and os.path.isfile(weights):
         return float(os.path.getsize(weights))
     precision, vision = task.spec.serve.precision, task.spec.model.vision
-    text = parameters(task.spec.model) * STORED_BYTES.get(precision, BYTES.get(precision, 2.0))
+    width, stored = STORED_BYTES.get(precision, BYTES.get(precision, 2.0)), quantization(task.spec)
+    widths_of_parts = dict.fromkeys((*stored.wide, "tables"), 2.0) if stored else {}
+    width = (stored and stored.bytes) or width
+    text = sum(count * widths_of_parts.get(part, width) for part, count in _parts(task.spec.model).items())
     return text + (2.0 * vision.weights if vision else 0.0)
 
 
