@@ -180,7 +180,7 @@ def lacks_margin(task: Task, predictions: Predictions) -> BoolArray:
     return predictions.share_in_use > (np.inf if has_budget else PLANNED_SHARE)
 
 
-def _usual_space(engine: Engine, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+def usual_space(engine: Engine, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
     """Return the space from which an expert would choose. By default it has only the neutral value of each knob."""
     if isinstance(engine, RuleOfThumb):
         return engine.usual_space(task)
@@ -191,22 +191,26 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
     """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
 
     This candidate comes from the engine's usual space, or from the whole space if no candidate of the usual space is
-    legal. Candidates that do not fit, and then those without a margin of memory, are avoided.
+    legal or fits. Candidates that do not fit, and then those without a margin of memory, are avoided. If none fits,
+    it is the one that needs the least memory.
     """
     task, engine, baseline = platform.task, platform.engine, platform.task.spec.baseline
     if baseline is None:
-        usual = _usual_space(engine, task.for_engine())
+        usual = usual_space(engine, task.for_engine())
         usual_task = replace(task, spec=replace(task.spec, space=usual))
+        predictions = None
         for searched in (legality(replace(platform, task=usual_task)), legal):
-            space = build(searched.axes, searched.rules, searched.merges)
-            if len(space):
+            if not len(built := build(searched.axes, searched.rules, searched.merges)):
+                continue
+            is_first, space, predictions = predictions is None, built, predict(platform, built)
+            if on_usual is not None and is_first:
+                on_usual(platform, space, predictions)
+            if predictions.fits.any():
                 break
-        else:
-            raise NothingFits(_nothing_legal(space, legal))
-        predictions = predict(platform, space)
-        if on_usual is not None:
-            on_usual(platform, space, predictions)
-        choices = (predictions.fits & ~lacks_margin(task, predictions), predictions.fits)
+        if predictions is None:
+            raise NothingFits(_nothing_legal(built, legal))
+        smallest = predictions.share_in_use == np.min(predictions.share_in_use)
+        choices = (predictions.fits & ~lacks_margin(task, predictions), predictions.fits, smallest)
         rows = next((np.flatnonzero(each) for each in choices if each.any()), np.arange(len(space)))
         row = rows[0]
         if isinstance(engine, RuleOfThumb):
