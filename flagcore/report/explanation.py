@@ -83,7 +83,8 @@ def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
         return served_text(found)
     layers = found.stage_layers
     split = [_("Layers of each pipeline stage: {layers}", layers=layers_text(layers))] if layers else []
-    return "\n\n".join([model_text(record["model"]), *split, memory_text(found, labels), time_text(found)])
+    model = [model_text(record["model"])] if record["model"] else []
+    return "\n\n".join([*model, *split, memory_text(found, labels), time_text(found)])
 
 
 def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Labels) -> str:
@@ -148,7 +149,7 @@ def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def memory_text(found: Prediction, labels: Labels) -> str:
-    """Return the memory of the worst stage by component, with its totals.
+    """Return the memory of the worst stage by component, with its totals, as far as the components are known.
 
     The components sum to static memory and activations, which may reach their maximum at different times. The row
     `OTHER` contains the peak minus this sum.
@@ -168,15 +169,10 @@ def memory_text(found: Prediction, labels: Labels) -> str:
     peak, reserved = (f"{size / GIB:.2f}" for size in (found.peak_allocated_bytes, found.reserved_bytes))
     names = {"used": used_text(found), "verdict": _(VERDICT[found.fits])}
     text = N_("Peak allocated {peak} GiB, reserved {reserved} GiB, in use {used} GiB ({verdict})")
-    return "\n".join(
-        [
-            _("Memory of a device of pipeline stage {number} (highest):", number=found.worst_stage),
-            table([_("Item"), _("Params"), *(_(HEADINGS[key]) for key in figures)], rows),
-            "",
-            *([line] if line else []),
-            _(text, peak=peak, reserved=reserved, **names),
-        ]
-    )
+    title = _("Memory of a device of pipeline stage {number} (highest):", number=found.worst_stage)
+    headings = [_("Item"), _("Params"), *(_(HEADINGS[key]) for key in figures)]
+    shown = [title, table(headings, rows), ""] if components else []
+    return "\n".join([*shown, *([line] if line else []), _(text, peak=peak, reserved=reserved, **names)])
 
 
 def by_component(names: Iterable[str], labels: Labels) -> list[str]:

@@ -1,22 +1,12 @@
 """Predicts the memory and the step time of candidates, which are given as knob columns."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from flagcore_training.layout import Layout, MeshStages, StageGroups, Training
 from flagcore_training.memory.training import component_table, memory_in_use, stages_in_use
-from flagcore_training.stages import (
-    edge_parameters,
-    layer_parameters,
-    model_flops,
-    mtp_parameters,
-    placed,
-    stage,
-    stage_of,
-    stages,
-)
+from flagcore_training.stages import model_flops, parts_of_model, placed, stage, stage_of, stages
 from flagcore_training.time import step
 from flagcore_training.time.step import Blocks, Pace, costs_in_run, rank_time, step_time
 from numpy.typing import NDArray
@@ -363,45 +353,11 @@ LABELS = Labels(
 )
 """Names of the parts of a prediction in tables. `memory_line` has the format of Megatron-LM's own memory report."""
 
-_EXPERTS = ("experts", "shared_experts", "router")
-
 
 def model_parts(task: Task) -> tuple[ModelPart, ...]:
-    """Return the parts of the model, with the number of weights of each and how often it occurs.
-
-    A part is a layer of one kind, for example. The vocabulary is padded. A norm belongs to the attention or FFN that
-    follows it, the final norm to the output head.
-    """
-    train, model = training(task), task.spec.model
+    """Return the parts of the model, with a padded vocabulary (see `parts_of_model`)."""
     unsplit_task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, settings={})))
-    layout = layout_of(unsplit_task, candidate_columns({}))  # one device that holds the whole model
-    one = np.ones(1)
-    dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
-    edge_weights = edge_parameters(train, layout, first=one, last=one)
-    attention, ffn = _layer_weights(train, layout, moe=False)
-    parts = [ModelPart("Embedding", float(edge_weights["embedding"][0]), 1)]
-    parts.append(ModelPart("MLA" if model.multi_latent_attention else "Attention", attention, model.num_layers))
-    if model.num_moe_experts is not None:
-        moe_weights = _layer_weights(train, layout, moe=True)[1]
-        parts.append(ModelPart("MoE", moe_weights, model.num_layers - dense_layers))
-    if dense_layers:
-        parts.append(ModelPart("MLP", ffn, dense_layers))
-    if model.mtp_num_layers:
-        mtp_weights = _sum(mtp_parameters(train, layout)) / model.mtp_num_layers
-        parts.append(ModelPart("MTP", mtp_weights, model.mtp_num_layers))
-    parts.append(ModelPart("Output", _sum(edge_weights) - parts[0].params, 1))
-    return tuple(parts)
-
-
-def _layer_weights(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:
-    parts = {name: float(value[0]) for name, value in layer_parameters(train, layout, moe=moe).items()}
-    norm = float(train.model.hidden_size)
-    ffn = norm + sum(value for name, value in parts.items() if name in (*_EXPERTS, "ffn"))
-    return sum(parts.values()) - ffn, ffn
-
-
-def _sum(parts: Mapping[str, FloatArray]) -> float:
-    return float(sum(value[0] for value in parts.values()))
+    return parts_of_model(training(task), layout_of(unsplit_task, candidate_columns({})))
 
 
 def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:

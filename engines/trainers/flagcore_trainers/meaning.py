@@ -20,13 +20,13 @@ from flagcore_training.memory.training import (
     states_of,
     step_bytes,
 )
-from flagcore_training.stages import stage, stage_parameters
+from flagcore_training.stages import parts_of_model, stage, stage_parameters
 from flagcore_training.time.step import step_time
 
 from flagcore.contracts import Costs
-from flagcore.contracts.capabilities import Pruning
+from flagcore.contracts.capabilities import Details, Pruning
 from flagcore.domain.knob import Knob
-from flagcore.domain.prediction import Predictions
+from flagcore.domain.prediction import ModelPart, Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
 from flagcore_trainers import plain
@@ -114,6 +114,16 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
         ),
     ]
     return tuple(each for each in found if each.knobs)
+
+
+class WholeModel(Details):
+    """The parts of the model, which do not depend on how a program divides it."""
+
+    def parts(self, task: Task) -> tuple[ModelPart, ...]:
+        train, model = task.spec.train, task.spec.model
+        sequence, batch = train.seq_length, train.global_batch_size
+        inputs = Training(model=model, sequence=sequence, global_batch=batch, precision=train.precision)
+        return parts_of_model(inputs)
 
 
 class ByMemory(Pruning):

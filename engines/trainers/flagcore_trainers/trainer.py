@@ -24,7 +24,7 @@ from flagcore.i18n import _
 from flagcore.vendorkit.programs import NoMetrics, check_version, find_program, package_version
 from flagcore_trainers import logs, meaning, start
 from flagcore_trainers.importing import processes
-from flagcore_trainers.meaning import ByMemory, Codes
+from flagcore_trainers.meaning import ByMemory, Codes, WholeModel
 from flagcore_trainers.program import (
     LARGEST,
     MEANINGS,
@@ -54,7 +54,7 @@ def _whole_number(value: object) -> int | None:
     return None
 
 
-class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps):
+class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel):
     """Training with a program that somebody else wrote.
 
     `program`: the description of the program. None if the engine was not yet asked for a spec's.

@@ -5,10 +5,12 @@ Numbers of parameters are given by component. A test compares them with modules 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
 from flagcore.domain.model import Model
+from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.transformer import SCHEDULES, attended, latent_widths, projection_weights, widths
 from flagcore_training import schedules
@@ -383,3 +385,41 @@ def add_parts(total: Parts, parts: Parts, factor: FloatArray | float = 1.0) -> N
     """Add each component of `parts`, multiplied by `factor`, to `total` in place."""
     for name, value in parts.items():
         total[name] = total[name] + value * factor if name in total else value * factor
+
+
+_EXPERTS = ("experts", "shared_experts", "router")
+
+
+def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[ModelPart, ...]:
+    """Return the parts of a model, with the number of weights of each and how often it occurs.
+
+    A part is a layer of one kind, for example. A norm belongs to the attention or FFN that follows it, the final norm
+    to the output head. `layout`: one device that holds the whole model.
+    """
+    model, one = train.model, np.ones(1)
+    if layout is None:
+        sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
+        off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
+        layout = Layout(**{**sizes, **dict.fromkeys((*off, "split"), np.zeros(1))})
+    dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
+    edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
+    attention, ffn = _layer_weights(train, layout, moe=False)
+    parts = [ModelPart("Embedding", edges["embedding"], 1)]
+    parts.append(ModelPart("MLA" if model.multi_latent_attention else "Attention", attention, model.num_layers))
+    if model.num_moe_experts is not None:
+        moe_weights = _layer_weights(train, layout, moe=True)[1]
+        parts.append(ModelPart("MoE", moe_weights, model.num_layers - dense_layers))
+    if dense_layers:
+        parts.append(ModelPart("MLP", ffn, dense_layers))
+    if model.mtp_num_layers:
+        mtp_weights = sum(float(each[0]) for each in mtp_parameters(train, layout).values())
+        parts.append(ModelPart("MTP", mtp_weights / model.mtp_num_layers, model.mtp_num_layers))
+    parts.append(ModelPart("Output", sum(edges.values()) - edges["embedding"], 1))
+    return tuple(parts)
+
+
+def _layer_weights(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:
+    """Return the numbers of weights of a layer's attention and of its feed-forward network, each with its norm."""
+    parts = {name: float(value[0]) for name, value in layer_parameters(train, layout, moe=moe).items()}
+    ffn = float(train.model.hidden_size) + sum(value for name, value in parts.items() if name in (*_EXPERTS, "ffn"))
+    return sum(parts.values()) - ffn, ffn

@@ -198,11 +198,11 @@ def _quantized_blocks(task: Task) -> tuple[Rule, ...]:
     expert_width = model.moe_ffn_hidden_size or 0 if has_experts and EXPERTS not in stored.wide else 0
 
     def broken(c: Columns) -> BoolArray:
-        tensor, bad = c[TP].clip(1), np.zeros(c[TP].shape, dtype=np.bool_)
-        for width in widths:
-            bad |= (tensor > 1) & (width % (tensor * block) != 0)
+        tensor = c[TP].clip(1)
         ranks = np.maximum(tensor * c[DP].clip(1) // c[EP].clip(1), 1)
-        return bad | ((ranks > 1) & (expert_width % (ranks * block) != 0))
+        shares = [(width, tensor) for width in widths] + [(expert_width, ranks)]
+        bad: BoolArray = np.any([(parts > 1) & (width % (parts * block) != 0) for width, parts in shares], axis=0)
+        return bad
 
     parts = ", ".join(f"{width:,}" for width in dict.fromkeys([*widths, expert_width]) if width)
     text = f"a device's share of the layers' width ({parts}) must be a multiple of {block}, the block of the weights"

@@ -22,7 +22,7 @@ from flagcore.errors import LaunchError, NoDevice, SpecError
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fsdp2 import space
 from flagcore_trainers.fully_shard import predict as prediction
-from flagcore_trainers.meaning import ByMemory
+from flagcore_trainers.meaning import ByMemory, WholeModel
 
 PROGRAM = "flagcore_trainers.fsdp2"
 PRECISIONS = ("bf16", "fp32")
@@ -44,7 +44,7 @@ FIELDS = {
 """The field of `job.Candidate` of each knob."""
 
 
-class Fsdp2(Engine, Advice, ByMemory, RuleOfThumb, Steps):
+class Fsdp2(Engine, Advice, ByMemory, RuleOfThumb, Steps, WholeModel):
     """Training with FSDP2 in flagcore's own trial program."""
 
     name = "fsdp2"
