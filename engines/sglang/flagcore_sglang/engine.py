@@ -59,6 +59,12 @@ _MEMORY_STEPS = (
 """SGLang's defaults by memory of a device: (below this many GiB, chunked_prefill_size, largest decode graph for TP < 4,
 largest decode graph for TP >= 4). Source: `memory_hook.py`."""
 
+GRAPH_FLAGS = ("cuda-graph-max-bs-decode", "cuda-graph-max-bs")
+"""Flags for the largest decode graph, the newest first."""
+MANY_GRAPHS = 300
+"""The largest decode graph above which attention data parallelism needs half as much memory again (`memory_hook.py`).
+"""
+
 TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
 EP_FLAGS = ("ep-size", "expert-parallel-size", "ep")
 DP_FLAGS = ("dp-size", "dp_size", "data-parallel-size", "dp")
@@ -158,20 +164,28 @@ def chunk_sizes(task: Task, columns: Columns) -> IntArray:
     return np.where(columns[CHUNK] != 0, columns[CHUNK], default)
 
 
+def graph_mib(task: Task, columns: Columns) -> FloatArray:
+    """Return what SGLang expects captured graphs to take on a device, in MiB.
+
+    With attention data parallelism, each rank captures batches of all ranks. Source: sglang 0.5.23 `memory_hook.py`
+    (`reserve_for_graph_mb`); 20 GB with 32 ranks and with 8 ranks (sgl-project/sglang #24453, #25453).
+    """
+    ranks, others = columns[DP], PROGRAM.parse(task.spec).others
+    given = next((value for name in GRAPH_FLAGS if isinstance(value := others.get(name), int)), 0)
+    largest = np.where(columns[EAGER] == 1, 0, given or memory_defaults(task, columns[TP] * ranks)[1])
+    of_ranks = np.where(ranks > 1, ranks * np.where(largest > MANY_GRAPHS, 4.5, 3.0), 0.0)
+    return largest * (2.0 + of_ranks)
+
+
 def memory_share(task: Task, columns: Columns) -> FloatArray:
     """Return SGLang's default share of memory for weights and cache, or NaN if the memory is unknown.
 
     The share leaves SGLang's reserve free.
     """
-    tensor = columns[TP] * columns[DP]
     mib = Hardware.of(task).memory_bytes / 2**20
-    graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])
-    chunk = chunk_sizes(task, columns)
-    prefill = PROGRAM.values(columns, PREFILL)
-    reserved_mib = 512 + 1.5 * np.maximum(np.where(chunk > 0, chunk, prefill), 2048) + 2.0 * graph
-    reserved_mib = (
-        reserved_mib + tensor * columns[PP] / 8 * 1024 + np.where(columns[DP] > 1, 3.0 * graph * columns[DP], 0.0)
-    )
+    chunk, prefill = chunk_sizes(task, columns), PROGRAM.values(columns, PREFILL)
+    reserved_mib = 512 + 1.5 * np.maximum(np.where(chunk > 0, chunk, prefill), 2048) + graph_mib(task, columns)
+    reserved_mib = reserved_mib + columns[TP] * columns[DP] * columns[PP] / 8 * 1024
     if mib > 60 * 1024:
         reserved_mib = np.maximum(reserved_mib, 10 * 1024)
     return np.round((mib - reserved_mib) / mib, 3)
@@ -208,6 +222,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         block_size=or_default(values[PAGE], 1),
         chunked=(chunk > 0).astype(np.int64),
         graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), GRAPH_TOKENS, 0),
+        graph_bytes=np.where((values[DP] > 1) & (not hardware.on_cores), graph_mib(task, values) * 2.0**20, np.nan),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,

@@ -39,6 +39,8 @@ from flagcore_serving.space.knobs import (
     CONTEXT,
     DRAFTED,
     EAGER,
+    KV,
+    PREFIX,
     REDUNDANT,
     SHARING,
     SPECULATION,
@@ -71,6 +73,9 @@ CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
 MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
 """The largest captured batch in tokens on chips that compute in 4 bits (0.33: `config/vllm.py`), and the first release
 with it. The release follows from published points: 1,024 tokens took twice as long with 0.17."""
+CACHES_STATES_SINCE, CHECKS_STATES_SINCE = (0, 28, 0), (0, 19, 0)
+"""The first releases that cache prefixes of models with linear attention by default, and that refuse to start if such a
+model has fewer blocks for states than sequences in captured graphs (vllm-project/vllm #38270)."""
 CONTEXT_STEP, CACHE_SHARE = 1024, 0.9
 """A context that fits the requests is rounded up to a multiple of `CONTEXT_STEP` tokens. `CACHE_SHARE` is the share of
 the memory for weights and cache."""
@@ -191,9 +196,43 @@ def graph_tokens(task: Task) -> int:
     return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS
 
 
+def _state_block(task: Task, columns: Columns) -> tuple[IntArray, FloatArray]:
+    """Return the least block size in tokens, so that a block of a layer holds a state of linear attention, and its
+    bytes.
+
+    Both are 0 for other models, and with latent attention, whose alignment differs. Source: vllm 0.33
+    `platforms/interface.py` (`_align_hybrid_block_size`).
+    """
+    model, tensor = task.spec.model, columns[TP].clip(1)
+    if model.linear_attention is None or model.multi_latent_attention or Hardware.of(task).on_cores:
+        return np.zeros_like(tensor), np.zeros(tensor.shape)
+    token = 2.0 * np.maximum(model.num_query_groups / tensor, 1.0) * model.kv_channels * PROGRAM.element_bytes(columns)
+    tokens = GPU_BLOCK * np.ceil(model.linear_attention.state_bytes / tensor / (GPU_BLOCK * token)).astype(np.int64)
+    return tokens, tokens * token
+
+
+def _caches_by_default(spec: Spec) -> bool:
+    """Return whether prefixes are cached if no flag says so."""
+    return spec.model.linear_attention is None or PROGRAM.release(spec) >= CACHES_STATES_SINCE
+
+
+def _least_cache(task: Task, columns: Columns, seqs: IntArray) -> FloatArray:
+    """Return the bytes of a device's cache that full graphs need: a block for each sequence, of the layers that share
+    it."""
+    linear, stages = task.spec.model.linear_attention, columns[PP].clip(1)
+    if linear is None or PROGRAM.release(task.spec) < CHECKS_STATES_SINCE:
+        return np.zeros(seqs.shape)
+    layers = np.ceil(min(linear.num_layers, task.spec.model.attention_layers) / stages)
+    partial = [PROGRAM.code(GRAPHS, word) for word in ("NONE", "PIECEWISE")]
+    is_full = (columns[EAGER] == 0) & ~np.isin(columns[GRAPHS], partial)
+    return np.where(is_full, seqs * layers * _state_block(task, columns)[1], 0.0)
+
+
 def settings(task: Task, columns: Columns) -> Settings:
     """Return vLLM's effective settings for each candidate."""
     values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
+    if not ({PREFIX} & {*columns, *PROGRAM.parse(task.spec).fixed} or _caches_by_default(task.spec)):
+        values[PREFIX] = np.zeros_like(values[PREFIX])
     hardware = Hardware.of(task)
     tokens, seqs = limits(task, values)
     ranks = values[TP] * values[PP] * values[DP]
@@ -212,7 +251,10 @@ def settings(task: Task, columns: Columns) -> Settings:
         devices=devices,
         max_running=seqs,
         max_batched_tokens=tokens,
-        block_size=or_default(values[BLOCK], block_on_cores if hardware.on_cores else GPU_BLOCK),
+        block_size=np.maximum(
+            or_default(values[BLOCK], block_on_cores if hardware.on_cores else GPU_BLOCK), _state_block(task, values)[0]
+        ),
+        least_cache=_least_cache(task, values, seqs),
         context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task)),
         chunked=values[CHUNKED],
         graph_tokens=np.where((values[EAGER] == 0) & (values[GRAPHS] != 1), graph_tokens(task), 0),
@@ -260,6 +302,8 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(KNOBS, values, version)]
     if count(values, EP) > 1:
         argv.append(f"--{PROGRAM.expert_switch}")
+    if values.get(PREFIX) is True and not _caches_by_default(task.spec):
+        argv.append("--enable-prefix-caching")
     others = PROGRAM.parse(task.spec).others
     if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # the draft model is for other candidates
         others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
@@ -468,7 +512,15 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         rules.no_drafts(),
         rules.tower_merge(task),
         rules.ignoring("no_graphs_is_eager", (EAGER, GRAPHS), lambda c: c[EAGER] == 1),
+        *_forced_block(task),
     )
+
+
+def _forced_block(task: Task) -> tuple[Merge, ...]:
+    """Return the merge that ignores block sizes below those that states of linear attention force."""
+    if task.spec.model.linear_attention is None:
+        return ()
+    return (rules.ignoring("forced_block", (TP, KV, BLOCK), lambda c: c[BLOCK] <= _state_block(task, c)[0]),)
 
 
 ENGINE = ServingEngine(

@@ -212,6 +212,9 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, float(settings.max_running[row])) * ranks
     acceptance, evicted = load.load.acceptance, float(settings.host_tokens[row])
+    found = float(load.load.prefix_len)
+    if context.task.spec.model.linear_attention:  # a state is stored only at the end of a block
+        found -= found % block
     drafted = 0.0 if acceptance is None else float(settings.drafted[row])
     return Lane(
         budget=float(settings.max_batched_tokens[row]) * ranks * stages if settings.chunked[row] else float("inf"),
@@ -220,7 +223,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         block=1.0 if is_unlimited else block,
         ranks=ranks,
         stages=stages,
-        shared_prefix=float(load.load.prefix_len) if settings.prefix_caching[row] else 0.0,
+        shared_prefix=found if settings.prefix_caching[row] else 0.0,
         retained=max(tokens, 0.0) + evicted if settings.prefix_caching[row] and load.parts else 0.0,
         page=float(settings.block_size[row]) if load.parts else 1.0,
         drafted=drafted,

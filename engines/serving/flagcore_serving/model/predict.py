@@ -219,14 +219,14 @@ def _predictions(
     low, high, high_with_few_cpus = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
     capacity = costs.memory.capacity_bytes()
     engine_bytes = memory.weights + memory.activations + memory.graphs
-    request_bytes = settings.context_len * memory.longest_token
+    request_bytes = np.maximum(settings.context_len * memory.longest_token, settings.least_cache)
     # If the budget is unknown, assume the cache of one request.
     cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)
     needed_bytes = engine_bytes + np.maximum(cache, request_bytes)
     reserved_bytes = np.where(np.isnan(settings.cache_bytes), needed_bytes, costs.memory.reserved_bytes(needed_bytes))
     buffers = settings.communicators * communicator_bytes(costs.memory)
     used_bytes = costs.memory.device_used_bytes(reserved_bytes) + buffers
-    if capacity is not None:  # an engine without memory for one request does not start
+    if capacity is not None:  # an engine without memory for one request or its states does not start
         unused_bytes = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
         over_capacity = np.maximum(used_bytes + unused_bytes, capacity * (1.0 + 1e-9))
         used_bytes = np.where(memory.cache < request_bytes, over_capacity, used_bytes)

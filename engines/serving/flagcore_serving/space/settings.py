@@ -37,6 +37,8 @@ class Settings:
     - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
+    - `graph_bytes`: bytes of captured graphs on a device; NaN if they follow from the number of layers.
+    - `least_cache`: bytes of the cache of a device without which the engine does not start.
     - `drafted`: tokens that speculation drafts per sequence and iteration.
     - `pass_tokens`: maximum number of tokens in one pass through the model, which may be infinite. A larger iteration
       takes several passes.
@@ -69,6 +71,8 @@ class Settings:
     memory_fraction: FloatArray
     cache_bytes: FloatArray
     cache_element_bytes: FloatArray
+    graph_bytes: FloatArray
+    least_cache: FloatArray
     on_device: FloatArray
     host_s: FloatArray
     drafted: IntArray
@@ -110,6 +114,8 @@ class Settings:
             "prefix_caching": columns.get(common_knobs.PREFIX, 0 * ones),
             "memory_fraction": unknown,
             "cache_bytes": unknown,
+            "graph_bytes": unknown,
+            "least_cache": np.zeros(ones.shape),
             "on_device": np.ones(ones.shape),
             "host_s": unknown,
             "drafted": 0 * ones,
