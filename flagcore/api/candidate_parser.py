@@ -31,8 +31,9 @@ def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], f
     given_values = _knob_values(text, axes, problem.knobs)
     for axis in axes:
         value, listed = given_values.get(axis.knob), (*axis.values, axis.neutral, *axis.extra_values)
-        if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
-            text = N_("{knob} = {value} is not a valid size; {values}")
+        is_unknown = axis.knob in given_values and knob_of(axis.knob, problem.knobs).effects and value not in listed
+        if is_unknown or (isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed):
+            text = N_("{knob} = {value} is not a valid value; {values}")
             raise UsageError(_(text, knob=axis.knob, value=value, values=values_of(axis)))
     fixed_values = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
     try:
@@ -76,7 +77,7 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
     by_name = {axis.knob.casefold(): axis for axis in axes}
     by_name |= {knob_of(axis.knob, knobs).title.casefold(): axis for axis in axes}
     knob_values: dict[str, KnobValue] = {}
-    for part, off, axis, value in _named_knobs(text, by_name, _knobs(axes, knobs)):
+    for part, off, axis, value in _named_knobs(text, by_name, knobs, _knobs(axes, knobs)):
         if value is None and not off and not axis.is_flag:
             values_text = values_of(axis)
             raise UsageError(_("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=values_text))
@@ -99,7 +100,9 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
     return knob_values
 
 
-def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tuple[str, bool, Axis, str | None]]:
+def _named_knobs(
+    text: str, by_name: Mapping[str, Axis], knobs: Knobs, listed: str
+) -> Iterator[tuple[str, bool, Axis, str | None]]:
     """Yield, for each knob in `text`, its part of the text, whether it is negated by `no`, its axis, and its value.
 
     `listed` is the list of knobs for error messages.
@@ -107,7 +110,15 @@ def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterato
     names = "|".join(map(re.escape, sorted(by_name, key=len, reverse=True)))
     knob_and_value = re.compile(rf"(no\s+)?({names})(?:\s*=\s*|\s+|(?=\d)|$)(.*)", re.IGNORECASE)
     text = re.sub(r"(?:^|(?<=\s))--([\w-]+)", lambda flag: "," + flag[1].replace("-", "_"), normalize("NFKC", text))
+    parts = list[str]()
     for part in filter(None, re.split(r"\s*,\s*", text.strip())):
+        previous = knob_and_value.fullmatch(parts[-1]) if parts else None
+        takes_words = previous is not None and knob_of(by_name[previous[2].casefold()].knob, knobs).kind == "words"
+        if takes_words and not knob_and_value.fullmatch(part):
+            parts[-1] += f",{part}"  # a further word of its value
+        else:
+            parts.append(part)
+    for part in parts:
         if (match := knob_and_value.fullmatch(part)) is None:
             hint = did_you_mean(re.split(r"[\s=]", part)[0].casefold()[:MAX_TEXT], by_name, cutoff=0.7)
             problem = _("{text!r} is not a knob with a value, a trial, best or baseline", text=part[:MAX_TEXT])
@@ -125,7 +136,8 @@ def _value(text: str, axis: Axis) -> KnobValue:
         return axis.neutral
     if re.fullmatch(r"-?\d{1,18}", folded) and not axis.words:
         return int(folded)
-    return next((word for word in axis.words if word is not None and word.casefold() == folded), text)
+    parts = sorted(re.split(r"\s*,\s*", folded))
+    return next((word for word in axis.words if word is not None and sorted(word.casefold().split(",")) == parts), text)
 
 
 def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:

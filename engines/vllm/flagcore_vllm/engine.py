@@ -231,8 +231,6 @@ def _least_cache(task: Task, columns: Columns, seqs: IntArray) -> FloatArray:
 def settings(task: Task, columns: Columns) -> Settings:
     """Return vLLM's effective settings for each candidate."""
     values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
-    if not ({PREFIX} & {*columns, *PROGRAM.parse(task.spec).fixed} or _caches_by_default(task.spec)):
-        values[PREFIX] = np.zeros_like(values[PREFIX])
     hardware = Hardware.of(task)
     tokens, seqs = limits(task, values)
     ranks = values[TP] * values[PP] * values[DP]
