@@ -250,14 +250,16 @@ def training(task: Task) -> Training:
     """Return the inputs to the formulas that all candidates of `task` share.
 
     If the spec names no implementation, flagcore's trial program uses megatron-core's local layers without fused
-    activation functions. A user's command is assumed to be Megatron-LM, which uses transformer-engine by default.
+    activation functions and without sliding windows. A user's command is assumed to be Megatron-LM, which uses
+    transformer-engine by default.
     """
     train = task.spec.train
     kind = train.implementation or (
         "trial" if train.command is None else implementation_of_command(task.spec) or "transformer_engine"
     )
+    model = task.spec.model
     return Training(
-        model=task.spec.model,
+        model=replace(model, windows=None) if kind == "trial" else model,
         sequence=train.seq_length,
         global_batch=train.global_batch_size,
         precision=precision(train, settings_in_force(task.spec)),

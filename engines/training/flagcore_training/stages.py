@@ -12,7 +12,14 @@ import numpy as np
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.transformer import SCHEDULES, attended, latent_widths, projection_weights, widths
+from flagcore.physics.transformer import (
+    SCHEDULES,
+    attended,
+    latent_widths,
+    paired_layers,
+    projection_weights,
+    widths,
+)
 from flagcore_training import schedules
 from flagcore_training.layout import DEFAULTS, ArrayRecord, Layout, Options, Splits, StageLayers, Training, pick
 
@@ -362,12 +369,13 @@ def model_flops(train: Training) -> float:
     """Return the flops of forward and backward of one step, without recompute.
 
     Source: `num_floating_point_operations` of Megatron-LM core_v0.16. It has 6 flops per weight and token, the causal
-    half of the attention scores, and no router. With adapters, the frozen weights have no gradients (4 flops), and the
-    adapters themselves are not counted.
+    half of the attention scores (of those within windows, if layers have some), and no router. With adapters, the
+    frozen weights have no gradients (4 flops), and the adapters themselves are not counted.
     """
     model = train.model
     h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
-    scores = (model.num_layers + model.mtp_num_layers) * train.sequence / 2 * (widths(model)[0] + attended(model))
+    layers_of_scores = paired_layers(model, float(train.sequence)) + model.mtp_num_layers
+    scores = layers_of_scores * train.sequence / 2 * (widths(model)[0] + attended(model))
     attention = sum(projection_weights(model)) + attended(model) * h
     ffn = matrices * h * model.ffn_hidden_size
     active = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)

@@ -14,6 +14,7 @@ from engines.training.tests.candidates import layout as layout_of
 from engines.training.tests.candidates import train as train_of
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Topology
+from flagcore.domain.model import Windows
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.roofline import Curve, PlainMemory, Roofline
 from tests.product import tasks
@@ -208,3 +209,13 @@ def test_isolated_kernel_times_are_scaled_in_a_step_but_not_in_a_rank() -> None:
     assert parts(made=isolated)["compute_s"] == pytest.approx(1.25 * parts()["compute_s"], rel=0.02)
     first, second = (rank_time(TRAIN, layout(), result, np.zeros(1)) for result in (costs(), isolated))
     assert [part.tolist() for part in first] == [part.tolist() for part in second]
+
+
+def test_layers_with_windows_compute_only_the_scores_within_them() -> None:
+    length = {"sequence": 131072}
+    full = replace(TRAIN, **length)
+    windowed = replace(full, model=replace(DENSE, windows=Windows(num_layers=24, tokens=1024)))
+    whole = replace(full, model=replace(DENSE, windows=Windows(num_layers=24, tokens=131072)))
+    assert total(windowed) < 0.5 * total(full)
+    assert model_flops(windowed) < 0.5 * model_flops(full)
+    assert total(whole) == pytest.approx(total(full))

@@ -6,7 +6,7 @@ import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.space import FloatArray
-from flagcore.physics.transformer import latent_widths, widths
+from flagcore.physics.transformer import latent_widths, paired_layers, widths
 from flagcore_training.layout import Layout, Training
 from flagcore_training.stages import padded_vocab
 from flagcore_training.time.passes import (
@@ -175,7 +175,7 @@ def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear,
 
 
 def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of the attention core, forward and backward.
+    """Return the seconds of the attention core, forward and backward, as a mean over layers with and without windows.
 
     An unfused core computes all scores, twice as many as a causal kernel. It moves them through memory seven times in
     forward (write of the product, read and write of masked softmax and of dropout with its mask, read of the second
@@ -209,14 +209,15 @@ def _fused_core(
 
     `shape` is the shape of the whole sequences. Each rank has one chunk from the front and one from the back, so all
     ranks compute the same share of the scores. With p2p, the outputs and gradients of each further step are rescaled
-    and summed (arXiv 2310.01889).
+    and summed (arXiv 2310.01889). Kernels skip the keys outside sliding windows.
     """
     kernels, context = costs.kernels, layout.context
+    share = paired_layers(train.model, float(train.sequence)) / train.model.attention_layers
     ring = (context - 1.0) * (train.options.cp_comm == "p2p")
     output = train.value_bytes * shape.batch * shape.heads * shape.queries / context * shape.head_dim
     rescaling = ring * kernels.memory_seconds(3.0 * output)
-    forward = kernels.attention_seconds(shape, precision) / context + rescaling
-    return forward, kernels.attention_backward_seconds(shape, precision) / context + 2.0 * rescaling
+    forward = share * kernels.attention_seconds(shape, precision) / context + rescaling
+    return forward, share * kernels.attention_backward_seconds(shape, precision) / context + 2.0 * rescaling
 
 
 def _unquantised(precision: str) -> str:
