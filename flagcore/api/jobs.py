@@ -327,7 +327,10 @@ def expected_seconds(
     problem: Problem, planned_s: float, loaded: LoadedPlugins
 ) -> tuple[tuple[float, float, float] | None, bool]:
     """Return the seconds that a step of the plan is expected to take with an 80% interval, and whether runs of such a
-    model (dense, or with experts) are published on these chips. None if this engine made no such run on any chip."""
+    model (dense, or with experts) are published on these chips.
+
+    None if this engine made no such run on any chip, or if settings change the time that are not predicted.
+    """
     spec = problem.task.spec
     has_experts = spec.model.num_moe_experts is not None
 
@@ -337,6 +340,7 @@ def expected_seconds(
     here = any(is_like(job) for job, _ in problem.published)
     known = here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True))
     mean, low, high = CHOSEN[has_experts]
+    known = known and all(each.time == (1.0, 1.0) for each in problem.platform.unmodelled)
     seconds = (mean * planned_s, low * planned_s, high * planned_s) if known and math.isfinite(planned_s) else None
     return seconds, here
 

@@ -109,6 +109,7 @@ class Estimate(Notebook):
     - `runs`: what runs the trials.
     - `assumed`: the implementation and settings that a plan assumes.
     - `notes`: the plugins' notes on engine and chip.
+    - `unmodelled`: the names of settings that change the cost and are not predicted.
     - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
     - `expected_s`: the time of a step that the first candidate is expected to take, and an 80% interval.
     - `expected_here`: whether such runs are published on these chips, not only on others.
@@ -139,6 +140,7 @@ class Estimate(Notebook):
     runs: str = ""
     assumed: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    unmodelled: tuple[str, ...] = ()
     search: SearchTime | None = None
     published: tuple[PublishedRun, ...] = ()
     best_mfu: Fact | None = None
@@ -205,6 +207,9 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     yield "\n" + _("Predicted {for_what}.", for_what=estimate.runs), False
     if interval := interval_text(estimate.candidates[0]):
         yield interval, False
+        if estimate.unmodelled:
+            text = N_("It is wider because of settings that are not predicted: {names}.")
+            yield _(text, names=", ".join(estimate.unmodelled)), False
     if estimate.search:
         yield "flag tune: " + search_time_text(estimate.search), False
     if estimate.untimed:

@@ -99,6 +99,7 @@ def estimate(
         runs=_runs(problem),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
+        unmodelled=tuple(each.name for each in problem.platform.unmodelled),
         search=search_time(problem),
         mixing=mixing,
         knobs=problem.knobs,
