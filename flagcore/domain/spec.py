@@ -139,8 +139,8 @@ class TrainSpec(Work):
         return replace(self, settings={name: value, **self.settings}) if is_used else self
 
     def record(self, versions: Mapping[str, str]) -> dict[str, Any]:
-        names = ("seq_length", "global_batch_size", "precision", "attention", "implementation", "engine", "command")
-        return {**{name: getattr(self, name) for name in names}, "settings": dict(self.settings)}
+        sizes, names = ("seq_length", "global_batch_size", "precision", "attention"), ("implementation", "settings")
+        return {name: getattr(self, name) for name in (*sizes, *names, "engine", "engine_version")}
 
     def distance(self, other: Any) -> float:
         scale: float = abs(math.log2(self.seq_length / other.seq_length))

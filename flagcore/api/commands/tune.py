@@ -251,7 +251,7 @@ class _EngineRun:
         warn(noise_warnings(result.plan))
         warn(outcome.data.get("notes", ()))
         try:
-            self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
+            self.experience.save(self.name, result.problem.platform, result.plan.trials)
         except RunError as error:
             warn([_("later runs cannot use the measurements of this run: {reason}", reason=error)])
         return replace(outcome, reported=save_report(folder, result, outcome.data))
