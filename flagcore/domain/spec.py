@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -204,13 +204,14 @@ class Spec:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """The secrets in the variables of this process and of the spec, and in its command.
+        """The secrets in the variables of this process and of the spec, and in its job.
 
         No output may contain them.
         """
         of_cluster = [each.envs for each in (self.cluster, *self.cluster.groups)]
         variables = [os.environ, self.envs, *of_cluster, *self.cluster.host_envs.values()]
-        return secrets_in_data([*variables, list(self.work.command or ())])
+        job = {each.name: getattr(self.work, each.name) for each in fields(self.work)}
+        return secrets_in_data([*variables, job])
 
     @property
     def on_each_host(self) -> bool:
