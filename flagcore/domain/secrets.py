@@ -54,21 +54,21 @@ _GAP = r"[^\S\n]*"
 _NAME = re.compile(
     rf"""(?P<line>^{_GAP}(?:(?:export|-)[ \t]+)?["']?)?(?<![\w.-])(?P<dash>--?)?"""
     r"""(?P<name>(?:(?i:api|access|secret|private)\ )?[A-Za-z_][\w.-]*)"""
-    rf"""(?:\\*["']?\]?{_GAP}(?::=|=>|[:=]){_GAP}(?:\n{_GAP}(?:-[ \t]+)?(?![\w.-]+["']?{_GAP}:))?"""
+    rf"""(?:\\*["']?\]?{_GAP}(?::=|=>|=|:(?!\?)){_GAP}(?:\n{_GAP}(?:-[ \t]+)?(?![\w.-]+["']?{_GAP}:))?"""
     rf"""|(?(dash)(?:["']{_GAP},{_GAP}|[ \t]+)(?!["']?-)|(?!)))""",
     re.MULTILINE,
 )
 """A name before a value: of a key, a variable, an option or a parameter of a URL."""
 _VALUE = re.compile(
     r"""(?!\(left out)(?:[A-Za-z_.]{0,20}\(?(?:\\+["']([^"'\\\n]*)|"((?:[^"\\\n]|\\.)*)|'((?:[^'\\\n]|\\.)*))"""
-    r"""|\[([^\]\n]*)|\(([^)\n]*)"""
+    r"""|\[([^\]\n]*)|\(([^)\n]*)|\{([^}\n]*)"""
     r"""|((?:(?:bearer|basic|token|apikey|digest|negotiate)[ \t]+)?[^\s,;)}\]'"{\[(][^\s,;)}\]'"]*))""",
     re.IGNORECASE,
 )
 _REST = re.compile(r"([^\s\"'{\[(][^\n]*)")
 """An unquoted value to the end of the line."""
-_PARAMETER = re.compile(r"([^&\s'\"]+)")
-_USER = re.compile(r"(?<![\w-])(?:-u|--(?:proxy-)?user)[ \t=]+['\"]?[^\s:'\"]+:(?!\d+\b)([^\s'\"]+)")
+_PARAMETER = re.compile(r"(?!\(left out)([^&\s'\"]+)")
+_USER = re.compile(r"(?<![\w-])(?:-u|--(?:proxy-)?user)[ \t=]+['\"]?[^\s:'\"]+:(?!\d+\b|\(left out)([^\s'\"]+)")
 """The password of a user of an HTTP server, as for curl."""
 _PATTERNS = (
     _USER,
@@ -244,6 +244,9 @@ def _is_found(name: str, value: str) -> bool:
 
 
 def _is_value(value: object) -> bool:
+    """Return whether the value of a key may be a secret: not a switch, nor a reference to a variable such as $TOKEN."""
     if isinstance(value, bool) or value is None or isinstance(value, (Mapping, list, tuple)):
+        return False
+    if re.match(r"\$(?:\{[A-Za-z_]|[A-Z_][A-Z0-9_]*$)", str(value)):
         return False
     return str(value) not in ("", "0", "1", "None", "none", "null", "True", "true", "False", "false", "{", "[")
