@@ -135,11 +135,7 @@ class Production:
         return ""
 
     def without_command(self, spec: Spec) -> Work:
-        """Return the job of `spec` without its command, which may contain secrets, for records.
-
-        The job has the settings that the command sets, so that its predictions stay the same. By default it has those
-        of the spec.
-        """
+        """Return the job for records: with the settings of its command, on which predictions depend, but without it."""
         return replace(spec.work, command=None)
 
     def unusual(self, task: Task, columns: Columns, predictions: Predictions) -> IntArray | FloatArray:

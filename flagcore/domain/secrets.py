@@ -13,42 +13,36 @@ MIN_LENGTH = 6
 """The minimum length of a secret that is redacted wherever it occurs. Shorter values may be common words, so they are
 redacted only next to their name."""
 
-_SECRET_SUFFIXES = (
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SECRET_ENDS = (
     *("password", "passwort", "passwd", "passphrase", "passcode", "secret", "credential", "credentials", "cookie"),
     *("apikey", "accesskey", "secretkey", "privatekey", "authorization", "sshpass", "bearer", "jwt", "webhook"),
-)
-_SECRET_ENDS = (
     *("webhook_url", "connection_string", "access_key_id", "secret_id", "pass_phrase", "auth_config", "auth_header"),
-    "credentials_json",
 )
-"""Last words of names of secrets that are not names of secrets by themselves."""
-_SHORT_WORDS = frozenset(("pw", "pwd", "pass", "pat", "cred", "creds", "sk", "ak", "auth", "sas"))
+_SHORT_WORDS = _words("pw pwd pass pat cred creds sk ak auth sas")
 """Last words of names of secrets after the name of a service or a user (`db_pass`), or in capitals (`GITHUB_PAT`)."""
-_ALONE = frozenset(("pw", "PW", "PAT", "creds", "CREDS", "sk", "SK", "ak", "AK", "auth", "_auth"))
+_ALONE = _words("pw PW PAT creds CREDS sk SK ak AK auth _auth")
 """Such words that are names of secrets by themselves. PWD is the working directory."""
-_OWNERS = frozenset(
-    (
-        *("api", "access", "secret", "private", "signing", "encryption", "auth", "ssh", "account", "license", "sdk"),
-        *("admin", "master", "root", "user", "client", "service", "app", "deploy", "session", "storage", "cloud"),
-        *("registry", "webhook", "aws", "azure", "gcp", "google", "s3", "oss", "cos", "obs", "minio", "hf", "basic"),
-        *("modelscope", "modelarts", "huggingface", "openai", "anthropic", "ngc", "wandb", "comet", "neptune", "http"),
-        *("swanlab", "clearml", "mlflow", "langfuse", "sentry", "github", "gitlab", "git", "docker", "npm", "pypi"),
-        *("db", "database", "mysql", "postgres", "pg", "redis", "mongo", "kafka", "smtp", "mail", "ftp", "ldap"),
-        *("proxy", "vault", "jwt", "hmac", "tls", "ssl", "rsa", "huawei", "huaweicloud", "volc", "volcengine"),
-        *("aliyun", "alibaba", "tencent", "baidu", "qianfan", "subscription", "shared"),
-    )
+_OWNERS = _words(
+    "api access secret private signing encryption auth ssh account license sdk admin master root user client "
+    "service app deploy session storage cloud registry webhook aws azure gcp google s3 oss cos obs minio hf "
+    "basic modelscope modelarts huggingface openai anthropic ngc wandb comet neptune http swanlab clearml mlflow "
+    "langfuse sentry github gitlab git docker npm pypi db database mysql postgres pg redis mongo kafka smtp mail "
+    "ftp ldap proxy vault jwt hmac tls ssl rsa huawei huaweicloud volc volcengine aliyun alibaba tencent baidu "
+    "qianfan subscription shared"
 )
 """Words that show, before `key` or a short word in a name, that the name is about a secret."""
-_TEXT_WORDS = frozenset(
-    (
-        *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "eot", "eom", "image", "audio", "video", "special"),
-        *("stop", "start", "end", "begin", "first", "last", "next", "new", "per", "each", "every", "one", "a"),
-        *("the", "same", "input", "output", "prompt", "draft", "max", "min", "num", "total", "decode", "prefill"),
-        *("forward", "backward", "public", "gpg", "sort", "primary", "foreign", "partition", "cache"),
-    )
+_TEXT_WORDS = _words(
+    "bos eos pad unk sep cls mask eot eom image audio video special stop start end begin first last next new per "
+    "each every one a the same input output prompt draft max min num total decode prefill forward backward "
+    "public gpg sort primary foreign partition cache"
 )
 """Words that show, before the last word of a name, that the name is not about a secret: `bos_token`, `FORWARD_PASS`."""
-_QUALIFIERS = frozenset(("prod", "dev", "test", "staging", "read", "write", "old", "backup", "default", "value", "b64"))
+_QUALIFIERS = _words("prod dev test staging read write old backup default value b64 json")
 """Words that may follow the last word of a name, as a number may: `API_KEY_PROD`, `HF_TOKEN_2`."""
 _GAP = r"[^\S\n]*"
 _NAME = re.compile(
@@ -120,7 +114,7 @@ def _is_secret_name(name: str) -> bool:
     if last in ("key", "keys") or last in _SHORT_WORDS:
         has_owner = previous in _OWNERS or (name.isupper() and previous not in {"", *_TEXT_WORDS})
         return has_owner or (len(words) == 1 and words[0] in _ALONE)
-    return last.endswith(_SECRET_SUFFIXES) or "_".join(words).lower().endswith(_SECRET_ENDS)
+    return "_".join(words).lower().endswith(_SECRET_ENDS)
 
 
 def secrets_in_data(data: Any) -> tuple[str, ...]:
