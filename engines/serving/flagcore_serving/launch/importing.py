@@ -150,7 +150,7 @@ def _precision(
 def _of_one_server(start: Start, devices: int, hosts: int) -> Start:
     """Return `start` with its instances as hosts if each pod is a host of the same server."""
     is_spread = devices > (start.devices or devices) and devices == start.instances * (start.devices or 0)
-    is_one = (hosts == start.instances and start.hosts <= 1) or is_spread
+    is_one = start.hosts <= 1 and (hosts == start.instances or is_spread)
     return replace(start, instances=1, hosts=start.instances) if is_one else start
 
 
