@@ -210,10 +210,7 @@ def _with_scripts(container: Any, volumes: Mapping[str, Any], maps: Mapping[str,
                 {place: names[part]} if part in names else {f"{place}/{name}": text for name, text in names.items()}
             )
     scripts = {name: str(text) for name, text in files.items() if is_shell_script(name, str(text))}
-    words = (
-        [str(each) for key in ("command", "args") for each in _words_in(container.get(key)) or ()] if scripts else ()
-    )
-    found = inlined(words, scripts)
+    found = inlined(_words_in(container), scripts) if scripts else []
     return {**container, "command": found, "args": None} if found else container
 
 

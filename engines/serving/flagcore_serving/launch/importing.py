@@ -428,6 +428,8 @@ def _divide(
             kept = "all candidates keep it, unless the space lists it"
             text = "the search tries other values" if {*knob.names} & {*DEFAULT_SPACE} else kept
             written = name if name == knob.name else f"{'--' if len(name) > 1 else '-'}{name}"
+            needed = engine.program.needed_package(knob.name, fixed[knob.name], version)
+            text += f"; {needed}" if needed else ""
             notes.note(written, f"is the baseline; {text}", f"auto_tuner.baseline.{knob.name}")
             if isinstance(value, str) and value in knob.spellings and fixed[knob.name] is None:
                 fixed[knob.name] = value
