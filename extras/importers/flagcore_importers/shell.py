@@ -31,10 +31,8 @@ HOSTS = "NHOSTS"
 """The number of hosts that batch systems other than Slurm allocate. A trace has a file with their names."""
 _HOSTS_FILES = ("PBS_NODEFILE", "SGE_JOB_HOSTLIST", "PE_HOSTFILE", "PJM_O_NODEINF", "LSB_DJOB_HOSTFILE")
 _UNSET = "TRACE_UNSET"
-_READS = re.compile(
-    r"^\s*(sudo )?(\w+=\S* )*(chmod|chown|cp|mv|ln|rm|ls|cat|head|sed|dos2unix|install|echo|test|\[\[?)\s"
-)
-"""The start of a command that does not start the scripts that it names."""
+_READS = re.compile(r"^\s*(#|(sudo )?(chmod|chown|cp|mv|ln|rm|ls|cat|head|sed|dos2unix|install|echo|test|\[\[?)\s)")
+"""The start of a comment, or of a command, that does not start the scripts that it names."""
 IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_", _UNSET)
 
 
@@ -94,18 +92,17 @@ def _with_texts(text: str, scripts: Mapping[str, str], depth: int = 0) -> str:
     """Return the text of a script that runs the texts of other scripts instead of their files."""
 
     def started(match: re.Match[str]) -> str:
-        if _READS.search(re.split(r"[;&|\n]", match.string[: match.start()])[-1]):
+        script = scripts.get(match[3]) or scripts[os.path.basename(match[3])]
+        if script == text or _READS.search(re.split(r"[;&|\n]", text[: match.start()])[-1]):
             return match[0]
-        return f"eval {quoted}" if match[1] else f"bash -c {quoted} {match[3]}"
+        quoted = shlex.quote(_with_texts(script, scripts, depth + 1))
+        return f"eval {quoted}" if match[1] else f"bash -c {quoted} bash"  # its name would be found again
 
-    for path, script in scripts.items() if depth < 3 else ():
-        folder = "" if "/" in path else r"[\w./~${}-]*"
-        pattern = rf"(?<![\w./-])(?:(source|\.)[ \t]+|(?:\S*/)?(?:{'|'.join(SHELLS)})[ \t]+(?:-[a-z]+[ \t]+)*)?"
-        pattern += rf"([\"']?)({folder}{re.escape(path)})\2(?![\w./-])"
-        if script != text and re.search(pattern, text):
-            quoted = shlex.quote(_with_texts(script, scripts, depth + 1))
-            text = re.sub(pattern, started, text)
-    return text
+    shells = rf"(?:\S*/)?(?:{'|'.join(SHELLS)})[ \t]+(?:-[a-z]+[ \t]+)*"
+    names = sorted(scripts, key=len, reverse=True)
+    paths = "|".join(("" if "/" in name else r"[\w./~${}-]*") + re.escape(name) for name in names)
+    pattern = rf"(?<![\w./-])(?:(source|\.)[ \t]+|{shells})?([\"']?)({paths})\2(?![\w./-])"
+    return re.sub(pattern, started, text) if scripts and depth < 3 else text
 
 
 def trace_script(
