@@ -370,6 +370,11 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
             yield f"{key} {found.problem}; {found.fix}{release}"
         elif program.flags and name not in flags and not program.knows_flag(name):
             yield f"{key} is not known to flagcore: it is passed to the engine unchanged"
+    fixed = program.parse(spec).fixed
+    for name in program.moved:
+        for value in (fixed.get(name), *spec.space.get(name, ()), (spec.baseline or {}).get(name)):
+            if text := program.needed_package(name, value, program.version(spec)):
+                yield f"{name}: {text}"
     for name, limit in serve.slo.items():
         if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf):
             yield f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"
@@ -384,7 +389,7 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
             "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
         )
         yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
-    speculates = common_knobs.SPECULATION in spec.space or common_knobs.SPECULATION in program.parse(spec).fixed
+    speculates = common_knobs.SPECULATION in spec.space or common_knobs.SPECULATION in fixed
     if speculates and any(load.acceptance is None for load in serve.loads):
         yield "speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"
     weights, precision = serve.weights, serve.precision
