@@ -18,7 +18,7 @@ from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness
 from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
-from flagcore.domain.secrets import secrets_in_data
+from flagcore.domain.secrets import redact_data, secrets_in_data
 from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, PRECISIONS, Spec, Task
 from flagcore.errors import FlagError, SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
@@ -470,6 +470,6 @@ def _idle_devices(problem: Problem) -> list[str]:
 
 
 def warn(texts: Iterable[object]) -> None:
-    """Log each of `texts` as a warning."""
+    """Log each of `texts` without secrets as a warning."""
     for text in texts:
-        LOG.warning("%s", text)
+        LOG.warning("%s", redact_data(text))

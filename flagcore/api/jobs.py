@@ -239,8 +239,6 @@ def past(
     for job_record in islice(records, MAX_PAST):
         with suppress(FlagError, KeyError, TypeError, ValueError):
             kind = job_record["kind"]
-            work_data = dict(job_record[kind])
-            command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for the command
             if not installed.kinds[kind].has_steps and job_record["measured"]["objective"] != objective:
                 continue
             engine_values = dict(job_record["candidate"])
@@ -248,13 +246,12 @@ def past(
             plugin_values = {knob.name: engine_values.pop(knob.name) for knob in own_knobs}
             for knob in own_knobs:
                 knob.parse(plugin_values[knob.name], knob.name)
-            job = read_job({**job_record, kind: work_data, "candidate": engine_values}, installed)
-            work = replace(job.work, command=command)
+            job = read_job({**job_record, "candidate": engine_values}, installed)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
-            spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=work, objective=objective)
+            spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work, objective=objective)
             task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=own_knobs)
-            key = repr((job.model, work, group, sorted(plugin_values)))
+            key = repr((job.model, job.work, group, sorted(plugin_values)))
             tasks[key].append((task, {**job.candidate, **plugin_values}, job_record["measured"]))
     past_points = []
     for number, members in enumerate(tasks.values(), start=1):

@@ -92,7 +92,7 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
         write(run_dir / "report.txt", str(outcome) + "\n")
         if plan.best:
             folder = run_dir.resolve() / "best"
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(0o700, exist_ok=True)  # its files may contain secrets
             cannot = _save_launch(plan, problem, run_dir)
             tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
             best_spec = {**spec, "auto_tuner": {**tuner, "space": plan.best.candidate.as_dict()}}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from flagcore import api
+from flagcore.domain.secrets import redact_text
 from flagcore.errors import SpecError
 from flagcore.i18n import N_, _, in_english, wrapped
 
@@ -299,9 +300,9 @@ def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = 
 
 
 def say(text: str) -> None:
-    """Print a message to stderr, with lines that fit the terminal. If stderr is closed, nothing is printed."""
+    """Print a message without secrets to stderr, in lines that fit the terminal. Does nothing if stderr is closed."""
     with suppress(OSError, ValueError):
-        click.echo(_wrapped(text, _message_width()), err=True)
+        click.echo(_wrapped(redact_text(text), _message_width()), err=True)
 
 
 def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: str | Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from flagcore.domain.prediction import (
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import ImportNote, SettingValue, Spec, Task
 from flagcore.domain.trial import RankMeasurement, Trial
+from flagcore.domain.work import Work
 
 C = TypeVar("C")
 
@@ -139,6 +141,10 @@ class Production:
     def runs_as(self, spec: Spec) -> str:
         """Return how the engine runs a training job without a command, for plans. By default empty: plans name it."""
         return ""
+
+    def without_command(self, spec: Spec) -> Work:
+        """Return the job for records: with the settings of its command, on which predictions depend, but without it."""
+        return replace(spec.work, command=None)
 
     def unusual(self, task: Task, columns: Columns, predictions: Predictions) -> IntArray | FloatArray:
         """Return the weight of each candidate's unusual properties, which published runs avoid.

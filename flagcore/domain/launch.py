@@ -206,36 +206,36 @@ def failure(
     `secrets`: values that the reason must not contain, the longest first.
     `limit`: the time limit of the trial. The reason for a timeout states where the limit comes from.
     """
-    state, reason = classify(ended, log_tail(folder), patterns, limit.because if limit else "its time limit")
-    return state, redact_text(reason, secrets)
+    return classify(ended, log_tail(folder), patterns, limit.because if limit else "its time limit", secrets)
 
 
 def classify(
-    ended: Exit, log: str, patterns: Sequence[FailurePattern], limit: str = "its time limit"
+    ended: Exit, log: str, patterns: Sequence[FailurePattern], limit: str = "its time limit", known: Sequence[str] = ()
 ) -> tuple[TrialState, str]:
-    """Return the state of a failed trial, and the reason in one line.
+    """Return the state of a failed trial, and the reason in one line with secrets redacted.
 
-    `limit`: where the trial's time limit comes from, in words.
+    `limit`: where the trial's time limit comes from, in words. `known`: secrets, as for `failure`.
     """
     printable = (
         "".join(each if each.isprintable() else " " for each in line[:LONGEST_LINE]) for line in log.splitlines()
     )
     lines = [line.strip() for line in printable if line.strip()]
-    last = f"last line: {lines[-1][:LONGEST_REASON]}" if lines else "its log is empty"
+    last = f"last line: {redact_text(lines[-1], known)[:LONGEST_REASON]}" if lines else "its log is empty"
     if ended.ended_by == "timeout":
         return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s ({limit}); {last}"
     if ended.ended_by == "memory":
         peak = (ended.peak_memory_bytes or 0) / 2**30
         return TrialState.OUT_OF_MEMORY, f"its processes used {peak:.2f} GiB, more than the memory budget"
     if ended.ended_by == "host":
-        return TrialState.FAILED, f"host {ended.detail}"[:LONGEST_REASON]
+        return TrialState.FAILED, redact_text(f"host {ended.detail}", known)[:LONGEST_REASON]
     if ended.ended_by == "stopped":
         return TrialState.FAILED, f"{ended.detail} was stopped by a signal (SIGSTOP) and did not continue"
     if ended.ended_by in _ENDED_BY:
         return _ENDED_BY[ended.ended_by]
     if found := first_match(lines, (*patterns, _FULL_DISK)):
         pattern, match = found
-        reason = _without_state(pattern.state, match.groupdict().get("reason") or match.string)
+        line = redact_text(match.groupdict().get("reason") or match.string, known)[:LONGEST_REASON]
+        reason = _without_state(pattern.state, line)
         return pattern.state, reason + (f" ({pattern.advice})" if pattern.advice else "")
     if ended.code in (-9, 137):
         return TrialState.OUT_OF_MEMORY, "killed by the system with SIGKILL: probably out of memory"
@@ -263,8 +263,8 @@ def first_match(
 
 def _without_state(state: TrialState, line: str) -> str:
     """Return a log line without the name of `state` at its start, such as `out of memory: `."""
-    name, colon, rest = line[:LONGEST_REASON].partition(": ")
-    return rest if colon and rest and name == state.value.replace("_", " ") else line[:LONGEST_REASON]
+    name, colon, rest = line.partition(": ")
+    return rest if colon and rest and name == state.value.replace("_", " ") else line
 
 
 def log_tail(folder: str) -> str:

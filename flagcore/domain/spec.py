@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -139,8 +139,8 @@ class TrainSpec(Work):
         return replace(self, settings={name: value, **self.settings}) if is_used else self
 
     def record(self, versions: Mapping[str, str]) -> dict[str, Any]:
-        names = ("seq_length", "global_batch_size", "precision", "attention", "implementation", "engine", "command")
-        return {**{name: getattr(self, name) for name in names}, "settings": dict(self.settings)}
+        sizes, names = ("seq_length", "global_batch_size", "precision", "attention"), ("implementation", "settings")
+        return {name: getattr(self, name) for name in (*sizes, *names, "engine", "engine_version")}
 
     def distance(self, other: Any) -> float:
         scale: float = abs(math.log2(self.seq_length / other.seq_length))
@@ -204,11 +204,12 @@ class Spec:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """The secrets in the variables of this process and of the spec, and in its command.
+        """The secrets in the variables of this process and of the spec, and in its job.
 
         No output may contain them.
         """
-        return secrets_in_data([os.environ, *self.variables, list(self.work.command or ())])
+        job = {each.name: getattr(self.work, each.name) for each in fields(self.work)}
+        return secrets_in_data([os.environ, *self.variables, job])
 
     @property
     def variables(self) -> tuple[Mapping[str, str], ...]:

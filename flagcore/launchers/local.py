@@ -62,8 +62,9 @@ class LocalLauncher(Launcher):
         if "MASTER_PORT" not in environment:
             with as_launch_error("no free TCP port on 127.0.0.1: set MASTER_PORT in the trial's environment; "):
                 environment["MASTER_PORT"] = str(network.free_port("127.0.0.1"))
-        argv = (word.replace("{master_port}", environment["MASTER_PORT"]) for word in launch.argv)
-        launch = replace(launch, argv=tuple(argv))
+        places = {f"{{{name.lower()}}}": environment[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+        places |= {"{node_rank}": "0", "{nnodes}": "1"}
+        launch = replace(launch, argv=tuple(network.replaced(word, places) for word in launch.argv))
         folder = os.path.abspath(launch.folder)
         directory = os.path.abspath(launch.directory or folder)
         with contextlib.ExitStack() as logs:

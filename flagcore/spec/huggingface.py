@@ -4,6 +4,7 @@ Model families with layers that `Model` does not support raise SpecError.
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib.resources import files
 from typing import Any
 
@@ -12,7 +13,7 @@ from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 
 from flagcore.domain.model import Indexer, LinearAttention, Model, Vision, Windows
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.plain_data import KeyPath, SafeLoader, spec_error
+from flagcore.spec.plain_data import KeyPath, SafeLoader, key_text, spec_error
 from flagcore.spec.shapes import check_model
 from flagcore.spec.validate import Layers, NoLayers, NoSize, Size, checked, located
 
@@ -185,9 +186,10 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        problem = f"{'is missing' if kind is None else 'is unknown'}; known: {', '.join(FAMILIES)}"
-        fix = "use one of these, or write the model inline in the spec"
-        raise spec_error((*path, "model_type"), problem, value=kind, fix=fix, file=file)
+        near = "".join(f"did you mean {each}? " for each in get_close_matches(str(kind), FAMILIES, n=1))
+        fix = f"{near}known are {', '.join(sorted(FAMILIES))}; or write the model inline in the spec"
+        problem = "is missing" if kind is None else "is not known here"
+        raise SpecError(key=key_text((*path, "model_type")), value=kind, problem=problem, fix=fix, file=file)
     try:
         model = Model(name=name, **checked(Config, _of_family(config, family)).fields())
         check_model(model, NAMES)

@@ -28,7 +28,7 @@ from flagcore.spec.knobs import (
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import load_json, plain, spec_error
 from flagcore.spec.schema import TrainJob
-from flagcore.spec.validate import Context, Devices, Rate, Section, Text, checked, rule
+from flagcore.spec.validate import Context, Devices, Rate, Section, Text, Word, checked, rule
 
 
 class _Cluster(Section):
@@ -69,6 +69,7 @@ def _with_devices(cluster: _Cluster, _context: Context) -> _Cluster:
 
 class _Train(TrainJob):
     precision: Precision
+    engine_version: Word | None = None
     settings: Any = None
     notes: Any = None
     source: Any = None
@@ -149,7 +150,7 @@ def read_record(
     settings = settings_of(train, knobs, at=at) | settings_of(train.settings, knobs, at=at)
     settings |= settings_of(record.candidate, knobs, exclude=candidate, at=at)
     return record, {
-        "work": TrainSpec(**train.model_dump(include=set(TrainJob.model_fields)), settings=settings),
+        "work": TrainSpec(**train.model_dump(include={*TrainJob.model_fields, "engine_version"}), settings=settings),
         "candidate": candidate,
         "rank": record.rank,
         "notes": train.notes if isinstance(train.notes, str) else "",

@@ -64,7 +64,8 @@ def _model_at(source: str, base: Path) -> Model:
             close = get_close_matches(source, public_models(), n=1) if source.count("/") == 1 else []
             if near := public_name(source) or next(iter(close), None):
                 fix = _("did you mean {name}? flag models lists the known names; {fix}", name=near, fix=fix)
-            problem = _("does not exist")
+            is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+            problem = _("does not exist") if is_path else _("is neither a path nor a model that is known here")
     except OSError as error:
         problem = _("cannot be read ({why})", why=error.strerror)
     if problem:

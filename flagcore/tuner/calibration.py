@@ -11,11 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flagcore.contracts import Platform
+from flagcore.contracts.capabilities import Production, optional
 from flagcore.domain.chip import Chip
 from flagcore.domain.files import HOME_VARIABLE, data_folder, read_regular, replace, writable
 from flagcore.domain.secrets import redact_data
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN, Trial, TrialState
+from flagcore.domain.work import Work
 from flagcore.errors import RunError, SpecError
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.collective_curves import Curve as CollectiveCurve
@@ -235,17 +238,18 @@ class Experience:
         """Return the user's measured trials, from a folder next to the calibrations."""
         return cls(Calibrations.of_user().folder.parent / "experience")
 
-    def save(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
+    def save(self, run: str, platform: Platform, trials: Iterable[Trial]) -> Path | None:
         """Write the measured trials of a run to a file, and return its path. Returns None if there is nothing to store.
 
         Raises RunError if the file cannot be written. Serving jobs with several load points, a trace or images are not
         stored, because a record describes a single load of text. Jobs whose model has no inline shape are not stored
-        either.
+        either. Records have the settings of a command, not the command.
         """
-        if not task.spec.model.is_inline or task.spec.work.record({}) is None:
+        work = optional(platform.engine, Production).without_command(platform.task.spec)
+        if not platform.task.spec.model.is_inline or work.record({}) is None:
             return None
         records = [
-            _record(run, task, trial)
+            _record(run, platform.task, work, trial)
             for trial in trials
             if trial.state is TrialState.MEASURED
             and trial.fidelity == RUN
@@ -280,9 +284,9 @@ def _modification_time(path: Path) -> float:
     return 0.0
 
 
-def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
+def _record(run: str, task: Task, work: Work, trial: Trial) -> dict[str, Any]:
     """Return a measured trial as a record of its model, cluster, job, candidate and measurements."""
-    group, work, measured = task.cluster.groups[0], task.spec.work, trial.measurement
+    group, measured = task.cluster.groups[0], trial.measurement
     assert measured is not None
     used_bytes = measured.device_used_bytes
     job = (work.with_samples(trial.shortened.global_batch_size) if trial.shortened else work).record(measured.versions)

@@ -93,7 +93,7 @@ class OptunaStore:
             number = self._storage.get_trial_number_from_id(self._storage.create_new_trial(self._identifier, template))
             log = f"trials/{number}/stdout.log"
             trial = dataclasses.replace(planned, number=number, state=TrialState.RUNNING, log=log)
-            Path(self.folder(trial)).mkdir(parents=True, exist_ok=True)
+            Path(self.folder(trial)).mkdir(0o700, parents=True, exist_ok=True)  # its files may contain secrets
         return trial
 
     def add(self, trial: Trial) -> Trial:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flagcore.contracts import Launcher, Platform, Problem
+from flagcore.domain.secrets import redact_data
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import PROBE, RUN, Trial, TrialState
 from flagcore.errors import HostLost, LaunchError, UsageError
@@ -71,7 +72,8 @@ class TrialRunner:
         longest = min(spec.cluster.wait_for_hosts, max_time)
         while True:
             try:
-                return self._run(trial, best, on_wait)
+                trial = self._run(trial, best, on_wait)
+                return replace(trial, reason=redact_data(trial.reason, spec.secrets)) if trial.reason else trial
             except HostLost as lost:
                 seconds, reason = time.monotonic() - start, str(lost)
                 if not lost.host:

@@ -25,10 +25,12 @@ SECRET_NAMES = (
     *("apikey", "AWS_SECRET_ACCESS_KEY", "password", "db.password", "PGPASSWORD", "client_secret", "MY_SECRET"),
     *("ADMIN_KEY", "GATEWAY_API_KEYS", "private_key", "ssl.private-key", "Authorization", "DB_PASSWD", "--wandb-key"),
     *("DB_PW", "DB_PASS", "smtp_pass", "PAT", "GITHUB_PAT", "pgPwd", "creds", "s3-key", "SLACK_WEBHOOK_URL"),
+    *("MODELARTS_SK", "--ak", "SSHPASS", "auth", "HF_TOKEN_2", "API_KEY_PROD", "TENCENTCLOUD_SECRET_ID", "Cookie"),
 )
 OTHER_NAMES = (
     *("max_num_batched_tokens", "output_tokens", "bos_token", "eos-token", "time_per_token", "next_token", "PATH"),
     *("forward_pass", "FORWARD_PASS", "pass", "PASS", "pat", "OLDPWD", "sort_key", "base_url", "per_pass"),
+    *("public_key", "GPG_KEY", "key_value", "SECRET_NAME", "PASSWORD_FILE", "secretKeyRef", "task", "mask", "SAS"),
     *("num_key_value_heads", "key", "keys", "PWD", "kv_cache_type", "tokenizer", "secretary", "monkey", "api", ""),
 )
 
@@ -58,6 +60,22 @@ def test_names_of_secrets(name: str) -> None:
         (f"GET /x?a=1&X-Amz-Signature={HIDDEN}&b=2", "GET /x?a=1&X-Amz-Signature=(left out)&b=2"),
         (f"-----BEGIN RSA PRIVATE KEY-----\n{HIDDEN}\n-----END", "(left out)-----END"),
         (f"sent 'bearer {HIDDEN}'", "sent 'bearer (left out)'"),
+        (f"postgres://h/x?user=u&password={HIDDEN}&b=2", "postgres://h/x?user=u&password=(left out)&b=2"),
+        (f"mysql://root:p@{HIDDEN}@h/x", "mysql://root:(left out)@h/x"),
+        (f'{{\\"api_key\\": \\"{HIDDEN}\\"}}', '{\\"api_key\\": \\"(left out)\\"}'),
+        (f"os.environ['HF_TOKEN'] = b'{HIDDEN}'", "os.environ['HF_TOKEN'] = b'(left out)'"),
+        (f'--headers \'{{"X-Api-Key": "{HIDDEN}"}}\' --x', '--headers \'{"X-Api-Key": "(left out)"}\' --x'),
+        (f"api_keys:\n  - {HIDDEN}\nport: 1", "api_keys:\n  - (left out)\nport: 1"),
+        (f"curl -u me:{HIDDEN} http://x", "curl -u me:(left out) http://x"),
+        (
+            f"https://open.feishu.cn/open-apis/bot/v2/hook/{HIDDEN}",
+            "https://open.feishu.cn/open-apis/bot/v2/hook/(left out)",
+        ),
+        (f"truncated: {{'password': '{HIDDEN}", "truncated: {'password': '(left out)"),
+        ("Basic settings, a bearer instrument", "Basic settings, a bearer instrument"),
+        ("/models/sk-llama-3-8b-instruct-awq", "/models/sk-llama-3-8b-instruct-awq"),
+        ("secret:\n  name: hf\n", "secret:\n  name: hf\n"),
+        (': "${HF_TOKEN:?set it}"; x --token $HF_TOKEN', ': "${HF_TOKEN:?set it}"; x --token $HF_TOKEN'),
         ("pulled with hf_abcdefghijABCDEFGHIJ12", "pulled with (left out)"),
         ("max_tokens=512, eos_token='</s>'", "max_tokens=512, eos_token='</s>'"),
         ("print_info: BOS token = 1 '<s>'", "print_info: BOS token = 1 '<s>'"),

@@ -314,13 +314,15 @@ os.write(1, bytes(range(256)) * 3); os.write(2, b'\\xff\\x00')"""
 
 def test_each_trial_has_its_own_port_unless_one_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
-    code = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
+    code = "import os, sys; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'], *sys.argv[1:])"
+    places = ("{master_addr}:{master_port}", "{node_rank}/{nnodes}")
     for name, environment in (("a", {}), ("b", {"MASTER_ADDR": "h", "MASTER_PORT": "29500"})):
-        run(tmp_path / name, *PYTHON, code, environment=environment)
-    address, port = (tmp_path / "a" / "stdout.log").read_text().split()
+        run(tmp_path / name, *PYTHON, code, *places, environment=environment)
+    address, port, *words = (tmp_path / "a" / "stdout.log").read_text().split()
     assert address == "127.0.0.1"
     assert int(port) > 1023
-    assert (tmp_path / "b" / "stdout.log").read_text().split() == ["h", "29500"]
+    assert words == [f"127.0.0.1:{port}", "0/1"]
+    assert (tmp_path / "b" / "stdout.log").read_text().split() == ["h", "29500", "h:29500", "0/1"]
     with socket.socket() as server:
         server.bind(("127.0.0.1", free_port()))
 

@@ -40,7 +40,7 @@ def error_of() -> Callable[..., SpecError]:
             function(*args, **kwargs)
         for problem in caught.value.problems:
             assert "\n" not in str(problem)
-            assert len(str(problem)) < 400
+            assert len(str(problem)) < 800
         assert type(caught.value.__context__).__module__ == "builtins"
         return caught.value
 

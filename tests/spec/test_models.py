@@ -9,6 +9,7 @@ import pytest
 
 from flagcore.domain.model import LinearAttention, Model, Windows
 from flagcore.errors import SpecError
+from flagcore.spec.huggingface import FAMILIES
 from flagcore.spec.models import context_length, gguf_shape, model_from
 from tests.tasks import SHAPE, VISION
 
@@ -127,8 +128,8 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
 @pytest.mark.parametrize(
     ("data", "key", "problem"),
     [
-        ({}, "model_type", "is missing; known: deepseek_v2"),
-        (LLAMA3 | {"model_type": "mamba"}, "model_type", "is unknown; known: deepseek_v2"),
+        ({}, "model_type", "is missing"),
+        (LLAMA3 | {"model_type": "mamba"}, "model_type", "is not known here"),
         ({"text_config": {"model_type": "llama"}}, "text_config.num_hidden_layers", "is missing"),
         ({"model_type": "llama"}, "num_hidden_layers", "is missing"),
         (LLAMA3 | {"hidden_size": "4096"}, "hidden_size", "a whole number"),
@@ -153,6 +154,16 @@ def test_config_that_cannot_be_read_is_refused(
     assert error.key == key
     assert problem in error.problem
     assert error.file.endswith("Some-Model/config.json")
+
+
+def test_an_unknown_model_is_answered_with_all_families_or_the_nearest_name(at: At, error_of: ErrorOf) -> None:
+    fix = error_of(read_model, "Some-Model", at(LLAMA3 | {"model_type": "qwen3_mo"})).fix
+    assert "did you mean qwen3_moe?" in fix
+    assert all(f" {family}" in fix for family in FAMILIES)
+    error = error_of(read_model, "deepseek-ai/DeepSeek-V3.7", Path())
+    assert "known here" in error.problem
+    assert "did you mean deepseek-ai/DeepSeek-V3" in error.fix
+    assert error_of(read_model, "./Some-Model", Path("/nowhere")).problem == "does not exist"
 
 
 def test_inline_shape_resolves_its_defaults() -> None:

@@ -115,6 +115,7 @@ class Megatron(
     unusual = staticmethod(production.unusual)
     assumed = staticmethod(production.assumed)
     runs_as = staticmethod(production.runs_as)
+    without_command = staticmethod(production.without_command)
     derived_knobs: Collection[str] = (meshes.MESHES,)
     with_derived_values = staticmethod(mesh_planner.with_meshes)
     values_alone = staticmethod(mesh_planner.values_alone)

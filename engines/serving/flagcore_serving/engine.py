@@ -372,6 +372,11 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
         if found := program.flag_problem(name, flags, program.version(spec)):
             release = ", or set serve.engine_version to your release" if found.removed else ""
             yield f"{key} {found.problem}; {found.fix}{release}"
+    fixed = program.parse(spec).fixed
+    for name in program.moved:
+        for value in (fixed.get(name), *spec.space.get(name, ()), (spec.baseline or {}).get(name)):
+            if text := program.needed_package(name, value, program.version(spec)):
+                yield f"{name}: {text}"
     for name, limit in serve.slo.items():
         if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf):
             yield f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"
@@ -386,7 +391,7 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
             "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
         )
         yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
-    speculates = common_knobs.SPECULATION in spec.space or common_knobs.SPECULATION in program.parse(spec).fixed
+    speculates = common_knobs.SPECULATION in spec.space or common_knobs.SPECULATION in fixed
     if speculates and any(load.acceptance is None for load in serve.loads):
         yield "speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"
     weights, precision = serve.weights, serve.precision

@@ -41,7 +41,8 @@ from flagcore_trainers.program import (
 
 FILLED = {
     *("global_batch_size", "seq_length", "steps", "folder", "flags", "config"),
-    *("node_rank", "master_addr", "master_port", "node_ports"),
+    *("node_rank", "nnodes", "master_addr", "master_port", "node_ports"),
+    *("interface", "address", "adapters", "hostfile", "type", "slots"),
 }
 """The placeholders of commands that are neither meanings nor knobs."""
 

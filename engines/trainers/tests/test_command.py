@@ -102,7 +102,8 @@ def test_a_spec_may_name_the_knobs_of_its_program() -> None:
 
 def test_what_does_not_reach_the_program_is_a_warning() -> None:
     engine = engine_of({"knobs": {"tp": TP, "depth": {"values": [1, 2]}, "width": {"values": [1, 2]}}})
-    lines = engine.spec_warnings(task_of(("train", "width={width}", "{grad_acc}"), engine_version="9.9").spec)
+    words = ("train", "width={width}", "{grad_acc}", "{nnodes}", "{interface}", "{hostfile}")
+    lines = engine.spec_warnings(task_of(words, engine_version="9.9").spec)
     assert "{grad_acc}" in lines[0]
     assert [each.split()[0] for each in lines] == [
         "train.command",

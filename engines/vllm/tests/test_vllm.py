@@ -10,6 +10,7 @@ from flagcore_vllm.engine import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import GIB, LOAD, figures, merged, planned, server, settings
 from flagcore import api
+from flagcore.domain.launch import Start
 from flagcore.errors import SpecError
 from tests.checks import refuses
 from tests.product.tasks import DENSE
@@ -67,6 +68,15 @@ def test_a_removed_flag_is_reported_with_its_replacement() -> None:
         assert server(older).argv[-2:] == ("--swap-space", "4")
         warned = [each for each in ENGINE.spec_warnings(older.spec) if each.startswith("serve.engine_args.swap-space")]
         assert bool(warned) is (release is None)
+
+
+def test_a_format_that_became_a_package_is_named_from_that_release_on() -> None:
+    for release, is_moved in (("0.27.1", False), ("0.28.0", True), (None, True)):
+        task = cards(engine_version=release, engine_args={"quantization": "bitsandbytes"})
+        assert any("vllm-bnb-plugin" in each for each in ENGINE.spec_warnings(task.spec)) is is_moved
+        start = Start(words=("vllm", "serve", "m", "-q", "bitsandbytes"), version=release or "")
+        _data, notes = ENGINE.read_command(start, Path(), None)
+        assert any("vllm-bnb-plugin" in each.text for each in notes) is is_moved
 
 
 def test_the_preset_is_a_level_of_compilation_before_0_12() -> None:

@@ -1,12 +1,22 @@
-"""Reads the options of batch scripts: of Slurm, PBS, Fujitsu's TCS, LSF, and ABCI's Grid Engine."""
+"""Reads the options of batch jobs: of Slurm, PBS, Fujitsu's TCS, LSF, and ABCI's Grid Engine."""
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from flagcore.domain.launch import Start
 from flagcore_importers.shell import HOSTS
 from flagcore_importers.values import KEYS, left_out, positive, split_words
 
+SLURM = ("srun", "sbatch", "salloc")
+"""Slurm's commands whose options describe a job, or a step of one."""
 _SHORT = {"N": "nodes", "J": "job-name", "n": "ntasks", "G": "gpus", "c": "cpus-per-task", "C": "constraint"}
+_STEP = {"nodes": "NNODES", "ntasks": "NTASKS", "ntasks-per-node": "NTASKS_PER_NODE", "cpus-per-task": "CPUS_PER_TASK",
+         "gpus": "GPUS", "gpus-per-node": "GPUS_PER_NODE", "gpus-per-task": "GPUS_PER_TASK"}  # fmt: skip
+"""The options that srun reads from variables (srun(1), input environment variables), without `SLURM_`."""
+GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""The variables in which Slurm names the GPUs of a host: scripts count them (slurm.schedmd.com/gres.html)."""
+_GPU = re.compile(r"(?:gres[/:])?gpu\b")
 _HOSTS_OF_OTHERS = re.compile(
     r"(?m)^#PBS\s.*?\b(?:select|nodes)=(\d+)|^#PJM\s.*?\bnode=(\d+)|^#BSUB\s.*?-nnodes\s(\d+)|^#\$\s.*?-l\srt_\w+=(\d+)"
 )
@@ -15,30 +25,75 @@ _DEVICES_OF_OTHERS = re.compile(
 )
 
 
-def batch_job(text: str, directory: str) -> Start:
-    """Return a batch script without its words: the variables of its system, its hosts, and its devices per host."""
-    if options := _options(text):
-        return _slurm_job(options, directory)
+def batch_job(text: str, directory: str, options: Mapping[str, str] | None = None) -> Start:
+    """Return a batch script without its words: the variables of its system, its hosts, and its devices per host.
+
+    `options`: of the command that submits it. They override those of the script.
+    """
+    lines = (re.sub(r"(^|\s)#.*", "", each) for each in re.findall(r"(?m)^#SBATCH\s+(.*)$", text))
+    of_script = slurm_options([word for line in lines for word in split_words(line)], are_all=True)[0]
+    if given := {**of_script, **(options or {})}:
+        return _slurm_job(given, directory)
     found = (each.search(text) for each in (_HOSTS_OF_OTHERS, _DEVICES_OF_OTHERS))
     count, devices = (int(each[each.lastindex or 0]) if each else None for each in found)
     return Start(job={HOSTS: str(count)} if count else {}, hosts=count or 1, devices=devices)
 
 
-def _slurm_job(options: dict[str, str], directory: str) -> Start:
-    hosts = positive(options.get("nodes", "1").rpartition("-")[2]) or 1
-    tasks = positive(options.get("ntasks-per-node")) or -(-(positive(options.get("ntasks")) or hosts) // hosts)
-    per_node = options.get("gpus-per-node") or re.sub(r"^(?!gpu).*|,.*", "", options.get("gres", ""))
-    total, of_task = (positive(options.get(name, "").rpartition(":")[2]) or 0 for name in ("gpus", "gpus-per-task"))
-    devices = positive(per_node.rpartition(":")[2]) or total // hosts or of_task * tasks or None
+def step_job(options: Mapping[str, str], job: Mapping[str, str], directory: str) -> Start:
+    """Return a step that srun starts in a batch job with the variables `job`, without its words, like `batch_job`."""
+    inherited = {name: job[f"SLURM_{each}"] for name, each in _STEP.items() if f"SLURM_{each}" in job}
+    if {"nodes", "ntasks"} & options.keys():
+        inherited.pop("ntasks", None)
+    step = _slurm_job({**inherited, **options}, directory)
+    of_job = {name: job[name] for name in ("SLURM_JOB_NUM_NODES", "SLURM_JOB_NAME") if name in job}
+    return Start(job={**job, **step.job, **of_job}) if job else replace(step, left_out={})
+
+
+def slurm_options(words: Sequence[str], *, are_all: bool = False) -> tuple[dict[str, str], list[str]]:
+    """Return Slurm's options at the start of `words`, by their long names, and the words that follow them.
+
+    `are_all`: whether each word belongs to an option, also one whose value is not known to be a word of its own.
+    """
+    options, rest = dict[str, str](), list(words)
+    while rest and (are_all or rest[0].startswith("-")):
+        name, equals, value = rest.pop(0).partition("=")
+        if not name.startswith("-"):  # a placeholder for options
+            continue
+        if not name.startswith("--"):
+            name, value = _SHORT.get(name[1:2], name[1:2]), (name[2:] + equals + value).removeprefix("=")
+            equals = value
+        if not equals and rest and not rest[0].startswith("-") and not KEYS.slurm_switches.fullmatch(name.strip("-")):
+            value = rest.pop(0)
+        options[name.lstrip("-")] = value
+    return options, rest
+
+
+def _slurm_job(options: Mapping[str, str], directory: str) -> Start:
+    per_node, total, of_task = (_gpus(options.get(f"gpus{name}", "")) for name in ("-per-node", "", "-per-task"))
+    per_node = per_node or _resource(options.get("gres", "")) or _resource(options.get("tres-per-node", ""))
+    of_task = of_task or _resource(options.get("tres-per-task", ""))
+    of_gpu, of_host = (positive(options.get(f"ntasks-per-{each}")) or 0 for each in ("gpu", "node"))
+    ntasks = positive(options.get("ntasks")) or 0
+    least = max(-(-ntasks // (of_host or ntasks or 1)), -(-total // (per_node or total or 1)), 1)
+    hosts = positive(options.get("nodes", "").rpartition("-")[2]) or least
+    count = ntasks or of_gpu * (total or per_node * hosts) or of_host * hosts or hosts
+    tasks = of_host or -(-count // hosts)
+    devices = per_node or total // hosts or of_task * tasks or None
     several = f"(x{hosts})" if hosts > 1 else ""
+    cpus = positive(options.get("cpus-per-task")) or 1
     job: dict[str, object] = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), hosts)
-    job |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks * hosts)
+    job |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), count)
     job |= dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), 0)
     job |= dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), 1)
     job |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), "localhost")
     job |= dict.fromkeys(("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"), devices or "")
+    job |= {"SLURM_GPUS": total or (devices or 0) * hosts or "", "SLURM_GPUS_PER_TASK": of_task or ""}
     job |= {"SLURM_NTASKS_PER_NODE": tasks, "SLURM_TASKS_PER_NODE": f"{tasks}{several}"}
-    job |= {"SLURM_JOB_NAME": options.get("job-name", "job"), "SLURM_CPUS_PER_TASK": options.get("cpus-per-task", 1)}
+    job |= {"SLURM_JOB_NAME": options.get("job-name", "job"), "SLURM_CPUS_PER_TASK": cpus}
+    job["SLURM_CPUS_ON_NODE"] = cpus * tasks
+    job |= dict.fromkeys(("SLURM_JOB_GPUS", *GPUS), ",".join(map(str, range(devices or 0))))
+    for name in ("cpus-per-gpu", "ntasks-per-gpu", "partition", "account"):
+        job[f"SLURM_{'' if '-' in name else 'JOB_'}{name.upper().replace('-', '_')}"] = options.get(name, "")
     job["SLURM_SUBMIT_DIR"] = directory
     return Start(
         job={name: str(value) for name, value in job.items() if value != ""},
@@ -48,15 +103,14 @@ def _slurm_job(options: dict[str, str], directory: str) -> Start:
     )
 
 
-def _options(text: str) -> dict[str, str]:
-    """Return the options of Slurm in a script, by their long names."""
-    options = dict[str, str]()
-    for line in re.findall(r"(?m)^#SBATCH\s+(.*)$", text):
-        words = split_words(re.sub(r"(^|\s)#.*", "", line))
-        for word, following in zip(words, [*words[1:], ""], strict=True):
-            name, equals, value = word.lstrip("-").partition("=")
-            if not word.startswith("--"):
-                name, value, equals = _SHORT.get(word[1:2], word[1:2]), word[2:].lstrip("="), word[2:]
-            if word.startswith("-"):
-                options[name] = value if equals else following
-    return options
+def _gpus(value: str) -> int:
+    """Return the number of GPUs in the value of an option, such as `4`, `a100:4` or `a100:3,v100:1`; one of a type
+    without a number."""
+    counts = (each.partition("(")[0].rpartition(":")[2] for each in value.split(","))
+    return sum(positive(each) or bool(re.fullmatch(r"[A-Za-z][\w.-]*", each)) for each in counts)
+
+
+def _resource(value: str) -> int:
+    """Return the number of GPUs in a list of resources, such as `gpu:a100:4,nvme:1` or `cpu=8,gres/gpu=2`."""
+    found = (_GPU.sub("", each).lstrip(":=/") or "1" for each in value.split(",") if _GPU.match(each))
+    return sum(_gpus(each.replace("=", ":")) for each in found)

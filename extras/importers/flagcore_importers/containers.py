@@ -49,7 +49,7 @@ def container(start: Start, image: Any, entry: Any, args: Any, images: Images) -
     if entry is None and known and not _PROGRAM.match(" ".join(given)):
         program = [*known.values()][-1]
         given = given[given[:1] == [*program[-1:]] :]  # said twice
-    words = filled((*program, *given), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
+    words = filled((*program, *given), r"\$\((\w+)\)", {"LWS_GROUP_SIZE": str(start.hosts), **start.job, **start.envs})
     unread = {"image": image} if image and not release and re.search(r"\d+\.\d", tag) else {}
     unread |= {"image": f"{image}: it is for CPUs, set cluster.chip"} if _FOR_CPUS.search(path) else {}
     is_unknown = bool(image or words) and (not words or words[0].startswith("-"))

@@ -12,6 +12,7 @@ import yaml
 from flagcore.domain.launch import Start
 from flagcore.spec.plain_data import SafeLoader
 from flagcore_importers.containers import Images, container
+from flagcore_importers.kubernetes import HALVES
 from flagcore_importers.values import KEYS, count_devices, left_out, literal_variables, positive
 
 _PLACEHOLDER = re.compile("<([^<>]+)>")
@@ -35,14 +36,38 @@ def servers_of(document: Any, images: Images) -> Iterator[Start]:
     - `model`, `flags`, `flags_of`, `args`: the arguments. `script`: a script that starts the server instead.
     - `role`: `prefill` or `decode` if the server does only that.
     - `devices`, `hosts`, `instances`, `envs`: the paths of these values.
-    - `job`: environment variables that the scheduler sets, each with the quantity that is its value: devices (of a
-      host), hosts, total (of devices) or rank.
+    - `job`: environment variables that the scheduler or the chart sets, each with the quantity that is its value:
+      devices (of a host), hosts, total (of devices) or rank, or with the path of its value.
     """
+    document = _with_sizes(document)
     for table in read_table("declared").values():
         for section in _sections(document, [key for key in table.get("at", "").split(".") if key]):
             found = _Section(document, section, table)
             if found.meets(table.get("if", {})):
                 yield found.server(images)
+
+
+def _with_sizes(document: Any) -> Any:
+    """Return values of llm-d's chart with the sizes that it derives (templates/_helpers.tpl of llm-d-modelservice),
+    and without the halves that it does not create; any other document itself."""
+    if not isinstance(document, Mapping) or "modelArtifacts" not in document:
+        return document
+    document = dict(document)
+    for half in HALVES:
+        section = document.get(half)
+        if not isinstance(section, Mapping) or section.get("create") is False or section.get("replicas") == 0:
+            document.pop(half, None)
+            continue
+        given = section.get("parallelism") or {}
+        data, local, workers = (positive(given.get(name)) for name in ("data", "dataLocal", "workers"))
+        sizes = {
+            "data": data or (local or 0) * (workers or 1),
+            "dataLocal": local or (data or 0) // (workers or 1),
+            "workers": (workers or (data or 0) // (local or data or 1)) if document.get("multinode") else 0,
+        }
+        derived = {name: size for name, size in sizes.items() if size > 1}
+        document[half] = {**section, "parallelism": {**given, **derived}}
+    return document
 
 
 def _sections(node: Any, keys: Sequence[str]) -> Iterator[Mapping[str, Any]]:
@@ -113,7 +138,10 @@ class _Section:
         )
         values = {"devices": start.devices or 1, "hosts": start.hosts, "rank": 0}
         values["total"] = values["devices"] * values["hosts"]
-        start = replace(start, job={name: str(values[each]) for name, each in table.get("job", {}).items()})
+        job = {
+            name: values[each] if each in values else self.value(each) for name, each in table.get("job", {}).items()
+        }
+        start = replace(start, job={name: str(value) for name, value in job.items()})
         words = table.get("command") or ()
         found = self.value(words) or () if isinstance(words, str) else map(self.text, words)
         command, args = [word for word in found if word], self._args()

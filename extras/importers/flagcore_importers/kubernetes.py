@@ -1,8 +1,7 @@
 """Reads manifests of Kubernetes and of its operators: LeaderWorkerSet, Kubeflow, Volcano, KServe."""
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,15 @@ import yaml
 
 from flagcore.domain.launch import Start
 from flagcore_importers.containers import Images, container
+from flagcore_importers.shell import inlined, is_shell_script
 from flagcore_importers.values import KEYS, count_devices, left_out, literal_variables, positive, text_of
 
 _SCALERS = (
     "HorizontalPodAutoscaler", "VerticalPodAutoscaler", "ScaledObject", "AutoscalingRunner", "PodAutoscaler"
 )  # fmt: skip
-_HALVES = ("prefill", "decode")
+HALVES = ("prefill", "decode")
+_HALF = re.compile(r"(?:^|[-_.])(prefill|decode)(?:er|r)?(?=$|[-_.])")
+"""The name, or a label, of the pods of a half of a pair, such as `llm-d.ai/role: prefill` or `app: model-decode`."""
 
 
 def pods_of(node: Any, images: Images, pod: Start = Start()) -> Iterator[Start]:  # noqa: B008 (it is frozen)
@@ -27,24 +29,38 @@ def pods_of(node: Any, images: Images, pod: Start = Start()) -> Iterator[Start]:
             yield from pods_of(each, images, pod)
     if not isinstance(node, Mapping):
         return
-    if node.get("name") in _HALVES and "template" in node:
-        pod = replace(pod, role=str(node["name"]))
+    if node.get("create") is False or node.get("enabled") is False:  # a section of Helm values
+        return
+    if half := _half(node):
+        pod = replace(pod, role=half)
     if "containers" in node:
         yield from _containers(node, images, pod)
     elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
         template = group.get("leaderTemplate") or group.get("workerTemplate")
         size = positive(group.get("size")) or 1
-        pod = replace(pod, hosts=size, instances=positive(node.get("replicas")) or 1)
+        pod = replace(pod, hosts=size, instances=pod.instances * (positive(node.get("replicas")) or 1))
         for start in pods_of(template, images, pod):
-            yield replace(start, job={"LWS_GROUP_SIZE": str(size)})
+            job = {"LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "localhost"}
+            yield replace(start, job=job)
     elif replicas := next((each for key, each in node.items() if str(key).endswith("ReplicaSpecs")), None):
         yield from _replicas([*replicas.values()], images)
-    elif (tasks := _tasks(node)) and not {*_HALVES} & {str(each.get("name")) for each in tasks}:
+    elif (tasks := _tasks(node)) and not {*HALVES} & {str(each.get("name")) for each in tasks}:
         yield from _replicas(tasks, images, is_any=True)
     else:
-        hosts, copies = (positive(node.get(name)) or 1 for name in ("parallelism", "replicas"))
-        pod = replace(pod, hosts=pod.hosts * hosts, instances=pod.instances * copies)
-        yield from pods_of([*node.values()], images, pod)
+        hosts, copies, slices = (positive(node.get(name)) or 1 for name in ("parallelism", "replicas", "slices"))
+        pod = replace(pod, hosts=pod.hosts * hosts, instances=pod.instances * copies * slices)
+        for key, each in node.items():
+            yield from pods_of(each, images, replace(pod, role=key) if key in HALVES else pod)
+
+
+def _half(node: Mapping[str, Any]) -> str:
+    """Return which half of a pair the pods in a part of a manifest are, by its labels or its name, or an empty text."""
+    metadata = node["metadata"] if isinstance(node.get("metadata"), Mapping) else {}
+    labels = metadata["labels"] if isinstance(metadata.get("labels"), Mapping) else {}
+    for names in (labels.values(), [metadata.get("name")], [] if "image" in node else [node.get("name")]):
+        if halves := {half for each in names for half in _HALF.findall(str(each))}:
+            return halves.pop() if len(halves) == 1 else ""
+    return ""
 
 
 def _tasks(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -128,11 +144,20 @@ def with_runtimes(documents: Sequence[Any]) -> list[Any]:
 
 def with_maps(documents: Sequence[Any], folder: Path) -> Sequence[Any]:
     """Return documents whose containers have the variables and the scripts of the ConfigMaps in them or in `folder`."""
+    of_lists = (
+        each.get("items") if isinstance(each, Mapping) and each.get("kind") == "List" else [each] for each in documents
+    )
+    documents = [each for group in of_lists for each in group or ()]
     others = _maps_in(folder) if "configMap" in str(documents) else ()
     found = [each for each in (*others, *documents) if isinstance(each, Mapping) and each.get("kind") == "ConfigMap"]
     maps = {str((each.get("metadata") or {}).get("name")): each.get("data") or {} for each in found}
-    scripts = {name: text for data in maps.values() for name, text in data.items() if str(text).startswith("#!")}
-    return [_filled_in(each, maps, scripts) for each in documents] if maps else documents
+    return [_filled_in(each, maps, _scripts_of(maps.values())) for each in documents] if maps else documents
+
+
+def _scripts_of(maps: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the shell scripts in ConfigMaps, by the names of their keys."""
+    texts = {str(name): str(text) for data in maps for name, text in data.items()}
+    return {name: text for name, text in texts.items() if is_shell_script(name, text)}
 
 
 def _maps_in(folder: Path) -> Iterator[Any]:
@@ -149,19 +174,44 @@ def _filled_in(node: Any, maps: Mapping[str, Mapping[str, Any]], scripts: Mappin
         return [_filled_in(each, maps, scripts) for each in node]
     if not isinstance(node, Mapping):
         return node
+    if isinstance(node.get("containers"), list):  # its own scripts, whatever has the same name elsewhere
+        volumes = {str(each.get("name")): each for each in node.get("volumes") or () if isinstance(each, Mapping)}
+        node = {**node, "containers": [_with_scripts(each, volumes, maps) for each in node["containers"]]}
     node = {key: _filled_in(value, maps, scripts) for key, value in node.items()}
     if isinstance(reference := node.get("configMapKeyRef"), Mapping) and reference.get("name") in maps:
         return {"value": maps[reference["name"]].get(str(reference.get("key")))}  # of `valueFrom`
-    if isinstance((node.get("valueFrom") or {}).get("value"), str):
+    if "value" in (node.get("valueFrom") or {}):
         return {**node.pop("valueFrom"), **node}
     if isinstance(node.get("image"), str):
         _add_variables(node, maps)
-    for key in ("command", "args"):
-        words = node.get(key)
-        names = [os.path.basename(str(each)) for each in words] if isinstance(words, list) and len(words) < 3 else []
-        if script := next((scripts[each] for each in names if each in scripts), ""):
-            node |= {"command": ["bash", "-c", script], "args": None}
+    if scripts and (found := inlined(_words_in(node), scripts)):
+        node |= {"command": found, "args": None}
     return node
+
+
+def _words_in(container: Mapping[str, Any]) -> list[str]:
+    """Return the words that a container starts, as far as it has them."""
+    given = (container.get(key) for key in ("command", "args"))
+    return [str(word) for words in given if isinstance(words, list) for word in words]
+
+
+def _with_scripts(container: Any, volumes: Mapping[str, Any], maps: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return a container with the text of the scripts that it mounts from ConfigMaps in place of their paths."""
+    files = dict[str, str]()
+    for mount in container.get("volumeMounts") or () if isinstance(container, Mapping) else ():
+        volume, place = volumes.get(str(mount.get("name"))) or {}, str(mount.get("mountPath"))
+        sources = [{"configMap": volume.get("configMap")}, *((volume.get("projected") or {}).get("sources") or ())]
+        for source in (each["configMap"] for each in sources if each.get("configMap")):
+            data = maps.get(str(source.get("name"))) or {}
+            items = {str(each.get("path")): each.get("key") for each in source.get("items") or ()}
+            names = {name: data[key] for name, key in (items or {key: key for key in data}).items() if key in data}
+            part = mount.get("subPath")
+            files |= (
+                {place: names[part]} if part in names else {f"{place}/{name}": text for name, text in names.items()}
+            )
+    scripts = {name: str(text) for name, text in files.items() if is_shell_script(name, str(text))}
+    found = inlined(_words_in(container), scripts) if scripts else []
+    return {**container, "command": found, "args": None} if found else container
 
 
 def _add_variables(container: dict[str, Any], maps: Mapping[str, Mapping[str, Any]]) -> None:
@@ -169,7 +219,8 @@ def _add_variables(container: dict[str, Any], maps: Mapping[str, Mapping[str, An
     for source in [*(container.get("envFrom") or ())]:
         if data := maps.get(str((source.get("configMapRef") or {}).get("name"))):
             container["envFrom"].remove(source)
-            variables = ({"name": key, "value": value} for key, value in data.items() if key.isidentifier())
+            names = {f"{source.get('prefix') or ''}{key}": value for key, value in data.items()}
+            variables = ({"name": key, "value": value} for key, value in names.items() if key.isidentifier())
             container["env"] = [*variables, *(container.get("env") or ())]
 
 

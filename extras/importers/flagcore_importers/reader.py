@@ -15,6 +15,7 @@ from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import Notes, read_text
 from flagcore.spec.validate import LONGEST_TEXT
+from flagcore_importers.batch import GPUS
 from flagcore_importers.choice import OF_HOST, OF_MACHINE, Input, engines_in, not_one, others, unset_names, untuned
 from flagcore_importers.starts import Reader
 from flagcore_importers.values import split_words
@@ -99,7 +100,8 @@ class _Conversion:
     def _read(self, script: tuple[str, ...], reason: str = "") -> ImportedSpec:
         """Return the spec with `script` as the command, or with the program alone. `reason`: why without the script."""
         start, notes = self.start, self._notes(script, reason)
-        envs = self._envs({**start.envs, **(start.job if script else {})}, notes)
+        of_job = {name: value for name, value in start.job.items() if script and name not in GPUS}
+        envs = self._envs({**start.envs, **of_job}, notes)
         read = replace(start, envs={**start.job, **envs}, words=script) if script else replace(start, envs=envs)
         try:
             data, engine_notes = self.engine.read_command(read, Path.cwd(), self.model)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,8 @@ HOSTS = "NHOSTS"
 """The number of hosts that batch systems other than Slurm allocate. A trace has a file with their names."""
 _HOSTS_FILES = ("PBS_NODEFILE", "SGE_JOB_HOSTLIST", "PE_HOSTFILE", "PJM_O_NODEINF", "LSB_DJOB_HOSTFILE")
 _UNSET = "TRACE_UNSET"
+_READS = re.compile(r"^\s*(#|(sudo )?(chmod|chown|cp|mv|ln|rm|ls|cat|head|sed|dos2unix|install|echo|test|\[\[?)\s)")
+"""The start of a comment, or of a command, that does not start the scripts that it names."""
 IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_", _UNSET)
 
 
@@ -56,6 +59,50 @@ def names_script(command: Sequence[str], directory: str | None) -> bool:
     if Path(command[0]).name in SHELLS:
         return _names_file(command[1:], directory) and "-c" not in command[1:]
     return "/" in command[0] and _names_shell(Path(directory or ".", command[0]))
+
+
+def is_shell_script(name: str, text: str) -> bool:
+    """Return whether a file with this name and text is a script of a shell."""
+    line = text.partition("\n")[0]
+    if line.startswith("#!"):
+        return any(Path(word).name in SHELLS for word in line[2:].split())
+    return Path(name).suffix in (".sh", ".bash") or ("." not in Path(name).name and "\n" in text)
+
+
+def inlined(words: Sequence[str], scripts: Mapping[str, str]) -> list[str]:
+    """Return a command with the texts of `scripts` in place of their paths, or nothing if it starts none of them.
+
+    `scripts`: their texts by path, or by name, which stands for that name in any folder.
+    """
+    names = [os.path.basename(word) for word in words]
+    place = next((n for n, word in enumerate(words) if word in scripts or names[n] in scripts), len(words))
+    is_text = [n for n, word in enumerate(words[:place]) if re.fullmatch(r"-\w*c", word) and {*names[:n]} & {*SHELLS}]
+    if is_text and is_text[0] + 1 < len(words):
+        n = is_text[0] + 1
+        text = _with_texts(words[n], scripts)
+        return [*words[:n], text, *words[n + 1 :]] if text != words[n] else []
+    if place == len(words) or (place and {"-c", "-m"} & {*words[:place]}):
+        return []
+    before = next((n for n, name in enumerate(names[:place]) if name in SHELLS), place)
+    script = scripts.get(words[place]) or scripts[names[place]]
+    return [*words[:before], "bash", "-c", _with_texts(script, scripts), *words[place:]]
+
+
+def _with_texts(text: str, scripts: Mapping[str, str], depth: int = 0) -> str:
+    """Return the text of a script that runs the texts of other scripts instead of their files."""
+
+    def started(match: re.Match[str]) -> str:
+        script = scripts.get(match[3]) or scripts[os.path.basename(match[3])]
+        if script == text or _READS.search(re.split(r"[;&|\n]", text[: match.start()])[-1]):
+            return match[0]
+        quoted = shlex.quote(_with_texts(script, scripts, depth + 1))
+        return f"eval {quoted}" if match[1] else f"bash -c {quoted} bash"  # its name would be found again
+
+    shells = rf"(?:\S*/)?(?:{'|'.join(SHELLS)})[ \t]+(?:-[a-z]+[ \t]+)*"
+    names = sorted(scripts, key=len, reverse=True)
+    paths = "|".join(("" if "/" in name else r"[\w./~${}-]*") + re.escape(name) for name in names)
+    pattern = rf"(?<![\w./-])(?:(source|\.)[ \t]+|{shells})?([\"']?)({paths})\2(?![\w./-])"
+    return re.sub(pattern, started, text) if scripts and depth < 3 else text
 
 
 def trace_script(

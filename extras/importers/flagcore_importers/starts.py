@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,13 @@ from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.spec.plain_data import SafeLoader
-from flagcore_importers.batch import batch_job
+from flagcore_importers.batch import SLURM, batch_job, slurm_options, step_job
 from flagcore_importers.containers import CONTAINERS, Images, container, container_run, image_start, services_of
 from flagcore_importers.declared import servers_of
-from flagcore_importers.kubernetes import containers_in, pods_of, scalers_of, with_maps, with_runtimes
+from flagcore_importers.kubernetes import HALVES, containers_in, pods_of, scalers_of, with_maps, with_runtimes
 from flagcore_importers.shell import SHELLS, is_script, names_script, trace_script
 from flagcore_importers.units import UNIT, programs_of
+from flagcore_importers.values import literal_variables, text_of
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _APPTAINER = ("apptainer", "singularity")
@@ -86,11 +87,14 @@ class Reader:
             else:
                 yield start
 
-    def _of_script(self, words: tuple[str, ...], text: str) -> list[Start]:
-        """Return a script with its batch job, or, if its hosts have servers of their own, what it starts on each."""
+    def _of_script(self, words: tuple[str, ...], text: str, options: Mapping[str, str] | None = None) -> list[Start]:
+        """Return a script with its batch job, or, if its hosts have servers of their own, what it starts on each.
+
+        `options`: of the command that submits it.
+        """
         joined = _readable(text.replace("\r\n", "\n"))
         script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else words
-        batch = replace(batch_job(text, self.directory), words=script)
+        batch = replace(batch_job(text, self.directory, options), words=script)
         if not (1 < batch.hosts <= 16 and 'case "$NODE_RANK" in' in text):  # each host takes time
             return [batch]
         jobs = [{**batch.job, "SLURM_NODEID": str(rank)} for rank in range(batch.hosts)]
@@ -104,12 +108,14 @@ class Reader:
             text = re.sub(r"(?m): \{\{ *\.?([\w.]+) *\}\}", r": '[\1]'", text)  # placeholders
             documents = with_maps(with_runtimes([*yaml.load_all(text, SafeLoader)]), folder)
             scalers = scalers_of(documents)
-            return [
+            found = [
                 replace(start, left_out={**start.left_out, **scalers})
                 for each in documents
                 for start in [*servers_of(each, self.images)]
                 or (*services_of(text, each, self.images, folder), *pods_of(each, self.images))
             ] or [start for each in containers_in(documents) for start in pods_of(each, self.images)]
+            is_pair = any(each.role == HALVES[0] for each in found)  # a server that decodes alone prefills, too
+            return found if is_pair else [replace(each, role="") for each in found]
         except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
             problem = _("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))
             if re.search(r"(?m)\{\{|^\s*[$]?\{\w+\}", text):
@@ -125,6 +131,21 @@ class Reader:
         """Yield the programs that a container, a shell or a script starts. Yield any other program itself."""
         start = _unwrapped(start)
         words, names = start.words, [os.path.basename(word) for word in start.words]
+        if names[:1] and names[0] in SLURM:
+            options, rest = slurm_options(words[1:])
+            if names[0] == "sbatch" and depth < 3 and (jobs := self._submitted(start, options, rest)):
+                for each in jobs:
+                    yield from self._inner(each, depth + 1)
+                return
+            step = step_job(options, start.job, self.directory) if options else Start()
+            start = replace(
+                start,
+                words=tuple(rest) if names[0] == "salloc" else words,
+                job=step.job or start.job,
+                hosts=max(start.hosts, step.hosts),
+                devices=start.devices or step.devices,
+            )
+            words, names = start.words, [os.path.basename(word) for word in start.words]
         verb, file, shell = _verb(names), _image_file(words, names), _shell(words)
         is_terminal = names[:1] and names[0] in _TERMINALS
         if verb < shell:
@@ -140,6 +161,13 @@ class Reader:
             named = (_IMAGE_OF_LAUNCHER.search(word) for word in words)
             releases = [container(Start(), each[1], None, None, self.images).version for each in named if each]
             yield replace(start, version=start.version or "".join(releases[:1]))
+
+    def _submitted(self, start: Start, options: Mapping[str, str], rest: Sequence[str]) -> list[Start]:
+        """Return what `sbatch` with these options and words starts; nothing if its script is not here."""
+        text = options.get("wrap") or (text_of(Path(self.directory, rest[0])) if rest else "")
+        words = () if "wrap" in options else ("bash", *rest)
+        envs = {**start.envs, **literal_variables(each for each in options.get("export", "").split(",") if "=" in each)}
+        return [replace(each, envs=envs) for each in self._of_script(words, text, options)] if text else []
 
     def _image_of(self, file: str) -> str:
         """Return the image that apptainer runs from a file, which it names REPOSITORY_TAG.sif, or from an address."""

@@ -208,6 +208,28 @@ __fc_reads_awk() {
   [[ ${1-} != -* && ${1//||/} != *['|@']* && ${1-} != *system* && ${1-} != *getline* && ${1-} != *'{'*'>'* ]]
 }
 
+# Whether a loop only waits, when it sleeps: it started nothing in the background since it last slept, and no other command
+# than before. Then the repeated records are removed, unless they may be those of copies in the background.
+__fc_waits() {
+  local file words round=$'\n' is_new=
+  local -a fields repeated=()
+  for file in "$FLAGCORE_TRACE"/*; do
+    [[ $__fc_seen != *" ${file##*/} "* ]] || continue
+    __fc_seen+=" ${file##*/} "
+    mapfile -d '' -t fields < "$file"
+    [[ ${fields[3]-} != sleep ]] || continue
+    words=${fields[*]:3:${fields[2]}}
+    round+=$words$'\n' repeated+=("$file")
+    [[ $__fc_round == *$'\n'"$words"$'\n'* ]] || is_new=1
+  done
+  if [[ -z $is_new && $__fc_round && ${!-} == "$__fc_job" ]]; then
+    [[ ${!-} != "$__fc_first_job" ]] || command rm -f -- "${repeated[@]}"
+    return 0
+  fi
+  __fc_round=$round __fc_job=${!-}
+  return 1
+}
+
 # Whether `command -v $1` runs as written. Programs that are not tools are on the other machine: it succeeds.
 __fc_is_here() {
   [[ -z ${TRACE_ELSEWHERE-} || -p /dev/fd/1 || $__fc_tools == *" ${1##*/} "* ]]
@@ -328,12 +350,15 @@ export -n BASH_ENV FLAGCORE_TRACE TRACE_UNSET TRACE_PATH
 [[ ${BASH_EXECUTION_STRING-} != *__fc_* ]] || exit 0
 [[ -n ${BASH_EXECUTION_STRING-} ]] || __fc_check_blocks "$0" || exit 0
 : &  # scripts read $! after a command that is skipped
+__fc_first_job=$! __fc_job= __fc_round= __fc_seen=
 set -T
 trap '' PIPE  # what reads the output may be skipped
 # The words are expanded in the script's own context, and in a subshell: there, too, the trap sees their commands.
-# Its status is looked at in a list, for `set -e` ends the script at any other. A loop that only sleeps is recorded once.
-__fc_last=
+# Its status is looked at in a list, for `set -e` ends the script at any other. A loop that only waits ends when it sleeps for
+# the second time.
 __fc_trap='__fc_look "$BASH_COMMAND" || { __fc_said=0
-  [[ $__fc_asked == sleep\ * && $__fc_asked == "$__fc_last" ]] || (eval "__fc_call=($__fc_asked)"; __fc_decide "$@") ||
-    __fc_said=$?; __fc_last=$__fc_asked; ! __fc_act "$__fc_said"; }'
+  if [[ $__fc_asked == sleep\ * ]] && __fc_waits; then ! break 2> /dev/null; else
+    (eval "__fc_call=($__fc_asked)"; __fc_decide "$@") || __fc_said=$?
+  fi
+  ! __fc_act "$__fc_said"; }'
 trap "$__fc_trap" DEBUG

@@ -31,6 +31,7 @@ class Keys:
     values: re.Pattern[str]
     unit: re.Pattern[str]
     sbatch: re.Pattern[str]
+    slurm_switches: re.Pattern[str]
     programs: re.Pattern[str]
     tools: re.Pattern[str]
 

@@ -20,7 +20,7 @@ from flagcore.contracts.capabilities import Servers, optional
 from flagcore.contracts.exchange import ANY_HOST
 from flagcore.domain.files import writable
 from flagcore.domain.launch import Launch
-from flagcore.domain.secrets import secrets_in_arguments
+from flagcore.domain.secrets import is_secret, secrets_in_arguments
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import HOSTFILE
 from flagcore.errors import FlagError, SpecError, UsageError
@@ -87,8 +87,8 @@ def export(
 def _whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder, which becomes `folder` at the end. It is deleted if an exception ends the context.
 
-    Its path in the text files that were written to it is replaced by that of `folder`. It is inside `folder` if that
-    cannot be replaced. Raises OSError.
+    Its path in the text files that were written to it is replaced by that of `folder`. Only the owner can read files
+    with secrets. It is inside `folder` if that cannot be replaced. Raises OSError.
     """
     target = folder.resolve()
     is_fixed = target == Path.cwd() or target.is_mount() or not os.access(target.parent, os.W_OK)
@@ -96,11 +96,14 @@ def _whole_folder(folder: Path) -> Iterator[Path]:
     draft = target / DRAFT if target.exists() and is_fixed else parent / f".{target.name}{DRAFT}"
     rmtree(draft, ignore_errors=True)  # of an export that was killed
     try:
-        draft.mkdir()
+        draft.mkdir(0o700)
         yield draft
         for file in filter(Path.is_file, draft.rglob("*")):
             if str(draft) in (text := file.read_text("utf-8", errors="surrogateescape")):
                 file.write_text(text.replace(str(draft), str(target)), "utf-8", errors="surrogateescape")
+            if is_secret("", text):
+                file.chmod(file.stat().st_mode & 0o700)
+        draft.chmod(0o755)
         for each in draft.iterdir() if draft.parent == target else ():
             each.rename(target / each.name)
         if draft.parent != target:
@@ -249,6 +252,8 @@ def manifest(
         raise UsageError(_(text, run=place))
     name = job_name(place.stem) if name is None else checked_name(name)
     writer = cast(ManifestWriter, plugins.launcher("kubernetes"))
+    if secrets_in_arguments(settings):
+        raise UsageError(_("the command contains a secret; pass it in a variable"))
     changes = [word for each in settings for word in ("--set", each)] + (["--chip", chip] if chip else [])
     platform = load_snapshot(with_settings(place, settings), chip, without).problem.platform
     given = {key: value for key, value in options.items() if value}

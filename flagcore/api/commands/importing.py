@@ -175,7 +175,7 @@ def _save(
         write_spec(directory.path, data, base)
         saved_trials = tuple(store.add(trial) for trial in trials)
         if experience:
-            Experience.of_user().save(f"{run}-imported", problem.platform.task, saved_trials)
+            Experience.of_user().save(f"{run}-imported", problem.platform, saved_trials)
     finally:
         directory.close()
     return saved_trials

@@ -251,7 +251,7 @@ class _EngineRun:
         warn(noise_warnings(result.plan))
         warn(outcome.data.get("notes", ()))
         try:
-            self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
+            self.experience.save(self.name, result.problem.platform, result.plan.trials)
         except RunError as error:
             warn([_("later runs cannot use the measurements of this run: {reason}", reason=error)])
         return replace(outcome, reported=save_report(folder, result, outcome.data))
@@ -300,7 +300,9 @@ def each_engine(
         raise kind(_("no engine can be tuned: {engines}", engines=", ".join(failed))) from first
     order = sorted(done, key=lambda engine: _best_s(done[engine].plan))
     winner = done[order[0]]
-    parts = {engine: done[engine].data for engine in order} | {e: {"error": str(failed[e])} for e in failed}
+    parts = {engine: done[engine].data for engine in order} | {
+        e: {"error": redact_text(str(failed[e]))} for e in failed
+    }
     result = {**winner.data, "run_dir": str(run_dir), "engine": order[0], "engines": parts}
     with writable(run_dir):
         _copy_best(run_dir / order[0], run_dir)

@@ -38,11 +38,13 @@ _NVIDIA = re.compile(
     r"(NVIDIA|Tesla|GeForce|Quadro|TITAN|Titan|GRID|RTX|GTX|Jetson|Orin|Thor)\b|(A|H|L|T|V|P|GB|GH|B)\d{1,3}S?\b"
     r"(?<!\bP800)"  # a card of Kunlunxin
 )
+_LISTED = re.compile(r"(?m)^GPU (\d+): (\S.*?) \(UUID: (\S+)\)[ \t]*((?:\n[ \t]+MIG .*)*)")
+"""A GPU in the output of `-L`, with the lines of its instances."""
 _NAME = re.compile(r"(\d+)\s+(\S.*?)\s+(?:On|Off|N/A|WDDM|TCC|MCDM)")
 
 
 def read(text: str, fields: Sequence[str] = FIELDS) -> Listing:
-    """Return the devices of a CSV query for `fields`, or of the table, whichever `text` is.
+    """Return the devices of a CSV query for `fields`, of the table, or of `-L`, whichever `text` is.
 
     Devices without a name, devices divided into instances, and devices of other vendors (by PCI ID or name) are left
     out.
@@ -50,7 +52,15 @@ def read(text: str, fields: Sequence[str] = FIELDS) -> Listing:
     text = strip_controls(text)
     (driver,) = search(r"Driver Version:\s*([\w.]+)", text)
     table = read_table(text, _head, _body) if TITLE in text else Listing()
-    return with_driver(table, driver).or_else(lambda: listing_of(_queried(_csv_rows(text, fields))))
+    queried = with_driver(table, driver).or_else(lambda: listing_of(_queried(_csv_rows(text, fields))))
+    return queried.or_else(lambda: listing_of(_queried(_listed(text))))
+
+
+def _listed(text: str) -> list[dict[str, str]]:
+    """Return the devices of `-L` as lines of a CSV query."""
+    names = ("index", "name", "uuid", "mig.mode.current")
+    found = ((*row[:3], "Enabled" if row[3] else "") for row in _LISTED.findall(text))
+    return [dict(zip(names, row, strict=True)) for row in found]
 
 
 def _csv_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
@@ -103,7 +113,7 @@ def _queried(lines: Sequence[Mapping[str, str]]) -> Iterator[Row | str]:
             yield row
         elif not (is_nvidia(row.device.chip) if vendor is None else vendor.upper().endswith(PCI_VENDOR)):
             foreign.append(row.device.chip)
-        elif line.get("mig.mode.current") == "Enabled":
+        elif line.get("mig.mode.current") == "Enabled" or " MIG " in row.device.chip:
             yield f"GPU {row.device.index} ({row.device.chip}) {INSTANCES}"
         else:
             yield row

@@ -117,6 +117,17 @@ def test_a_gpu_divided_into_instances_is_left_out_and_reported() -> None:
     assert [line.startswith("GPU 3 (NVIDIA H200) is divided into instances") for line in listing.left_out] == [True]
 
 
+def test_a_list_with_instances_names_them_and_one_without_has_the_gpus() -> None:
+    gpu = "GPU {0}: NVIDIA GH200 480GB (UUID: GPU-{0})\n"
+    instance = "  MIG 3g.48gb     Device  {0}: (UUID: MIG-{0})\n"
+    listing = smi.read(gpu.format(0) + instance.format(0) + instance.format(1) + gpu.format(1))
+    assert [(row.device.index, row.device.chip, row.device.uuid) for row in listing.rows] == [
+        (1, "NVIDIA GH200 480GB", "GPU-1")
+    ]
+    assert ["(MIG)" in line for line in listing.left_out] == [True]
+    assert not smi.read("index, name\n0, NVIDIA H100 80GB HBM3 MIG 1g.10gb\n").rows
+
+
 HEAD = """\
 +-----------------------------------------------------------------------------------------+
 | NVIDIA-SMI 570.133.20             Driver Version: 570.133.20     CUDA Version: 12.8     |

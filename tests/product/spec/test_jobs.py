@@ -99,7 +99,7 @@ def test_settings_of_a_candidate_override_those_of_its_job() -> None:
         (("id",), 5, "id", "must be a string"),
         (("rank",), 8, "rank", "below cluster.devices = 8"),
         (("rank",), -1, "rank", "from 0"),
-        (("model",), "nowhere", "model", "does not exist"),
+        (("model",), "nowhere", "model", "is neither a path nor"),
         (("model", "hidden_size"), 66, "model.hidden_size", "divisible"),
         (("train", "precision"), "BF16", "train.precision", "bf16"),
         (("candidate",), [], "candidate", "must be a mapping"),

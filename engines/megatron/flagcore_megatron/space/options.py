@@ -28,7 +28,7 @@ MTP_LAYOUTS_SINCE, EARLY_MTP_SINCE = ">=0.14", ">=0.16"
 Source: megatron-core's `pipeline_parallel_layer_layout.py`."""
 DEFAULTS: Mapping[str, Settings] = {
     TRIAL: {"moe_token_dispatcher_type": "alltoall", "cp_comm_type": "all_gather"},
-    COMMAND: {"moe_token_dispatcher_type": "allgather"},
+    COMMAND: {"moe_token_dispatcher_type": "allgather", "cp_comm_type": "p2p"},
 }
 """Default settings that differ between flagcore's own trial program and Megatron-LM."""
 
@@ -90,7 +90,7 @@ def options(task: Task) -> Options:
         combine_gradient_share=NARROW.get(str(settings.get("moe_combine_bwd_dtype")), 1.0),
         linked_devices=float(task.cluster.linked_devices),
         expert_imbalance=_imbalance(settings),
-        cp_comm=str(settings.get("cp_comm_type", "p2p")),
+        cp_comm=str(settings["cp_comm_type"]),
         attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
         cuda_graph=_graph(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),

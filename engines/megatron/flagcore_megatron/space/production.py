@@ -19,15 +19,16 @@ from flagcore.contracts import Platform
 from flagcore.domain.engine import RefusedValues, ValueRule
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, FloatArray, KnobValue
-from flagcore.domain.spec import SettingValue, Spec, Task
+from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.knobs import setting_from_text
 from flagcore.spec.plain_data import package_yaml
+from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.flags import release_problem
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
 from flagcore_megatron.space.meshes import CP, EP, MESHES, PP, TP, Meshes
-from flagcore_megatron.space.options import check, settings_in_force
+from flagcore_megatron.space.options import check, release, settings_in_force
 from flagcore_megatron.space.rules import EXPERT_OVERLAP, settings_with_rules
 from flagcore_megatron.space.stages import (
     LAYOUT,
@@ -88,6 +89,15 @@ def as_in_production(platform: Platform) -> Platform:
             check(task, settings_in_force(replace(spec, work=extended)))
             train = extended
     return replace(platform, task=replace(task, spec=replace(spec, work=train)))
+
+
+def without_command(spec: Spec) -> TrainSpec:
+    """Return the job of `spec` without its command, and with the settings and the program that the command uses."""
+    if spec.train.command is None:
+        return spec.train
+    kind = spec.train.implementation or implementation_of_command(spec) or IMPLEMENTATION
+    work = replace(spec.train, command=None, settings=settings_in_force(spec))
+    return replace(work, implementation=kind, engine_version=release(spec))
 
 
 def runs_as(spec: Spec) -> str:

@@ -352,7 +352,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     """Return merges of candidates that Megatron treats as equal: knobs without effect, and equivalent schedules."""
     split, is_dense, can_derive = Split.from_task(task), task.spec.model.num_moe_experts is None, derived(task)
     settings = settings_in_force(task.spec)
-    sharded = task.spec.train.command is not None and any(settings.get(name) for name in DIST_OPT_SETTINGS)
+    sharded = any(settings.get(name) for name in DIST_OPT_SETTINGS if name not in task.spec.train.assumed)
 
     def virtual(c: Columns) -> dict[str, IntArray]:
         is_derived, parts = balanced(c), split.virtual(c)

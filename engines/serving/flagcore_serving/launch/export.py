@@ -133,7 +133,7 @@ def compose_files(
         {
             "command": [_escape(word) for word in (Path(each.argv[0]).name, *each.argv[1:])],
             "variables": {
-                name: f"${{{name}:?set {name}: it is secret}}" if is_secret(name, value) else _escape(value)
+                name: f"${{{name}:?set it: it is secret}}" if is_secret(name, value) else _escape(value)
                 for name, value in {**common, **each.environment}.items()
             },
             "cores": ",".join(map(str, each.cores)),

@@ -150,7 +150,7 @@ def _precision(
 def _of_one_server(start: Start, devices: int, hosts: int) -> Start:
     """Return `start` with its instances as hosts if each pod is a host of the same server."""
     is_spread = devices > (start.devices or devices) and devices == start.instances * (start.devices or 0)
-    is_one = (hosts == start.instances and start.hosts <= 1) or is_spread
+    is_one = start.hosts <= 1 and (hosts == start.instances or is_spread)
     return replace(start, instances=1, hosts=start.instances) if is_one else start
 
 
@@ -429,6 +429,8 @@ def _divide(
             kept = "all candidates keep it, unless the space lists it"
             text = "the search tries other values" if {*knob.names} & {*DEFAULT_SPACE} else kept
             written = name if name == knob.name else f"{'--' if len(name) > 1 else '-'}{name}"
+            needed = engine.program.needed_package(knob.name, fixed[knob.name], version)
+            text += f"; {needed}" if needed else ""
             notes.note(written, f"is the baseline; {text}", f"auto_tuner.baseline.{knob.name}")
             if isinstance(value, str) and value in knob.spellings and fixed[knob.name] is None:
                 fixed[knob.name] = value

@@ -83,6 +83,7 @@ class Program:
     - `flags`: all flags of the newest known release; empty if they are not known.
     - `removed`: by release, the flags that it no longer has, each with its successor or an empty string. The release is
       empty if it is not known.
+    - `moved`: by knob, the words that a package of its own has since a release: this release, and the package.
     - `overheads`: fields of `Overheads` (model/work.py), by the first release to which they apply, the newest first.
     - `block_sizes`: supported block sizes, by attention backend.
     - `cache_types`: bytes per cached element, by word of the knob for the cache type.
@@ -118,6 +119,7 @@ class Program:
     settings: Settings = field(default_factory=Settings)
     flags: frozenset[str] = frozenset()
     removed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    moved: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     overheads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     block_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     cache_types: Mapping[str, float] = field(default_factory=dict)
@@ -292,6 +294,12 @@ class Program:
         is_unknown = bool(self.flags) and in_versions(self.releases, version) and not self.knows_flag(name)
         close = (named or _similar(name, self.flags)) if is_unknown else ""
         return FlagProblem(f"is not a flag of {self.title}", f"did you mean {close}?") if close else None
+
+    def needed_package(self, name: str, value: object, version: str) -> str:
+        """Return what a value of the knob `name` needs beside the engine in this release, or an empty text."""
+        since, package = self.moved.get(name, {}).get(str(value), ("", ""))
+        is_moved = bool(package) and in_versions(f">={since}", version)
+        return f"{value} needs the package {package} since {self.title} {since}" if is_moved else ""
 
     def knows_flag(self, name: str) -> bool:
         """Return whether a known release has a flag, which may be negated or have a key after a dot."""
