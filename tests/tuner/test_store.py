@@ -38,7 +38,7 @@ MEASURED = Measurement(
 )
 
 
-PREDICTED = replace(tasks.prediction(compute_s=1.0), limit="compute", model_flops=0.0)
+PREDICTED = replace(tasks.prediction(compute_s=1.0, capacity=float(80 << 30)), limit="compute", model_flops=0.0)
 
 
 def candidate(micro_batch_size: int = 1) -> Candidate:

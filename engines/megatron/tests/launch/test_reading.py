@@ -75,9 +75,6 @@ HOSTILE: dict[str, object] = {
     "a step without loss": {**METRICS, "steps": [*STEPS, {"step_time_s": 1.0}]},
     "a loss of text": {**METRICS, "steps": [*STEPS, {"step_time_s": 1.0, "loss": "low"}]},
     "a time of text": {**METRICS, "steps": [*STEPS, {"step_time_s": "soon", "loss": 1.0}]},
-    "a time of zero": {**METRICS, "steps": [*STEPS, {"step_time_s": 0, "loss": 1.0}]},
-    "a time that is no number": {**METRICS, "steps": [*STEPS, {"step_time_s": float("nan"), "loss": 1.0}]},
-    "an endless time": {**METRICS, "steps": [*STEPS, {"step_time_s": float("inf"), "loss": 1.0}]},
     "a time of 400 digits": {**METRICS, "steps": [*STEPS, {"step_time_s": 10**400, "loss": 1.0}]},
     "only warm-up": {**METRICS, "steps": STEPS[:1]},
     "no step": {**METRICS, "steps": []},
@@ -143,7 +140,7 @@ def test_the_steady_steps_of_a_warm_up_are_not_measured(tmp_path: Path) -> None:
 
 
 def test_a_users_command_without_step_times_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(FlagError, match="0 step times"):
+    with pytest.raises(FlagError, match="no line of the log"):
         ENGINE.read(COMMAND, ONE, str(tmp_path))
 
 
@@ -195,12 +192,6 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, name: str) -> 
     assert program_progress(str(tmp_path)) == ()
     assert command_progress(str(tmp_path))() == ()
     refusal(tmp_path)
-
-
-def test_an_implausibly_short_step_time_is_refused(tmp_path: Path) -> None:
-    line = json.dumps({**STEPS[0], "step_time_s": 5e-324}) + "\n"
-    (tmp_path / "steps.jsonl").write_text(line * 3)
-    assert "is too small" in refusal(tmp_path, partial=True)
 
 
 def test_steps_that_the_loss_scale_skipped_do_not_count(tmp_path: Path) -> None:
