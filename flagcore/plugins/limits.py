@@ -14,7 +14,7 @@ THREAD = "flagcore-plugin"
 _OWN_PROCESS, _END = os.getpid(), os._exit
 
 HOOK_SECONDS = 60.0
-"""The time limit of a hook. It is longer than those of the programs that the plugins of flagcore ask."""
+"""The time limit of a hook, or of the import of a plugin. It is longer than those of the programs that the plugins of flagcore ask."""
 SLOW_HOOK_SECONDS = 180.0
 """The time limit of a hook that may measure, or ask several programs one after the other."""
 SAMPLE_SECONDS = 15.0
