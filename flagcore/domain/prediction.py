@@ -124,8 +124,9 @@ class BadPredictions(ValueError):
 
 
 def _kind(array: object) -> str:
-    is_array = isinstance(array, np.ndarray)
-    return f"an array of {array.dtype} with the shape {array.shape}" if is_array else f"{str(array)[:60]}"
+    if isinstance(array, np.ndarray):
+        return f"an array of {array.dtype} with the shape {array.shape}"
+    return str(array)[:60]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

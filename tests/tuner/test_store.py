@@ -71,6 +71,17 @@ def test_finished_trials_are_read_back_unchanged(tmp_path: Path) -> None:
     assert Path(first.folder(trials[1])).is_dir()
 
 
+@pytest.mark.parametrize("step", [0.0, 1e305, float("nan"), float("inf"), -1.0])
+def test_a_stored_reading_that_cannot_be_costs_only_its_trial(tmp_path: Path, step: float) -> None:
+    first = store(tmp_path)
+    good, bad = run(first, 1), first.begin(planned(candidate(2), predicted=PREDICTED))
+    wrong = replace(MEASURED, step_time_s=step, step_times_s=(step,))
+    first.finish(replace(bad, state=TrialState.STOPPED, measurement=wrong, duration_s=1.0))
+    kept, ignored = store(tmp_path).trials()
+    assert (kept, ignored.state, ignored.measurement) == (good, TrialState.FAILED, None)
+    assert "unusable step time" in (ignored.reason or "")
+
+
 def test_an_imported_trial_is_read_back_with_its_source(tmp_path: Path) -> None:
     imported = planned(candidate(), state=TrialState.MEASURED, measurement=MEASURED, source="history.csv")
     stored = store(tmp_path).add(imported)

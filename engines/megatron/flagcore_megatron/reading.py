@@ -50,7 +50,7 @@ class LoggedStep:
 class MegatronLog:
     """The metrics of one run: its steps by iteration, the maximum peak bytes of all ranks, and printed arguments.
 
-    `unusable`: the logged times of iterations that are no finite numbers above 0, in milliseconds. `note`: the log whose
+    `unusable`: the logged times in milliseconds that are no finite numbers above 0, by iteration. `note`: the log whose
     end was not read, if any.
     """
 

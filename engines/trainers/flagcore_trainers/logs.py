@@ -48,8 +48,8 @@ ARRIVAL = re.compile(r"^\[at (\d+\.\d{6})\] ?")
 """The prefix that `flagcore_trainers.clock` adds to a line: the seconds at which the line arrived."""
 GIB = 1 << 30
 SEARCH_SECONDS, SLOW_SECONDS, MAX_SLOW_SECONDS = 1.0, 0.02, 20.0
-"""The longest time of a pattern on one line, the time from which a line is slow, and the longest time of all slow lines.
-Patterns of users may go back and forth without end."""
+"""The longest time of a pattern on one line, the time from which a line is slow, and the longest time of all slow
+lines. Patterns of users may go back and forth without end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,7 +312,9 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps):
             if reading.log.matched:
                 problem = "the log has no second line of a step, from whose arrival times would follow"
             shown = f"; its last line is {reading.log.last[:200]!r}" if reading.log.last else ""
-            raise NoMetrics(f"{problem}; {fix} train.program.log.step, the pattern of a line per step{shown}{reading.note}")
+            raise NoMetrics(
+                f"{problem}; {fix} train.program.log.step, the pattern of a line per step{shown}{reading.note}"
+            )
         warmup = warmup_of_fewer(len(times), warmup_steps(times, task.spec.control.warmup_iters))
         return measurement(
             task,

@@ -23,8 +23,9 @@ from flagcore.vendorkit.programs import METRICS, NoMetrics, interquartile_range,
 MAX_MIB = 1 << 30
 """Maximum plausible memory in MiB (1 PiB). Lines that report more are ignored."""
 LONGEST_LINE = 4096
-LARGEST_LOG, BYTES_PER_CALL, BYTES_PER_READ = 1 << 30, 16 << 20, 1 << 20
-"""Maximum number of bytes that are read of one log, of all logs while the trial runs, and at once."""
+LARGEST_LOG, BYTES_PER_CALL, BYTES_PER_READ = 1 << 30, 1 << 28, 1 << 20
+"""Maximum number of bytes that are read of one log, of all logs in one call while the trial runs, and at once. Short
+lines are read at about 70 MiB/s, long ones at 1.5 GiB/s."""
 MAX_FILES = 1024
 LOGS = ("stdout.log", "stderr.log")
 SEARCH_INTERVAL_SECONDS = 2.0

@@ -292,7 +292,8 @@ class _Monitor:
     def _few_steps(self, count: int, step_s: float) -> str:
         """Return a phrase with the number of finished steps `count`, and their measured and predicted time."""
         predicted = _predicted_step(self.trial)
-        text = f"{count} of {self.control.train_iters} steps: {step_s:.3g} s"
+        seconds = f"{step_s:.3g} s" if step_s < math.inf else "an unusable step time"
+        text = f"{count} of {self.control.train_iters} steps: {seconds}"
         return f"{text}, predicted {predicted:.3g} s" if predicted else text
 
 

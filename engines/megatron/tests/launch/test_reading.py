@@ -1,6 +1,7 @@
 """From what a trial left in its folder to a measurement, or to one line that says what is missing."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,6 +142,15 @@ def test_the_steady_steps_of_a_warm_up_are_not_measured(tmp_path: Path) -> None:
 
 def test_a_users_command_without_step_times_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FlagError, match="no line of the log"):
+        ENGINE.read(COMMAND, ONE, str(tmp_path))
+
+
+@pytest.mark.parametrize("time", ["nan", "inf", "-5.0", "0.0"])
+def test_unusable_times_end_a_users_command_and_are_named(tmp_path: Path, time: str) -> None:
+    lines = [f" iteration {number}/ 4 | elapsed time per iteration (ms): {time} |\n" for number in (1, 2)]
+    (tmp_path / "stdout.log").write_text("".join(lines))
+    assert ENGINE.progress(COMMAND, str(tmp_path))() == (math.inf, math.inf)
+    with pytest.raises(FlagError, match=f"unusable step time: the log states {time} ms"):
         ENGINE.read(COMMAND, ONE, str(tmp_path))
 
 
