@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = 2
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a late Ctrl-C does not change the exit status
-    if active_count() > 1:
+    if argv is None and active_count() > 1:  # a caller in this process goes on
         from flagcore.plugins.limits import end_despite_threads  # importing the plugins is slow
 
         end_despite_threads(status or 0)

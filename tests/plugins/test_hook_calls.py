@@ -301,7 +301,7 @@ def test_threads_that_a_hook_leaves_do_not_keep_the_process_alive() -> None:
     code = (
         "from tests.plugins.test_hook_calls import *\n"
         "from flagcore.plugins import limits; from flagcore.cli import main\n"
-        "limits.EXIT_SECONDS = 0.1; within(9, leave_threads); main(['--version'])"
+        "limits.EXIT_SECONDS = 0.1; within(9, leave_threads); sys.argv = ['flag', '--version']; main()"
     )
     assert subprocess.run((sys.executable, "-c", code), timeout=60, capture_output=True).returncode == 0
 
