@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from copy import copy
 from importlib import import_module
+from threading import active_count
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -130,6 +131,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = 2
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a late Ctrl-C does not change the exit status
+    if argv is None and active_count() > 1:  # a caller in this process goes on
+        from flagcore.plugins.limits import end_despite_threads  # importing the plugins is slow
+
+        end_despite_threads(status or 0)
     sys.exit(status or 0)
 
 

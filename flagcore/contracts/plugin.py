@@ -62,6 +62,11 @@ class AttentionShape:
     kernel: str = ""
     """The library of the kernel, in the engine's words. Empty: the one that the chip's software uses by default."""
 
+    @property
+    def sizes(self) -> tuple[FloatArray, ...]:
+        """The fields that are arrays."""
+        return self.batch, self.heads, self.groups, self.queries, self.keys, self.head_dim
+
 
 class KernelCosts(Protocol):
     """The times of kernels on one device in seconds, without the host's time to launch them.

@@ -119,6 +119,16 @@ _BY_NAME = ("time_s", "figures")
 """The fields of `Predictions` that map names to arrays."""
 
 
+class BadPredictions(ValueError):
+    """The error for predictions that are not one number per candidate."""
+
+
+def _kind(array: object) -> str:
+    if isinstance(array, np.ndarray):
+        return f"an array of {array.dtype} with the shape {array.shape}"
+    return str(array)[:60]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
     """The predictions of many candidates. Arrays have one element per candidate. Fields are as in `Prediction`.
@@ -144,11 +154,15 @@ class Predictions:
     figures: Mapping[str, FloatArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ValueError if two arrays differ in shape."""
-        arrays = {name: getattr(self, name) for name in self._array_fields()}
-        for name, array in {**arrays, **self.time_s, **self.figures}.items():
-            if array.shape != self.step_time_s.shape:
-                raise ValueError(f"{name} has the shape {array.shape}, step_time_s has {self.step_time_s.shape}")
+        """Raise BadPredictions if a field is not an array with one number per candidate."""
+        arrays = {name: getattr(self, name) for name in ("step_time_s", "low_s", "high_s", *MEMORY, "worst_stage")}
+        arrays |= {**self.time_s, **self.figures}
+        if isinstance(self.capacity_bytes, np.ndarray):
+            arrays["capacity_bytes"] = self.capacity_bytes
+        for name, array in arrays.items():
+            shape = array.shape if isinstance(array, np.ndarray) and array.dtype.kind in "iuf" else ()
+            if len(shape) != 1 or shape != np.shape(self.step_time_s):
+                raise BadPredictions(f"{name} of predict is {_kind(array)}, not one number per candidate")
 
     @property
     def share_in_use(self) -> FloatArray:

@@ -1,7 +1,8 @@
 """Trials, their measurements, probes of single ranks of a larger job on one device, and the events of a run."""
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from statistics import median
@@ -341,6 +342,53 @@ class Trial:
             fewer = measured.warmup_steps + len(measured.step_times_s)
             steps = min(steps - warmup + measured.warmup_steps, fewer)
         return self.duration_s - self.silent_s - steps * (measured.scaled_from or measured.step_time_s)
+
+
+MIN_STEP_S, MAX_STEP_S = 1e-9, 1e6
+"""The step times that are believed, in seconds, and also the seconds per token or request of servers. Chosen: no device
+finishes anything in a nanosecond, and no trial lasts as long as 11 days."""
+LONGER, LONGER_S = 1.1, 1.0
+"""Steps may take longer than their trial by this factor and these seconds, because several clocks measure them."""
+MAX_CAPACITIES, MAX_BYTES = 10.0, 1 << 50
+"""The most memory in use that is believed, in capacities of a device, and in bytes if its capacity is unknown."""
+
+
+def is_step_time(seconds: float) -> bool:
+    """Return whether a step can take so many seconds."""
+    return MIN_STEP_S <= seconds <= MAX_STEP_S
+
+
+def checked(trial: Trial) -> Trial:
+    """Return a finished trial without readings that cannot be. If its measurement has one, the trial failed."""
+    longest = LONGER * trial.duration_s + LONGER_S if trial.duration_s and not trial.source else MAX_STEP_S
+    steps = tuple(each for each in trial.finished_steps_s if MIN_STEP_S <= each / trial.scale <= longest)
+    trial = replace(trial, finished_steps_s=steps)
+    reason = next(_wrong_readings(trial, trial.measurement, longest), None) if trial.measurement else None
+    if reason and trial.state in TIMED_STATES:
+        trial = replace(trial, state=TrialState.FAILED, reason=reason)
+    return replace(trial, measurement=None) if reason else trial
+
+
+def _wrong_readings(trial: Trial, measured: Measurement, longest_s: float) -> Iterator[str]:
+    """Yield a sentence for each figure that cannot be, with its value and the rule."""
+    times = (*measured.step_times_s, measured.step_time_s, measured.scaled_from or measured.step_time_s)
+    for seconds in itertools.filterfalse(is_step_time, times):
+        yield f"unusable step time: {seconds:.4g} s is not between {MIN_STEP_S:g} and {MAX_STEP_S:g} s"
+        return
+    total = sum(times[:-2]) / times[-2] * times[-1]
+    is_timed = trial.fidelity == RUN and not measured.points and not trial.source and trial.duration_s > 0
+    if is_timed and total > longest_s:
+        problem = f"{len(times) - 2} steps take {total:.4g} s, but the trial took {trial.duration_s:.3g} s"
+        yield f"unusable step time: {problem}; check the unit"
+    if not 0 < (rate := measured.tokens_per_second_per_device) < math.inf:
+        yield f"unusable throughput: {rate:.4g} tokens/s per device is not a finite number above 0"
+    capacity = trial.predicted.capacity_bytes if trial.predicted else None
+    most = MAX_CAPACITIES * capacity if capacity else MAX_BYTES
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"):
+        if not 0 <= (used := getattr(measured, name) or 0) <= most:
+            yield f"unusable memory: {name}: {used / 2**30:.4g} GiB is not between 0 and {most / 2**30:.4g} GiB"
+    numbers = {"spread_s": measured.spread_s, **measured.figures, **measured.telemetry}
+    yield from (f"unusable figure: {name} is {value}" for name, value in numbers.items() if not math.isfinite(value))
 
 
 def is_disturbed(runs: Sequence[Trial]) -> bool:

@@ -13,7 +13,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from difflib import get_close_matches
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from importlib.metadata import Distribution, EntryPoint, distributions, requires, version
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -27,6 +27,7 @@ from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
 from flagcore.domain.work import Work
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
+from flagcore.plugins.limits import HOOK_SECONDS, TooSlow, within
 from flagcore.plugins.validation import BadPlugin, PluginFailure, check_protocol
 
 T = TypeVar("T")
@@ -142,17 +143,27 @@ class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
 def load_only(points: Sequence[EntryPoint]) -> object:
     """Import the object of the only entry point in `points`, which all have the same name.
 
-    Raises Clash if there are several, BadPlugin if it needs another release of flagcore, and any exception of the
-    import itself.
+    Raises Clash if there are several, BadPlugin if it needs another release of flagcore or its import does not end, and
+    any exception of the import itself.
     """
     point, *others = points
     if others:
         raise Clash(f"several distributions have this name: {origins(points)}; uninstall all but one")
     if reason := _incompatible(origin(point)):
         raise BadPlugin(reason)
-    with stdout_to_stderr():
-        (extension,) = _OneEntryPoint(point)
+    if point in _TOO_SLOW:
+        raise _TOO_SLOW[point]
+    try:
+        with stdout_to_stderr():
+            (extension,) = within(HOOK_SECONDS, partial(_OneEntryPoint, point))
+    except TooSlow as error:
+        _TOO_SLOW[point] = error
+        raise
     return extension.plugin
+
+
+_TOO_SLOW: dict[EntryPoint, TooSlow] = {}
+"""The entry points whose import did not end, with the error. A further import would wait for it."""
 
 
 def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
@@ -421,7 +432,8 @@ def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
         raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
     try:
         found = load_only(points[name])
-        return cast(T, found if protocol is type else check_protocol(protocol, found))
+        check = partial(check_protocol, protocol, found)
+        return cast(T, found if protocol is type else within(HOOK_SECONDS, check))
     except KeyboardInterrupt:
         raise
     except BaseException as error:

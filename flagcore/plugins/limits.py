@@ -1,6 +1,7 @@
 """Runs the code of plugins with a time limit, and without a way to end the process."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock, Thread, current_thread
@@ -14,11 +15,13 @@ THREAD = "flagcore-plugin"
 _OWN_PROCESS, _END = os.getpid(), os._exit
 
 HOOK_SECONDS = 60.0
-"""The time limit of a hook. It is longer than those of the programs that the plugins of flagcore ask."""
+"""The time limit of a hook and of an import. It is longer than those of the programs that flagcore's plugins ask."""
 SLOW_HOOK_SECONDS = 180.0
 """The time limit of a hook that may measure, or ask several programs one after the other."""
 SAMPLE_SECONDS = 15.0
 """The time limit of one reading of a device, which a trial waits for."""
+EXIT_SECONDS = 10.0
+"""The time limit of threads that plugins leave, from the end of the command on."""
 
 
 class TooSlow(BadPlugin):
@@ -48,6 +51,16 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     if not results:
         raise TooSlow(f"did not end within {seconds:g} s; it is not asked again")
     return results[0]
+
+
+def end_despite_threads(status: int) -> None:
+    """End the process with `status` after EXIT_SECONDS, if other threads keep it alive until then."""
+
+    def end() -> None:
+        time.sleep(EXIT_SECONDS)
+        _END(status)
+
+    Thread(target=end, daemon=True).start()
 
 
 _LOCK = Lock()

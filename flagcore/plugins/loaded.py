@@ -165,8 +165,15 @@ def _run(function: Callable[[], T]) -> T:
 
 
 def _as_column(name: str, result: Any, arguments: Sequence[Any]) -> FloatArray:
-    """Return the result of a method in COLUMNS as an array. Raises BadPlugin if known memory becomes NaN."""
+    """Return the result of a method in COLUMNS as an array.
+
+    Raises BadPlugin if it has another shape than the arguments, or if known memory becomes NaN.
+    """
     column: FloatArray = np.asarray(result, dtype=np.float64)
+    sizes = [each for argument in arguments for each in (getattr(argument, "sizes", None) or [argument])]
+    if column.shape != (expected := np.broadcast_shapes(*map(np.shape, sizes))):
+        found = "None" if result is None else f"an array of shape {column.shape}"
+        raise BadPlugin(f"returned {found} for arguments of shape {expected}")
     if name in BYTES and np.isnan(column).any() and not np.isnan(np.asarray(arguments[0], dtype=np.float64)).any():
         raise BadPlugin("returned NaN bytes")
     return column

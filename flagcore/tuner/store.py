@@ -19,7 +19,7 @@ from flagcore.domain.files import open_regular, read_regular, writable
 from flagcore.domain.records import prediction_record, read_belief, read_prediction
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import is_rate, objective_value
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import Trial, TrialState, checked
 from flagcore.errors import RunError
 from flagcore.i18n import _
 
@@ -210,7 +210,10 @@ def _result(trial: Trial) -> dict[str, Any]:
 
 
 def from_frozen(frozen: FrozenTrial) -> Trial:
-    """Convert an entry of the study to a trial. Raises ValueError or KeyError if the entry is invalid."""
+    """Convert an entry of the study to a trial, as failed if its readings cannot be.
+
+    Raises ValueError or KeyError if the entry is invalid.
+    """
     attributes = dict(frozen.user_attrs)
     result, values = attributes.pop("result", {}), attributes["candidate"]
     for knob, value in values.items():
@@ -225,7 +228,7 @@ def from_frozen(frozen: FrozenTrial) -> Trial:
     )
     if trial.state is TrialState.MEASURED and not trial.measurement:
         raise ValueError(f"trial {frozen.number} was measured, but has no figures")
-    return trial
+    return checked(trial)
 
 
 def _line(error: Exception) -> str:

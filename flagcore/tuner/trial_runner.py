@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from flagcore.contracts import Launcher, Platform, Problem
 from flagcore.domain.secrets import redact_data
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import PROBE, RUN, Trial, TrialState
+from flagcore.domain.trial import PROBE, RUN, Trial, TrialState, checked
 from flagcore.errors import HostLost, LaunchError, UsageError
 from flagcore.i18n import N_, Message
 from flagcore.tuner.devices import SETTLE_SECONDS, parallel_probe_ranks, wait_for_devices
@@ -103,7 +103,7 @@ class TrialRunner:
         busy = wait_for_devices(platform, need_bytes, max_wait, lambda why: on_wait(replace(trial, reason=why)), pause)
         if not busy:
             try:
-                outcome = self._measure(platform, trial, best) if trial.fidelity == RUN else self._probe(trial)
+                outcome = checked(self._measure(platform, trial, best) if trial.fidelity == RUN else self._probe(trial))
             except LaunchError:
                 raise
             except UsageError as error:

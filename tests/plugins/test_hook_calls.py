@@ -1,8 +1,10 @@
 """What a plugin answers is checked, joined and overridden as the hooks' docstrings say."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -290,6 +292,20 @@ def test_a_hook_that_does_not_end_is_given_up_and_its_plugin_not_asked_again(mon
     assert "did not end within 0.05 s" in failure.reason
 
 
+def leave_threads() -> None:
+    Thread(target=sleeping, daemon=False).start()
+    ThreadPoolExecutor(1).submit(sleeping)
+
+
+def test_threads_that_a_hook_leaves_do_not_keep_the_process_alive() -> None:
+    code = (
+        "from tests.plugins.test_hook_calls import *\n"
+        "from flagcore.plugins import limits; from flagcore.cli import main\n"
+        "limits.EXIT_SECONDS = 0.1; within(9, leave_threads); sys.argv = ['flag', '--version']; main()"
+    )
+    assert subprocess.run((sys.executable, "-c", code), timeout=60, capture_output=True).returncode == 0
+
+
 def test_a_reading_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flagcore.plugins.loaded.SAMPLE_SECONDS", 0.05)
     loaded = LoadedPlugins.of({"a": plugin(telemetry=lambda: SimpleNamespace(sample=sleeping))})
@@ -316,6 +332,33 @@ def test_readings_of_parallel_trials_leave_the_process_as_it_was() -> None:
         event.set()
         thread.join()
     assert os._exit is end
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda column: column[:-1], r"an array of shape \(2,\) for arguments of shape \(3,\)"),
+        (lambda column: column[None], r"an array of shape \(1, 3\)"),
+        (lambda column: 1.0, r"an array of shape \(\)"),
+        (lambda column: None, "returned None"),
+        (lambda column: "many", "could not convert string to float"),
+        (lambda column: [[1.0], [1.0, 2.0]], "ValueError"),
+        (lambda column: {"bytes": column}, "TypeError"),
+        (lambda column: column / 0 * 0, "NaN bytes"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_column_of_the_wrong_shape_or_type_is_refused(wrong: Callable[[Any], Any], words: str) -> None:
+    class Model(PlainMemory):
+        def reserved_bytes(self, allocated: Any) -> Any:
+            return wrong(allocated) if len(allocated) == 3 else allocated
+
+    model = LoadedPlugins.of({"a": plugin(memory_model=lambda: Model(capacity=2.0**36))}).memory_model(
+        group_of(CHIP), "toy"
+    )
+    assert model is not None
+    with pytest.raises(NoDevice, match=f"plugin a: reserved_bytes of Model raised .*{words}"):
+        model.reserved_bytes(np.ones(3))
 
 
 def test_memory_that_becomes_unknown_is_refused() -> None:

@@ -60,6 +60,23 @@ def test_plugin_that_cannot_be_imported_is_listed_and_the_others_still_work(
     assert words in found.reason
 
 
+@pytest.mark.parametrize("source", ["os._exit(0)", "class Plugin:\n    os._exit(0)"])
+def test_an_import_cannot_end_the_process(install: Install, source: str) -> None:
+    assert load_with_good(install, f"import os\n{source}").reason == "called os._exit(0)"
+
+
+@pytest.mark.parametrize("source", ["Event().wait()", "class Plugin:\n    Event().wait()"])
+def test_an_import_that_does_not_end_is_given_up_and_not_tried_again(
+    install: Install, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setattr("flagcore.plugins.entry_points.HOOK_SECONDS", 0.3)
+    name = f"endless_{len(source)}"
+    install("flagcore-endless", {"endless": name}, {name: f"from threading import Event\n{source}"})
+    assert "did not end within 0.3 s" in failure(load_plugins(), "endless").reason
+    monkeypatch.setattr("flagcore.plugins.entry_points.HOOK_SECONDS", 60.0)
+    assert "did not end within 0.3 s" in failure(load_plugins(), "endless").reason
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [

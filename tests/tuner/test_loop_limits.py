@@ -224,7 +224,7 @@ def test_trials_whose_time_is_over_after_two_steps_are_measured(bench: BusyBench
 
 def test_a_search_whose_trials_have_time_for_one_step_ends_with_advice(bench: BusyBench) -> None:
     bench.player.steps, bench.on_cores = 1, True
-    bench.player.step_s = lambda step: 100.0 * step
+    bench.player.step_s = lambda step: 50.0 * step
     plan = bench.plan(4, repeats=1, max_trials=9, max_time_per_task=60.0)
     assert plan.best is None
     assert len(bench.player.launches) <= 2

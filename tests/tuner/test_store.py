@@ -38,7 +38,7 @@ MEASURED = Measurement(
 )
 
 
-PREDICTED = replace(tasks.prediction(compute_s=1.0), limit="compute", model_flops=0.0)
+PREDICTED = replace(tasks.prediction(compute_s=1.0, capacity=float(80 << 30)), limit="compute", model_flops=0.0)
 
 
 def candidate(micro_batch_size: int = 1) -> Candidate:
@@ -69,6 +69,17 @@ def test_finished_trials_are_read_back_unchanged(tmp_path: Path) -> None:
     assert [trial.number for trial in trials] == [0, 1, 2]
     assert Path(first.folder(trials[1])) == tmp_path / "trials" / "1"
     assert Path(first.folder(trials[1])).is_dir()
+
+
+@pytest.mark.parametrize("step", [0.0, 1e305, float("nan"), float("inf"), -1.0])
+def test_a_stored_reading_that_cannot_be_costs_only_its_trial(tmp_path: Path, step: float) -> None:
+    first = store(tmp_path)
+    good, bad = run(first, 1), first.begin(planned(candidate(2), predicted=PREDICTED))
+    wrong = replace(MEASURED, step_time_s=step, step_times_s=(step,))
+    first.finish(replace(bad, state=TrialState.STOPPED, measurement=wrong, duration_s=1.0))
+    kept, ignored = store(tmp_path).trials()
+    assert (kept, ignored.state, ignored.measurement) == (good, TrialState.FAILED, None)
+    assert "unusable step time" in (ignored.reason or "")
 
 
 def test_an_imported_trial_is_read_back_with_its_source(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Sources: Megatron-LM core_v0.16 `training/training.py` (`training_log`), `traini
 `training/arguments.py` (`_print_args`).
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from flagcore_megatron.mixed.equal_meshes import as_asked, devices_of
 from flagcore_megatron.space.knobs import BY_NAME
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT
 
-ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([0-9.]+)\s*\|")
+ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([^\s|]+)\s*\|")
 LOSS = re.compile(r"lm loss:\s*([^\s|]+)", re.IGNORECASE)
 NOT_FINITE = re.compile(r"number of nan iterations:\s*[1-9]|grad norm:\s*[-+]?(nan|inf)", re.IGNORECASE)
 SKIPPED = re.compile(r"number of skipped iterations:\s*[1-9]")
@@ -47,9 +48,15 @@ class LoggedStep:
 
 @dataclass(slots=True)
 class MegatronLog:
-    """The metrics of one run: its steps by iteration, the maximum peak bytes of all ranks, and printed arguments."""
+    """The metrics of one run: its steps by iteration, the maximum peak bytes of all ranks, and printed arguments.
+
+    `unusable`: the logged times in milliseconds that are no finite numbers above 0, by iteration. `note`: the log whose
+    end was not read, if any.
+    """
 
     steps: dict[int, LoggedStep] = field(default_factory=dict)
+    unusable: dict[int, str] = field(default_factory=dict)
+    note: str = ""
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     arguments: dict[str, str] = field(default_factory=dict)
@@ -68,16 +75,20 @@ class MegatronLog:
 def read_logs(folder: str) -> MegatronLog:
     """Return the metrics in the logs of a trial."""
     log = MegatronLog()
-    LogFiles(folder, partial(_read_line, log)).read(unfinished=True)
+    files = LogFiles(folder, partial(_read_line, log))
+    files.read(unfinished=True)
+    log.note = files.note
     return log
 
 
 def _read_line(log: MegatronLog, line: str) -> None:
     """Add one line to `log`. If several ranks print an iteration, it is added only once."""
     if step := ITERATION.search(line):
-        seconds = finite_number(step[2])
-        if seconds is not None and step[1].isdecimal():
-            log.steps.setdefault(int(step[1]), _step(line, seconds / 1000))
+        milliseconds = finite_number(step[2]) or 0.0
+        if step[1].isdecimal() and milliseconds > 0.0:
+            log.steps.setdefault(int(step[1]), _step(line, milliseconds / 1000))
+        elif step[1].isdecimal():
+            log.unusable.setdefault(int(step[1]), step[2])
     elif memory := MEMORY.search(line):
         allocated, reserved = finite_number(memory[2]), finite_number(memory[3])
         if allocated is not None and reserved is not None and max(allocated, reserved) < MAX_MIB:
@@ -101,13 +112,16 @@ def progress(task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
 
 
 def command_progress(folder: str) -> Callable[[], tuple[float, ...]]:
-    """Return a function that returns the seconds of the steps that a user's command has logged. Lines are read once."""
+    """Return a function that returns the seconds of the steps that a user's command has logged. Lines are read once.
+
+    If no time is usable, the times are infinite, so that the trial ends after its steps.
+    """
     log = MegatronLog()
     files = LogFiles(folder, partial(_read_line, log))
 
     def seconds() -> tuple[float, ...]:
         files.read()
-        return tuple(log.step_times_s)
+        return tuple(log.step_times_s) or (math.inf,) * len(log.unusable)
 
     return seconds
 
@@ -134,6 +148,10 @@ def step_limit(task: Task) -> int | None:
 def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
     log = read_logs(folder)
     steps = list(log.steps.values())
+    if not steps and (stated := next(iter(log.unusable.values()), None)):
+        raise NoMetrics(f"unusable step time: the log states {stated} ms, not a finite number above 0{log.note}")
+    if not steps:
+        raise NoMetrics(f"no line of the log has the time of an iteration{log.note}")
     warmup = warmup_steps([step.seconds for step in steps], task.spec.control.warmup_iters)
     warmup = warmup_of_fewer(len(steps), warmup)
     counted = [step for step in steps[warmup:] if not step.skipped]

@@ -7,6 +7,7 @@ and transformers 5 `trainer_callback.py` (`PrinterCallback`).
 
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,8 +47,9 @@ ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\0\ufeff]")
 ARRIVAL = re.compile(r"^\[at (\d+\.\d{6})\] ?")
 """The prefix that `flagcore_trainers.clock` adds to a line: the seconds at which the line arrived."""
 GIB = 1 << 30
-SEARCH_SECONDS = 1.0
-"""The longest time that a pattern may take on one line. Patterns of users may go back and forth without end."""
+SEARCH_SECONDS, SLOW_SECONDS, MAX_SLOW_SECONDS = 1.0, 0.02, 20.0
+"""The longest time of a pattern on one line, the time from which a line is slow, and the longest time of all slow
+lines. Patterns of users may go back and forth without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class Log:
     values: dict[str, str] = field(default_factory=dict)
     last: str = ""
     too_slow: str = ""
+    _slow_s: float = 0.0
     _used: Pattern | None = None
     _arrived: tuple[float, str] | None = None
     _seen: set[str] = field(default_factory=set)
@@ -117,11 +120,18 @@ class Log:
 
     def add(self, line: str) -> None:
         """Read one line. The first format that matches a line is the format of the whole log."""
-        if not self.too_slow:
-            try:
-                self._add(line)
-            except TooSlow as error:
-                self.too_slow = str(error)
+        if self.too_slow:
+            return
+        start = time.monotonic()
+        try:
+            self._add(line)
+        except TooSlow as error:
+            self.too_slow = str(error)
+        seconds = time.monotonic() - start
+        self._slow_s += seconds if seconds > SLOW_SECONDS else 0.0
+        if self._slow_s > MAX_SLOW_SECONDS and not self.too_slow:
+            problem = f"the patterns take {seconds:.2g} s on the line {line[:200]!r}, and {self._slow_s:.0f} s in total"
+            self.too_slow = f"{problem}; repeat no group that contains a repeat"
 
     def _add(self, line: str) -> None:
         line = ANSI.sub("", line)
@@ -216,6 +226,11 @@ class Reading:
 
     def __init__(self, folder: str, log: Log) -> None:
         self.log, self._files = log, LogFiles(folder, log.add)
+
+    @property
+    def note(self) -> str:
+        """The log whose end was not read, if any, to be added to a message."""
+        return self._files.note
 
     def __call__(self, *, unfinished: bool = False) -> tuple[float, ...]:
         """Read on. `unfinished`: whether to read a last line without a line break, too."""

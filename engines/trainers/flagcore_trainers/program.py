@@ -189,20 +189,25 @@ def _is_word(row: KnobRow) -> bool:
 
 def as_value(row: KnobRow, value: object) -> KnobValue:
     """Return a value of the program as a value of the knob. Words, and numbers with a fraction, are text."""
-    if not _is_word(row) and isinstance(value, (bool, int)):
+    return _converted(value, is_word=_is_word(row))
+
+
+def _converted(value: object, *, is_word: bool) -> KnobValue:
+    if not is_word and isinstance(value, (bool, int)):
         return value
     return value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
 def values_of(row: KnobRow) -> tuple[KnobValue, ...]:
     """Return the listed values of a knob, without duplicates."""
-    return tuple(dict.fromkeys(as_value(row, each) for each in row.values))
+    is_word = _is_word(row)  # once, because a knob may have thousands of values
+    return tuple(dict.fromkeys(_converted(each, is_word=is_word) for each in row.values))
 
 
 def numbers_of(row: KnobRow) -> dict[KnobValue, int | None]:
     """Return the number that each value means. It is None for a word without a number."""
     if isinstance(row.values, Mapping):
-        return {as_value(row, value): number for value, number in row.values.items()}
+        return {_converted(value, is_word=True): number for value, number in row.values.items()}
     return {value: None if isinstance(value, str) else int(value or 0) for value in values_of(row)}
 
 

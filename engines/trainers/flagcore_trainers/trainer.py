@@ -304,7 +304,8 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
             raise NoMetrics(reading.log.too_slow)
         times = tuple(reading.log.times.values())
         if not times and (stated := reading.log.unusable):
-            raise NoMetrics(f"the log states {stated[0]} as the time or rate of a step, not one number above 0")
+            problem = f"the log states {stated[0]} as the time or rate of a step, not one finite number above 0"
+            raise NoMetrics(f"unusable step time: {problem}{reading.note}")
         if not times:
             pattern = self.described.log.step
             fix = "correct" if pattern else "give"
@@ -312,7 +313,9 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
             if reading.log.matched:
                 problem = "the log has no second line of a step, from whose arrival times would follow"
             shown = f"; its last line is {reading.log.last[:200]!r}" if reading.log.last else ""
-            raise NoMetrics(f"{problem}; {fix} train.program.log.step, the pattern of a line per step{shown}")
+            raise NoMetrics(
+                f"{problem}; {fix} train.program.log.step, the pattern of a line per step{shown}{reading.note}"
+            )
         warmup = warmup_of_fewer(len(times), warmup_steps(times, task.spec.control.warmup_iters))
         return measurement(
             task,

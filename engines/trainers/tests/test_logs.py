@@ -80,3 +80,39 @@ def test_a_pattern_that_takes_too_long_ends_the_reading(tmp_path: Path, monkeypa
     reading = Reading(str(tmp_path), Log.of(task(), Patterns(steps=[Pattern(r"(?P<step>\d*)*(.*?,){25}P")])))
     assert len(reading()) == task().spec.control.train_iters
     assert "takes more than 0.05 s on the line '0,1,2" in reading.log.too_slow
+
+
+def test_many_slow_lines_end_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flagcore_trainers.logs.SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("flagcore_trainers.logs.MAX_SLOW_SECONDS", 0.005)
+    (tmp_path / "stdout.log").write_text("step 1 20 ms\n" * 20_000)
+    reading = Reading(str(tmp_path), Log.of(task(), Patterns(steps=[Pattern(r"step (?P<step>\d+) (?P<ms>\S+) ms")])))
+    reading()
+    assert "s in total" in reading.log.too_slow
+
+
+PLAIN = r"step (?P<step>\d+) took (?P<ms>\S+) ms"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line", "unusable"),
+    [
+        *(
+            (PLAIN, f"step 1 took {each} ms", each)
+            for each in ("0", "-3", "nan", "inf", "-inf", "1e999", "1_0", "1.2.3", "0x10", "--", "ms", "9" * 400)
+        ),
+        (r"step (?P<step>\d+) rate (?P<tokens_per_s>\S+)", "step 1 rate inf", "inf"),
+        (r"step (?P<step>\d+) rate (?P<tokens_per_s>\S+)", "step 1 rate 0", "0"),
+        (r"step (?P<step>\d+) rate (?P<samples_per_s>\S+)", "step 1 rate -1", "-1"),
+        (PLAIN, "\0".join("step 1 took nan ms"), "nan"),
+        (PLAIN, "x" * 9000 + " step 1 took 20 ms", None),
+        (PLAIN, "step \N{SUPERSCRIPT TWO} took 20 ms", None),
+        (PLAIN, "", None),
+        (r"(?P<step>a+)$ (?P<ms>x)", "a" * 9000, None),
+    ],
+)
+def test_odd_lines_are_named_or_left_out(tmp_path: Path, pattern: str, line: str, unusable: str | None) -> None:
+    (tmp_path / "stdout.log").write_text(f"{line}\n")
+    reading = Reading(str(tmp_path), Log.of(task(), Patterns(steps=[Pattern(pattern)])))
+    assert reading(unfinished=True) == ()
+    assert reading.log.unusable == ([unusable] if unusable else [])

@@ -27,7 +27,7 @@ from flagcore.contracts.capabilities import commands_of
 from flagcore.domain.knob import Knobs
 from flagcore.domain.secrets import redact_data
 from flagcore.domain.space import Candidate, KnobValue
-from flagcore.domain.trial import Role, Trial
+from flagcore.domain.trial import Role, Trial, checked
 from flagcore.errors import RunError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import N_, _
 from flagcore.spec.convert import engines_of
@@ -126,7 +126,8 @@ def import_history(
     role, source = Role.SEARCH if same_machine else Role.IMPORTED, str(path.resolve())
     rows = [problem.predictions.row(problem.row_of(each.candidate)) for each in found]
     predicted = [with_figures(problem.task, each) for each in rows]
-    trials = [replace(each, role=role, source=source, predicted=p) for each, p in zip(found, predicted, strict=True)]
+    read = [replace(each, role=role, source=source, predicted=p) for each, p in zip(found, predicted, strict=True)]
+    trials = [checked(each) for each in read]
     folder = Path(run_dir) if run_dir else RUNS / name.stem
     saved_trials = _save(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
     notes = (*notes, *_plausibility_warning(trials))

@@ -27,6 +27,7 @@ from flagcore.domain.trial import (
     TimeLimit,
     Trial,
     TrialState,
+    is_step_time,
     steps_in_time,
     warmup_steps,
 )
@@ -90,11 +91,16 @@ class _Monitor:
     def outcome(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
         """Wait until the trial ends, or stop it, and return it with its outcome."""
         readings, reports = Readings(self.platform), optional(self.platform.engine, Steps)
-        progress = reports.progress(self.platform.task, self.folder)
+        read_steps = reports.progress(self.platform.task, self.folder)
         step_limit = reports.step_limit(self.platform.task)
         start, warmup, steps_to_run = time.monotonic(), self.control.warmup_iters, step_limit
         has_run_steps = is_slower = is_too_long = False
         step_count, last_step_at = 0, 0.0
+
+        def progress() -> tuple[float, ...]:
+            """Return the step times so far. Those that cannot be are infinite; the trial fails at its end."""
+            return tuple(each if is_step_time(each) else math.inf for each in read_steps())
+
         try:
             while (ended := running.wait(POLL_SECONDS)) is None:
                 on_poll()
@@ -160,7 +166,8 @@ class _Monitor:
         time.
         """
         limit = self.trial.time_limit
-        if not self.has_steps or len(steps) != 1 or self.control.train_iters < MIN_STEPS or limit is None:
+        has_one_step = self.has_steps and len(steps) == 1 and steps[0] < math.inf
+        if not has_one_step or self.control.train_iters < MIN_STEPS or limit is None:
             return False
         is_shared = self.platform.support.shared_devices
         next_s = steps[0] if is_shared else min(steps[0], _predicted_step(self.trial) or 0.0)
@@ -252,9 +259,9 @@ class _Monitor:
         """
         measured, planned, count = outcome.measurement, self.control.train_iters, len(steps)
         # On an accelerator, the first step takes longer than later ones: it compiles kernels.
-        steps = steps if self.platform.support.shared_devices else steps[1:]
+        steps = [each for each in steps[not self.platform.support.shared_devices :] if each < math.inf]
         if measured is None:
-            return replace(outcome, finished_steps_s=tuple(outcome.scale * each for each in steps if each < math.inf))
+            return replace(outcome, finished_steps_s=tuple(outcome.scale * each for each in steps))
         timed = len(measured.step_times_s)
         if outcome.state is not TrialState.MEASURED or measured.warmup_steps is None or count >= planned:
             return outcome
@@ -285,7 +292,8 @@ class _Monitor:
     def _few_steps(self, count: int, step_s: float) -> str:
         """Return a phrase with the number of finished steps `count`, and their measured and predicted time."""
         predicted = _predicted_step(self.trial)
-        text = f"{count} of {self.control.train_iters} steps: {step_s:.3g} s"
+        seconds = f"{step_s:.3g} s" if step_s < math.inf else "an unusable step time"
+        text = f"{count} of {self.control.train_iters} steps: {seconds}"
         return f"{text}, predicted {predicted:.3g} s" if predicted else text
 
 

@@ -17,9 +17,11 @@ from flagcore.contracts.capabilities import Details, optional
 from flagcore.domain.knob import Effect, Factor
 from flagcore.domain.metrics import PER_DEVICE
 from flagcore.domain.plan import cost_figures
-from flagcore.domain.prediction import Interval, Prediction, Predictions, part_name
+from flagcore.domain.prediction import BadPredictions, Interval, Prediction, Predictions, part_name
 from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task, objective_value
+from flagcore.errors import NoDevice
+from flagcore.i18n import _
 from flagcore.tuner.effects import rows_by_effects, scaled
 
 CHUNK = 1 << 17
@@ -91,16 +93,29 @@ def predict_columns(platform: Platform, columns: Columns) -> Predictions:
 
     Settings that the engine does not model widen the intervals.
     """
-    task, engine, costs = platform.task, platform.engine, platform.costs
+    task, parts, order = platform.task, [], []
     uncertain = [Effect(time=Factor(low=low, high=high)) for low, high in (each.time for each in platform.unmodelled)]
-    parts, order = [], []
     for effects, group_columns, rows in rows_by_effects(task, columns):
-        parts.append(scaled(engine.predict(task.for_engine(effects), group_columns, costs), [*effects, *uncertain]))
+        parts.append(scaled(_predicted(platform, task.for_engine(effects), group_columns), [*effects, *uncertain]))
         order.append(rows)
     if len(parts) <= 1:
-        return parts[0] if parts else engine.predict(task.for_engine(), columns, costs)
+        return parts[0] if parts else _predicted(platform, task.for_engine(), columns)
     original_order: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
     return Predictions.join(parts).take(original_order)
+
+
+def _predicted(platform: Platform, task: Task, columns: Columns) -> Predictions:
+    """Return the predictions of the engine. Raises NoDevice if they are not one number per candidate."""
+    engine, rows = platform.engine, next((column.size for column in columns.values()), 0)
+    try:
+        found = engine.predict(task, columns, platform.costs)
+        if not isinstance(found, Predictions):
+            raise BadPredictions(f"predict returned {type(found).__name__}, not Predictions")
+        if columns and found.step_time_s.size != rows:
+            raise BadPredictions(f"predict returned {found.step_time_s.size} numbers for {rows} candidates")
+    except BadPredictions as error:
+        raise NoDevice(_("the engine {engine} cannot be used: {why}", engine=engine.name, why=error)) from error
+    return found
 
 
 def predict_components(platform: Platform, columns: Columns, stages: IntArray) -> dict[str, dict[str, FloatArray]]:

@@ -1,18 +1,23 @@
 """A space predicted in pieces, and what limits a candidate."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_testing.toy import ENGINE
+from flagcore_testing.toy import ENGINE, Toy
 
+from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.prediction import PART_NAMES
 from flagcore.domain.records import prediction_record, read_prediction
+from flagcore.domain.space import Columns
+from flagcore.domain.spec import Task
+from flagcore.errors import NoDevice
 from flagcore.tuner.stages import predict as predict_module
 from flagcore.tuner.stages.build import build
-from flagcore.tuner.stages.predict import limit, predict, with_figures
+from flagcore.tuner.stages.predict import limit, predict, predict_columns, with_figures
 from tests import tasks
 
 LIMITS = {part: name for part, name in PART_NAMES.items() if part != "compute_s"} | {"host_offload_s": "host offload"}
@@ -52,6 +57,32 @@ def test_predictions_do_not_depend_on_the_block_size_and_on_forks(
         one, other = getattr(at_once, field.name), getattr(in_pieces, field.name)
         assert one.keys() == other.keys() if isinstance(one, dict) else np.array_equal(one, other), field.name
     assert all(np.array_equal(seconds, in_pieces.time_s[name]) for name, seconds in at_once.time_s.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"step_time_s": None}, "step_time_s of predict is None"),
+        ({"device_used_bytes": np.ones((3, 2))}, r"device_used_bytes of predict is an array of float64 .*\(3, 2\)"),
+        ({"reserved_bytes": np.ones(2)}, r"reserved_bytes of predict .*\(2,\)"),
+        ({"low_s": np.array(["a", "b", "c"])}, "low_s of predict is an array of <U1"),
+        ({"high_s": [1.0, 2.0, 3.0]}, r"high_s of predict is \[1.0, 2.0, 3.0\]"),
+        ({"time_s": {"compute_s": 1.0}}, "compute_s of predict is 1.0"),
+        ({"worst_stage": np.array([None] * 3)}, "worst_stage of predict is an array of object"),
+        ({}, "predict returned 1 numbers for 3 candidates"),
+        (None, "predict returned NoneType, not Predictions"),
+    ],
+)
+def test_predictions_of_the_wrong_shape_or_type_name_the_engine(changes: dict[str, Any] | None, words: str) -> None:
+    class Wrong(Toy):
+        def predict(self, task: Task, columns: Columns, costs: Costs) -> Any:
+            found = super().predict(task, columns, costs)
+            return changes and dataclasses.replace(found, **changes) if changes != {} else found.take(np.array([0]))
+
+    task = tasks.task(space={"micro_batch_size": (1, 2)})
+    columns = {name: np.repeat(column, 3) for name, column in ENGINE.columns(task, {}).items()}
+    with pytest.raises(NoDevice, match=f"the engine toy cannot be used: {words}"):
+        predict_columns(tasks.platform(task, engine=Wrong()), columns)
 
 
 def test_arrays_of_different_lengths_are_an_error() -> None:

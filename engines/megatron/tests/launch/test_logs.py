@@ -87,10 +87,12 @@ def test_arguments_are_those_that_megatron_printed_first(tmp_path: Path) -> None
         assert read(tmp_path, line).arguments == {"tensor_model_parallel_size": "2"}
 
 
-@pytest.mark.parametrize("figure", ["1.2.3", "...", "9" * 400, "1" * 3000])
-def test_a_non_numeric_time_is_skipped(tmp_path: Path, figure: str) -> None:
-    log = read(tmp_path, iteration(1, figure) + memory(0, figure, figure) + iteration(2, "20.0"))
-    assert log.step_times_s == [0.02]
+@pytest.mark.parametrize(
+    "figure", ["1.2.3", "...", "9" * 400, "0.0", "-5.0", "nan", "inf", "-inf", "1e999", "1_0_0", "0x10", "--"]
+)
+def test_an_unusable_time_is_named_and_left_out(tmp_path: Path, figure: str) -> None:
+    log = read(tmp_path, iteration(1, figure) + memory(0, "1" * 400, figure) + iteration(2, "20.0"))
+    assert (log.step_times_s, log.unusable) == ([0.02], {1: figure})
 
 
 def test_both_logs_are_read_and_a_missing_one_is_empty(tmp_path: Path) -> None:
@@ -99,8 +101,25 @@ def test_both_logs_are_read_and_a_missing_one_is_empty(tmp_path: Path) -> None:
     assert read_logs(str(tmp_path / "missing")).step_times_s == []
 
 
+def test_the_limit_of_a_log_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LARGEST_LOG", 2 << 20)
+    log = read(tmp_path, iteration(1, "10.0") + "x\n" * (3 << 20) + iteration(2, "20.0"))
+    assert (log.step_times_s, log.note) == ([0.01], "; only the first 2 MiB of stdout.log were read")
+
+
+def test_steps_after_a_long_line_and_in_later_calls_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "BYTES_PER_CALL", 1 << 20)
+    lines, text = list[str](), WHOLE + "x" * (5 << 20) + WHOLE + WHOLE
+    files = reading.LogFiles(str(tmp_path), lines.append)
+    for cut in (len(WHOLE) // 2, len(WHOLE) + 9000, len(text) - 3, len(text)):
+        (tmp_path / "stdout.log").write_text(text[:cut])
+        for _call in range(7):
+            files.read()
+    assert [len(line) for line in lines] == [len(WHOLE) - 1, reading.LONGEST_LINE, len(WHOLE) - 1]
+
+
 def test_an_endless_log_line_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LARGEST_LOG", 1 << 20)
+    monkeypatch.setattr(reading, "LARGEST_LOG", 16 << 20)
     file = tmp_path / "stdout.log"
     with file.open("wb") as endless:
         endless.truncate(20 << 30)
