@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain
 
-from flagcore.domain.engine import Unmodelled
+from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.spec import Spec
 from flagcore.vendorkit.fields import read_as
 
@@ -47,13 +47,17 @@ class Settings:
     - `prefixes`: the starts of environment variables that are listed. Other variables have no class, and no effect.
     - `modelled`: settings that predictions include.
     - `harmless`: settings that change neither time nor memory.
-    - `costs`: settings that change one of them, and that predictions do not include.
+    - `costs`: settings that change one of them, and that predictions do not include. A key may have several names.
     """
 
     prefixes: str = ""
     modelled: str = ""
     harmless: str = ""
     costs: Mapping[str, Cost] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        costs = {name: cost for names, cost in self.costs.items() for name in names.split()}
+        object.__setattr__(self, "costs", costs)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -82,7 +86,7 @@ class Settings:
             name, value = f"no-{name}", True
         key = self._find(name)
         if key is None:
-            return Unmodelled(name=shown or name, why="its effect is not known to flagcore", time=UNKNOWN_TIME)
+            return Unmodelled(name=shown or name, why=UNKNOWN, time=UNKNOWN_TIME)
         cost = self._by_key[key]
         if cost is None or ("" if value is None else str(value).lower()) in cost.unless:
             return None
@@ -97,6 +101,13 @@ class Settings:
             is_listed = name in self.names or name.startswith(prefixes)
             if is_listed and (found := self.unmodelled(name, value)):
                 yield found
+
+    def harmless_in(self, spec: Spec, usual: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the environment variables of a spec that are in a class and change nothing, or that are as `usual`."""
+        variables = chain.from_iterable(each.items() for each in spec.variables)
+        return tuple(
+            name for name, value in variables if value == usual.get(name) or self.unmodelled(name, value) is None
+        )
 
     def _find(self, name: str) -> str | None:
         """Return the key of a setting's class, or None."""
@@ -119,6 +130,6 @@ def _key(name: str) -> str:
 
 
 @cache
-def read_settings(package: str) -> Settings:
-    """Return the classes in the `settings.yaml` of a package, or none without a file. Raises SpecError."""
-    return read_as(Settings, package, "settings.yaml")
+def read_settings(package: str, file: str = "settings.yaml") -> Settings:
+    """Return the classes in a file of a package, or none without a file. Raises SpecError."""
+    return read_as(Settings, package, file)
