@@ -38,9 +38,9 @@ class VendorPlugin:
     """A plugin whose facts are in files of its `package`.
 
     The files are chips/, costs/, engines.yaml, environment.yaml, settings.yaml, quirks.yaml, knobs.yaml, maturity.yaml
-    and published.jsonl; all but chips/ are optional. `vendor` is the vendor's name in the chip files. `memory` returns the
-    memory model of a device of a node group under an engine. `detector` finds devices; if it is None, this plugin finds
-    none. Subclass this class to override a hook.
+    and published.jsonl; all but chips/ are optional. `vendor` is the vendor's name in the chip files. `memory` returns
+    the memory model of a device of a node group under an engine. `detector` finds devices; if it is None, this plugin
+    finds none. Subclass this class to override a hook.
     """
 
     package: str

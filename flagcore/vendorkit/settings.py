@@ -26,12 +26,14 @@ class Cost:
     - `time`: the bounds of the factor by which it may change step times.
     - `source`: where `why` comes from. Empty if it follows from the setting's description.
     - `unless`: the values that change nothing, in lower case.
+    - `several_nodes`: whether it changes nothing on one node.
     """
 
     why: str
     time: tuple[float, float] = (1.0, 1.0)
     source: str = ""
     unless: tuple[str, ...] = UNCHANGED
+    several_nodes: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.time[0] <= 1 <= self.time[1]:
@@ -77,10 +79,11 @@ class Settings:
         """Return those of `names` that are in no class."""
         return [name for name in names if self._find(name) is None]
 
-    def unmodelled(self, name: str, value: object = True, shown: str = "") -> Unmodelled | None:
+    def unmodelled(self, name: str, value: object = True, shown: str = "", *, nodes: int = 2) -> Unmodelled | None:
         """Return the effect of a setting that predictions do not include, or None.
 
-        `shown`: the name for users, by default `name`. A setting that is in no class has an unknown effect.
+        `shown`: the name for users, by default `name`. A setting that is in no class has an unknown effect. `nodes`: the
+        number of nodes of the job.
         """
         if value is False and self.costs.get(f"no-{name}"):
             name, value = f"no-{name}", True
@@ -89,6 +92,8 @@ class Settings:
             return Unmodelled(name=shown or name, why=UNKNOWN, time=UNKNOWN_TIME)
         cost = self._by_key[key]
         if cost is None or ("" if value is None else str(value).lower()) in cost.unless:
+            return None
+        if cost.several_nodes and nodes == 1:
             return None
         return Unmodelled(
             name=shown or name, why=f"{cost.why} ({cost.source})" if cost.source else cost.why, time=cost.time
@@ -99,14 +104,16 @@ class Settings:
         prefixes = tuple(self.prefixes.split())
         for name, value in chain.from_iterable(each.items() for each in spec.variables):
             is_listed = name in self.names or name.startswith(prefixes)
-            if is_listed and (found := self.unmodelled(name, value)):
+            if is_listed and (found := self.unmodelled(name, value, nodes=spec.cluster.nodes)):
                 yield found
 
     def harmless_in(self, spec: Spec, usual: Mapping[str, str]) -> tuple[str, ...]:
         """Return the environment variables of a spec that are in a class and change nothing, or that are as `usual`."""
-        variables = chain.from_iterable(each.items() for each in spec.variables)
+        variables, nodes = chain.from_iterable(each.items() for each in spec.variables), spec.cluster.nodes
         return tuple(
-            name for name, value in variables if value == usual.get(name) or self.unmodelled(name, value) is None
+            name
+            for name, value in variables
+            if value == usual.get(name) or self.unmodelled(name, value, nodes=nodes) is None
         )
 
     def _find(self, name: str) -> str | None:

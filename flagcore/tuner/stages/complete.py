@@ -135,7 +135,7 @@ def _of_model(task: Task) -> Iterator[Unmodelled]:
         found = classes.unmodelled(name.removeprefix("text_config."), value, f"model.{name}")
         if found and (trains or not model.vision or name != "vision_config"):
             yield found
-    if trains and model.windows:
+    if trains and model.windows and model.windows.tokens < task.spec.train.seq_length:
         why = "training is predicted as if all layers attended to all tokens, which takes longer"
         yield Unmodelled(name="model.sliding_window", why=why, time=(0.5, 1.0))
 

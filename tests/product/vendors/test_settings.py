@@ -1,6 +1,7 @@
 """The classes of the environment variables of vendors: what is named, and what is not."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
 
@@ -18,10 +19,11 @@ from tests.product.vendors.test_facts import BY_NAME, PLUGINS, VENDORS
 OF_TORCH = read_settings("flagcore.vendorkit")
 
 
-def named(chip: Chip, **variables: str) -> set[str]:
+def named(chip: Chip, variables: Mapping[str, str], nodes: int = 2) -> set[str]:
     """Return the variables of a task on a chip that are named as not predicted."""
     task = task_on(chip)
-    asked = Task(spec=replace(task.spec, envs=variables), cluster=task.cluster)
+    cluster = replace(task.spec.cluster, nodes=nodes)
+    asked = Task(spec=replace(task.spec, envs=variables, cluster=cluster), cluster=task.cluster)
     return {each.name for each in unmodelled(asked, ENGINE, PLUGINS.check_task(asked))}
 
 
@@ -110,4 +112,8 @@ RECIPES = [
 
 @pytest.mark.parametrize(("chip", "variables", "expected"), RECIPES)
 def test_of_a_recipe_the_variables_that_change_its_cost_are_named(chip: str, variables: str, expected: str) -> None:
-    assert named(BY_NAME[chip], **dict(each.split("=", 1) for each in variables.split())) == {*expected.split()}
+    assert named(BY_NAME[chip], dict(each.split("=", 1) for each in variables.split())) == {*expected.split()}
+
+
+def test_on_one_node_variables_of_the_network_change_nothing() -> None:
+    assert not named(BY_NAME["H200"], {"NCCL_IB_DISABLE": "1", "NCCL_NET_GDR_LEVEL": "5"}, nodes=1)
