@@ -82,8 +82,8 @@ class Settings:
     def unmodelled(self, name: str, value: object = True, shown: str = "", *, nodes: int = 2) -> Unmodelled | None:
         """Return the effect of a setting that predictions do not include, or None.
 
-        `shown`: the name for users, by default `name`. A setting that is in no class has an unknown effect. `nodes`: the
-        number of nodes of the job.
+        `shown`: the name for users, by default `name`. `nodes`: the number of nodes of the job. A setting that is in no
+        class has an unknown effect.
         """
         if value is False and self.costs.get(f"no-{name}"):
             name, value = f"no-{name}", True
