@@ -91,9 +91,7 @@ class Settings:
         if key is None:
             return Unmodelled(name=shown or name, why=UNKNOWN, time=UNKNOWN_TIME)
         cost = self._by_key[key]
-        if cost is None or ("" if value is None else str(value).lower()) in cost.unless:
-            return None
-        if cost.several_nodes and nodes == 1:
+        if cost is None or value is None or (cost.several_nodes and nodes == 1) or str(value).lower() in cost.unless:
             return None
         return Unmodelled(
             name=shown or name, why=f"{cost.why} ({cost.source})" if cost.source else cost.why, time=cost.time
@@ -109,12 +107,9 @@ class Settings:
 
     def harmless_in(self, spec: Spec, usual: Mapping[str, str]) -> tuple[str, ...]:
         """Return the environment variables of a spec that are in a class and change nothing, or that are as `usual`."""
-        variables, nodes = chain.from_iterable(each.items() for each in spec.variables), spec.cluster.nodes
-        return tuple(
-            name
-            for name, value in variables
-            if value == usual.get(name) or self.unmodelled(name, value, nodes=nodes) is None
-        )
+        variables = {item for each in spec.variables for item in each.items()}
+        classed = (item for item in variables if not self.unmodelled(*item, nodes=spec.cluster.nodes))
+        return tuple(name for name, _ in {*classed, *(variables & usual.items())})
 
     def _find(self, name: str) -> str | None:
         """Return the key of a setting's class, or None."""

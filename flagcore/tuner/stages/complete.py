@@ -126,11 +126,8 @@ def unmodelled(task: Task, engine: Engine, advice: TaskAdvice) -> tuple[Unmodell
 
 def _of_model(task: Task) -> Iterator[Unmodelled]:
     """Yield the keys of the model's config.json that change its cost and that predictions do not include."""
-    model, classes, trains = (
-        task.spec.model,
-        read_settings("flagcore.spec", "config_keys.yaml"),
-        task.spec.work.has_steps,
-    )
+    model, trains = task.spec.model, task.spec.work.has_steps
+    classes = read_settings("flagcore.spec", "config_keys.yaml")
     for name, value in model.unread:
         found = classes.unmodelled(name.removeprefix("text_config."), value, f"model.{name}")
         if found and (trains or not model.vision or name != "vision_config"):
