@@ -161,7 +161,7 @@ def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
     engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
     return {
         "spec": with_fidelity(data),
-        "model": asdict(platform.task.spec.model),
+        "model": asdict(replace(platform.task.spec.model, unread=())),
         "hardware": hardware | ({"others": sizes[1:]} if sizes[1:] else {}),
         "plugins say": {"environment": dict(platform.environment), "engine": engine},
         **({"precision": platform.task.spec.work.precision} if platform.precision_reason else {}),

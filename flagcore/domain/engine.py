@@ -62,6 +62,10 @@ class PreferredSetting:
     reason: str
 
 
+UNKNOWN = "its effect is not known to flagcore"
+"""The effect of a setting that is in no class."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unmodelled:
     """A flag, variable or key of a job that changes its time or memory, and that predictions do not include.
@@ -92,6 +96,7 @@ class TaskAdvice:
     other patterns in order, then the engine's patterns. The first pattern that matches a line determines the failure.
     `notes`: sentences for the user.
     `unmodelled`: settings of the vendor's software that change the cost of the task.
+    `harmless`: environment variables of the task that do not, or whose effect predictions include.
     """
 
     rules: tuple[ValueRule, ...] = ()
@@ -101,6 +106,7 @@ class TaskAdvice:
     failures: tuple[FailurePattern, ...] = ()
     notes: tuple[str, ...] = ()
     unmodelled: tuple[Unmodelled, ...] = ()
+    harmless: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The architecture of a transformer."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +158,7 @@ class Model:
     to the tokens that the `indexer` selects.
     `attention_output_gate`: whether a gate scales the output of attention. It is computed by a projection as large as
     the query projection.
+    `unread`: the names and values of the keys of config.json that the other fields do not contain.
     """
 
     name: str
@@ -191,6 +192,7 @@ class Model:
     indexer: Indexer | None = None
     linear_attention: LinearAttention | None = None
     attention_output_gate: bool = False
+    unread: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def attention_layers(self) -> int:

@@ -418,6 +418,7 @@ class LoadedPlugins:
             failures=tuple(pattern for each in advice for pattern in each.failures),
             notes=tuple(note for each in advice for note in each.notes),
             unmodelled=tuple(dict.fromkeys(setting for each in advice for setting in each.unmodelled)),
+            harmless=tuple(name for each in advice for name in each.harmless),
         )
 
     def telemetry(self, device: Device) -> Telemetry | None:

@@ -3,7 +3,7 @@
 Model families with layers that `Model` does not support raise SpecError.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from importlib.resources import files
 from typing import Any
@@ -76,6 +76,8 @@ class Config(BaseModel):
     layer_types: list[str] | None = None
     full_attention_interval: Size | None = None
     sliding_window: Size | None = None
+    use_sliding_window: bool = True
+    max_window_layers: NoLayers = 0
     linear_num_key_heads: Size | None = None
     linear_num_value_heads: Size | None = None
     linear_key_head_dim: Size | None = None
@@ -111,10 +113,12 @@ class Config(BaseModel):
 
     def _other_layers(self) -> dict[str, Any]:
         """Return the fields of `Model` for layers that do not attend to all tokens. If `layer_types` is missing, every
-        n-th layer has full attention, where n is `full_attention_interval`."""
+        n-th layer has full attention, where n is `full_attention_interval`, and so have the first `max_window_layers`.
+        """
         other, interval = LINEAR if self.linear_num_key_heads else WINDOWED, self.full_attention_interval
         types = self.layer_types or [
-            FULL if interval and (layer + 1) % interval == 0 else other for layer in range(self.num_hidden_layers)
+            FULL if layer < self.max_window_layers or (interval and (layer + 1) % interval == 0) else other
+            for layer in range(self.num_hidden_layers)
         ]
         if unknown := sorted({*types} - {FULL, CHUNKED, WINDOWED, LINEAR}):
             problem, fix = "has kinds of layers that are not supported", "use a model without them"
@@ -128,7 +132,7 @@ class Config(BaseModel):
             layer_fields["indexer"] = Indexer(
                 heads=self.index_n_heads, head_dim=self.index_head_dim, top_k=self.index_topk
             )
-        if windowed and self.sliding_window:
+        if windowed and self.sliding_window and self.use_sliding_window:
             layer_fields["windows"] = Windows(num_layers=windowed, tokens=self.sliding_window)
         if linear:
             layer_fields["linear_attention"] = LinearAttention(num_layers=linear, **self._linear_sizes())
@@ -180,6 +184,7 @@ class Config(BaseModel):
 def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model:
     """Return the model that a config.json describes, or the text model of a multimodal one. Raises SpecError."""
     path: KeyPath = ()
+    whole = config
     if inner := _section(config, "text_config"):
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config, path = {**outer, **inner}, ("text_config",)
@@ -191,7 +196,8 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
         problem = "is missing" if kind is None else "is not known here"
         raise SpecError(key=key_text((*path, "model_type")), value=kind, problem=problem, fix=fix, file=file)
     try:
-        model = Model(name=name, **checked(Config, _of_family(config, family)).fields())
+        read = _of_family(config, family)
+        model = Model(name=name, unread=tuple(_unread(whole, read)), **checked(Config, read).fields())
         check_model(model, NAMES)
     except SpecError as error:
         found = error
@@ -207,6 +213,15 @@ def _of_family(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str
     found = {key: config[key] for key, name in names.items() if name in COMMON or name in defaults}
     missing = {name: value for name, value in defaults.items() if name not in names.values()}
     return {**missing, **found, **fixed}
+
+
+def _unread(config: Mapping[str, Any], read: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of the keys of a config.json that are not in `read`, nor false, 0 or empty."""
+    inner = ("text_config", "quantization_config")
+    for start, section in (("", config), *((f"{key}.", _section(config, key)) for key in inner)):
+        for key, value in section.items():
+            if value and not {key, ALIASES.get(key)} & {*inner, *read}:
+                yield start + key, str(value)
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -37,10 +37,10 @@ def usual_memory(**figures: float) -> Callable[[NodeGroup, str], MemoryModel]:
 class VendorPlugin:
     """A plugin whose facts are in files of its `package`.
 
-    The files are chips/, costs/, engines.yaml, environment.yaml, quirks.yaml, knobs.yaml, maturity.yaml and
-    published.jsonl; all but chips/ are optional. `vendor` is the vendor's name in the chip files. `memory` returns the
-    memory model of a device of a node group under an engine. `detector` finds devices; if it is None, this plugin finds
-    none. Subclass this class to override a hook.
+    The files are chips/, costs/, engines.yaml, environment.yaml, settings.yaml, quirks.yaml, knobs.yaml, maturity.yaml
+    and published.jsonl; all but chips/ are optional. `vendor` is the vendor's name in the chip files. `memory` returns
+    the memory model of a device of a node group under an engine. `detector` finds devices; if it is None, this plugin
+    finds none. Subclass this class to override a hook.
     """
 
     package: str
@@ -129,14 +129,17 @@ class VendorPlugin:
             return tuple(dict.fromkeys(each for chip in chips for each in applicable(quirks, chip, *about)))
 
         quirks, is_set = read_quirks(self.package), {*os.environ, *task.spec.envs, *task.spec.cluster.envs}
-        hidden = [each for each in of_chips(read_variables(self.package)) if each.overridden_by in is_set]
+        settings, variables = read_settings(self.package), of_chips(read_variables(self.package))
+        usual = {each.name: each.value for each in variables if each.value and each.applies_to(task)}
+        hidden = [each for each in variables if each.overridden_by in is_set]
         unit, slow = "steps of a trial" if task.spec.work.has_steps else "requests of a load", of_chips(quirks.warmup)
         return TaskAdvice(
             rules=(*of_chips(quirks.refused), *of_chips(quirks.forced)),
             preferred=of_chips(quirks.preferred),
             warmup=max((each.count for each in slow), default=0),
             failures=of_chips(quirks.failures),
-            unmodelled=tuple(read_settings(self.package).of_environment(task.spec)),
+            unmodelled=tuple(settings.of_environment(task.spec)),
+            harmless=settings.harmless_in(task.spec, usual),
             notes=(
                 *(f"the first {each.count} {unit} are not measured: {each.reason}" for each in slow),
                 *(f"{each.overridden_by} is set, so {each.name} has no effect: unset it" for each in hidden),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain
 
-from flagcore.domain.engine import Unmodelled
+from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.spec import Spec
 from flagcore.vendorkit.fields import read_as
 
@@ -26,12 +26,14 @@ class Cost:
     - `time`: the bounds of the factor by which it may change step times.
     - `source`: where `why` comes from. Empty if it follows from the setting's description.
     - `unless`: the values that change nothing, in lower case.
+    - `several_nodes`: whether it changes nothing on one node.
     """
 
     why: str
     time: tuple[float, float] = (1.0, 1.0)
     source: str = ""
     unless: tuple[str, ...] = UNCHANGED
+    several_nodes: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.time[0] <= 1 <= self.time[1]:
@@ -47,13 +49,17 @@ class Settings:
     - `prefixes`: the starts of environment variables that are listed. Other variables have no class, and no effect.
     - `modelled`: settings that predictions include.
     - `harmless`: settings that change neither time nor memory.
-    - `costs`: settings that change one of them, and that predictions do not include.
+    - `costs`: settings that change one of them, and that predictions do not include. A key may have several names.
     """
 
     prefixes: str = ""
     modelled: str = ""
     harmless: str = ""
     costs: Mapping[str, Cost] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        costs = {name: cost for names, cost in self.costs.items() for name in names.split()}
+        object.__setattr__(self, "costs", costs)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -73,18 +79,19 @@ class Settings:
         """Return those of `names` that are in no class."""
         return [name for name in names if self._find(name) is None]
 
-    def unmodelled(self, name: str, value: object = True, shown: str = "") -> Unmodelled | None:
+    def unmodelled(self, name: str, value: object = True, shown: str = "", *, nodes: int = 2) -> Unmodelled | None:
         """Return the effect of a setting that predictions do not include, or None.
 
-        `shown`: the name for users, by default `name`. A setting that is in no class has an unknown effect.
+        `shown`: the name for users, by default `name`. `nodes`: the number of nodes of the job. A setting that is in no
+        class has an unknown effect.
         """
         if value is False and self.costs.get(f"no-{name}"):
             name, value = f"no-{name}", True
         key = self._find(name)
         if key is None:
-            return Unmodelled(name=shown or name, why="its effect is not known to flagcore", time=UNKNOWN_TIME)
+            return Unmodelled(name=shown or name, why=UNKNOWN, time=UNKNOWN_TIME)
         cost = self._by_key[key]
-        if cost is None or ("" if value is None else str(value).lower()) in cost.unless:
+        if cost is None or value is None or (cost.several_nodes and nodes == 1) or str(value).lower() in cost.unless:
             return None
         return Unmodelled(
             name=shown or name, why=f"{cost.why} ({cost.source})" if cost.source else cost.why, time=cost.time
@@ -95,8 +102,14 @@ class Settings:
         prefixes = tuple(self.prefixes.split())
         for name, value in chain.from_iterable(each.items() for each in spec.variables):
             is_listed = name in self.names or name.startswith(prefixes)
-            if is_listed and (found := self.unmodelled(name, value)):
+            if is_listed and (found := self.unmodelled(name, value, nodes=spec.cluster.nodes)):
                 yield found
+
+    def harmless_in(self, spec: Spec, usual: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the environment variables of a spec that are in a class and change nothing, or that are as `usual`."""
+        variables = {item for each in spec.variables for item in each.items()}
+        classed = (item for item in variables if not self.unmodelled(*item, nodes=spec.cluster.nodes))
+        return tuple(name for name, _ in {*classed, *(variables & usual.items())})
 
     def _find(self, name: str) -> str | None:
         """Return the key of a setting's class, or None."""
@@ -119,6 +132,6 @@ def _key(name: str) -> str:
 
 
 @cache
-def read_settings(package: str) -> Settings:
-    """Return the classes in the `settings.yaml` of a package, or none without a file. Raises SpecError."""
-    return read_as(Settings, package, "settings.yaml")
+def read_settings(package: str, file: str = "settings.yaml") -> Settings:
+    """Return the classes in a file of a package, or none without a file. Raises SpecError."""
+    return read_as(Settings, package, file)

@@ -101,9 +101,31 @@ def test_layers_with_windows_are_counted(at: At, extra: dict[str, Any], windows:
     assert read_model("Some-Model", at(GEMMA3 | extra)).windows == windows
 
 
-def test_windows_that_a_family_does_not_use_are_ignored(at: At) -> None:
-    model = read_model("Some-Model", at(QWEN3 | {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 36}))
-    assert model.windows is None
+@pytest.mark.parametrize(
+    ("data", "extra", "windows"),
+    [
+        (QWEN3, {"sliding_window": 4096}, None),
+        (QWEN3, {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 36}, None),
+        (QWEN3, {"sliding_window": 4096, "use_sliding_window": True}, Windows(num_layers=8, tokens=4096)),
+        (LLAMA3 | {"model_type": "mistral"}, {"sliding_window": 4096}, Windows(num_layers=32, tokens=4096)),
+        (LLAMA3 | {"model_type": "mistral"}, {}, None),
+    ],
+)
+def test_windows_are_read_if_the_model_uses_them(
+    at: At, data: dict[str, Any], extra: dict[str, Any], windows: Windows | None
+) -> None:
+    assert read_model("Some-Model", at(data | extra)).windows == windows
+
+
+def test_keys_that_are_not_read_are_kept(at: At) -> None:
+    text = GEMMA3 | {"attention_dropout": 0.1, "use_cache": False, "num_nextn_predict_layers": 1}
+    quantized = {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}}
+    model = read_model("Some-Model", at({"text_config": text, "vision_config": {"depth": 2}, **quantized}))
+    assert {name for name, _ in model.unread} == {
+        *("vision_config", "text_config.model_type", "text_config.attention_dropout"),
+        *("text_config.num_nextn_predict_layers", "quantization_config.quant_method"),
+        "quantization_config.kv_cache_scheme",
+    }
 
 
 def test_layers_with_linear_attention_have_no_cache(at: At) -> None:

@@ -50,7 +50,7 @@ def shared_job(platform: Platform, folder: str) -> dict[str, Any]:
     group = platform.task.cluster.groups[0]
     cores = len(platform.cores) or group.chip.devices_per_node
     return {
-        "model": asdict(replace(spec.model, vision=None, windows=None)),
+        "model": asdict(replace(spec.model, vision=None, windows=None, unread=())),
         "train": {
             "seq_length": train.seq_length,
             "global_batch_size": train.global_batch_size,

@@ -13,6 +13,7 @@ from flagcore.contracts.capabilities import Advice, Installation, MixedClusters,
 from flagcore.domain.chip import TRAINED, slowness, usual_precision
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import (
+    UNKNOWN,
     EngineSupport,
     ForcedSetting,
     PreferredSetting,
@@ -112,9 +113,25 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, engine: Engine, vers
 
 
 def unmodelled(task: Task, engine: Engine, advice: TaskAdvice) -> tuple[Unmodelled, ...]:
-    """Return the settings of a task that change its cost and that predictions do not include."""
+    """Return the settings of a task that change its cost and that predictions do not include.
+
+    What is known about a setting replaces that its effect is not known to others.
+    """
+    of_engine = optional(engine, Advice).unmodelled(task)
     of_torch = read_settings("flagcore.vendorkit").of_environment(task.spec)
-    return tuple(dict.fromkeys([*optional(engine, Advice).unmodelled(task), *of_torch, *advice.unmodelled]))
+    found = [*_of_model(task), *of_engine, *of_torch, *advice.unmodelled]
+    by_name = {each.name: each for each in sorted(found, key=lambda each: each.why != UNKNOWN)}
+    return tuple(each for each in by_name.values() if each.name not in advice.harmless)
+
+
+def _of_model(task: Task) -> Iterator[Unmodelled]:
+    """Yield the keys of the model's config.json that change its cost and that predictions do not include."""
+    model, trains = task.spec.model, task.spec.work.has_steps
+    classes = read_settings("flagcore.spec", "config_keys.yaml")
+    for name, value in model.unread:
+        found = classes.unmodelled(name.removeprefix("text_config."), value, f"model.{name}")
+        if found and (trains or not model.vision or name != "vision_config"):
+            yield found
 
 
 def _with_precision(
