@@ -63,7 +63,7 @@ class Settings:
     @cached_property
     def _classes(self) -> Mapping[str, Cost | None]:
         known = dict.fromkeys((*self.modelled.split(), *self.harmless.split()))
-        return {**known, **self.costs}
+        return known | {name: cost for names, cost in self.costs.items() for name in names.split()}
 
     @cached_property
     def _by_key(self) -> Mapping[str, Cost | None]:
@@ -71,20 +71,23 @@ class Settings:
 
     def unclassed(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that are in no class."""
-        return [name for name in names if self._find(name) is None]
+        return [name for name in names if not (self._find(name) or self._find(name.removeprefix("no-")))]
 
     def unmodelled(self, name: str, value: object = True, shown: str = "") -> Unmodelled | None:
         """Return the effect of a setting that predictions do not include, or None.
 
-        `shown`: the name for users, by default `name`. A setting that is in no class has an unknown effect.
+        `shown`: the name for users, by default `name`. A setting that is in no class has an unknown effect. A name that
+        starts with `no-` and has no class turns the rest of the name off.
         """
-        if value is False and self.costs.get(f"no-{name}"):
+        if value is False and self._by_key.get(_key(f"no-{name}")):
             name, value = f"no-{name}", True
         key = self._find(name)
+        if key is None and name.startswith("no-"):
+            return self.unmodelled(name.removeprefix("no-"), False, shown or name)
         if key is None:
             return Unmodelled(name=shown or name, why="its effect is not known to flagcore", time=UNKNOWN_TIME)
         cost = self._by_key[key]
-        if cost is None or ("" if value is None else str(value).lower()) in cost.unless:
+        if cost is None or value is None or value is False or str(value).lower() in cost.unless:
             return None
         return Unmodelled(
             name=shown or name, why=f"{cost.why} ({cost.source})" if cost.source else cost.why, time=cost.time

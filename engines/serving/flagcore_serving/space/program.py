@@ -1,7 +1,9 @@
 """The program of an engine: `engine.yaml`, the spec's `engine_args`, the installed version, and the command line."""
 
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
@@ -309,7 +311,10 @@ class Program:
 
         The result is empty if they are not known.
         """
-        folders = programs.package_folders(command[0])
+        return self.flags_in(programs.package_folders(command[0]))
+
+    def flags_in(self, folders: tuple[str, ...]) -> Collection[str]:
+        """Return the flags of the engine's source in the first of `folders` that has it, without dashes."""
         return _flags_in_source(folders, tuple(self.flag_files), tuple(self.flag_fields))
 
     def installed_release(self) -> tuple[Collection[str], str]:
@@ -359,11 +364,26 @@ class Program:
         They are other flags than those of knobs, and fixed values of knobs that are listed in `settings`.
         """
         args = self.split(spec)
-        listed = {name: value for name, value in args.fixed.items() if name.replace("_", "-") in self.settings.costs}
-        for name, value in {**args.others, **listed}.items():
-            if found := self.settings.unmodelled(name.replace("_", "-"), value, f"serve.engine_args.{name}"):
-                yield found
+        for name, value in {**args.others, **args.fixed}.items():
+            yield from self.effects(name, value, f"serve.engine_args.{name}")
         yield from self.settings.of_environment(spec)
+
+    def effects(self, name: str, value: object, shown: str) -> Iterator[Unmodelled]:
+        """Yield the effects of a flag or a knob's value that predictions do not include, with the name `shown`.
+
+        A knob whose values are all predicted is not listed in `settings`. A JSON object has an effect for each value.
+        """
+        (knob, flag), name = self.knob_of(name), name.replace("_", "-")
+        if knob is not None and flag is None and name not in self.settings.names:
+            return
+        found = (self.settings.unmodelled(key, each, shown) for key, each in _leaves(name, value))
+        yield from dict.fromkeys(filter(None, found))
+
+    def unclassed(self, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that are no knobs, and that have no class. A flag may be negated."""
+        known = {*self.reserved, *self.model_flags, *self.short_flags, *self.digit_flags, "config", "help"}
+        others = [name for name in names if not {name, name.removeprefix("no-")} & known]
+        return self.settings.unclassed(name for name in others if self.knob_of(name)[0] is None)
 
     def ready(self, spec: Spec) -> None:
         """Raise SpecError or NoDevice if no server can be started with the spec's Hugging Face directory."""
@@ -375,6 +395,18 @@ class Program:
             fix = f"install {self.packages[0]} there, or set serve.command"
             raise NoDevice(f"{self.title} is not installed for {command[0]}; {fix}")
         self.parse(spec)
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the values of a JSON object by their path with dots, or else `value` itself."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            yield from _leaves(f"{name}.{key}", each)
+    else:
+        yield name, value
 
 
 def _forms(name: str) -> set[str]:
@@ -390,7 +422,7 @@ def _similar(name: str, flags: frozenset[str]) -> str:
 
 
 _LITERAL_PATTERN = re.compile(r"""["'](--?[A-Za-z][\w-]*)["']""")
-_FIELD_PATTERN = re.compile(r"^ {4}([a-z]\w*)\s*:", re.MULTILINE)
+_FIELD_PATTERN = re.compile(r"^ {4}([a-z]\w*)\s*: .*[^,\s]$", re.MULTILINE)
 _MAX_BYTES = 8 << 20
 
 
