@@ -105,6 +105,10 @@ class Overheads:
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
+HOST_RATE = 32e9
+"""The rate of the host's link in bytes per second, assumed for chips without a known one: that of PCIe 4.0 x16."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """Inputs that all candidates of a task share.
@@ -112,6 +116,7 @@ class Serving:
     - `precision`: the format in which the weights are multiplied.
     - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
     - `link_domain`: number of consecutive devices that are connected without the network.
+    - `host_rate`: bytes per second from the memory of the host to a device.
     - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
     - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and linear attention depend
       on them.
@@ -122,6 +127,7 @@ class Serving:
     overheads: Overheads
     weight_bytes: float | None = None
     link_domain: int = 8
+    host_rate: float = HOST_RATE
     on_bus: bool = False
     tokens: float = 1.0
     prompt: float = 1.0

@@ -75,6 +75,7 @@ class Program:
     - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
     - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
     - `share_flag`: the flag with a share of the model for each device, separated by commas.
+    - `offload_flag`: the flag with the GiB of a device's weights that stay in the memory of the host.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
     - `packages`: pip packages that may install the engine.
     - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
@@ -111,6 +112,7 @@ class Program:
     digit_flags: str = ""
     abbreviations: bool = False
     share_flag: str = ""
+    offload_flag: str = ""
     expert_switch: str = ""
     packages: Sequence[str] = ()
     releases: str = ""
@@ -378,6 +380,11 @@ class Program:
             return
         found = (self.settings.unmodelled(key, each, shown) for key, each in _leaves(name, value))
         yield from dict.fromkeys(filter(None, found))
+
+    def offloaded_bytes(self, spec: Spec) -> float:
+        """Return the bytes of each device's weights that the spec's flags leave in the memory of the host."""
+        gib = self.split(spec).others.get(self.offload_flag) if self.offload_flag else None
+        return float(gib) * 2.0**30 if isinstance(gib, int | float) else 0.0
 
     def unclassed(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that are no knobs, and that have no class. A flag may be negated."""

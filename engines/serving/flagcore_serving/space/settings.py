@@ -35,6 +35,8 @@ class Settings:
     - `graph_tokens`: the largest batch, in tokens, that the engine captures as a graph; 0 in eager mode.
     - `memory_fraction`: share of a device's memory for weights, activations and cache; NaN if `cache_bytes` is set.
     - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
+    - `offloaded`: bytes of the layers' weights of each device that are in the memory of the host, and that each pass
+      reads from there.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
     - `drafted`: tokens that speculation drafts per sequence and iteration.
@@ -69,6 +71,7 @@ class Settings:
     memory_fraction: FloatArray
     cache_bytes: FloatArray
     cache_element_bytes: FloatArray
+    offloaded: FloatArray
     on_device: FloatArray
     host_s: FloatArray
     drafted: IntArray
@@ -110,6 +113,7 @@ class Settings:
             "prefix_caching": columns.get(common_knobs.PREFIX, 0 * ones),
             "memory_fraction": unknown,
             "cache_bytes": unknown,
+            "offloaded": np.zeros(ones.shape),
             "on_device": np.ones(ones.shape),
             "host_s": unknown,
             "drafted": 0 * ones,
