@@ -95,9 +95,12 @@ class Settings:
 
     def of_environment(self, spec: Spec) -> Iterator[Unmodelled]:
         """Yield the effects of environment variables in a spec that predictions do not include."""
-        prefixes = tuple(self.prefixes.split())
-        for name, value in chain.from_iterable(each.items() for each in spec.variables):
-            is_listed = name in self.names or name.startswith(prefixes)
+        return chain.from_iterable(map(self.of_variables, spec.variables))
+
+    def of_variables(self, variables: Mapping[str, str]) -> Iterator[Unmodelled]:
+        """Yield the effects of environment variables that predictions do not include."""
+        for name, value in variables.items():
+            is_listed = name in self.names or name.startswith(tuple(self.prefixes.split()))
             if is_listed and (found := self.unmodelled(name, value)):
                 yield found
 

@@ -62,6 +62,8 @@ def spec_of_command(
     _check_model(engine, path, pairs, program)
     baseline, engine_args = _divide(engine, found.values, version, directory, notes)
     _add_shares(engine, baseline, engine_args, start, notes)
+    for effect in engine.program.settings.of_variables(start.envs):
+        notes.note(effect.name, f"is not predicted: {effect.why}", f"envs.{effect.name}")
     precision = _precision(engine, path, baseline, engine_args, notes)
     notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
     load = {**_lengths(baseline), "concurrency": CLIENTS_PER_DEVICE}

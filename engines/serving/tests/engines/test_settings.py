@@ -51,6 +51,7 @@ def test_removed_flags_have_a_class(engine: str) -> None:
         ),
         ("sglang", {"cuda-graph-max-bs-decode": 256, "stream-interval": 1, "watchdog-timeout": 1000}, []),
         ("lmdeploy", {"adapters": "a=b", "model-name": "m"}, ["adapters"]),
+        ("llamacpp", {"spec-type": "ngram-simple", "flash-attn": "on"}, ["speculation"]),
         ("llamacpp", {"n-cpu-moe": 12, "jinja": True, "no-mmap": True}, ["n-cpu-moe"]),
     ],
 )
