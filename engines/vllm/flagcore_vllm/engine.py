@@ -97,6 +97,12 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     return (longest,) if cache_bytes > room else (None,)
 
 
+SHORT = {
+    "spec-method": "speculative-config.method",
+    "spec-model": "speculative-config.model",
+    "spec-tokens": "speculative-config.num_speculative_tokens",
+}
+"""Flags of 0.22 and later that set a key of the speculative config (`engine/arg_utils.py`)."""
 PREFILL_CONTEXT = "prefill-context-parallel-size"
 
 
@@ -124,7 +130,7 @@ class VllmProgram(Program):
             found: object = None
             with suppress(ValueError):
                 found = json.loads(text) if key in objects else None
-            result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {name: value}
+            result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {SHORT.get(key, name): value}
         return result
 
 

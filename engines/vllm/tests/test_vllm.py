@@ -66,6 +66,11 @@ def test_the_largest_graph_is_that_of_the_flags(args: dict[str, Any]) -> None:
     assert settings(cards(engine_args=args)).graph_tokens.item() == 96
 
 
+def test_short_flags_and_older_words_of_speculation_set_its_knobs() -> None:
+    args = {"spec-method": "qwen3_next_mtp", "spec-tokens": 2}
+    assert ENGINE.program.split(cards(engine_args=args).spec).fixed == {"speculation": "mtp", "speculative_tokens": 2}
+
+
 def test_prefill_context_parallelism_is_refused_because_its_devices_are_not_counted() -> None:
     for args in ({"prefill-context-parallel-size": 2}, {"pcp": 2}):
         with refuses("prefill-context-parallel-size"):
