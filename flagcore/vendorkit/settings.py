@@ -69,7 +69,7 @@ class Settings:
     @cached_property
     def _classes(self) -> Mapping[str, Cost | None]:
         known = dict.fromkeys((*self.modelled.split(), *self.harmless.split()))
-        return {**known, **self.costs}
+        return known | {name: cost for names, cost in self.costs.items() for name in names.split()}
 
     @cached_property
     def _by_key(self) -> Mapping[str, Cost | None]:
@@ -77,21 +77,24 @@ class Settings:
 
     def unclassed(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that are in no class."""
-        return [name for name in names if self._find(name) is None]
+        return [name for name in names if not (self._find(name) or self._find(name.removeprefix("no-")))]
 
     def unmodelled(self, name: str, value: object = True, shown: str = "", *, nodes: int = 2) -> Unmodelled | None:
         """Return the effect of a setting that predictions do not include, or None.
 
         `shown`: the name for users, by default `name`. `nodes`: the number of nodes of the job. A setting that is in no
-        class has an unknown effect.
+        class has an unknown effect. A name that starts with `no-` and has no class turns the rest of the name off.
         """
-        if value is False and self.costs.get(f"no-{name}"):
+        if value is False and self._by_key.get(_key(f"no-{name}")):
             name, value = f"no-{name}", True
         key = self._find(name)
+        if key is None and name.startswith("no-"):
+            return self.unmodelled(name.removeprefix("no-"), False, shown or name)
         if key is None:
             return Unmodelled(name=shown or name, why=UNKNOWN, time=UNKNOWN_TIME)
         cost = self._by_key[key]
-        if cost is None or value is None or (cost.several_nodes and nodes == 1) or str(value).lower() in cost.unless:
+        is_off = value is None or value is False or (cost is not None and str(value).lower() in cost.unless)
+        if cost is None or is_off or (cost.several_nodes and nodes == 1):
             return None
         return Unmodelled(
             name=shown or name, why=f"{cost.why} ({cost.source})" if cost.source else cost.why, time=cost.time
@@ -99,10 +102,15 @@ class Settings:
 
     def of_environment(self, spec: Spec) -> Iterator[Unmodelled]:
         """Yield the effects of environment variables in a spec that predictions do not include."""
+        variables = chain.from_iterable(each.items() for each in spec.variables)
+        return self.of_variables(variables, nodes=spec.cluster.nodes)
+
+    def of_variables(self, variables: Iterable[tuple[str, str]], *, nodes: int = 2) -> Iterator[Unmodelled]:
+        """Yield the effects of environment variables, given with their values, that predictions do not include."""
         prefixes = tuple(self.prefixes.split())
-        for name, value in chain.from_iterable(each.items() for each in spec.variables):
+        for name, value in variables:
             is_listed = name in self.names or name.startswith(prefixes)
-            if is_listed and (found := self.unmodelled(name, value, nodes=spec.cluster.nodes)):
+            if is_listed and (found := self.unmodelled(name, value, nodes=nodes)):
                 yield found
 
     def harmless_in(self, spec: Spec, usual: Mapping[str, str]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ CLASSES = Settings(
         "adapters": SLOWER,
         "no-graphs": SLOWER,
         "cache": SLOWER,
+        "lists names": Cost(why="faster", time=(0.9, 1.0), unless=("two",)),
         "TOY_RAW": Cost(why="other kernels", unless=("1",)),
     },
 )
@@ -36,6 +37,13 @@ CLASSES = Settings(
         ("cache.size", 4, (1.0, 1.5)),
         ("cache.quiet", True, None),
         ("graphs", False, (1.0, 1.5)),
+        ("no-graphs", True, (1.0, 1.5)),
+        ("no-adapters", True, None),
+        ("no-log-level", True, None),
+        ("lists", "two", None),
+        ("lists", "three", (0.9, 1.0)),
+        ("names", "three", (0.9, 1.0)),
+        ("no-strange", True, UNKNOWN_TIME),
         ("strange", 1, UNKNOWN_TIME),
     ],
 )
@@ -60,7 +68,7 @@ def test_variables_of_other_software_have_no_effect() -> None:
 
 
 def test_names_without_a_class_are_listed() -> None:
-    assert CLASSES.unclassed(["depth", "cache.size", "log-file", "strange"]) == ["strange"]
+    assert CLASSES.unclassed(["depth", "cache.size", "no-adapters", "log-file", "strange"]) == ["strange"]
 
 
 @pytest.mark.parametrize("time", [(1.1, 1.5), (0.5, 0.9), (0.0, 1.0)])

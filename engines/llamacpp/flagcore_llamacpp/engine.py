@@ -74,6 +74,9 @@ class LlamaProgram(Program):
     def flags_of(self, spec: Spec) -> Collection[str]:
         return FLAGS_BY_NAME if spec.serve.command is None else ()
 
+    def flags_in(self, folders: tuple[str, ...]) -> Collection[str]:
+        return {strip_dashes(name) for name in FLAGS_BY_NAME}
+
     def version(self, spec: Spec) -> str:
         wheel = "" if spec.serve.command is not None else programs.package_version(sys.executable, PACKAGE)
         return spec.serve.engine_version or wheel

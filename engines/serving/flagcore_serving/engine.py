@@ -45,7 +45,7 @@ from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.predict import predict
-from flagcore_serving.model.work import Overheads, overheads_of
+from flagcore_serving.model.work import HOST_RATE, Overheads, overheads_of
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
@@ -283,7 +283,11 @@ class ServingEngine(
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def unmodelled(self, task: Task) -> tuple[Unmodelled, ...]:
-        return tuple(self.program.unmodelled(task.spec))
+        found = tuple(self.program.unmodelled(task.spec))
+        if task.cluster.groups[0].chip.host_bytes_per_second or not self.program.offloaded_bytes(task.spec):
+            return found
+        why = f"the rate of the link of this chip's host is not known, and {HOST_RATE / 1e9:g} GB/s are assumed"
+        return (*found, Unmodelled(name=f"serve.engine_args.{self.program.offload_flag}", why=why, time=(0.4, 1.3)))
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
         return tuple(_spec_warnings(spec, self.program))

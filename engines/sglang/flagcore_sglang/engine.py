@@ -6,6 +6,7 @@ Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook, ru
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -59,8 +60,6 @@ _MEMORY_STEPS = (
 """SGLang's defaults by memory of a device: (below this many GiB, chunked_prefill_size, largest decode graph for TP < 4,
 largest decode graph for TP >= 4). Source: `memory_hook.py`."""
 
-GRAPH_FLAGS = ("cuda-graph-max-bs-decode", "cuda-graph-max-bs")
-"""Flags for the largest decode graph, the newest first."""
 MANY_GRAPHS = 300
 """The largest decode graph above which attention data parallelism needs half as much memory again (`memory_hook.py`).
 """
@@ -147,15 +146,27 @@ PROGRAM = SglangProgram.read(
 KNOBS = PROGRAM.knobs
 
 
+GRAPH_FLAGS = ("cuda-graph-max-bs", "cuda-graph-max-bs-decode", "cuda-graph-bs", "cuda-graph-bs-decode")
+"""The flags for the largest decode graph, or for all of them."""
+
+
+def largest_graph(task: Task) -> int | None:
+    """Return the sequences of the largest decode graph that `engine_args` set, or None."""
+    args = PROGRAM.parse(task.spec).others
+    sizes = re.findall(r"\d+", " ".join(str(args.get(flag, "")) for flag in GRAPH_FLAGS))
+    return max(map(int, sizes), default=None)
+
+
 def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
-    """Return SGLang's default chunked_prefill_size and largest decode graph.
+    """Return SGLang's default chunked_prefill_size, and the largest decode graph: by default SGLang's.
 
     `tensor`: the tp-size of each candidate.
     """
     gib = Hardware.of(task).memory_bytes / 2**30
     unknown = (4096, 160, 160)
     chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), unknown)
-    return np.full_like(tensor, chunk), np.where(tensor < 4, small, large)
+    graph = largest_graph(task) or np.where(tensor < 4, small, large)
+    return np.full_like(tensor, chunk), np.full_like(tensor, graph)
 
 
 def chunk_sizes(task: Task, columns: Columns) -> IntArray:
@@ -170,9 +181,8 @@ def graph_mib(task: Task, columns: Columns) -> FloatArray:
     With attention data parallelism, each rank captures batches of all ranks. Source: sglang 0.5.23 `memory_hook.py`
     (`reserve_for_graph_mb`); 20 GB with 32 ranks and with 8 ranks (sgl-project/sglang #24453, #25453).
     """
-    ranks, others = columns[DP], PROGRAM.parse(task.spec).others
-    given = next((value for name in GRAPH_FLAGS if isinstance(value := others.get(name), int)), 0)
-    largest = np.where(columns[EAGER] == 1, 0, given or memory_defaults(task, columns[TP] * ranks)[1])
+    ranks = columns[DP]
+    largest = np.where(columns[EAGER] == 1, 0, memory_defaults(task, columns[TP] * ranks)[1])
     of_ranks = np.where(ranks > 1, ranks * np.where(largest > MANY_GRAPHS, 4.5, 3.0), 0.0)
     return largest * (2.0 + of_ranks)
 
@@ -221,14 +231,14 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=tokens,
         block_size=or_default(values[PAGE], 1),
         chunked=(chunk > 0).astype(np.int64),
-        graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), GRAPH_TOKENS, 0),
+        graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest_graph(task) or GRAPH_TOKENS, 0),
         graph_bytes=np.where((values[DP] > 1) & (not hardware.on_cores), graph_mib(task, values) * 2.0**20, np.nan),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,
         drafted=_drafted(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
-        tower_shares=knobs.tower_shares(values),
+        tower_shares=knobs.tower_shares(values, loaded="language-model-only" not in other_args),
         **knobs.exchange_settings(task, values, KNOBS),
     )
 

@@ -70,3 +70,10 @@ def test_stages_compute_pieces_of_one_prompt_together_and_old_releases_wait_betw
     assert one["ttft_s"]["mean"] > 2.5 * four["ttft_s"]["mean"]
     old = predicted("0.5.5", pipeline_model_parallel_size=4)
     assert old["tpot_s"]["mean"] == pytest.approx(four["tpot_s"]["mean"] + 3 * 9e-3, rel=0.02)
+
+
+def test_the_largest_decode_graph_is_that_of_the_flags() -> None:
+    found = settings(planned("sglang", engine_args={"cuda-graph-bs-decode": [1, 8, 96]}))
+    assert found.graph_tokens.item() == 96
+    more = settings(planned("sglang", engine_args={"cuda-graph-max-bs-decode": 512}))
+    assert found.memory_fraction.item() >= more.memory_fraction.item()  # SGLang reserves memory for graphs

@@ -55,7 +55,7 @@ from flagcore_serving.space.weights import cache_bytes_per_token, context_limit,
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
-from flagcore.errors import UsageError
+from flagcore.errors import SpecError, UsageError
 from flagcore.vendorkit.programs import release, strip_dashes
 
 NEWEST = (0, 33, 0)
@@ -93,13 +93,22 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     if hardware.on_cores:
         room = float(cache_gib(task, 1, 1)) * 2**30
     else:
-        room = CACHE_SHARE * hardware.memory_bytes * devices - weight_bytes(task)
+        room = (CACHE_SHARE * hardware.memory_bytes + PROGRAM.offloaded_bytes(task.spec)) * devices - weight_bytes(task)
     longest = -(-longest_request(task) // CONTEXT_STEP) * CONTEXT_STEP
     if limit is None or limit <= longest:
         return (None,)
     computed = float(batch_defaults(task, np.ones(1, dtype=np.int64))[0][0])
     cache_bytes = limit * cache_bytes_per_token(task.spec.model, 2.0, limit, computed)
     return (longest,) if cache_bytes > room else (None,)
+
+
+SHORT = {
+    "spec-method": "speculative-config.method",
+    "spec-model": "speculative-config.model",
+    "spec-tokens": "speculative-config.num_speculative_tokens",
+}
+"""Flags of 0.22 and later that set a key of the speculative config (`engine/arg_utils.py`)."""
+PREFILL_CONTEXT = "prefill-context-parallel-size"
 
 
 class VllmProgram(Program):
@@ -111,18 +120,22 @@ class VllmProgram(Program):
 
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
         """See `Program`. A JSON object that may set a knob becomes one flag for each value: vLLM's parser drops it if
-        there are such flags, too (`utils/argparse_utils.py`)."""
+        there are such flags, too (`utils/argparse_utils.py`). Raises SpecError for prefill context parallelism, whose
+        devices come in addition to those of TP, PP and DP (0.33: `config/parallel.py`)."""
         result, objects = dict[str, EngineArg](), {"limit-mm-per-prompt"}
         objects |= {flag.name.partition(".")[0] for knob in self.knobs for flag in knob.flags if "." in flag.name}
         for name, value in args.items():
-            key = strip_dashes(name).replace("_", "-")
+            key = self.full_name(strip_dashes(name)).replace("_", "-")
+            if key == PREFILL_CONTEXT and str(value) != "1":
+                problem = f"multiplies the {TP} x {PP} x {DP} devices of an instance, which is not predicted"
+                raise SpecError(key=key, value=value, problem=problem, fix="remove it, or set 1")
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             if key == "limit-mm-per-prompt":  # earlier releases: image=2,video=1
                 text = re.sub(r"^([^{].*)$", r"{\1}", re.sub(r"([\w-]+)=(\d+)", r'"\1":\2', text))
             found: object = None
             with suppress(ValueError):
                 found = json.loads(text) if key in objects else None
-            result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {name: value}
+            result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {SHORT.get(key, name): value}
         return result
 
 
@@ -188,8 +201,16 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
     return np.maximum(np.fmin(np.ceil(requested_bytes / 2**30), np.floor(room / 2**30)), 1.0)
 
 
+GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "cuda-graph-sizes")
+"""The flags for the sizes of captured batches, of which the first two are also keys of the compilation config."""
+
+
 def graph_tokens(task: Task) -> int:
     """Return the largest batch, in tokens, that vLLM captures as a graph."""
+    others = PROGRAM.parse(task.spec).others.items()
+    args = {key.replace("_", "-").removeprefix("compilation-config."): str(value) for key, value in others}
+    if sizes := re.findall(r"\d+", " ".join(args.get(flag, "") for flag in GRAPH_FLAGS)):
+        return max(map(int, sizes))
     version = release(task.spec.serve.engine_version or "")
     is_newer = version is None or version >= MORE_GRAPHS_SINCE
     in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
@@ -259,6 +280,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
         cache_element_bytes=PROGRAM.element_bytes(values),
+        offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
         quantized=PROGRAM.converts_to_fp8(values),

@@ -62,6 +62,8 @@ def spec_of_command(
     _check_model(engine, path, pairs, program)
     baseline, engine_args = _divide(engine, found.values, version, directory, notes)
     _add_shares(engine, baseline, engine_args, start, notes)
+    for effect in engine.program.settings.of_variables(start.envs.items()):
+        notes.note(effect.name, f"is not predicted: {effect.why}", f"envs.{effect.name}")
     precision = _precision(engine, path, baseline, engine_args, notes)
     notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
     load = {**_lengths(baseline), "concurrency": CLIENTS_PER_DEVICE}
@@ -352,10 +354,10 @@ class _Arguments:
         elif found:
             problem = f"{found.problem}; {found.fix}, or set serve.engine_version to your release"
             self._notes.note(flag, problem, f"serve.engine_args.{name}")
-        elif cost := program.settings.unmodelled(name, self.values[name], flag):
-            self._notes.note(
-                flag, f"is passed to the engine, but not predicted: {cost.why}", f"serve.engine_args.{name}"
-            )
+        else:
+            for effect in program.effects(name, self.values[name], flag):
+                text = f"is passed to the engine, but not predicted: {effect.why}"
+                self._notes.note(flag, text, f"serve.engine_args.{name}")
         return True
 
 
@@ -429,7 +431,9 @@ def _divide(
             kept = "all candidates keep it, unless the space lists it"
             text = "the search tries other values" if {*knob.names} & {*DEFAULT_SPACE} else kept
             written = name if name == knob.name else f"{'--' if len(name) > 1 else '-'}{name}"
+            effects = [each.why for each in engine.program.effects(knob.name, fixed[knob.name], written)]
             needed = engine.program.needed_package(knob.name, fixed[knob.name], version)
+            text += f"; not predicted: {', '.join(effects)}" if effects else ""
             text += f"; {needed}" if needed else ""
             notes.note(written, f"is the baseline; {text}", f"auto_tuner.baseline.{knob.name}")
             if isinstance(value, str) and value in knob.spellings and fixed[knob.name] is None:

@@ -13,9 +13,10 @@ from flagcore.domain.model import LinearAttention
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import cast_bytes
 from flagcore.physics.transformer import attended, paired_layers, read_layers, widths
+from flagcore_serving.model.memory import offloaded_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import ATTENTION
+from flagcore_serving.space.weights import ATTENTION, parameters
 
 NODES: FloatArray = np.array(
     [
@@ -109,6 +110,7 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         local, messages = local + moe_reduce, messages + moe_reduce
     stages = _stages(serving, column, costs, tokens)
     local, messages = local + stages, messages + stages
+    local = local + column.pipeline * _from_host(serving, column, tokens)
     head = linear(kernels, tokens, float(model.hidden_size), model.vocab_size / column.tensor, serving, wide=True)
     passes = NODES / tokens
     cached, pair = _attention_rates(serving, settings, kernels)
@@ -276,6 +278,26 @@ def _shared_cache(serving: Serving, settings: Settings, costs: Costs, tokens: Fl
     sums = costs.collectives.seconds("all_gather", tokens * heads * 4.0, ranks, stride)
     gathered = costs.collectives.seconds("all_gather", tokens * heads * query * 2.0, ranks, stride)
     return sums + gathered + costs.collectives.seconds("reduce_scatter", tokens * heads * result * 2.0, ranks, stride)
+
+
+HOST_SHARE = 0.8
+"""Share of the rate of a host's link that reading weights reaches: about 50 of the 64 GB/s of PCIe 5.0 x16. An
+estimate."""
+
+
+def _from_host(serving: Serving, settings: Settings, tokens: FloatArray) -> FloatArray:
+    """Return the seconds in which a pass reads the weights in the memory of the host, of experts only the chosen ones.
+
+    Source: zero-copy access of vLLM 0.33 (`config/offload.py`); dense and expert weights are offloaded alike.
+    """
+    model, read = serving.model, np.ones_like(tokens)
+    if count := float(model.num_moe_experts or 0):
+        gates = 3.0 if model.gated_linear_unit else 2.0
+        routed = serving.moe_layers * gates * model.hidden_size * (model.moe_ffn_hidden_size or 0) * count
+        share = min(routed / parameters(model), 1.0)
+        chosen = distinct_experts(count, float(model.moe_router_topk), tokens) / count
+        read = 1.0 - share + share * chosen
+    return read * offloaded_bytes(serving, settings) / (HOST_SHARE * serving.host_rate)
 
 
 def _stages(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:

@@ -45,7 +45,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     and the embedding tables, are in the memory of the host.
     """
     model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
-    weights = weight_bytes(serving, settings)
+    weights = weight_bytes(serving, settings) - offloaded_bytes(serving, settings)
     running = settings.max_running.astype(np.float64)
     activations = activation_bytes(model, settings, np.minimum(batched_tokens, settings.pass_tokens), running)
     if model.vision is not None:
@@ -103,6 +103,12 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
         total = total + moe * (routed * width + shared * shared_width + 2.0 * h * count)
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
     return total * stage_share / settings.cores + table_bytes(model, settings)
+
+
+def offloaded_bytes(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the bytes of a device's weights that are in the memory of the host: at most those of its layers."""
+    layers = weight_bytes(serving, settings) - table_bytes(serving.model, settings)
+    return np.minimum(settings.offloaded, layers)
 
 
 def table_bytes(model: Model, settings: Settings) -> FloatArray:

@@ -14,7 +14,7 @@ from flagcore_serving.model.candidates import Candidates, expected_figures, time
 from flagcore_serving.model.iteration import IterationCosts, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory
 from flagcore_serving.model.vision import encoder_costs
-from flagcore_serving.model.work import Overheads, Serving
+from flagcore_serving.model.work import HOST_RATE, Overheads, Serving
 from flagcore_serving.space.hardware import Hardware
 from flagcore_serving.space.placement import InstanceKinds, uniform_kinds
 from flagcore_serving.space.settings import Settings
@@ -54,8 +54,8 @@ NARROW_BYTES = 1.9
 """A file with fewer bytes per weight than this stores weights in fewer than 16 bits."""
 
 WIDTH_FACTOR = 2.0
-"""Factor on both ends of an interval if the chip was not measured, or the engine or its kind of attention (linear or
-sparse) was not fitted."""
+"""Factor on both ends of an interval if the chip was not measured, the engine or its kind of attention (linear or
+sparse) was not fitted, or weights are read from the host."""
 
 NETWORK_FACTOR = 1.2
 """An additional factor on both ends if the rate of the network between hosts is assumed. A choice."""
@@ -97,7 +97,7 @@ def predict(
     figures["kv_cache_tokens"] = kinds.total((kinds.role != 1) * np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.guessed or costs.synchronous or untested
-    unmeasured |= bool(task.spec.model.linear_attention or task.spec.model.indexer)
+    unmeasured |= bool(task.spec.model.linear_attention or task.spec.model.indexer or settings.offloaded.any())
     width_factor = (WIDTH_FACTOR if unmeasured else 1.0) * (NETWORK_FACTOR if costs.assumed_network else 1.0)
     few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
     return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
@@ -183,8 +183,9 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
     link = group.chip.link
     on_bus = link is not None and link.topology == "pcie"
     serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt)
-    checkpoint = quantization(task.spec) or Quantization()
+    host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
     serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
+    serving = replace(serving, host_rate=host.value if host else HOST_RATE)
     if precision not in STORED_BYTES and file_bytes is None and computes(precision):
         return serving
     supported = [name for name in COMPUTE_FORMATS if computes(name)]

@@ -106,6 +106,10 @@ class Overheads:
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
+HOST_RATE = 32e9
+"""The rate of the host's link in bytes per second, assumed for chips without a known one: that of PCIe 4.0 x16."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """Inputs that all candidates of a task share.
@@ -114,6 +118,7 @@ class Serving:
     - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
     - `wide`: the parts of the model that are stored in 16 bits (see `Quantization`).
     - `link_domain`: number of consecutive devices that are connected without the network.
+    - `host_rate`: bytes per second from the memory of the host to a device.
     - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
     - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and linear attention depend
       on them.
@@ -125,6 +130,7 @@ class Serving:
     weight_bytes: float | None = None
     wide: frozenset[str] = frozenset()
     link_domain: int = 8
+    host_rate: float = HOST_RATE
     on_bus: bool = False
     tokens: float = 1.0
     prompt: float = 1.0

@@ -1,7 +1,9 @@
 """The program of an engine: `engine.yaml`, the spec's `engine_args`, the installed version, and the command line."""
 
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
@@ -73,6 +75,7 @@ class Program:
     - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
     - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
     - `share_flag`: the flag with a share of the model for each device, separated by commas.
+    - `offload_flag`: the flag with the GiB of a device's weights that stay in the memory of the host.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
     - `packages`: pip packages that may install the engine.
     - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
@@ -110,6 +113,7 @@ class Program:
     digit_flags: str = ""
     abbreviations: bool = False
     share_flag: str = ""
+    offload_flag: str = ""
     expert_switch: str = ""
     packages: Sequence[str] = ()
     releases: str = ""
@@ -317,7 +321,10 @@ class Program:
 
         The result is empty if they are not known.
         """
-        folders = programs.package_folders(command[0])
+        return self.flags_in(programs.package_folders(command[0]))
+
+    def flags_in(self, folders: tuple[str, ...]) -> Collection[str]:
+        """Return the flags of the engine's source in the first of `folders` that has it, without dashes."""
         return _flags_in_source(folders, tuple(self.flag_files), tuple(self.flag_fields))
 
     def installed_release(self) -> tuple[Collection[str], str]:
@@ -367,11 +374,31 @@ class Program:
         They are other flags than those of knobs, and fixed values of knobs that are listed in `settings`.
         """
         args = self.split(spec)
-        listed = {name: value for name, value in args.fixed.items() if name.replace("_", "-") in self.settings.costs}
-        for name, value in {**args.others, **listed}.items():
-            if found := self.settings.unmodelled(name.replace("_", "-"), value, f"serve.engine_args.{name}"):
-                yield found
+        for name, value in {**args.others, **args.fixed}.items():
+            yield from self.effects(name, value, f"serve.engine_args.{name}")
         yield from self.settings.of_environment(spec)
+
+    def effects(self, name: str, value: object, shown: str) -> Iterator[Unmodelled]:
+        """Yield the effects of a flag or a knob's value that predictions do not include, with the name `shown`.
+
+        A knob whose values are all predicted is not listed in `settings`. A JSON object has an effect for each value.
+        """
+        (knob, flag), name = self.knob_of(name), name.replace("_", "-")
+        if knob is not None and flag is None and name not in self.settings.names:
+            return
+        found = (self.settings.unmodelled(key, each, shown) for key, each in _leaves(name, value))
+        yield from dict.fromkeys(filter(None, found))
+
+    def offloaded_bytes(self, spec: Spec) -> float:
+        """Return the bytes of each device's weights that the spec's flags leave in the memory of the host."""
+        gib = self.split(spec).others.get(self.offload_flag) if self.offload_flag else None
+        return float(gib) * 2.0**30 if isinstance(gib, int | float) else 0.0
+
+    def unclassed(self, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that are no knobs, and that have no class. A flag may be negated."""
+        known = {*self.reserved, *self.model_flags, *self.short_flags, *self.digit_flags, "config", "help"}
+        others = [name for name in names if not {name, name.removeprefix("no-")} & known]
+        return self.settings.unclassed(name for name in others if self.knob_of(name)[0] is None)
 
     def ready(self, spec: Spec) -> None:
         """Raise SpecError or NoDevice if no server can be started with the spec's Hugging Face directory."""
@@ -383,6 +410,18 @@ class Program:
             fix = f"install {self.packages[0]} there, or set serve.command"
             raise NoDevice(f"{self.title} is not installed for {command[0]}; {fix}")
         self.parse(spec)
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the values of a JSON object by their path with dots, or else `value` itself."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            yield from _leaves(f"{name}.{key}", each)
+    else:
+        yield name, value
 
 
 def _forms(name: str) -> set[str]:
@@ -398,7 +437,7 @@ def _similar(name: str, flags: frozenset[str]) -> str:
 
 
 _LITERAL_PATTERN = re.compile(r"""["'](--?[A-Za-z][\w-]*)["']""")
-_FIELD_PATTERN = re.compile(r"^ {4}([a-z]\w*)\s*:", re.MULTILINE)
+_FIELD_PATTERN = re.compile(r"^ {4}([a-z]\w*)\s*: .*[^,\s]$", re.MULTILINE)
 _MAX_BYTES = 8 << 20
 
 

@@ -35,6 +35,8 @@ class Settings:
     - `graph_tokens`: the largest batch, in tokens, that the engine captures as a graph; 0 in eager mode.
     - `memory_fraction`: share of a device's memory for weights, activations and cache; NaN if `cache_bytes` is set.
     - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
+    - `offloaded`: bytes of the layers' weights of each device that are in the memory of the host, and that each pass
+      reads from there.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
     - `graph_bytes`: bytes of captured graphs on a device; NaN if they follow from the number of layers.
@@ -73,6 +75,7 @@ class Settings:
     cache_element_bytes: FloatArray
     graph_bytes: FloatArray
     least_cache: FloatArray
+    offloaded: FloatArray
     on_device: FloatArray
     host_s: FloatArray
     drafted: IntArray
@@ -116,6 +119,7 @@ class Settings:
             "cache_bytes": unknown,
             "graph_bytes": unknown,
             "least_cache": np.zeros(ones.shape),
+            "offloaded": np.zeros(ones.shape),
             "on_device": np.ones(ones.shape),
             "host_s": unknown,
             "drafted": 0 * ones,

@@ -1,0 +1,60 @@
+"""Each flag and variable of a known release has a class, and what predictions leave out is named."""
+
+from pathlib import Path
+
+import pytest
+
+from engines.serving.tests.engines.tasks import engine_of, planned
+
+RELEASES = sorted(Path(__file__).parents[3].glob("*/tests/settings/*.txt"))
+
+
+@pytest.mark.parametrize("file", RELEASES, ids=lambda file: f"{file.parts[-4]}-{file.stem}")
+def test_each_flag_and_variable_of_a_release_has_a_class(file: Path) -> None:
+    assert engine_of(file.parts[-4]).program.unclassed(file.read_text("utf-8").split()) == []
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "lmdeploy", "llamacpp"])
+def test_removed_flags_have_a_class(engine: str) -> None:
+    program = engine_of(engine).program
+    assert program.unclassed(name for flags in program.removed.values() for name in flags) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "args", "named"),
+    [
+        ("vllm", {"enable-lora": True, "lora-modules": "a=b"}, ["enable-lora"]),
+        (
+            "vllm",
+            {"no-enable-flashinfer-autotune": True, "no-enable-log-requests": True},
+            ["no-enable-flashinfer-autotune"],
+        ),
+        ("vllm", {"hf-overrides": '{"rope_scaling": {"factor": 4.0}}', "seed": 0, "dtype": "auto"}, []),
+        (
+            "vllm",
+            {"hf-overrides": '{"num_hidden_layers": 2}', "stream-interval": 20},
+            ["hf-overrides", "stream-interval"],
+        ),
+        ("vllm", {"compilation-config": '{"cudagraph_capture_sizes": [1, 8], "cache_dir": "x"}'}, []),
+        ("vllm", {"attention_backend": "FLASHINFER", "scheduling_policy": "priority"}, []),
+        ("vllm", {"attention_backend": "FLEX_ATTENTION"}, ["attention_backend"]),
+        (
+            "vllm",
+            {"kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'},
+            ["kv-transfer-config"],
+        ),
+        ("sglang", {"lora-paths": "a=b", "trust-remote-code": True, "decode-log-interval": 1}, ["lora-paths"]),
+        (
+            "sglang",
+            {"enable-hierarchical-cache": True, "hicache-ratio": 2},
+            ["enable-hierarchical-cache", "hicache-ratio"],
+        ),
+        ("sglang", {"cuda-graph-max-bs-decode": 256, "stream-interval": 1, "watchdog-timeout": 1000}, []),
+        ("lmdeploy", {"adapters": "a=b", "model-name": "m"}, ["adapters"]),
+        ("llamacpp", {"spec-type": "ngram-simple", "flash-attn": "on"}, ["speculation"]),
+        ("llamacpp", {"n-cpu-moe": 12, "jinja": True, "no-mmap": True}, ["n-cpu-moe"]),
+    ],
+)
+def test_flags_that_predictions_leave_out_are_named(engine: str, args: dict[str, object], named: list[str]) -> None:
+    found = engine_of(engine).unmodelled(planned(engine, engine_args=args))
+    assert [each.name.removeprefix("serve.engine_args.") for each in found] == named
