@@ -119,6 +119,6 @@ def _key(name: str) -> str:
 
 
 @cache
-def read_settings(package: str) -> Settings:
-    """Return the classes in the `settings.yaml` of a package, or none without a file. Raises SpecError."""
-    return read_as(Settings, package, "settings.yaml")
+def read_settings(package: str, file: str = "settings.yaml") -> Settings:
+    """Return the classes in a file of a package, or none without the file. Raises SpecError."""
+    return read_as(Settings, package, file)

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from flagcore_training.unmodelled import note_effects
+
 from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes, package_yaml
 from flagcore_megatron.program.unmodelled import not_predicted
@@ -165,8 +167,8 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
         if (layers := flags.get(key)) is not None:
             flags.note(key, f"{layers} applies to all candidates: only pipelines that it fits are tried", "train")
     names = (each for each in flags.names() if not (on_meshes and each.endswith("_per_stage_micro_batch")))
-    for effect in not_predicted({name.replace("_", "-"): (flags.key(name), flags.get(name)) for name in names}):
-        flags.source.note(effect.name, f"is passed to the engine, but not predicted: {effect.why}", "train")
+    given = {name.replace("_", "-"): (flags.key(name), flags.get(name)) for name in names}
+    note_effects(not_predicted(given), flags.source)
     dropouts = dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.1)  # Megatron's defaults
     settings: dict[str, Any] = {name: value for name, value in dropouts.items() if not flags.has(name)}
     if flags.get("peft_type") is not None:

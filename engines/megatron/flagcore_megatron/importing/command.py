@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore_training.commands import UserCommand, cluster_of
+from flagcore_training.unmodelled import note_effects
 
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote, SettingValue, Spec
@@ -87,8 +88,8 @@ def _flags(command: UserCommand, notes: Notes) -> Flags:
         name = problem.flag.lstrip("-").replace("_", "-")
         if table.find(problem.flag) or not name or SETTINGS.unclassed([name]):
             notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
-        for effect in () if table.find(problem.flag) else not_predicted({name: (problem.flag, problem.value or True)}):
-            notes.note(effect.name, f"is passed to the engine, but not predicted: {effect.why}", "train")
+        elif effect := not_predicted({name: (problem.flag, problem.value or True)}):
+            note_effects(effect, notes)
     for each in arguments:
         if each.spec.values == "*" and not each.values:
             notes.note(each.flag, "has no value: a variable of the script may be empty", "train.command")

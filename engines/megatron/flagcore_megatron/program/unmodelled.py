@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
+from flagcore_training.unmodelled import joined
+
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.spec import Spec
 from flagcore.spec.plain_data import package_yaml
@@ -35,12 +37,9 @@ def unmodelled(spec: Spec) -> list[Unmodelled]:
 
 def not_predicted(given: Given) -> list[Unmodelled]:
     """Return the effects of arguments that predictions do not include. Those with the same effect are one."""
-    names: dict[Unmodelled, list[str]] = {}
     on = {name for name, (_, value) in given.items() if is_on(name, value)}
-    for name, (shown, value) in given.items():
-        if name in on and not _is_idle(name, on) and (found := SETTINGS.unmodelled(name, value, shown)):
-            names.setdefault(replace(found, name=""), []).append(shown)
-    return [replace(effect, name=", ".join(shown)) for effect, shown in names.items()]
+    in_use = ((name, *given[name]) for name in given if name in on and not _is_idle(name, on))
+    return joined(effect for name, shown, value in in_use if (effect := SETTINGS.unmodelled(name, value, shown)))
 
 
 def is_on(name: str, value: object) -> bool:
