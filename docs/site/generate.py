@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs.site import cli_page, docstrings, engine_tables, flagscale_names, report_picture, spec_tables, vendor_pages  # noqa: E402
+from docs.site import cli_page, docstrings, engine_tables, report_picture, spec_tables, vendor_pages  # noqa: E402
 
 RENDERERS: Mapping[str, Callable[[str], str]] = {
     "flag": cli_page.render,
@@ -20,7 +20,6 @@ RENDERERS: Mapping[str, Callable[[str], str]] = {
     "knobs": engine_tables.render,
     "rules": engine_tables.render_rules,
     "keys": spec_tables.render,
-    "flagscale": flagscale_names.render,
     "python": docstrings.render_result,
     "record": docstrings.render_record,
     "hook": docstrings.render_hook,

@@ -5,6 +5,7 @@ adds a buffer, which may be larger than the memory that it saves when layers are
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flagcore_training.reading import FAILURES
 
 from flagcore.contracts import Engine, PruningRule
 from flagcore.contracts import capabilities as can
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Start
 from flagcore.domain.prediction import Predictions
@@ -23,6 +25,7 @@ from flagcore_megatron import probing, reading, start
 from flagcore_megatron.command import checks
 from flagcore_megatron.mixed import planner as mesh_planner
 from flagcore_megatron.mixed.rules import merges_with_meshes, with_meshes
+from flagcore_megatron.program.unmodelled import unmodelled
 from flagcore_megatron.program.user_command import starts_megatron
 from flagcore_megatron.space import knobs as knob_rows
 from flagcore_megatron.space import meshes, options, production
@@ -33,15 +36,25 @@ from flagcore_megatron.space.rules import DIST_OPT, RECOMPUTE
 from flagcore_megatron.space.split import SPLIT
 
 
+@dataclass(frozen=True)
 class UselessSelectiveRecompute:
     """A rule that excludes selective recompute of only the attention core, which flash attention always recomputes."""
 
+    task: Task
     name = "selective_recompute_with_flash_attention"
     message = "flash attention stores no attention core, so recomputing it costs time and saves nothing"
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         selective: BoolArray = columns["recompute_granularity"] == SELECTIVE
-        return selective
+        settings, modules = options.settings_in_force(self.task.spec), "recompute_modules"
+        if knob := next((each for each in self.task.knobs if each.name == modules), None):  # its values are compared
+            axis = knob.axis((knob.neutral,), extra_values=knob.values)
+            core = [value for value in knob.values if options.recompute_modules({**settings, modules: value}) == CORE]
+            return selective & np.isin(columns[modules], [axis.encode(value) for value in core])
+        return selective & (options.recompute_modules(settings) == CORE)
+
+
+CORE = frozenset({"core_attn"})
 
 
 class Megatron(
@@ -101,6 +114,9 @@ class Megatron(
     spec_warnings = staticmethod(checks.spec_warnings)
     job_warnings = staticmethod(checks.job_warnings)
 
+    def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
+        return unmodelled(task.spec)
+
     replicas = DP
     shorter_batch = staticmethod(start.shorter_batch)
 
@@ -129,8 +145,7 @@ class Megatron(
     probe_launch = staticmethod(probing.probe_launch)
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        only_core = options.recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
-        return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
+        return (UselessSelectiveRecompute(task),) if task.spec.train.attention == "flash" else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         other = candidate_columns(candidate.as_dict())

@@ -286,6 +286,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
     first, last = split.ends(columns)
     replicas, counts = columns.get(ALL_REPLICAS), columns.get(MICROBATCHES)
     is_apart = replicas is not None and counts is not None
+    is_layerwise = settings_in_force(task.spec).get("optimizer") == "dist_muon"  # shards whole matrices
     number = task.spec.train.global_batch_size / (micro_batch * data) if counts is None else counts.astype(np.float64)
     return Layout(
         data=data if replicas is None else replicas.astype(np.float64),
@@ -298,7 +299,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         expert_tensor=split.expert_tensor_size(columns).astype(np.float64),
         micro_batch=micro_batch,
         microbatches=np.maximum(number, 1.0),
-        sharded_optimizer=count("use_distributed_optimizer"),
+        sharded_optimizer=np.maximum(count("use_distributed_optimizer"), float(is_layerwise)),
         sequence_parallel=count("sequence_parallel"),
         selective=(granularity == SELECTIVE).astype(np.float64),
         uniform=np.where(is_full & ~is_block, layers, 0.0),

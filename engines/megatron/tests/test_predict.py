@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 from flagcore_megatron.engine import ENGINE
-from flagcore_megatron.predict import components, predict
+from flagcore_megatron.predict import components, layout_of, predict
 from flagcore_megatron.space.knobs import candidate_columns
 
 from engines.training.tests.candidates import LLAMA
@@ -144,6 +144,22 @@ def test_components_come_from_the_worst_stage() -> None:
     states = ("weights_bytes", "gradients_bytes", "main_params_bytes", "optimizer_bytes")
     assert sum(part[name] for part in table.values() for name in states) == pytest.approx(row.static_bytes, rel=1e-12)
     assert sum(part["activation_bytes"] for part in table.values()) == pytest.approx(row.activation_bytes, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "matrix_bytes", "embedding_bytes"), [(None, 8, 8), ("adam", 8, 8), ("sgd", 4, 4), ("muon", 4, 8)]
+)
+def test_optimizers_store_their_moments(optimizer: str | None, matrix_bytes: int, embedding_bytes: int) -> None:
+    job = tasks.task(settings={"optimizer": optimizer} if optimizer else {}, precision="bf16")
+    table = components_of_row(components(job, candidate_columns({}), np.zeros(1, dtype=np.int64), tasks.costs(job)), 0)
+    for name, expected in (("ffn", matrix_bytes), ("embedding", embedding_bytes)):
+        assert table[name]["optimizer_bytes"] == expected * table[name]["params"]
+
+
+@pytest.mark.parametrize(("optimizer", "is_sharded"), [("muon", False), ("dist_muon", True)])
+def test_the_layer_wise_optimizer_of_muon_shards_its_states(optimizer: str, is_sharded: bool) -> None:
+    layout = layout_of(tasks.task(settings={"optimizer": optimizer}), candidate_columns({"data_parallel_size": 4}))
+    assert bool(layout.sharded_optimizer[0]) is is_sharded
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from flagcore_training.commands import parse
 
 from flagcore.contracts import Costs, Engine
 from flagcore.contracts.capabilities import Commands
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.model import Model
@@ -25,7 +26,14 @@ from flagcore.i18n import _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import start
 from flagcore_trainers.fully_shard.traffic import INTERVAL
-from flagcore_trainers.importing import Imported, check_sizes, own_configurations, spec_of_deepspeed
+from flagcore_trainers.importing import DEEPSPEED as DEEPSPEED_SETTINGS
+from flagcore_trainers.importing import (
+    Imported,
+    check_sizes,
+    effects_of_deepspeed,
+    own_configurations,
+    spec_of_deepspeed,
+)
 from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.program import StateSection
 from flagcore_trainers.trainer import Trainer
@@ -90,6 +98,11 @@ class DeepSpeed(Trainer, Commands):
         words, directory = spec.train.command or (), Path(spec.train.directory or ".")
         own = [f"train.command: {each}" for each in own_configurations(words, directory)]
         return [*super().spec_warnings(spec), *own]
+
+    def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
+        command, train = self.command(task.spec), task.spec.train
+        found = effects_of_deepspeed((*command.words, *train.flags), command.content)
+        return [*found, *DEEPSPEED_SETTINGS.of_environment(task.spec)]
 
     def command(self, spec: Spec) -> start.Command:
         command = super().command(spec)

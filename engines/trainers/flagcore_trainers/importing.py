@@ -5,19 +5,22 @@ Sources: DeepSpeed 0.19 `launcher/runner.py` and `runtime/config.py`; the recipe
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from flagcore_training.commands import UserCommand, cluster_of, parse
+from flagcore_training.unmodelled import joined, note_effects
 
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import absolute_model, model_from, public_name
 from flagcore.spec.plain_data import Notes, package_yaml, read_text
+from flagcore.vendorkit.settings import Settings, read_settings
 from flagcore_trainers import start as files
 from flagcore_trainers.fully_shard import AC
 
@@ -168,11 +171,7 @@ def _note_unpredicted(words: Sequence[str], content: Mapping[str, Any], director
     if device not in (None, "none", "cpu"):
         text = f"{device} is not tuned: the baseline has none instead"
         notes.note("zero_optimization.offload_optimizer.device", text, "train")
-    if untold := [f"{name} {option(words, name[2:])}" for name in _turned_on(words, NOT_PREDICTED)]:
-        notes.note(untold[0].split()[0], f"not in the predictions: {', '.join(untold)}", "train")
-    for key in TABLES["keys_not_predicted"]:
-        if str(value := files.value_at(content, key)).lower() not in OFF:
-            notes.note(key, f"not in the predictions ({value})", "train")
+    note_effects(effects_of_deepspeed(words, content), notes)
     checkpoints = [*_turned_on(words, CHECKPOINTS)]
     for found in checkpoints[:1]:
         notes.note(found, "is taken as the recompute of whole layers in backward", "train.program.fixed")
@@ -190,11 +189,37 @@ CHECKPOINTS = re.compile(
 """Options of scripts that store the inputs of layers only. Others of the same names have values that turn them off."""
 
 
-NOT_PREDICTED = re.compile(
-    r"--((use_|enable_)?(q?lora|peft|dora|adapter)(_\w+)?|load_in_[48]bit|(quantization_)?bits?"
-    r"|freeze_\w+|optim|torch_compile|use_liger(_kernel)?|auto_find_batch_size|neftune_\w+|packing|group_by_length)"
+def effects_of_deepspeed(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
+    """Return the effects of a configuration's keys and of a command's options that predictions do not include.
+
+    Options that have no class are those of the user's own script.
+    """
+    stage, given = files.value_at(content, "zero_optimization.stage"), dict(_flat(content))
+    offloads = files.value_at(content, "zero_optimization.offload_optimizer.device") not in (None, "none")
+    idle = OF_ZERO_3 if stage not in (3, "3", "auto") else re.compile("")
+    keys = [key for key in given if not idle.fullmatch(key) and (offloads or not OF_OFFLOAD.fullmatch(key))]
+    names = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
+    options = [name for name in names if not DEEPSPEED.unclassed([name[2:]])]
+    found = [(key, key, given[key]) for key in keys] + [(name[2:], name, option(words, name[2:])) for name in options]
+    return _effects(DEEPSPEED, found)
+
+
+DEEPSPEED, TORCHTITAN = (read_settings(__package__, f"settings/{name}.yaml") for name in ("deepspeed", "torchtitan"))
+"""The classes of the settings of DeepSpeed with Hugging Face's Trainer, and of torchtitan."""
+OF_ZERO_3 = re.compile(r"zero_optimization\.((stage3_|mics_|leaf_module|offload_param)[\w.]*|sub_group_size)")
+"""Keys that other stages of ZeRO ignore. Source: DeepSpeed 0.19 `runtime/engine.py`."""
+OF_OFFLOAD = re.compile(
+    r"zero_optimization\.(round_robin_gradients|offload_optimizer\.\w+)|zero_force_ds_cpu_optimizer"
 )
-"""Options of Hugging Face's Trainer, and of scripts with it, that change the time or memory of a step."""
+"""Keys that do nothing without an optimizer on the host."""
+
+
+def _effects(settings: Settings, given: Iterable[tuple[str, str, Any]]) -> list[Unmodelled]:
+    """Return the effects of settings with their names for users and their values."""
+    read = (
+        (name, shown, {"true": True, "false": False}.get(str(value).lower(), value)) for name, shown, value in given
+    )
+    return joined(effect for name, shown, value in read if (effect := settings.unmodelled(name, value, shown)))
 
 
 def _turned_on(words: Sequence[str], options: re.Pattern[str]) -> Iterator[str]:
@@ -270,9 +295,6 @@ CONFIG_FILE = "job.config_file"
 FILES_OF_MODEL = ("hf_assets_path", "tokenizer_path")
 SIZE = re.compile(r"\d+(?:\.\d+)?[bme](?![a-z])")
 """The parts of a name that state the number of parameters or experts, such as 30b and 128e."""
-HARMLESS = re.compile("|".join(TABLES["harmless"]))
-OFF = ("", "0", "1", "-1", "none", "false", "[]", "{}", "float32", "disabled", "no", "off")
-"""Values, in lower case, that turn something off."""
 
 
 def starts_torchtitan(command: UserCommand | None) -> bool:
@@ -308,8 +330,7 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
     if notes.problems:
         raise join_errors(notes.problems)
     program = _titan_program(found, sizes.get("pipeline_model_parallel_size", 1), knobs if file else None, notes)
-    for key, value in _not_predicted(content, command.arguments).items():
-        notes.note(key, f"not in the predictions ({value})", "train")
+    note_effects(effects_of_torchtitan(command.arguments, content), notes)
     train: dict[str, Any] = {
         "engine": "torchtitan",
         "seq_length": length,
@@ -407,18 +428,11 @@ def _check_degrees(command: UserCommand, content: Mapping[str, Any], cluster: di
         notes.note("parallelism", text, "cluster")
 
 
-def _not_predicted(content: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of a file and the options that are set, neither read nor harmless, with their values."""
-    given = dict(_flat(content))
+def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
+    """Return the effects of a file's keys and of a command's options that predictions do not include."""
     names = (word[2:].partition("=")[0] for word in words if word.startswith("--"))
-    given |= {name: option(words, name) for name in names if "." in name}
-    read = {*TABLES["shard_keys"], *(key for keys in TITAN_KEYS.values() for key in keys)}
-    return {
-        key: value
-        for key, value in given.items()
-        if key not in read and not HARMLESS.fullmatch(key) and str(value).lower() not in OFF
-        if key != "compile.components" or "model" not in str(value)
-    }
+    given = {**dict(_flat(content)), **{name: option(words, name) for name in names if "." in name}}
+    return _effects(TORCHTITAN, ((key, key, value) for key, value in given.items()))
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from flagcore_training.commands import parse
 
 from flagcore.contracts import Costs, Engine, Platform
 from flagcore.contracts.capabilities import Commands
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
@@ -26,7 +27,15 @@ from flagcore_trainers import fully_shard as fs
 from flagcore_trainers import start
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
-from flagcore_trainers.importing import CONFIG_FILE, Imported, option, read_toml, spec_of_torchtitan, starts_torchtitan
+from flagcore_trainers.importing import (
+    CONFIG_FILE,
+    Imported,
+    effects_of_torchtitan,
+    option,
+    read_toml,
+    spec_of_torchtitan,
+    starts_torchtitan,
+)
 from flagcore_trainers.trainer import Trainer
 
 CHECKPOINTING = "activation-checkpoint:"
@@ -51,6 +60,12 @@ class TorchTitan(Trainer, Commands):
 
     def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
         return spec_of_torchtitan(start, directory, model, list(PROGRAM["knobs"]))
+
+    def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
+        command, train = self.command(task.spec), task.spec.train
+        file = option(command.words, CONFIG_FILE)
+        content = {} if file is None else read_toml(str(file), Path(command.directory))
+        return effects_of_torchtitan((*command.words, *train.flags), content)
 
     def command(self, spec: Spec) -> start.Command:
         """Return the user's command. Raises SpecError if its TOML file cannot be read, or the program has no options

@@ -103,7 +103,8 @@ class Options:
     of their outputs in backward. With `assumed_fp8_gather`, only
     candidates with the distributed optimizer have fp8 weights. With `shard_gradients` (ZeRO-2), its ranks also share
     the gradients, which are scattered for each micro-batch. Without `gradient_fusion`, weight gradients are added to
-    their buffers by kernels of their own. With `fused_adam`, Adam is a kernel that works in place.
+    their buffers by kernels of their own. With `fused_adam`, Adam is a kernel that works in place. `second_moments` are
+    the parameters with a second moment: "all", "others" (than the matrices of linear layers) or "none".
     """
 
     schedule: str | None = None
@@ -117,6 +118,7 @@ class Options:
     main_param_bytes: int = 4
     exp_avg_bytes: int = 4
     exp_avg_sq_bytes: int = 4
+    second_moments: str = "all"
     precision_aware_optimizer: bool = False
     fp8_param_gather: bool = False
     assumed_fp8_gather: bool = False

@@ -284,14 +284,15 @@ def _precision(mixed: object) -> dict[str, Any]:
     `model`.
     """
     if isinstance(mixed, Mapping):
-        fields = {key: mixed.get(key) for key in ("bf16", "fp16", "fp8")}
+        fields = {key: mixed.get(key) for key in ("bf16", "fp16", "fp8", "fp4")}
         fields["fp8_recipe"] = mixed.get("fp8_recipe") if mixed.get("fp8") else None
-        fields["fp8"] = mixed.get("fp8") or mixed.get("fp4")
     elif isinstance(mixed, str):
         text = mixed.replace("-", "_")
         narrow = next((word for word in ("mxfp8", "nvfp4", "fp8") if word in text), None)
         fields = {"fp16": text.startswith("fp16"), "bf16": "bf16" in text, "fp8": narrow}
         fields["fp8_recipe"] = narrow if narrow != "fp8" else None
+        if narrow == "nvfp4":
+            fields |= {"fp8": None, "fp8_recipe": None, "fp4": "e2m1"}
     else:
         return {}
     model = {"model.bf16": None, "model.fp16": None}

@@ -8,8 +8,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from flagcore_training.unmodelled import note_effects
+
 from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes, package_yaml
+from flagcore_megatron.program.unmodelled import not_predicted
 from flagcore_megatron.space.split import SPLIT
 
 TABLES: Any = package_yaml(__package__, "arguments.yaml")
@@ -163,10 +166,9 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
     for key in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
         if (layers := flags.get(key)) is not None:
             flags.note(key, f"{layers} applies to all candidates: only pipelines that it fits are tried", "train")
-    for name in flags.names():
-        of_mesh = on_meshes and name.endswith("_per_stage_micro_batch")
-        if why := next((why for part, why in TABLES["not_predicted"].items() if part in name and not of_mesh), ""):
-            flags.note(name, f"not in the predictions: {why}", "train")
+    names = (each for each in flags.names() if not (on_meshes and each.endswith("_per_stage_micro_batch")))
+    given = {name.replace("_", "-"): (flags.key(name), flags.get(name)) for name in names}
+    note_effects(not_predicted(given), flags.source)
     dropouts = dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.1)  # Megatron's defaults
     settings: dict[str, Any] = {name: value for name, value in dropouts.items() if not flags.has(name)}
     if flags.get("peft_type") is not None:
@@ -181,6 +183,8 @@ def _precision(flags: Flags) -> str:
         if not isinstance(value, (bool, type(None))):
             flags.source.report(flags.key(name), "must be true or false", value=value)
         precision = name if value else precision
+    if flags.get("fp4", flags.get("fp4_format")):  # e2m1, whose only recipe is NVFP4
+        return "nvfp4"
     fp8_format, recipe = flags.get("fp8", flags.get("fp8_format")), flags.get("fp8_recipe")
     if not fp8_format:
         return precision
@@ -213,12 +217,11 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     if problems:
         raise join_errors(problems)
     section["vocab_size"] = vocabulary
-    is_gated = bool(flags.get("swiglu"))
+    is_gated = bool(flags.get("swiglu") or flags.get("quick_geglu"))
     section["gated_linear_unit"] = is_gated
     section["ffn_hidden_size"] = _width(flags, section["hidden_size"], is_gated)
     section["untie_embeddings_and_output_weights"] = bool(flags.get("untie_embeddings_and_output_weights"))
     section |= _attention(flags) | _experts(flags, section["num_layers"])
-    _note_other_layers(flags)
     return section
 
 
@@ -247,15 +250,6 @@ def _attention(flags: Flags) -> dict[str, Any]:
         rank = flags.get("q_lora_rank")
         section |= {"multi_latent_attention": True, **sizes, **({} if rank is None else {"q_lora_rank": rank})}
     return section
-
-
-def _note_other_layers(flags: Flags) -> None:
-    """Add notes about layers of the model that flagcore cannot describe."""
-    enabled = [name for name in flags.names() if flags.get(name) not in (False, 0)]
-    texts = ((("freeze_",), "training all weights"), (tuple(TABLES["other_layers"]), "a plain decoder with attention"))
-    for prefixes, model in texts:
-        if keys := [flags.key(name) for name in enabled if name.startswith(prefixes)]:
-            flags.source.note(", ".join(keys), f"predictions are those of {model}", "model")
 
 
 def _width(flags: Flags, hidden: int, gated: bool) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore_training.commands import UserCommand, cluster_of
+from flagcore_training.unmodelled import note_effects
 
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote, SettingValue, Spec
@@ -25,6 +26,7 @@ from flagcore_megatron.importing.arguments import (
     shape,
 )
 from flagcore_megatron.program.arguments import Argument, ArgumentSpec, release_table
+from flagcore_megatron.program.unmodelled import SETTINGS, not_predicted
 from flagcore_megatron.program.user_command import detected_release, read_command
 from flagcore_megatron.space.flags import parse_settings
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS, in_space
@@ -83,7 +85,11 @@ def _flags(command: UserCommand, notes: Notes) -> Flags:
         if spec and spec.type in ("int", "float") and "rank" not in problem.flag:
             fix = "write its value, which may be an empty variable of the script"
             notes.report(problem.flag, "has no value", fix=fix)
-        notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
+        name = problem.flag.lstrip("-").replace("_", "-")
+        if table.find(problem.flag) or not name or SETTINGS.unclassed([name]):
+            notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
+        elif effect := not_predicted({name: (problem.flag, problem.value or True)}):
+            note_effects(effect, notes)
     for each in arguments:
         if each.spec.values == "*" and not each.values:
             notes.note(each.flag, "has no value: a variable of the script may be empty", "train.command")

@@ -26,6 +26,12 @@ MTP_LAYOUTS_SINCE, EARLY_MTP_SINCE = ">=0.14", ">=0.16"
 """Releases whose layouts may contain multi-token prediction: at all, and on a stage before the loss.
 
 Source: megatron-core's `pipeline_parallel_layer_layout.py`."""
+MUON_SHARDED_SINCE = ">=0.18"
+"""Releases in which the distributed optimizer shards Muon (Megatron-LM `validate_args`, core_v0.16 to 0.20)."""
+SECOND_MOMENTS = {"sgd": "none", "muon": "others", "dist_muon": "others", "lion": "others"}
+"""The parameters with a second moment, by optimizer. Muon and Lion update matrices, Adam all others.
+
+Source: megatron-core 0.20 `optimizer/emerging_optimizers.py`."""
 DEFAULTS: Mapping[str, Settings] = {
     TRIAL: {"moe_token_dispatcher_type": "alltoall", "cp_comm_type": "all_gather"},
     COMMAND: {"moe_token_dispatcher_type": "allgather", "cp_comm_type": "p2p"},
@@ -70,6 +76,7 @@ def options(task: Task) -> Options:
     share, offloads = settings.get("optimizer_offload_fraction", 1.0), "fine_grained_activation_offloading"
     fp8_attention = settings.get("fp8_dot_product_attention")
     fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in TABLES["switches"].items()}
+    fields["fsdp"] |= bool(settings.get("use_torch_fsdp2"))
     fields |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in TABLES["widths"].items()}
     return Options(
         **fields,
@@ -77,6 +84,7 @@ def options(task: Task) -> Options:
         early_mtp=takes_early_mtp(task.spec),
         recompute_modules=recompute_modules(settings),
         grad_bytes=_grad_bytes(precision(train, settings), settings),
+        second_moments=SECOND_MOMENTS.get(str(settings.get("optimizer")), "all"),
         assumed_fp8_gather="fp8_param_gather" in train.assumed,
         optimizer_offload_fraction=float(share or 0.0) if settings.get("optimizer_cpu_offload") else 0.0,
         offload_modules=words(settings.get("offload_modules")) if settings.get(offloads) else frozenset(),
@@ -144,6 +152,7 @@ def check(task: Task, settings: Settings) -> None:
     for key, other in required_settings.items():
         if key in enabled and other not in enabled:
             raise _refused(key, settings, f"needs {other}")
+    optimizer = str(settings.get("optimizer") or "adam")
     refusals = {
         "moe_pad_expert_input_to_capacity": (dispatcher == "flex", "excludes moe_token_dispatcher_type: flex"),
         shared_overlap: (dispatcher != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
@@ -152,6 +161,16 @@ def check(task: Task, settings: Settings) -> None:
             or ("moe_act" in modules and model.num_moe_experts is not None and "moe_grouped_gemm" not in enabled)
             or ("shared_experts" in modules and shared_overlap in enabled),
             "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",
+        ),
+        "optimizer": (
+            optimizer not in ("adam", "sgd")
+            and (task.spec.train.precision == "fp16" or bool({"use_megatron_fsdp", "use_torch_fsdp2"} & enabled)),
+            "excludes fp16, use_megatron_fsdp and use_torch_fsdp2",
+        ),
+        aware_optimizer: (optimizer != "adam", "needs optimizer: adam"),
+        "overlap_grad_reduce": (
+            optimizer == "muon" and not in_versions(MUON_SHARDED_SINCE, release(task.spec)),
+            f"excludes optimizer: muon before Megatron {MUON_SHARDED_SINCE.lstrip('>=')}",
         ),
         LAYOUT: (bool({EMBEDDING, LOSS, FIRST, LAST} & enabled), "excludes other settings of the split of layers"),
     }

@@ -73,8 +73,9 @@ def as_in_production(platform: Platform) -> Platform:
     """
     task, stack = platform.task, platform.support.stack
     train, spec = task.spec.train, task.spec
-    is_open = train.command is None and train.implementation is None
-    if not stack or not is_open or _refuses(platform.value_rules, "implementation", stack.implementation):
+    if stack is None or train.command is not None or train.implementation not in (None, stack.implementation):
+        return platform
+    if _refuses(platform.value_rules, "implementation", stack.implementation):
         return platform
     train = replace(train, implementation=stack.implementation)
     is_dense, set_keys = spec.model.num_moe_experts is None, {*train.settings, *spec.space, *(spec.baseline or {})}

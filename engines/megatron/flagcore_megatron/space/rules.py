@@ -11,13 +11,22 @@ from itertools import accumulate
 
 import numpy as np
 
+from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.physics.transformer import SCHEDULES
 from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
 from flagcore_megatron.space.meshes import CP, DP, EP, MBS, PP, SP, TP
-from flagcore_megatron.space.options import Settings, numbers, precision, schedule, settings_in_force
+from flagcore_megatron.space.options import (
+    MUON_SHARDED_SINCE,
+    Settings,
+    numbers,
+    precision,
+    release,
+    schedule,
+    settings_in_force,
+)
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced, derived
 from flagcore_megatron.space.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
 
@@ -255,6 +264,8 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
     settings, split = settings_in_force(task.spec), Split.from_task(task)
     sharded, depths = bool(settings.get("use_megatron_fsdp")), task.spec.model.mtp_num_layers
     offloaded = numbers(settings.get("offload_stages"))
+    is_muon = "muon" in str(settings.get("optimizer"))
+    is_unsharded = is_muon and not in_versions(MUON_SHARDED_SINCE, release(task.spec))
 
     rules = (
         *(
@@ -265,6 +276,18 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
                 broken=lambda c: (c[DIST_OPT] == 0) & (not sharded),
             )
             for name in DIST_OPT_SETTINGS
+        ),
+        Rule(
+            name="use_torch_fsdp2",
+            knobs=(PP, EP, DIST_OPT),
+            message=f"use_torch_fsdp2 needs {PP} = 1 and {EP} = 1, and excludes {DIST_OPT}",
+            broken=lambda c: (c[PP] > 1) | (c[EP] > 1) | (c[DIST_OPT] == 1),
+        ),
+        Rule(
+            name="optimizer",
+            knobs=(DIST_OPT,),
+            message=f"optimizer: muon excludes {DIST_OPT} before Megatron {MUON_SHARDED_SINCE.lstrip('>=')}",
+            broken=lambda c: (c[DIST_OPT] == 1) & is_unsharded,
         ),
         Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
         Rule(

@@ -221,6 +221,18 @@ def test_several_words_are_one_value_of_a_space() -> None:
     assert spec_of(space={"recompute_modules": "mlp core_attn"}).space["recompute_modules"] == ("core_attn,mlp",)
 
 
+def test_recompute_of_the_attention_core_alone_is_pruned_for_each_value() -> None:
+    modules = (None, "core_attn", "layernorm,mlp")
+    selective = {"use_recompute": (True,), "recompute_granularity": ("selective",)}
+    task = task_of({**selective, "recompute_modules": modules})
+    task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, attention="flash")))
+    (rule,) = ENGINE.pruning_rules(task)
+    space = build((legal := legality(tasks.platform(task))).axes, legal.rules, legal.merges)
+    pruned = rule.prunes(space.columns(), predict(tasks.platform(task), space))
+    found = {space.candidate(row).as_dict()["recompute_modules"]: bool(pruned[row]) for row in range(len(space))}
+    assert found == {None: True, "core_attn": True, "layernorm,mlp": False}
+
+
 def test_the_trial_program_refuses_values_that_it_cannot_run() -> None:
     task = task_of({"tp_comm_overlap": (False, True)})
     task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, command=None)))

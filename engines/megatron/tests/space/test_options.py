@@ -99,6 +99,9 @@ def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
         ({"fine_grained_activation_offloading": True}, "fine_grained_activation_offloading"),
         ({"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity"),
         ({"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "flex"}, "moe_shared_expert_overlap"),
+        ({"optimizer": "muon", "use_megatron_fsdp": True}, "optimizer"),
+        ({"optimizer": "lion", "use_torch_fsdp2": True}, "optimizer"),
+        ({"optimizer": "sgd", "use_precision_aware_optimizer": True}, "use_precision_aware_optimizer"),
         ({"recompute_modules": "moe_act"}, "recompute_modules"),
         ({"recompute_modules": "shared_experts", "moe_shared_expert_overlap": True}, "recompute_modules"),
         (

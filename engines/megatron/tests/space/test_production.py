@@ -95,6 +95,12 @@ def test_settings_that_the_chip_or_the_release_lacks_are_left_out() -> None:
     assert plan(tasks.EXPERTS, none).spec.train.implementation is None
 
 
+def test_naming_the_layers_that_are_assumed_changes_nothing() -> None:
+    named = plan(tasks.EXPERTS, implementation="transformer_engine").spec
+    assert named == plan(tasks.EXPERTS).spec
+    assert named.train.assumed
+
+
 @pytest.mark.parametrize("job", [{"command": ("pretrain_gpt.py",)}, {"implementation": "local"}])
 def test_a_spec_that_names_its_settings_is_unchanged(job: dict[str, Any]) -> None:
     arguments = platform(**job)

@@ -109,6 +109,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a precision-aware optimizer needs shards": (AWARE, {}, SHARDED, experts(**{AWARE: True})),
     "overlap needs split sequences": ("tp_comm_overlap", {TP: 2}, {TP: 2, SP: True}, experts(tp_comm_overlap=True)),
     "experts overlap between virtual stages": (OVERLAP, {EP: 2, PP: 2}, {EP: 2}, experts(**{OVERLAP: True})),
+    "torch's FSDP has no stages": ("use_torch_fsdp2", {PP: 2}, {DP: 4}, experts(use_torch_fsdp2=True)),
+    "torch's FSDP has no expert ranks": ("use_torch_fsdp2", {EP: 2}, {}, experts(use_torch_fsdp2=True)),
+    "torch's FSDP shards by itself": ("use_torch_fsdp2", SHARDED, {DP: 4}, experts(use_torch_fsdp2=True)),
+    "Muon was not sharded": ("optimizer", SHARDED, {DP: 4}, {**experts(optimizer="muon"), "engine_version": "0.17.0"}),
     "a stage that offloads exists": ("offload_stages", {}, {PP: 2}, experts(offload_stages="1")),
     "a layout fits the pipeline": ("pipeline_stages", {PP: 4}, {PP: 2}, experts(**{LAYOUT: "Ett|ttL"})),
     "a layout sets virtual stages": ("virtual_stages", {PP: 2, VIRTUAL: 1}, {PP: 2}, experts(**{LAYOUT: "Et|t|t|tL"})),
@@ -129,6 +133,10 @@ def test_each_rule_refuses_its_bad_candidate_and_accepts_the_good_one(name: str)
     rule, bad, good, of_task = CASES[name]
     assert rule in broken(bad, **of_task)
     assert rule not in broken(good, **of_task)
+
+
+def test_newer_releases_shard_muon() -> None:
+    assert "optimizer" not in broken(SHARDED, **experts(optimizer="muon"), engine_version="0.18.0")
 
 
 def test_every_rule_has_a_case() -> None:

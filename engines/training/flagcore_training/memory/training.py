@@ -72,7 +72,8 @@ def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, 
 
     With d ranks that shard the optimizer, a 16-bit parameter with fp32 gradients needs 2 + 4 + 12 / d bytes. An fp32
     parameter needs 4 + 4 + 8 / d, because it has no main parameter. A precision-aware optimizer stores only the lower
-    half of the main parameter of a bf16 weight. FSDP also shards weights and gradients.
+    half of the main parameter of a bf16 weight. FSDP also shards weights and gradients. Without a second moment, a
+    parameter needs 4 / d bytes less.
     """
     options = train.options
     shards = layout.expert_shards() if experts else layout.shards()
@@ -80,7 +81,8 @@ def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, 
     owners = replicas if options.fsdp else shards
     fsdp_shards = replicas if options.fsdp else np.ones(())
     gradient_shards = shards if options.shard_gradients else fsdp_shards
-    adam = options.exp_avg_bytes + options.exp_avg_sq_bytes
+    second: FloatArray | float = 1.0 - linear / np.maximum(count, 1.0) if options.second_moments == "others" else 0.0
+    adam = options.exp_avg_bytes + options.exp_avg_sq_bytes * (1 if options.second_moments == "all" else second)
     is_trained = 0.0 if options.adapters else 1.0
     share = (1.0 - options.optimizer_offload_fraction) * is_trained
     if train.precision == "fp32":

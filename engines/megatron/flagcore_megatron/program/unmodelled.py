@@ -1,0 +1,71 @@
+"""The arguments and variables of a job that change its time or memory, and that predictions do not include."""
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+from flagcore_training.unmodelled import joined
+
+from flagcore.domain.engine import Unmodelled
+from flagcore.domain.spec import Spec
+from flagcore.spec.plain_data import package_yaml
+from flagcore.vendorkit.settings import UNCHANGED, read_settings
+from flagcore_megatron.program.arguments import FORK, known_releases, release_table
+from flagcore_megatron.program.user_command import program_arguments, readable_command
+
+SETTINGS = read_settings("flagcore_megatron")
+"""The classes of all arguments and variables."""
+TABLES: Mapping[str, Mapping[str, list[str]]] = package_yaml(__package__, "unmodelled.yaml")
+Given = Mapping[str, tuple[str, Any]]
+"""For each argument without its dashes and with hyphens: how the user writes it, and its value."""
+
+
+def unmodelled(spec: Spec) -> list[Unmodelled]:
+    """Return the arguments, settings and variables of a spec that predictions do not include."""
+    train, command = spec.train, readable_command(spec)
+    table = release_table(None)
+    arguments, problems = table.parse([*program_arguments(spec), *train.flags])
+    given: dict[str, tuple[str, Any]] = {"num-experts": ("", spec.model.num_moe_experts)}
+    given |= {_name(key): (f"train.settings.{key}", value) for key, value in train.settings.items()}
+    given = {name: each for name, each in given.items() if not SETTINGS.unclassed([name])}  # others are modelled
+    if command is not None or train.command is None:  # otherwise the arguments are those of another program
+        given |= {_name(each.flag): (each.flag, each.value or True) for each in problems if each.flag.startswith("--")}
+    given |= {_name(each.flag): (each.flag, " ".join(each.values) or True) for each in arguments}
+    script = replace(spec, envs={**(command.environment if command else {}), **spec.envs})
+    return [*not_predicted(given), *SETTINGS.of_environment(script)]
+
+
+def not_predicted(given: Given) -> list[Unmodelled]:
+    """Return the effects of arguments that predictions do not include. Those with the same effect are one."""
+    on = {name for name, (_, value) in given.items() if is_on(name, value)}
+    in_use = ((name, *given[name]) for name in given if name in on and not _is_idle(name, on))
+    return joined(effect for name, shown, value in in_use if (effect := SETTINGS.unmodelled(name, value, shown)))
+
+
+def is_on(name: str, value: object) -> bool:
+    """Return whether an argument has another value than Megatron's default, and is not off."""
+    found = next((spec for each in _TABLES if (spec := each.find(f"--{name}"))), None)
+    default = None if found is None or found.values == 0 else found.default
+    return _text(value).lower() not in UNCHANGED and _text(value) != _text(default)
+
+
+def _text(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+_TABLES = (release_table(None), release_table(f"{known_releases()[0]}+{FORK}"))
+
+
+def _is_idle(name: str, on: Set[str]) -> bool:
+    """Return whether an argument does nothing, as others are missing that it needs, or are `on` that replace it."""
+    needed = (others.split() for others, names in TABLES["needs"].items() if _is_listed(name, names))
+    replaced = (others.split() for others, names in TABLES["without"].items() if _is_listed(name, names))
+    return any(on.isdisjoint(others) for others in needed) or not all(on.isdisjoint(others) for others in replaced)
+
+
+def _is_listed(name: str, patterns: Iterable[str]) -> bool:
+    return any(name.startswith(each[:-1]) if each.endswith("*") else name == each for each in patterns)
+
+
+def _name(key: str) -> str:
+    return key.lstrip("-").replace("_", "-")

@@ -1,0 +1,51 @@
+"""Settings of trainers that change time or memory and are not predicted: all are classed, and named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flagcore_trainers.importing import DEEPSPEED, TORCHTITAN, effects_of_deepspeed, effects_of_torchtitan
+
+LISTS = sorted(Path(__file__).with_name("settings").glob("*.txt"))
+"""The settings of the newest releases, as `tools/trainer_settings.py` writes them."""
+
+
+@pytest.mark.parametrize("file", LISTS, ids=lambda file: file.stem)
+def test_all_settings_of_the_newest_releases_have_a_class(file: Path) -> None:
+    settings = TORCHTITAN if file.stem.startswith("torchtitan") else DEEPSPEED
+    assert settings.unclassed(file.read_text().split()) == []
+
+
+ZERO_3 = {"stage": 3, "sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "reduce_bucket_size": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("zero", "options", "expected"),
+    [
+        (ZERO_3, "--learning_rate 1e-5 --own_option 3 --bf16 true", []),
+        ({**ZERO_3, "offload_param": {"device": "cpu", "pin_memory": True}}, "", ["offload_param.device"]),
+        ({"stage": 2, "stage3_prefetch_bucket_size": 1e7, "round_robin_gradients": True}, "", []),
+        ({**ZERO_3, "stage3_prefetch_bucket_size": 1e7}, "", ["stage3_prefetch_bucket_size"]),
+        ({"stage": 2, "reduce_scatter": False}, "", ["reduce_scatter"]),
+        ({"stage": 2, "reduce_scatter": True, "no_such_key": 1}, "", ["no_such_key"]),
+        ({"stage": 2}, "--optim adafactor --lora_r 8 --use-lora True", ["--optim", "--lora_r, --use-lora"]),
+        ({"stage": 2}, "--optim adamw_torch --torch_compile False", []),
+    ],
+)
+def test_keys_and_options_of_deepspeed_are_named(zero: dict[str, Any], options: str, expected: list[str]) -> None:
+    effects = effects_of_deepspeed(options.split(), {"zero_optimization": zero, "wall_clock_breakdown": False})
+    assert [each.name.removeprefix("zero_optimization.") for each in effects] == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        ({"quantize": {"linear": {"float8": {"filter_fqns": ["output"]}}}, "model": {"converters": []}}, "", []),
+        ({"model": {"converters": ["float8"]}}, "", ["model.converters"]),
+        ({}, "--parallelism.expert_parallel_degree 4 --metrics.log_freq 1", ["parallelism.expert_parallel_degree"]),
+        ({}, "--compile.enable --training.mixed_precision_param=bfloat16", []),
+        ({"new": {"key": 3}}, "", ["new.key"]),
+    ],
+)
+def test_keys_of_torchtitan_are_named(content: dict[str, Any], options: str, expected: list[str]) -> None:
+    assert [each.name for each in effects_of_torchtitan(options.split(), content)] == expected
