@@ -150,7 +150,8 @@ class Program:
         if flags:
             of_knobs = {strip_dashes(word) for knob in table for flag in knob.flags for word in (flag.name, flag.off)}
             names = {knob.name.replace("_", "-") for knob in table}
-            flags |= {*of_knobs, *names, *reserved, *data.get("digit_flags", ""), *data.get("model_flags", ())} - {""}
+            flags |= {*of_knobs, *names, *reserved, *data.get("digit_flags", ""), *data.get("model_flags", ())}
+            flags -= {"", *chain.from_iterable(data.get("removed", {}).values())}
         return cls(
             knobs=table,
             word_releases=releases,
