@@ -18,8 +18,8 @@ import numpy as np
 from flagcore.api.inputs import RUNS, knobs_of_spec, labels_of_spec, warn
 from flagcore.api.runs import (
     INTERRUPTED,
+    RESULT,
     RUNNING,
-    SPEC,
     UNREADABLE,
     Snapshot,
     all_trials,
@@ -28,12 +28,13 @@ from flagcore.api.runs import (
     load_snapshot,
     read_run,
     run_home,
+    saved_spec,
     state_of_ended,
 )
 from flagcore.contracts import Costs, Engine, Problem
 from flagcore.contracts.capabilities import Details, Probes, optional
 from flagcore.domain.chip import Chip, Fact
-from flagcore.domain.files import write
+from flagcore.domain.files import open_regular, write
 from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.records import in_gib, prediction_record
 from flagcore.domain.secrets import secrets_in_data
@@ -49,9 +50,9 @@ from flagcore.report.run import INSIGHT, RunData, json_file
 from flagcore.report.run_text import result_text
 from flagcore.report.summary import no_best
 from flagcore.report.text import duration_text
-from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.budget import seconds_left, seconds_used
 from flagcore.tuner.effects import effects_of_row
+from flagcore.tuner.journal import JOURNAL
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.run_folder import IDENTITY, LOCK
 from flagcore.tuner.search_state import summarize
@@ -95,13 +96,13 @@ def run_record(folder: Path) -> dict[str, Any]:
     is the speedup over the baseline (`flagcore.domain.plan.Speedup`). `seconds` is the sum over all trials.
     `seconds_left` is an upper estimate for a run in progress. `no_best` is the reason why there is no best.
     """
-    data = json_file(folder / "result.json")
+    data = json_file(folder, RESULT)
     home = folder / str(data.get("engine", "")) if data.get("engines") else folder
     is_running = _is_locked(folder)
     record: dict[str, Any] = {
         "run": str(folder),
         "state": RUNNING if is_running else INTERRUPTED,
-        "model": lookup(json_file(home / IDENTITY), "task.model.name"),
+        "model": lookup(json_file(home, IDENTITY), "task.model.name"),
         "changed": datetime.fromtimestamp(_changed(folder), timezone.utc).strftime("%Y-%m-%d %H:%M"),
     }
     if not data and not is_running:
@@ -140,14 +141,14 @@ def _run_facts(run: RunData, state: str) -> dict[str, Any]:
 
 def _changed(folder: Path) -> float:
     """Return the time of the last change of a run, in seconds since 1970."""
-    files = [file for name in ("journal.log", "result.json", IDENTITY) if (file := folder / name).is_file()]
+    files = [file for name in (JOURNAL, RESULT, IDENTITY) if (file := folder / name).is_file()]
     return max(each.stat().st_mtime for each in files or [folder])
 
 
 def _is_run(folder: Path) -> bool:
     """Return whether flagcore wrote a run to a folder. Other programs also write files with these names."""
-    is_claimed = json_file(folder / IDENTITY).keys() >= {"run", "task", "fixed"}
-    return is_claimed or "schema_version" in json_file(folder / "result.json")
+    is_claimed = json_file(folder, IDENTITY).keys() >= {"run", "task", "fixed"}
+    return is_claimed or "schema_version" in json_file(folder, RESULT)
 
 
 def _is_locked(folder: Path) -> bool:
@@ -157,15 +158,14 @@ def _is_locked(folder: Path) -> bool:
 
 def _holds(file: Path) -> bool:
     try:
-        lock = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        lock = open_regular(file)
     except OSError:
         return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
     return False
 
 
@@ -223,8 +223,8 @@ def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
 def report_data(folder: Path, without: Collection[str]) -> RunData:
     """Return the data for the page of the run in a folder. Raises RunError if the folder has no readable run."""
     run = read_run(folder)
-    home, data, notes, left = run_home(run), run.data, list[str](), None
-    insight_data = json_file(home / INSIGHT)
+    home, data, notes, left = run_home(run), run.data, [*run.notes], None
+    insight_data = json_file(home, INSIGHT)
     insight_data = insight_data if insight_data.get("schema_version") == SCHEMA_VERSION else {}
     new_trials = ended_trials(run) - count_trials(data) if run.fidelity != ESTIMATE else 0
     if not data or new_trials > 0:
@@ -275,7 +275,7 @@ def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, f
 def _spec(folder: Path) -> dict[str, Any]:
     """Return the spec of the run in a folder as data. It is empty if the file cannot be read."""
     with suppress(FlagError):
-        return spec_as_data(folder / SPEC)
+        return saved_spec(folder)
     return {}
 
 
