@@ -89,7 +89,8 @@ class Journal:
         """Add an entry, unless it is doubled. Return whether it is the next one that belongs to its trial."""
         operation, _worker = entry["op_code"], entry["worker_id"]
         if operation == CREATE_STUDY:
-            is_next, self.run = not self.run and not self.created, self.run or str(entry["study_name"])
+            name = str(entry["study_name"])  # Optuna writes it again whenever the run is resumed
+            is_next, self.run = self.run == name or not (self.run or self.created), self.run or name
             return is_next and bool(entry["directions"])
         if operation == CREATE_TRIAL:
             attributes = {"number": len(self.created), **entry["user_attrs"]}

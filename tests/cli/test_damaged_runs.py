@@ -2,8 +2,9 @@
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from pytest import param
 
 from flagcore import api
 from flagcore.plugins.entry_points import PAGES, names
-from tests.cli.conftest import Flag, Project
+from tests.cli.conftest import Flag, Ran
 
 Damage = Callable[[Path], object]
+Read = Callable[[], Iterator[tuple[str, int, str]]]
+Resume = Callable[[], Ran]
 Lines = list[bytes]
 STUDY, START, END, CLOSE = 0, 4, 5, 6
 """Lines of the journal: the study, and the start, the end and the state of the second trial."""
@@ -116,10 +119,16 @@ def large(path: Path) -> None:
 
 
 @pytest.fixture
-def damaged(finished: Project) -> Project:
-    """Return a project with a copy of a finished run, and a file of the user outside the run."""
-    (finished.folder / "outside").write_text(OUTSIDE)
-    return finished
+def run(made_run: Path, tmp_path: Path) -> Path:
+    """Return a copy of a finished run, next to a file of the user."""
+    (tmp_path / "outside").write_text(OUTSIDE)
+    return Path(shutil.copytree(made_run, tmp_path / "run"))
+
+
+@pytest.fixture
+def resume(made_run: Path, flag: Flag, run: Path) -> Resume:
+    """Resume the run with its spec."""
+    return lambda: flag("tune", str(made_run.with_name("spec.yaml")), "--run-dir", str(run), "-q")
 
 
 OUTSIDE = "of the user\n"
@@ -142,50 +151,53 @@ JOURNAL_CASES = [
     param(drop(END), "result.json: 1", id="no end"),
     param(drop(START, END, CLOSE), "result.json: 1", id="no trial"),
     param(drop(*range(10, 22)), "result.json: 3-6", id="no end of the file"),
-    param(swap(START, START + 3), "out of order: 5", id="starts swapped"),
+    param(swap(START, START + 3), "out of order: 6-8", id="starts swapped"),
     param(swap(END, CLOSE), "out of order: 7", id="end and state swapped"),
     param(swap(START, END), "out of order: 5", id="start and end swapped"),
     param(lines(lambda all_lines: all_lines.insert(5, all_lines[4])), "out of order: 6", id="a doubled start"),
     param(lines(lambda all_lines: all_lines.insert(6, all_lines[5])), "out of order: 7", id="a doubled end"),
-    param(lines(lambda all_lines: all_lines.extend(list(all_lines))), "out of order: 23-44", id="all doubled"),
+    param(lines(lambda all_lines: all_lines.extend(list(all_lines))), "out of order: 24-44", id="all doubled"),
     param(lines(lambda all_lines: all_lines.reverse()), "out of order", id="reversed"),
     param(remove("journal.log"), "result.json: 0-6", id="no journal"),
     param(content("journal.log", b""), "result.json: 0-6", id="an empty journal"),
 ]
 
 
-def reports(flag: Flag, run: Path) -> list[tuple[int, str, str]]:
-    """Return the exit status, stdout and stderr of each command that reads a run."""
-    commands = [["runs", "show", str(run)], ["explain", str(run)], ["compare", f"{run}:baseline", f"{run}:best"]]
-    commands += [["report", str(run), "-o", "-"]] if names(PAGES) else []
-    ended = [flag(*words) for words in [*commands, ["runs", "list", str(run)]]]
-    assert "Traceback" not in "".join(each.err for each in ended)
-    return [(each.code, each.out, each.err) for each in ended]
+@pytest.fixture
+def read(flag: Flag, run: Path, caplog: pytest.LogCaptureFixture) -> Read:
+    """Return a function that calls each command that reads a run. It returns their names, exit statuses and texts."""
+    commands = {"show": ("runs", "show", str(run)), "explain": ("explain", str(run))}
+    commands |= {"compare": ("compare", f"{run}:baseline", f"{run}:best")}
+    commands |= {"report": ("report", str(run), "-o", "-")} if names(PAGES) else {}
 
+    def call() -> Iterator[tuple[str, int, str]]:
+        for name, words in commands.items():
+            caplog.clear()
+            ended = flag(*words)
+            text = ended.out + ended.err + caplog.text
+            assert not re.search(r"Traceback|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
+            yield name, ended.code, text
+        caplog.clear()
+        assert flag("runs", "list", str(run)).code == 0
 
-def resumed(flag: Flag, project: Project) -> tuple[int, str]:
-    """Resume the run. Return the exit status and stderr."""
-    ended = flag("tune", str(project.folder / "spec.yaml"), "--run-dir", str(project.run_dir), "-q")
-    assert "Traceback" not in ended.err
-    return ended.code, ended.err
+    return call
 
 
 @pytest.mark.parametrize(("damage", "words"), JOURNAL_CASES)
 def test_a_damaged_journal_is_named_and_no_trial_is_lost(
-    flag: Flag, damaged: Project, damage: Damage, words: str, caplog: pytest.LogCaptureFixture
+    read: Read, run: Path, resume: Resume, damage: Damage, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, before = damaged.run_dir, api.load_run(damaged.run_dir)
+    before = facts(api.load_run(run))
     damage(run)
-    for code, out, err in reports(flag, run)[:-1]:
-        assert code == 0, err
-        assert words in out + err + caplog.text
-    assert (api.load_run(run).trials, api.load_run(run).repeats) == (before.trials, before.repeats)
-    caplog.clear()
-    code, err = resumed(flag, damaged)
-    assert (code, words in caplog.text, "7 trials done" in caplog.text) == (0, True, True), err
+    for name, code, text in read():
+        assert (code, words in text) == (0, True), f"{name}: {text}"
+    assert facts(api.load_run(run)) == before
+    ended = resume()
+    assert (ended.code, words in caplog.text, "7 trials done" in caplog.text) == (0, True, True), ended.err
     (run / "result.json").unlink()
-    after = api.load_run(run)
-    assert {trial.number: trial.state for trial in (*after.trials, *after.repeats)} == {
-        trial.number: trial.state for trial in (*before.trials, *before.repeats)
-    }
-    assert after.notes == ()
+    assert (facts(api.load_run(run)), api.load_run(run).notes) == (before, ())
+
+
+def facts(run: api.Run) -> list[object]:
+    trials = (*run.trials, *run.repeats)
+    return [(trial.number, trial.role, trial.state, trial.candidate, trial.speed) for trial in trials]
