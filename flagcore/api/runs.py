@@ -391,12 +391,19 @@ def all_trials(run: Run | None) -> list[Trial]:
 
 
 def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
-    """Return a run whose candidates have a value for each knob.
+    """Return a run whose candidates have a value for each knob. Raises RunError like `with_known_values`."""
+    stored = all_trials(run)
+    complete = with_known_values(run.folder, stored, axes)
+    return run if complete == stored else replace(run, **trial_fields(complete, run.fidelity))
+
+
+def with_known_values(folder: Path, stored: Sequence[Trial], axes: Sequence[Axis]) -> list[Trial]:
+    """Return the trials of the run in `folder` with a value for each knob.
 
     Knobs that are newer than the run get their neutral value. Raises RunError if a trial has a value that its knob does
     not support, because another version wrote the run.
     """
-    stored, complete = all_trials(run), []
+    complete = []
     for trial in stored:
         values = trial.candidate.as_dict()
         for axis in axes:
@@ -404,13 +411,13 @@ def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
             try:
                 axis.encode(value)
             except ValueError:
-                names = {"folder": run.folder, "number": trial.number, "knob": axis.knob, "value": value}
+                names = {"folder": folder, "number": trial.number, "knob": axis.knob, "value": value}
                 text = _("{folder} was written by another version: trial {number} has {knob} = {value}", **names)
                 raise RunError(text) from None
         is_complete = all(axis.knob in values for axis in axes)
         values = {axis.knob: axis.neutral for axis in axes} | values
         complete.append(trial if is_complete else replace(trial, candidate=Candidate.of(values)))
-    return run if complete == stored else replace(run, **trial_fields(complete, run.fidelity))
+    return complete
 
 
 def _snapshot(where: Path, opened: OpenedSpec, run: Run | None, past: PastMeasurements) -> Snapshot:

@@ -42,7 +42,7 @@ from flagcore.domain.space import LEARNED_MESSAGES, Candidate, Columns
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, NoDevice, RunError
-from flagcore.i18n import N_, _
+from flagcore.i18n import N_, _, printable
 from flagcore.plugins import page_writer
 from flagcore.report.formats import lookup
 from flagcore.report.result import result
@@ -177,7 +177,7 @@ def report(run_dir: Path | str, *, without: Collection[str] = ()) -> str:
     readable run, and NoDevice if flagcore-page is not installed.
     """
     try:
-        return page_writer().as_html(report_data(Path(run_dir), without))
+        return printable(page_writer().as_html(report_data(Path(run_dir), without)))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RunError(_("the result in {folder} cannot be shown: {reason!r}", folder=run_dir, reason=error)) from error
 
@@ -195,7 +195,7 @@ def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> b
             "knobs": ending.plan.knobs,
             "labels": optional(ending.problem.engine, Details).labels,
         }
-        return page_writer().as_html(_redacted(data, insight_data, run_dir, run_dir, **context))
+        return printable(page_writer().as_html(_redacted(data, insight_data, run_dir, run_dir, **context)))
 
     return _is_written(run_dir, made)
 

@@ -36,7 +36,7 @@ from flagcore.api.inputs import (
 )
 from flagcore.api.jobs import past_of_problem
 from flagcore.api.outcome import Outcome, save
-from flagcore.api.runs import read_result, saved_trials
+from flagcore.api.runs import read_result, saved_trials, with_known_values
 from flagcore.contracts import Event, OnEvent, Problem, Telemetry
 from flagcore.contracts.capabilities import Advice, Installation, optional, probing
 from flagcore.domain.chip import Device
@@ -236,8 +236,11 @@ class _EngineRun:
         except RunError as error:  # the journal has them, too
             saved = ()
             warn([error])
+        with_known_values(directory.path, saved, problem.space.axes)
         store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage, saved=saved)
         warn(store.notes)
+        own_trials = [trial for trial in store.trials() if not trial.source]
+        with_known_values(directory.path, own_trials, problem.space.axes)
         _require_no_higher_fidelity(store, self.spec.control, directory.path)
         if trials := store.trials():
             finished_count = sum(trial.state is not TrialState.INTERRUPTED for trial in trials)
