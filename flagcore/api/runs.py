@@ -31,7 +31,7 @@ from flagcore.report.run import RunData
 from flagcore.report.summary import no_best
 from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec.plain_data import spec_as_data
-from flagcore.tuner.journal import JOURNAL, Journal, read_journal
+from flagcore.tuner.journal import JOURNAL, MAX_GAP, Journal, read_journal
 from flagcore.tuner.run_folder import IDENTITY, RunDirectory
 from flagcore.tuner.search_state import SearchState, gains
 from flagcore.tuner.stages.learn import learn
@@ -255,7 +255,10 @@ def saved_trials(path: Path, data: Mapping[str, Any]) -> tuple[Trial, ...]:
         plan = read_plan(data) if data and data["fidelity"] != ESTIMATE and not data.get("engines") else {}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise unreadable_error(path / RESULT, error) from None
-    return tuple(trial for name in ("trials", "repeats", "probes") for trial in plan.get(name, ()))
+    trials = tuple(trial for name in ("trials", "repeats", "probes") for trial in plan.get(name, ()))
+    if trials and (last := max(trial.number for trial in trials)) >= len(trials) + MAX_GAP:
+        raise unreadable_error(path / RESULT, f"number = {last}, but there are only {len(trials)} trials")
+    return trials
 
 
 def saved_spec(path: Path) -> dict[str, Any]:

@@ -49,6 +49,9 @@ class _Steps(_Object):
 class _Measured(_Object):
     step_time_s: _Steps
     tokens_per_second_per_device: float
+    peak_allocated_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    device_used_gib: float | None = None
     losses: Annotated[list[float | None], EMPTY_LIST]
     effective: Annotated[Data, EMPTY]
     versions: Annotated[Data, EMPTY]
@@ -69,7 +72,7 @@ class _Trial(_Object):
     reason: str | None = None
     log: str | None = None
     source: str | None = None
-    duration_s: float | None = None
+    duration_s: float = 0.0
     predicted: Data | None = None
     measured: _Measured | None = None
     finished_steps_s: Numbers

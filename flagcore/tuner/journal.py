@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from pydantic import TypeAdapter
 from flagcore.domain.files import read_regular
 from flagcore.domain.records import read_belief, read_prediction
 from flagcore.domain.space import Candidate
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import FIDELITIES, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.i18n import _
 
@@ -107,7 +108,7 @@ class Journal:
         if operation == SET_ATTRIBUTE:
             if "result" in entry["user_attr"]:
                 is_next = is_next and number not in self._ends
-                self._ends.setdefault(number, dict(entry["user_attr"]["result"]))
+                self._ends.setdefault(number, {**entry["user_attr"]["result"]})
             return is_next
         if operation != SET_STATE:
             raise ValueError(operation)
@@ -186,8 +187,11 @@ def read_trial(number: int, attributes: Mapping[str, Any]) -> Trial:
     )
     if trial.state is TrialState.MEASURED and not trial.measurement:
         raise ValueError(f"trial {number} was measured, but has no figures")
-    if trial.measurement and not trial.measurement.step_time_s > 0.0:  # also if it is nan
-        raise ValueError(f"trial {number} has a step time of {trial.measurement.step_time_s} s")
+    if trial.fidelity not in FIDELITIES:
+        raise ValueError(f"trial {number} has the fidelity {trial.fidelity}")
+    measured = trial.measurement
+    if measured and not (0.0 < measured.step_time_s < inf and isfinite(measured.tokens_per_second_per_device)):
+        raise ValueError(f"trial {number} has a step time of {measured.step_time_s} s")
     return trial
 
 

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from flagcore.domain.files import read_regular, writable, write
 from flagcore.domain.secrets import redact_data, secrets_in_data
+from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import RunError
 from flagcore.i18n import _
 from flagcore.tuner.journal import JOURNAL
@@ -60,12 +61,15 @@ class RunDirectory:
             stored = json.loads(read_regular(file, folder=self.path))
             fixed = dict(stored["fixed"])
             dict(fixed.get("baseline") or {})
+            ClusterSpec().with_measured(fixed.get("network") or {})
+            if not isinstance(fixed.get("storage") or "", str):
+                raise ValueError(f"fixed.storage = {fixed['storage']!r} must be a string")
             task = dict(stored["task"])
             int(dict(task.get("hardware") or {}).get("devices_per_node", 1))
             return {"run": str(stored["run"]), "task": redact_data(task), "fixed": fixed}
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RunError(_("{file} cannot be read ({why}); use --new to start over", file=file, why=error)) from None
 
     def claim(self, task: Mapping[str, object], fixed: Mapping[str, object]) -> str:

@@ -65,9 +65,8 @@ class OptunaStore:
                 self.notes = self._open_journal(path / JOURNAL, saved)
             else:
                 self._open(optuna.storages.get_storage(url))
-                first = self._storage.get_n_trials(self._identifier)
-                missing = {each.number: each for each in saved if each.number >= first}
-                self._write(first, missing, ())
+                missing = {each.number: each for each in saved if each.number >= self._size}
+                self._write(missing, ())
                 self.notes = Journal().notes(redact_text(url), missing)
             self._close_interrupted()
             self.trials()
@@ -81,6 +80,7 @@ class OptunaStore:
             direction="maximize" if is_rate(self._objective) else "minimize",
         )
         self._identifier = storage.get_study_id_from_name(self._run)
+        self._size = storage.get_n_trials(self._identifier)
 
     def _open_journal(self, file: Path, saved: Sequence[Trial]) -> list[str]:
         """Open the journal, and add the trials that only the result has. Return what was damaged.
@@ -102,22 +102,23 @@ class OptunaStore:
         if not is_intact:
             copy, draft = file.with_name(f"{file.name}.{time.strftime('%Y%m%d-%H%M%S')}"), Path(f"{file}.new")
             self._open(open_journal(draft))
-            self._write(0, trials, journal.lost)
+            self._write(trials, journal.lost)
             shutil.copyfile(file, copy)
             os.replace(draft, file)
             self._open(open_journal(file))
             notes.append(_("{file} was damaged and is written anew; the old one is {copy}", file=file, copy=copy))
         else:
-            self._write(first, trials, journal.lost)
+            self._write(trials, journal.lost)
         return notes
 
-    def _write(self, first: int, trials: Mapping[int, Trial], lost: Iterable[int]) -> None:
-        """Store the trials whose number is at least `first`. Lost ones keep their number."""
-        for number in range(first, 1 + max((*trials, *lost), default=-1)):
+    def _write(self, trials: Mapping[int, Trial], lost: Iterable[int]) -> None:
+        """Store the trials that the study does not have yet. Lost ones keep their number."""
+        for number in range(self._size, 1 + max((*trials, *lost), default=-1)):
             trial = trials.get(number)
             if trial is None:
                 entry = create_trial(state=OptunaState.FAIL, user_attrs={"number": number})
                 self._storage.create_new_trial(self._identifier, entry)
+                self._size = number + 1
             elif trial.state is TrialState.RUNNING:
                 self.begin(trial)
             else:
@@ -130,7 +131,7 @@ class OptunaStore:
         """Store the start of a planned trial, create its folder, and return it with its number and log."""
         values = planned.candidate.as_dict()
         attributes = {
-            "number": self._storage.get_n_trials(self._identifier),
+            "number": self._size,
             "candidate": values,
             "role": planned.role.value,
             "fidelity": planned.fidelity,
@@ -147,7 +148,7 @@ class OptunaStore:
         )
         with self._errors_as_run_error():
             number = self._storage.get_trial_number_from_id(self._storage.create_new_trial(self._identifier, template))
-            log = f"trials/{number}/stdout.log"
+            self._size, log = number + 1, f"trials/{number}/stdout.log"
             trial = dataclasses.replace(planned, number=number, state=TrialState.RUNNING, log=log)
             Path(self.folder(trial)).mkdir(parents=True, exist_ok=True)
             if os.path.realpath(folder := self.folder(trial)) != folder:

@@ -191,6 +191,8 @@ RESULT_CASES = [
     case(edit_trial("measured.step_time_s.median", float("nan")), "median = nan must be a number above 0", id="NaN"),
     case(edit_trial("measured.step_time_s.median", -1.0), "median = -1.0 must be a number above 0", id="negative"),
     case(edit_trial("measured.telemetry", {"power": float("nan")}), "telemetry.power = nan", id="NaN of telemetry"),
+    case(edit_trial("number", 99_999), "number = 99999, but there are only 7 trials", id="a gap of numbers"),
+    case(edit_trial("measured.peak_allocated_gib", "x"), "peak_allocated_gib = 'x' must be a number", id="a size"),
     case(edit_trial("number", 10**30), "trials[3].number = 1000000000", id="a huge number"),
     case(edit_trial("state", HOSTILE), "trials[3].state = ", id="escape letters"),
     case(edit_trial("candidate", [1]), "trials[3].candidate = [1] must be a mapping", id="a list as a candidate"),

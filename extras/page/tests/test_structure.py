@@ -214,7 +214,7 @@ def test_text_of_every_kind_stays_text_in_html() -> None:
 
 def test_a_log_with_html_is_escaped(runs: Runs) -> None:
     report = runs("failed")
-    shown_words = HOSTILE.replace("\x1b[31m", "").replace("\x1b[0m", "").replace("\x07", "\N{REPLACEMENT CHARACTER}")
+    shown_words = HOSTILE.replace("\x1b[31m", "").replace("\x1b[0m", "").replace("\x07", "\\u0007")
     logs = [each.text for each in report.page.section("trials").every("pre")]
     assert shown_words in logs
     assert sum("</pre><b>it is</b>" in text for text in logs) == len(report.result["trials"])

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from itertools import chain
@@ -26,6 +26,7 @@ from flagcore.api.runs import (
     count_trials,
     ended_trials,
     load_snapshot,
+    read_result,
     read_run,
     run_home,
     saved_spec,
@@ -84,9 +85,19 @@ def show_run(folder: Path | str, without: Collection[str] = ()) -> tuple[Mapping
     """Return the result of a run as data and as text. The run may be in progress. Raises RunError."""
     if not _is_run(Path(folder)):
         raise RunError(_("{folder} is not a run; `flag runs list` lists them", folder=folder))
-    run = report_data(Path(folder), without)
-    text = result_text(replace(run, folder_name=str(folder), warnings=()))
+    with _as_run_error(folder):
+        run = report_data(Path(folder), without)
+        text = result_text(replace(run, folder_name=str(folder), warnings=()))
     return run.data, "\n".join([*run.warnings, text])
+
+
+@contextmanager
+def _as_run_error(folder: Path | str) -> Iterator[None]:
+    """Convert errors of a result whose values contradict each other to RunError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RunError(_("the result in {folder} cannot be shown: {reason!r}", folder=folder, reason=error)) from error
 
 
 def run_record(folder: Path) -> dict[str, Any]:
@@ -96,12 +107,16 @@ def run_record(folder: Path) -> dict[str, Any]:
     is the speedup over the baseline (`flagcore.domain.plan.Speedup`). `seconds` is the sum over all trials.
     `seconds_left` is an upper estimate for a run in progress. `no_best` is the reason why there is no best.
     """
-    data = json_file(folder, RESULT)
+    state, data = INTERRUPTED, dict[str, Any]()
+    try:
+        data |= read_result(folder)
+    except RunError:
+        state = UNREADABLE
     home = folder / str(data.get("engine", "")) if data.get("engines") else folder
     is_running = _is_locked(folder)
     record: dict[str, Any] = {
         "run": str(folder),
-        "state": RUNNING if is_running else INTERRUPTED,
+        "state": RUNNING if is_running else state,
         "model": lookup(json_file(home, IDENTITY), "task.model.name"),
         "changed": datetime.fromtimestamp(_changed(folder), timezone.utc).strftime("%Y-%m-%d %H:%M"),
     }
@@ -176,10 +191,8 @@ def report(run_dir: Path | str, *, without: Collection[str] = ()) -> str:
     progress, is read from its journal. `without` names plugins to disable. Raises RunError if the folder has no
     readable run, and NoDevice if flagcore-page is not installed.
     """
-    try:
+    with _as_run_error(run_dir):
         return printable(page_writer().as_html(report_data(Path(run_dir), without)))
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RunError(_("the result in {folder} cannot be shown: {reason!r}", folder=run_dir, reason=error)) from error
 
 
 def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> bool:

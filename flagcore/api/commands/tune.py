@@ -36,7 +36,7 @@ from flagcore.api.inputs import (
 )
 from flagcore.api.jobs import past_of_problem
 from flagcore.api.outcome import Outcome, save
-from flagcore.api.runs import read_result, saved_trials, with_known_values
+from flagcore.api.runs import RESULT, read_result, saved_trials, with_known_values
 from flagcore.contracts import Event, OnEvent, Problem, Telemetry
 from flagcore.contracts.capabilities import Advice, Installation, optional, probing
 from flagcore.domain.chip import Device
@@ -234,9 +234,12 @@ class _EngineRun:
         try:
             saved = saved_trials(directory.path, read_result(directory.path))
         except RunError as error:  # the journal has them, too
-            saved = ()
-            warn([error])
-        with_known_values(directory.path, saved, problem.space.axes)
+            file, saved = directory.path / RESULT, ()
+            copy = file.with_name(f"{RESULT}.{time.strftime('%Y%m%d-%H%M%S')}")
+            with writable(directory.path):
+                file.rename(copy)
+            warn([error, _("{file} was damaged and is written anew; the old one is {copy}", file=file, copy=copy)])
+        saved = tuple(with_known_values(directory.path, saved, problem.space.axes))
         store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage, saved=saved)
         warn(store.notes)
         own_trials = [trial for trial in store.trials() if not trial.source]
