@@ -21,7 +21,7 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, secrets_in_data
 from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, PRECISIONS, Spec, Task
 from flagcore.errors import FlagError, SpecError, UsageError, join_errors
-from flagcore.i18n import N_, _
+from flagcore.i18n import N_, _, printable
 from flagcore.physics.roofline import RUNS_AS
 from flagcore.plugins import (
     LAUNCHERS,
@@ -472,4 +472,4 @@ def _idle_devices(problem: Problem) -> list[str]:
 def warn(texts: Iterable[object]) -> None:
     """Log each of `texts` without secrets as a warning."""
     for text in texts:
-        LOG.warning("%s", redact_data(text))
+        LOG.warning("%s", printable(str(redact_data(text))))

@@ -28,7 +28,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import is_rate
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, UsageError
-from flagcore.i18n import _
+from flagcore.i18n import _, printable
 from flagcore.launchers.script import batch_script, exports, job_name, multi_line, start_lines
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
 from flagcore.report.result import result
@@ -79,7 +79,7 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
         data["precision"] = {"value": precision, "reason": precision_reason}
         spec = {**spec, "train": {**spec["train"], "precision": precision}}
     # If a finished run is started again, its trials have only a plain text of why it stopped, not the translatable one.
-    earlier = json_file(run_dir / "result.json")
+    earlier = json_file(run_dir, "result.json")
     if earlier.get("stopped_because") == data["stopped_because"] and "stopped_message" in earlier:
         data["stopped_message"] = earlier["stopped_message"]
     for each in filter(None, (data["baseline"], data["best"])):
@@ -89,7 +89,7 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-        write(run_dir / "report.txt", str(outcome) + "\n")
+        write(run_dir / "report.txt", printable(str(outcome)) + "\n")
         if plan.best:
             folder = run_dir.resolve() / "best"
             folder.mkdir(0o700, exist_ok=True)  # its files may contain secrets

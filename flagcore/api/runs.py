@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,27 +9,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flagcore.api.inputs import UNNAMED, LoadedSpec, OpenedSpec, SpecLike, knobs_of_spec, open_spec
+from flagcore.api.inputs import UNNAMED, LoadedSpec, OpenedSpec, SpecLike, knobs_of_spec, open_spec, warn
 from flagcore.api.jobs import detailed_predictions, past_of_problem
 from flagcore.contracts import Problem, SearchContext
-from flagcore.domain.files import read_regular
+from flagcore.domain.files import open_regular, read_regular
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import Speedup
 from flagcore.domain.prediction import PastMeasurements, Prediction
+from flagcore.domain.secrets import redact_text
 from flagcore.domain.space import Axis, Candidate, Columns, Pruned
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Trial
-from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError, UsageError
+from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins.loaded import LoadedPlugins
 from flagcore.report.formats import COLUMNS, Notebook, render
-from flagcore.report.result import SCHEMA_VERSION, read_plan
+from flagcore.report.result import read_plan
 from flagcore.report.result import trial as trial_data
+from flagcore.report.result_schema import checked_result
 from flagcore.report.run import RunData
 from flagcore.report.summary import no_best
 from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec.plain_data import spec_as_data
-from flagcore.tuner.run_folder import RunDirectory
+from flagcore.tuner.journal import JOURNAL, MAX_GAP, Journal, read_journal
+from flagcore.tuner.run_folder import IDENTITY, RunDirectory
 from flagcore.tuner.search_state import SearchState, gains
 from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.stages.predict import predict_columns
@@ -59,6 +61,7 @@ class Run(Notebook):
     - `engines`: the runs of each engine if several were tuned; the other fields are then from the run of the best
       engine.
     - `search_state`: the state of the search after all trials.
+    - `notes`: what is damaged in the folder, in words.
     """
 
     folder: Path
@@ -74,6 +77,7 @@ class Run(Notebook):
     probes: tuple[Trial, ...] = ()
     imported: tuple[Trial, ...] = ()
     engines: Mapping[str, Run] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def gain(self) -> float | None:
@@ -147,31 +151,44 @@ class Run(Notebook):
 def load_run(folder: Path | str) -> Run:
     """Read a run's folder, without writing to it or asking a plugin. The run may be in progress.
 
-    Raises RunError if the folder has no run or an unreadable file, or if its journal is truncated or missing.
+    Trials that the journal lacks are taken from the result, with a warning that also names damaged lines of the
+    journal. Raises RunError if the folder has no run, or a file that cannot be read.
     """
     run = read_run(Path(folder))
-    for each in run.engines.values() or (run,):
-        _require_complete_journal(each)
+    warn(run.notes)
     return run
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's folder as `load_run` does, but also accept a journal with fewer trials than the result."""
-    data = _result(path)
-    if isinstance(data.get("engines"), Mapping):
+    """Read a run's folder as `load_run` does, but without warnings."""
+    data = read_result(path)
+    if data.get("engines"):
         return _run_of_several_engines(path, data)
-    from flagcore.tuner.store import stored_trials  # importing optuna is slow
-
     identity = RunDirectory(path).identity()
     if identity is None:
+        if data or (path / JOURNAL).exists():
+            raise RunError(_("{file} is missing; restore it, or use --new to start over", file=path / IDENTITY))
         raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))
-    trials = stored_trials(path, identity["run"], identity["fixed"].get("storage"))
+    saved, url = saved_trials(path, data), identity["fixed"].get("storage")
+    if url:
+        from flagcore.tuner.store import stored_trials  # importing optuna is slow
+
+        journal = Journal(trials={each.number: each for each in stored_trials(identity["run"], url)})
+    else:
+        journal = read_journal(path, identity["run"])
+    missing = {each.number: each for each in saved if each.number not in journal.trials}
+    notes = journal.notes(redact_text(url) if url else path / JOURNAL, missing)
+    trials = tuple(each for _number, each in sorted({**missing, **journal.trials}.items()))
+    try:
+        spec = saved_spec(path)
+    except FlagError as error:
+        spec, notes = {}, [*notes, str(error)]
     fidelities = [each.fidelity for each in trials if each.fidelity in FIDELITIES and not each.source]
     fidelity = str(data.get("fidelity") or max(fidelities, key=FIDELITIES.index, default=RUN))
     if fidelity == ESTIMATE:
-        return _from_predictions(path, data)
+        return replace(_from_predictions(path, data), spec=spec, notes=tuple(notes))
     fields = trial_fields(trials, fidelity)
-    return Run(folder=path, spec=spec_as_data(path / SPEC), data=data, fidelity=fidelity, **fields)
+    return Run(folder=path, spec=spec, data=data, fidelity=fidelity, notes=tuple(notes), **fields)
 
 
 def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
@@ -214,33 +231,58 @@ def no_best_error(run: Run) -> FlagError:
 
 def unreadable_error(file: Path, error: object) -> RunError:
     """Return the error for a result file that cannot be read."""
-    reason = getattr(error, "strerror", None) or repr(error)
-    return RunError(_("{file} cannot be read ({reason}); run `flag tune` to write it", file=file, reason=reason))
+    reason = getattr(error, "strerror", None) or (repr(error) if isinstance(error, LookupError) else error)
+    return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it anew", file=file, reason=reason))
 
 
-def _result(path: Path) -> Mapping[str, Any]:
+def read_result(path: Path) -> Mapping[str, Any]:
+    """Return the content of `result.json` in the folder of a run. It is empty if there is none.
+
+    Raises RunError with the key, its value and the rule if the content is invalid.
+    """
     file = path / RESULT
     try:
-        data = json.loads(read_regular(file))
-        if data["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {data['schema_version']}; this release reads {SCHEMA_VERSION}")
-        return dict(data)
+        return checked_result(read_regular(file, folder=path))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, SpecError) as error:
         raise unreadable_error(file, error) from None
+
+
+def saved_trials(path: Path, data: Mapping[str, Any]) -> tuple[Trial, ...]:
+    """Return the trials in the result of a run, without the predictions of an estimate. Raises RunError."""
+    try:
+        plan = read_plan(data) if data and data["fidelity"] != ESTIMATE and not data.get("engines") else {}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise unreadable_error(path / RESULT, error) from None
+    trials = tuple(trial for name in ("trials", "repeats", "probes") for trial in plan.get(name, ()))
+    if trials and (last := max(trial.number for trial in trials)) >= len(trials) + MAX_GAP:
+        raise unreadable_error(path / RESULT, f"number = {last}, but there are only {len(trials)} trials")
+    return trials
+
+
+def saved_spec(path: Path) -> dict[str, Any]:
+    """Return the copy of the spec in the folder of a run as data. Raises RunError or SpecError."""
+    try:
+        open_regular(path / SPEC, path).close()
+    except OSError as error:
+        raise RunError(_("{file} cannot be read ({why})", file=path / SPEC, why=error.strerror)) from None
+    return spec_as_data(path / SPEC)
 
 
 def _run_of_several_engines(path: Path, data: Mapping[str, Any]) -> Run:
     try:
         names = [name for name, each in data["engines"].items() if "error" not in each]
+        if strange := [each for each in names if Path(each).name != each or (path / each).is_symlink()]:
+            raise ValueError(f"engines.{strange[0]} is not a folder of this run")
         best_engine = str(data["engine"])
         if best_engine not in names:
             raise ValueError(f"engine = {best_engine} did not run")
     except (KeyError, TypeError, ValueError) as error:
         raise unreadable_error(path / RESULT, error) from None
     runs = {name: read_run(path / name) for name in names}
-    return replace(runs[best_engine], folder=path, data=data, engines=runs)
+    notes = dict.fromkeys(note for run in runs.values() for note in run.notes)
+    return replace(runs[best_engine], folder=path, data=data, engines=runs, notes=tuple(notes))
 
 
 def ended_trials(run: Run) -> int:
@@ -249,20 +291,8 @@ def ended_trials(run: Run) -> int:
 
 
 def count_trials(data: Mapping[str, Any]) -> int:
-    """Return the number of trials in a result. Raises TypeError if the data is not a result."""
+    """Return the number of trials in a result."""
     return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
-
-
-def _require_complete_journal(run: Run) -> None:
-    """Raise RunError if the journal of a run has fewer trials than its result."""
-    try:
-        expected_count = count_trials(run.data)
-    except TypeError as error:
-        raise unreadable_error(run.folder / RESULT, error) from None
-    if ended_trials(run) < expected_count:
-        counts = {"folder": run.folder, "count": ended_trials(run), "expected": expected_count}
-        message = _("{folder}: the journal has {count} of the {expected} trials of result.json", **counts)
-        raise RunError(message + "; " + _("restore it, or read result.json and report.html"))
 
 
 def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
@@ -272,8 +302,7 @@ def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise unreadable_error(path / RESULT, error) from None
     fields = {name: plan[name] for name in ("trials", "gains", "baseline", "best")}
-    spec = spec_as_data(path / SPEC)
-    return Run(folder=path, spec=spec, data=data, fidelity=ESTIMATE, search_state=SearchState(), **fields)
+    return Run(folder=path, spec={}, data=data, fidelity=ESTIMATE, search_state=SearchState(), **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,12 +394,19 @@ def all_trials(run: Run | None) -> list[Trial]:
 
 
 def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
-    """Return a run whose candidates have a value for each knob.
+    """Return a run whose candidates have a value for each knob. Raises RunError like `with_known_values`."""
+    stored = all_trials(run)
+    complete = with_known_values(run.folder, stored, axes)
+    return run if complete == stored else replace(run, **trial_fields(complete, run.fidelity))
+
+
+def with_known_values(folder: Path, stored: Sequence[Trial], axes: Sequence[Axis]) -> list[Trial]:
+    """Return the trials of the run in `folder` with a value for each knob.
 
     Knobs that are newer than the run get their neutral value. Raises RunError if a trial has a value that its knob does
     not support, because another version wrote the run.
     """
-    stored, complete = all_trials(run), []
+    complete = []
     for trial in stored:
         values = trial.candidate.as_dict()
         for axis in axes:
@@ -378,13 +414,13 @@ def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
             try:
                 axis.encode(value)
             except ValueError:
-                names = {"folder": run.folder, "number": trial.number, "knob": axis.knob, "value": value}
+                names = {"folder": folder, "number": trial.number, "knob": axis.knob, "value": value}
                 text = _("{folder} was written by another version: trial {number} has {knob} = {value}", **names)
                 raise RunError(text) from None
         is_complete = all(axis.knob in values for axis in axes)
         values = {axis.knob: axis.neutral for axis in axes} | values
         complete.append(trial if is_complete else replace(trial, candidate=Candidate.of(values)))
-    return run if complete == stored else replace(run, **trial_fields(complete, run.fidelity))
+    return complete
 
 
 def _snapshot(where: Path, opened: OpenedSpec, run: Run | None, past: PastMeasurements) -> Snapshot:

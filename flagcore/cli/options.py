@@ -17,7 +17,7 @@ import click
 from flagcore import api
 from flagcore.domain.secrets import redact_text
 from flagcore.errors import SpecError
-from flagcore.i18n import N_, _, in_english, wrapped
+from flagcore.i18n import N_, _, in_english, printable, wrapped
 
 if TYPE_CHECKING:
     from flagcore.contracts import ImportedSpec
@@ -273,7 +273,7 @@ def write_new(spec: ImportedSpec, output: Path | None) -> None:
 
     text = commented_yaml(spec)
     if output is None:
-        click.echo(text, nl=False)
+        show(text.removesuffix("\n"), "yaml")
         return
     write_file(output, text)
 
@@ -302,7 +302,7 @@ def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = 
 def say(text: str) -> None:
     """Print a message without secrets to stderr, in lines that fit the terminal. Does nothing if stderr is closed."""
     with suppress(OSError, ValueError):
-        click.echo(_wrapped(redact_text(text), _message_width()), err=True)
+        click.echo(printable(_wrapped(redact_text(text), _message_width())), err=True)
 
 
 def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: str | Mapping[str, str]) -> None:
@@ -318,16 +318,16 @@ def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: str |
 def show_record(record: Mapping[str, Any], form: str) -> None:
     """Print one record with all its fields. In JSON, it is an object instead of a list."""
     if form == "json":
-        click.echo(json.dumps(record, indent=2, ensure_ascii=False))
+        show(json.dumps(record, indent=2, ensure_ascii=False), form)
     else:
         show_records([record], form, {})
 
 
 def show(text: str, form: str = "table") -> None:
-    """Print a result to stdout. Text and tables fit the terminal."""
+    """Print a result to stdout, without characters that command a terminal. Text and tables fit the terminal."""
     from flagcore.report.formats import WIDTH
 
-    click.echo(_wrapped(text, WIDTH.get()) if form in ("table", "text") else text)
+    click.echo(printable(_wrapped(text, WIDTH.get()) if form in ("table", "text") else text))
 
 
 def _message_width() -> int | None:

@@ -74,7 +74,7 @@ def estimate_command(
         with options.language_of("jsonl"):
             at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
             for prediction in api.estimate_jobs(_records(jobs), without=arguments["without"], at_once=at_once):
-                click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
+                options.show(json.dumps(prediction, ensure_ascii=False, allow_nan=False), "jsonl")
 
 
 def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:

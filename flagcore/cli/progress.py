@@ -9,7 +9,7 @@ from flagcore.cli.options import patience
 from flagcore.contracts import Event, OnEvent
 from flagcore.domain.spec import SERVING, objective_value
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
-from flagcore.i18n import _
+from flagcore.i18n import _, printable
 from flagcore.report.text import (
     candidate_text,
     duration_text,
@@ -122,7 +122,7 @@ def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnE
         cancel()
         lines = [*general_lines(event), line(event), *(details(event) if verbose else [])]
         with suppress(OSError, ValueError):  # a closed stderr must not end the run
-            print("\n".join(lines), file=stream, flush=True)
+            print(printable("\n".join(lines)), file=stream, flush=True)
 
     if quiet:
         yield lambda event: None
@@ -154,7 +154,7 @@ def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
             left = None if left is None else max(left - (time.monotonic() - since), 0.0)
             text = status_line(event, list(running.values()), left)
         grid = Table.grid(padding=(0, 1))
-        grid.add_row(spinner, Text(text, no_wrap=True, overflow="ellipsis"))
+        grid.add_row(spinner, Text(printable(text), no_wrap=True, overflow="ellipsis"))
         return grid
 
     with Live(console=console, transient=True, get_renderable=line_of_search):
@@ -162,11 +162,13 @@ def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
         def draw(event: Event) -> None:
             lines = [*general_lines(event), *([line(event)] if event.kind == "trial_waits" else [])]
             for each in [*lines, *(details(event) if verbose else [])]:
-                console.print(each, highlight=False, markup=False)
+                console.print(printable(each), highlight=False, markup=False)
             if event.kind == "trial_finished":
                 running.pop(event.trial.number, None)
                 is_cut = not event.trial.state.failed  # a failure is shown in full
-                console.print(Text(finished_line(event), no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold"))
+                console.print(
+                    Text(printable(finished_line(event)), no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
+                )
             else:
                 running[event.trial.number] = event.trial
             last[:] = [(event, time.monotonic())]

@@ -11,6 +11,7 @@ import click
 
 from flagcore import api
 from flagcore.cli import options
+from flagcore.domain.files import write
 from flagcore.errors import HostLost, Interrupted
 from flagcore.i18n import N_, _
 
@@ -73,7 +74,7 @@ def tune_command(spec: Any, chip: str | None, quiet: bool, verbose: bool, form: 
     if form == "table":
         options.show(str(outcome))
     elif form == "json":
-        click.echo(json.dumps(outcome.data, indent=1, ensure_ascii=False))
+        options.show(json.dumps(outcome.data, indent=1, ensure_ascii=False), form)
     else:
         trials = outcome.data["trials"]
         figures = "trials_serving" if any((each["measured"] or {}).get("figures") for each in trials) else "trials"
@@ -109,12 +110,15 @@ def report_command(run: Path, output: str | None, without: tuple[str, ...]) -> N
     memory, time, the bottleneck, the influence of each knob, every trial with the end of its logs, and the facts of the
     chip. Works during a run, too.
     """
-    text, file = api.report(run, without=without), output or str(run / api.REPORT)
-    if file == "-":
+    text = api.report(run, without=without)
+    if output == "-":
         click.echo(text, nl=False)
         return
-    options.write_file(Path(file), text)
-    click.echo(file)
+    if output:
+        options.write_file(Path(output), text)
+    else:
+        write(run / api.REPORT, text)
+    options.show(output or str(run / api.REPORT), "path")
 
 
 def _print_next_steps(folder: Path, reported: bool, can_start: bool) -> None:
@@ -185,7 +189,7 @@ def export_command(where: Path, candidate: tuple[str, ...], target: str, **given
     options_of_target = {name: str(value) for name, value in named.items() if value is not None}
     exported = api.export(where, target, ", ".join(candidate) or "best", options=options_of_target, **given)
     for file in exported.files:
-        click.echo(file)
+        options.show(str(file), "path")
     for note in exported.notes:
         options.say(f"flag: {note}")
 
@@ -207,7 +211,7 @@ def manifest_command(where: Path, **given: Any) -> None:
     from flagcore.report.formats import as_yaml
 
     manifest, notes = api.manifest(where, **given)
-    click.echo(as_yaml(manifest))
+    options.show(as_yaml(manifest), "yaml")
     for note in notes:
         options.say(f"flag: {note}")
 
@@ -246,6 +250,6 @@ def runs_show(run: Path, form: str, without: tuple[str, ...]) -> None:
     if form == "table":
         options.show(text)
     elif form in ("json", "jsonl"):
-        click.echo(json.dumps(data, indent=1 if form == "json" else None, ensure_ascii=False))
+        options.show(json.dumps(data, indent=1 if form == "json" else None, ensure_ascii=False), form)
     else:
         options.show_records([data] if form == "yaml" else data["trials"], form, "trials")

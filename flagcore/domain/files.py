@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from typing import BinaryIO
 from flagcore.errors import RunError
 from flagcore.i18n import _
 
+LONE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Characters that are half of a pair, which JSON can contain and UTF-8 cannot."""
 HOME_VARIABLE = "FLAGCORE_HOME"
 """The environment variable that names the folder in which flagcore stores data between runs."""
 
@@ -27,18 +30,30 @@ def data_folder() -> Path:
     return data / "flagcore"
 
 
-def open_regular(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading bytes, without blocking. Raises OSError, also for a pipe, device or folder."""
+def open_regular(path: Path | str, folder: Path | None = None) -> BinaryIO:
+    """Open a regular file for reading bytes, without blocking. Raises OSError, also for a pipe, device or folder.
+
+    `folder`: the folder of a run, which may come from someone else. A link that leaves it, and another user's file with
+    several hard links, are refused.
+    """
+    if folder and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        raise OSError(errno.ELOOP, "it is a link to a place outside the folder", str(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    is_foreign = folder and status.st_nlink > 1 and status.st_uid != os.stat(folder).st_uid
+    if is_foreign or not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        reason = "it is a hard link to a file of another user" if is_foreign else "it is not a regular file"
+        raise OSError(errno.EINVAL, reason, str(path))
     return os.fdopen(descriptor, "rb")
 
 
-def read_regular(path: Path | str, max_bytes: int = 64 << 20) -> bytes:
-    """Return the content of a regular file. Raises OSError, also if it is larger than `max_bytes`."""
-    with open_regular(path) as file:
+def read_regular(path: Path | str, max_bytes: int = 64 << 20, folder: Path | None = None) -> bytes:
+    """Return the content of a regular file. Raises OSError, also if it is larger than `max_bytes`.
+
+    `folder`: see `open_regular`.
+    """
+    with open_regular(path, folder) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
         return file.read()
@@ -47,12 +62,15 @@ def read_regular(path: Path | str, max_bytes: int = 64 << 20) -> bytes:
 def replace(path: Path, text: str, *, private: bool = False) -> None:
     """Write a text file atomically, so that readers see either the old or the new content. Raises OSError.
 
+    A link is replaced, not followed.
+
     `private`: whether only the owner can read the file.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.touch(mode=0o600 if private else 0o666)
-        draft.write_text(text, encoding="utf-8", errors="surrogateescape")
+        draft.unlink(missing_ok=True)
+        draft.touch(mode=0o600 if private else 0o666, exist_ok=False)
+        draft.write_text(LONE.sub("\N{REPLACEMENT CHARACTER}", text), encoding="utf-8", errors="surrogateescape")
         os.replace(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)

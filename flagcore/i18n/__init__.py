@@ -21,6 +21,10 @@ VARIABLE = "FLAGCORE_LANG"
 LANGUAGES = ("en", "zh")
 LOCALE = Path(__file__).parent / "locale"
 
+COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that can command a terminal, reorder a line or break UTF-8."""
+
 _chosen_language = ""
 
 
@@ -109,6 +113,11 @@ def _message(record: Any) -> Message:
         raise LookupError(template)
     fields = {name: _message(value) if isinstance(value, dict) else value for name, value in values.items()}
     return Message(template, **fields)
+
+
+def printable(text: str) -> str:
+    """Return text without terminal colours, and with other control characters as escapes of JSON."""
+    return CONTROLS.sub(lambda found: json.dumps(found[0])[1:-1], COLOURS.sub("", text))
 
 
 def ngettext(one: str, many: str, count: int, /, **values: object) -> str:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from errno import ENOENT
 from math import inf
 from pathlib import Path
 from statistics import median, median_high
@@ -19,7 +20,7 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import SERVING, is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
-from flagcore.i18n import _
+from flagcore.i18n import _, printable
 from flagcore.report.blocks import Cell
 from flagcore.report.formats import hardware_text
 from flagcore.report.result import number, read_plan, stop_reason
@@ -31,7 +32,6 @@ TAIL_LINES, TAIL_BYTES = 25, 4000
 MAX_LISTED, MAX_FAILED = 500, 100
 """The maximum number of trials in tables, and the maximum number of trials without a time among them. Charts show all
 trials."""
-COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 WHOLE_PATH = r"(?<![\w.~-])(?:{})(?![\w-]|\.\w)"
 """A pattern for a path that is not part of a longer name."""
 
@@ -246,7 +246,7 @@ class RunData(Plan):
 
     def metrics(self, trial: Trial) -> Record:
         """Return the content of a trial's metrics.json. It is empty if the file cannot be read."""
-        return json_file(self.trial_folder(trial) / "metrics.json")
+        return json_file(self.folder, f"trials/{trial.number}/metrics.json")
 
     def step_parts(self, trial: Trial) -> dict[str, float]:
         """Return the median seconds of each measured part of a step after the warm-up, by its key in metrics.json.
@@ -279,19 +279,24 @@ def served(trial: Trial, name: str) -> float | None:
     return number(trial.measurement.figures.get(name)) if trial.measurement else None
 
 
-def tail(file: Path) -> str:
-    """Return the last lines of a text file, or an empty string if the file cannot be read."""
+def tail(file: Path, folder: Path) -> str:
+    """Return the last lines of a text file in the folder of a run, or why it cannot be read."""
     try:
-        with open_regular(file) as log:
+        with open_regular(file, folder) as log:
             size = os.fstat(log.fileno()).st_size
             log.seek(max(0, size - TAIL_BYTES))
             text = log.read(TAIL_BYTES).decode("utf-8", errors="replace")
-    except OSError:
-        return ""
+    except OSError as error:
+        return unreadable(file, error)
     lines = text.splitlines()
     if size > TAIL_BYTES and len(lines) > 1:
         lines = lines[1:]
     return "\n".join(printable(line) for line in lines[-TAIL_LINES:])
+
+
+def unreadable(file: Path, error: OSError) -> str:
+    """Return a line that names a file that cannot be read. It is empty if the file is missing."""
+    return "" if error.errno == ENOENT else "# " + _("{file} cannot be read ({why})", file=file, why=error.strerror)
 
 
 def own_paths(folder: Path) -> Mapping[str, str]:
@@ -321,16 +326,10 @@ def _shortened(data: Any, paths: Mapping[str, str]) -> Any:
     return shorten(data)
 
 
-def json_file(file: Path) -> Record:
-    """Return the object in a JSON file. It is empty if the file cannot be read."""
+def json_file(folder: Path, name: str) -> Record:
+    """Return the object in the JSON file `name` in the folder of a run. It is empty if the file cannot be read."""
     try:
-        data = json.loads(read_regular(file))
+        data = json.loads(read_regular(folder / name, folder=folder))
     except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
-
-
-def printable(text: str) -> str:
-    """Return text without terminal colours and other control characters."""
-    text = COLOURS.sub("", text)
-    return "".join(letter if letter in "\n\t" or letter.isprintable() else "�" for letter in text)

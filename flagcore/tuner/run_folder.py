@@ -11,10 +11,14 @@ from uuid import uuid4
 
 from flagcore.domain.files import read_regular, writable, write
 from flagcore.domain.secrets import redact_data, secrets_in_data
+from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import RunError
 from flagcore.i18n import _
+from flagcore.tuner.journal import JOURNAL
 
 LOCK, IDENTITY = "run.lock", "task.json"
+FOLDERS = ("trials", "best")
+"""The folders in the folder of a run, which must not be links to other places."""
 
 
 class RunDirectory:
@@ -27,13 +31,17 @@ class RunDirectory:
     def open(self, *, new: bool = False) -> None:
         """Create and lock the folder. With `new`, an earlier run is renamed first.
 
-        Raises RunError if the folder cannot be written, or if another process has locked it.
+        Raises RunError if the folder cannot be written, if another process has locked it, or if a folder in it is a
+        link.
         """
         self._acquire_lock()
-        if new and (self.path / IDENTITY).exists():
+        if new and any((self.path / name).exists() for name in (IDENTITY, JOURNAL)):
             self.close()
             self._rename_earlier_run()
             self._acquire_lock()
+        for folder in (self.path / name for name in FOLDERS if (self.path / name).is_symlink()):
+            self.close()
+            raise RunError(_("{folder} is a link; remove it, or use --run-dir for another folder", folder=folder))
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -50,24 +58,31 @@ class RunDirectory:
         """
         file = self.path / IDENTITY
         try:
-            stored = json.loads(read_regular(file))
+            stored = json.loads(read_regular(file, folder=self.path))
             fixed = dict(stored["fixed"])
             dict(fixed.get("baseline") or {})
+            ClusterSpec().with_measured(fixed.get("network") or {})
+            if not isinstance(fixed.get("storage") or "", str):
+                raise ValueError(f"fixed.storage = {fixed['storage']!r} must be a string")
             task = dict(stored["task"])
             int(dict(task.get("hardware") or {}).get("devices_per_node", 1))
             return {"run": str(stored["run"]), "task": redact_data(task), "fixed": fixed}
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RunError(_("{file} cannot be read ({why}); use --new to start over", file=file, why=error)) from None
 
     def claim(self, task: Mapping[str, object], fixed: Mapping[str, object]) -> str:
         """Store the identity of this run, and return its unique name.
 
         `task` and `fixed` are plain JSON data. `task` must be the same in all calls; `fixed` is stored by the first
-        call. Raises RunError with the differences if the folder belongs to another task.
+        call. Raises RunError with the differences if the folder belongs to another task, and if it has trials but no
+        identity.
         """
         identity = self.identity()
+        if identity is None and any((self.path / name).exists() for name in (JOURNAL, "trials")):
+            text = _("{file} is missing; restore it, or use --new to start over", file=self.path / IDENTITY)
+            raise RunError(text)
         requested = {"task": redact_data(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
         if identity is None:
             identity = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **requested}
@@ -102,7 +117,8 @@ class RunDirectory:
         """Create the folder and lock it. Raises RunError if another process has locked it."""
         with writable(self.path):
             self.path.resolve().mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            lock = os.open(self.path / LOCK, flags, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

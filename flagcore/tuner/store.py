@@ -3,31 +3,33 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution
+from optuna.storages import BaseStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 from optuna.trial import FrozenTrial, create_trial
 from optuna.trial import TrialState as OptunaState
-from pydantic import TypeAdapter
 
-from flagcore.domain.files import open_regular, read_regular, writable
-from flagcore.domain.records import prediction_record, read_belief, read_prediction
-from flagcore.domain.space import Candidate, KnobValue
+from flagcore.domain.files import writable
+from flagcore.domain.records import prediction_record
+from flagcore.domain.secrets import redact_text
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import is_rate, objective_value
-from flagcore.domain.trial import Trial, TrialState, checked
+from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.i18n import _
+from flagcore.tuner.journal import JOURNAL, Journal, read_journal, read_trial
 
-JOURNAL = "journal.log"
-TRIAL = TypeAdapter(Trial)
 ENDED = ("source", "inconclusive", "lost_host", "warm", "finished_steps_s", "silent_s", "telemetry")
 """The fields of a trial that are set when it ends, besides its state, reason, duration, log and measurement."""
-MAX_INT = 2**63 - 1
 STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
 
 
@@ -46,28 +48,81 @@ class OptunaStore:
         run: str,
         objective: str = "tokens_per_second_per_device",
         url: str | None = None,
+        saved: Sequence[Trial] = (),
     ) -> None:
         """Open or create the study `run`. `choices`: all values of each knob in the space, by name.
 
-        The study is stored in a journal in the folder `path`, or in the Optuna storage at `url`.
+        The study is stored in a journal in the folder `path`, or in the Optuna storage at `url`. A damaged journal is
+        written anew, and a copy of it is kept. `saved`: the trials of the result of the run. They are added if the
+        study lacks them. `notes` describes the damage.
         """
         optuna.logging.set_verbosity(logging.ERROR)
-        self._path, self._objective = path, objective
+        self._path, self._objective, self._run = path, objective, run
         self._distributions = {knob: CategoricalDistribution(tuple(values)) for knob, values in choices.items()}
         self._where = url or str(path / JOURNAL)
         with self._errors_as_run_error():
             if url is None:
-                _drop_incomplete_line(path / JOURNAL)
-            self._storage = optuna.storages.get_storage(url or open_journal(path / JOURNAL))
-            self._study = optuna.create_study(
-                storage=self._storage,
-                study_name=run,
-                load_if_exists=True,
-                direction="maximize" if is_rate(objective) else "minimize",
-            )
-            self._identifier = self._storage.get_study_id_from_name(run)
+                self.notes = self._open_journal(path / JOURNAL, saved)
+            else:
+                self._open(optuna.storages.get_storage(url))
+                missing = {each.number: each for each in saved if each.number >= self._size}
+                self._write(missing, ())
+                self.notes = Journal().notes(redact_text(url), missing)
             self._close_interrupted()
             self.trials()
+
+    def _open(self, storage: BaseStorage) -> None:
+        self._storage = storage
+        self._study = optuna.create_study(
+            storage=storage,
+            study_name=self._run,
+            load_if_exists=True,
+            direction="maximize" if is_rate(self._objective) else "minimize",
+        )
+        self._identifier = storage.get_study_id_from_name(self._run)
+        self._size = storage.get_n_trials(self._identifier)
+
+    def _open_journal(self, file: Path, saved: Sequence[Trial]) -> list[str]:
+        """Open the journal, and add the trials that only the result has. Return what was damaged.
+
+        A journal that is damaged before its end is written anew, because Optuna only appends to it.
+        """
+        for suffix in (".lock", ".new", ".new.lock"):  # of a process that was killed
+            file.with_name(file.name + suffix).unlink(missing_ok=True)
+        journal = read_journal(self._path, self._run)
+        first = len(journal.created)
+        missing = {each.number: each for each in saved if each.number not in journal.trials}
+        trials = {**journal.started, **missing, **journal.trials}
+        notes, is_intact = journal.notes(file, missing), journal.is_intact and all(n >= first for n in missing)
+        if is_intact:
+            try:
+                self._open(open_journal(file))
+            except (LookupError, TypeError, ValueError, AttributeError, AssertionError):
+                is_intact = False
+        if not is_intact:
+            copy, draft = file.with_name(f"{file.name}.{time.strftime('%Y%m%d-%H%M%S')}"), Path(f"{file}.new")
+            self._open(open_journal(draft))
+            self._write(trials, journal.lost)
+            shutil.copyfile(file, copy)
+            os.replace(draft, file)
+            self._open(open_journal(file))
+            notes.append(_("{file} was damaged and is written anew; the old one is {copy}", file=file, copy=copy))
+        else:
+            self._write(trials, journal.lost)
+        return notes
+
+    def _write(self, trials: Mapping[int, Trial], lost: Iterable[int]) -> None:
+        """Store the trials that the study does not have yet. Lost ones keep their number."""
+        for number in range(self._size, 1 + max((*trials, *lost), default=-1)):
+            trial = trials.get(number)
+            if trial is None:
+                entry = create_trial(state=OptunaState.FAIL, user_attrs={"number": number})
+                self._storage.create_new_trial(self._identifier, entry)
+                self._size = number + 1
+            elif trial.state is TrialState.RUNNING:
+                self.begin(trial)
+            else:
+                self.add(trial)
 
     def trials(self) -> tuple[Trial, ...]:
         return _finished(self._study)
@@ -76,13 +131,15 @@ class OptunaStore:
         """Store the start of a planned trial, create its folder, and return it with its number and log."""
         values = planned.candidate.as_dict()
         attributes = {
+            "number": self._size,
             "candidate": values,
             "role": planned.role.value,
             "fidelity": planned.fidelity,
             "predicted": prediction_record(planned.predicted) if planned.predicted else {},
             **planned.search_fields,
         }
-        params = {knob: values[knob] for knob in self._distributions if knob in values}
+        spaces = self._distributions.items()
+        params = {knob: values[knob] for knob, space in spaces if knob in values and values[knob] in space.choices}
         template = create_trial(
             state=OptunaState.RUNNING,
             params=params,
@@ -91,9 +148,11 @@ class OptunaStore:
         )
         with self._errors_as_run_error():
             number = self._storage.get_trial_number_from_id(self._storage.create_new_trial(self._identifier, template))
-            log = f"trials/{number}/stdout.log"
+            self._size, log = number + 1, f"trials/{number}/stdout.log"
             trial = dataclasses.replace(planned, number=number, state=TrialState.RUNNING, log=log)
             Path(self.folder(trial)).mkdir(0o700, parents=True, exist_ok=True)  # its files may contain secrets
+            if os.path.realpath(folder := self.folder(trial)) != folder:
+                raise RunError(_("{folder} is a link; remove it, or use --run-dir for another folder", folder=folder))
         return trial
 
     def add(self, trial: Trial) -> Trial:
@@ -148,48 +207,23 @@ class OptunaStore:
                 self.finish(dataclasses.replace(trial, state=TrialState.INTERRUPTED, reason=reason))
 
 
-def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ...]:
-    """Return the finished trials of the study `run` in the folder `path`, or in the Optuna storage at `url`.
-
-    The study is only read, so the run may still be active. Returns no trials if there is no journal. Raises RunError.
-    """
+def stored_trials(run: str, url: str) -> tuple[Trial, ...]:
+    """Return the finished trials of the study `run` in the Optuna storage at `url`. Raises RunError."""
     optuna.logging.set_verbosity(logging.ERROR)
-    file = path / JOURNAL
-    if url is None and not file.exists():
-        return ()
     try:
-        if url is None:
-            open_regular(file).close()
-        storage = optuna.storages.get_storage(url or open_journal(file))
-        return _finished(optuna.load_study(study_name=run, storage=storage))
+        return _finished(optuna.load_study(study_name=run, storage=optuna.storages.get_storage(url)))
     except KeyError:
-        if url is None:
-            return ()
         message = _(
             "{url} has no trials of this run; a relative path in it starts at the working folder of the tuning", url=url
         )
         raise RunError(message) from None
     except Exception as error:
-        raise RunError(_("{file} cannot be read ({why})", file=url or file, why=_line(error))) from None
+        raise RunError(_("{file} cannot be read ({why})", file=url, why=_line(error))) from None
 
 
 def _finished(study: optuna.Study) -> tuple[Trial, ...]:
     frozen = study.get_trials(deepcopy=False)
     return tuple(from_frozen(each) for each in frozen if "result" in each.user_attrs)
-
-
-def _drop_incomplete_line(file: Path) -> None:
-    """Remove an incomplete last line from a journal, and the lock of its writer.
-
-    Such a line remains if the writer was killed or the disk was full.
-    """
-    file.with_name(file.name + ".lock").unlink(missing_ok=True)
-    if file.exists():
-        data = read_regular(file, max_bytes=1 << 40)
-        size = data.rfind(b"\n") + 1
-        if size != len(data):
-            with file.open("r+b") as journal:
-                journal.truncate(size)
 
 
 def open_journal(file: Path) -> JournalStorage:
@@ -210,25 +244,8 @@ def _result(trial: Trial) -> dict[str, Any]:
 
 
 def from_frozen(frozen: FrozenTrial) -> Trial:
-    """Convert an entry of the study to a trial, as failed if its readings cannot be.
-
-    Raises ValueError or KeyError if the entry is invalid.
-    """
-    attributes = dict(frozen.user_attrs)
-    result, values = attributes.pop("result", {}), attributes["candidate"]
-    for knob, value in values.items():
-        if not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and abs(value) > MAX_INT):
-            raise ValueError(f"trial {frozen.number} has {knob} = {value}, which is not a valid value")
-    if predicted := attributes.get("predicted"):
-        predicted = read_prediction(predicted)
-    attributes |= {"predicted": predicted or None, "believed": read_belief(attributes.get("believed") or {})}
-    unfinished = {"state": TrialState.RUNNING, "log": f"trials/{frozen.number}/stdout.log"}
-    trial = TRIAL.validate_python(
-        {**unfinished, **attributes, **result, "number": frozen.number, "candidate": Candidate.of(values)}
-    )
-    if trial.state is TrialState.MEASURED and not trial.measurement:
-        raise ValueError(f"trial {frozen.number} was measured, but has no figures")
-    return checked(trial)
+    """Convert an entry of the study to a trial. Raises the errors of `read_trial`."""
+    return read_trial(frozen.number, frozen.user_attrs)
 
 
 def _line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from flagcore.domain.records import belief_record
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
+from flagcore.tuner.journal import read_journal
 from flagcore.tuner.run_folder import RunDirectory
 from flagcore.tuner.store import OptunaStore, stored_trials
 from tests import tasks
@@ -90,14 +91,15 @@ def test_an_imported_trial_is_read_back_with_its_source(tmp_path: Path) -> None:
 
 
 def test_trials_are_read_without_the_lock_and_without_writing(tmp_path: Path) -> None:
-    assert stored_trials(tmp_path, "run") == ()
+    assert read_journal(tmp_path, "run").trials == {}
     trial_ = run(store(tmp_path))
     before = (tmp_path / "journal.log").read_bytes()
-    assert stored_trials(tmp_path, "run") == (trial_,)
-    assert stored_trials(tmp_path, "another") == ()
+    assert read_journal(tmp_path, "run").trials == {0: trial_}
+    with pytest.raises(RunError, match="of the run run, not of another"):
+        read_journal(tmp_path, "another")
     assert (tmp_path / "journal.log").read_bytes() == before
     with pytest.raises(RunError):
-        stored_trials(tmp_path, "run", f"sqlite:///{tmp_path}/none.db")
+        stored_trials("run", f"sqlite:///{tmp_path}/none.db")
 
 
 def test_notes_of_the_search_are_read_back(tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_a_journal_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path:
     second = store(tmp_path)
     assert second.trials() == (trial_,)
     run(second, 2)
-    assert len(store(tmp_path).trials()) == 2
+    assert (len(store(tmp_path).trials()), "damaged lines: 5" in second.notes[0]) == (2, True)
     assert all(json.loads(line) for line in journal.read_text().splitlines())
 
 
@@ -158,18 +160,6 @@ def test_a_stale_lock_of_the_journal_does_not_block(tmp_path: Path) -> None:
     run(store(tmp_path), 2)
     assert time.monotonic() - began < 5
     assert len(store(tmp_path).trials()) == 2
-
-
-@pytest.mark.parametrize(
-    "content", [b"not json\n", b"\x00\xff\n", b"[]\n", b'{"op_code": 4}\n', b"[" * 100_000 + b"\n"]
-)
-def test_a_journal_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    run(store(tmp_path))
-    journal = tmp_path / "journal.log"
-    journal.write_bytes(content + journal.read_bytes())
-    with pytest.raises(RunError, match="cannot be used") as caught:
-        store(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["nonsense", "sqlite:////proc/no/such.db", "nodialect://x", "redis://127.0.0.1:1"])

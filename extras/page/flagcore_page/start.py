@@ -18,7 +18,7 @@ MAX_BARS = 10
 def commands(run: RunData, best: Trial) -> Iterator[Block]:
     """Yield the command of the best configuration, its flags and its script."""
     script, launch = text_of(run, run.folder / "best.sh"), run.folder / "best" / "launch.json"
-    is_complete = launch.exists() and not json_file(launch).get("missing")
+    is_complete = launch.exists() and not json_file(run.folder, "best/launch.json").get("missing")
     if is_complete:
         caption = (
             _("Start command, to be run in the folder of the run") if run.folder_name == "." else _("Start command")

@@ -214,7 +214,7 @@ def test_text_of_every_kind_stays_text_in_html() -> None:
 
 def test_a_log_with_html_is_escaped(runs: Runs) -> None:
     report = runs("failed")
-    shown_words = HOSTILE.replace("\x1b[31m", "").replace("\x1b[0m", "").replace("\x07", "\N{REPLACEMENT CHARACTER}")
+    shown_words = HOSTILE.replace("\x1b[31m", "").replace("\x1b[0m", "").replace("\x07", "\\u0007")
     logs = [each.text for each in report.page.section("trials").every("pre")]
     assert shown_words in logs
     assert sum("</pre><b>it is</b>" in text for text in logs) == len(report.result["trials"])
@@ -232,28 +232,30 @@ def test_secrets_of_the_spec_are_left_out(runs: Runs) -> None:
 def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     file = tmp_path / "log"
     file.write_text("".join(f"line {number}\n" for number in range(100_000)))
-    lines = tail(file).splitlines()
+    lines = tail(file, tmp_path).splitlines()
     assert lines[-1] == "line 99999"
     assert len(lines) == 25
     file.write_text("x" * 100_000)
-    assert len(tail(file)) == 4000
+    assert len(tail(file, tmp_path)) == 4000
 
 
 def test_a_log_that_is_not_a_text_file_does_not_fail_the_trial(tmp_path: Path) -> None:
     import os
 
-    assert tail(tmp_path / "none") == ""
+    assert tail(tmp_path / "none", tmp_path) == ""
     os.mkfifo(tmp_path / "pipe")
-    assert tail(tmp_path / "pipe") == ""
+    assert tail(tmp_path / "pipe", tmp_path).endswith("pipe cannot be read (it is not a regular file)")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
-    assert "\x00" not in tail(tmp_path / "binary")
+    assert "\x00" not in tail(tmp_path / "binary", tmp_path)
 
 
-def test_a_link_out_of_the_run_is_not_a_log_of_the_run(tmp_path: Path) -> None:
+def test_a_link_out_of_the_run_is_named_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "private").write_text("of the reader's own")
     folder = tmp_path / "run" / "trials" / "0"
     folder.mkdir(parents=True)
     (folder / "stdout.log").write_text("of the trial")
     (folder / "stderr.log").symlink_to(tmp_path / "private")
     run = run_data(folder=tmp_path / "run")
-    assert log_ends(run, read_trial({"number": 0, "candidate": {}})) == [("stdout.log", "of the trial")]
+    reason = "# ./trials/0/stderr.log cannot be read (it is a link to a place outside the folder)"
+    logs = [("stdout.log", "of the trial"), ("stderr.log", reason)]
+    assert log_ends(run, read_trial({"number": 0, "candidate": {}})) == logs

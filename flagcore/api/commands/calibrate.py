@@ -95,7 +95,7 @@ def _run_measurement(job: dict[str, Any], environment: dict[str, str]) -> dict[s
         except KeyboardInterrupt:
             raise Interrupted(_("interrupted; nothing was saved")) from None
         if ended.code:
-            last_line = tail(Path(folder, "stderr.log")).rpartition("\n")[2][:300]
+            last_line = tail(Path(folder, "stderr.log"), Path(folder)).rpartition("\n")[2][:300]
             status = _("timed out") if ended.ended_by == "timeout" else _("exit status {code}", code=ended.code)
             reason = ": ".join(filter(None, [status, last_line]))
             raise RunError(_("the measurement failed: {reason}", reason=reason))

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from itertools import chain
@@ -18,22 +18,24 @@ import numpy as np
 from flagcore.api.inputs import RUNS, knobs_of_spec, labels_of_spec, warn
 from flagcore.api.runs import (
     INTERRUPTED,
+    RESULT,
     RUNNING,
-    SPEC,
     UNREADABLE,
     Snapshot,
     all_trials,
     count_trials,
     ended_trials,
     load_snapshot,
+    read_result,
     read_run,
     run_home,
+    saved_spec,
     state_of_ended,
 )
 from flagcore.contracts import Costs, Engine, Problem
 from flagcore.contracts.capabilities import Details, Probes, optional
 from flagcore.domain.chip import Chip, Fact
-from flagcore.domain.files import write
+from flagcore.domain.files import open_regular, write
 from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.records import in_gib, prediction_record
 from flagcore.domain.secrets import secrets_in_data
@@ -41,7 +43,7 @@ from flagcore.domain.space import LEARNED_MESSAGES, Candidate, Columns
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, NoDevice, RunError
-from flagcore.i18n import N_, _
+from flagcore.i18n import N_, _, printable
 from flagcore.plugins import page_writer
 from flagcore.report.formats import lookup
 from flagcore.report.result import result
@@ -49,9 +51,9 @@ from flagcore.report.run import INSIGHT, RunData, json_file
 from flagcore.report.run_text import result_text
 from flagcore.report.summary import no_best
 from flagcore.report.text import duration_text
-from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.budget import seconds_left, seconds_used
 from flagcore.tuner.effects import effects_of_row
+from flagcore.tuner.journal import JOURNAL
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.run_folder import IDENTITY, LOCK
 from flagcore.tuner.search_state import summarize
@@ -83,9 +85,19 @@ def show_run(folder: Path | str, without: Collection[str] = ()) -> tuple[Mapping
     """Return the result of a run as data and as text. The run may be in progress. Raises RunError."""
     if not _is_run(Path(folder)):
         raise RunError(_("{folder} is not a run; `flag runs list` lists them", folder=folder))
-    run = report_data(Path(folder), without)
-    text = result_text(replace(run, folder_name=str(folder), warnings=()))
+    with _as_run_error(folder):
+        run = report_data(Path(folder), without)
+        text = result_text(replace(run, folder_name=str(folder), warnings=()))
     return run.data, "\n".join([*run.warnings, text])
+
+
+@contextmanager
+def _as_run_error(folder: Path | str) -> Iterator[None]:
+    """Convert errors of a result whose values contradict each other to RunError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RunError(_("the result in {folder} cannot be shown: {reason!r}", folder=folder, reason=error)) from error
 
 
 def run_record(folder: Path) -> dict[str, Any]:
@@ -95,13 +107,17 @@ def run_record(folder: Path) -> dict[str, Any]:
     is the speedup over the baseline (`flagcore.domain.plan.Speedup`). `seconds` is the sum over all trials.
     `seconds_left` is an upper estimate for a run in progress. `no_best` is the reason why there is no best.
     """
-    data = json_file(folder / "result.json")
+    state, data = INTERRUPTED, dict[str, Any]()
+    try:
+        data |= read_result(folder)
+    except RunError:
+        state = UNREADABLE
     home = folder / str(data.get("engine", "")) if data.get("engines") else folder
     is_running = _is_locked(folder)
     record: dict[str, Any] = {
         "run": str(folder),
-        "state": RUNNING if is_running else INTERRUPTED,
-        "model": lookup(json_file(home / IDENTITY), "task.model.name"),
+        "state": RUNNING if is_running else state,
+        "model": lookup(json_file(home, IDENTITY), "task.model.name"),
         "changed": datetime.fromtimestamp(_changed(folder), timezone.utc).strftime("%Y-%m-%d %H:%M"),
     }
     if not data and not is_running:
@@ -140,14 +156,14 @@ def _run_facts(run: RunData, state: str) -> dict[str, Any]:
 
 def _changed(folder: Path) -> float:
     """Return the time of the last change of a run, in seconds since 1970."""
-    files = [file for name in ("journal.log", "result.json", IDENTITY) if (file := folder / name).is_file()]
+    files = [file for name in (JOURNAL, RESULT, IDENTITY) if (file := folder / name).is_file()]
     return max(each.stat().st_mtime for each in files or [folder])
 
 
 def _is_run(folder: Path) -> bool:
     """Return whether flagcore wrote a run to a folder. Other programs also write files with these names."""
-    is_claimed = json_file(folder / IDENTITY).keys() >= {"run", "task", "fixed"}
-    return is_claimed or "schema_version" in json_file(folder / "result.json")
+    is_claimed = json_file(folder, IDENTITY).keys() >= {"run", "task", "fixed"}
+    return is_claimed or "schema_version" in json_file(folder, RESULT)
 
 
 def _is_locked(folder: Path) -> bool:
@@ -157,15 +173,14 @@ def _is_locked(folder: Path) -> bool:
 
 def _holds(file: Path) -> bool:
     try:
-        lock = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        lock = open_regular(file)
     except OSError:
         return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
     return False
 
 
@@ -176,10 +191,8 @@ def report(run_dir: Path | str, *, without: Collection[str] = ()) -> str:
     progress, is read from its journal. `without` names plugins to disable. Raises RunError if the folder has no
     readable run, and NoDevice if flagcore-page is not installed.
     """
-    try:
-        return page_writer().as_html(report_data(Path(run_dir), without))
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RunError(_("the result in {folder} cannot be shown: {reason!r}", folder=run_dir, reason=error)) from error
+    with _as_run_error(run_dir):
+        return printable(page_writer().as_html(report_data(Path(run_dir), without)))
 
 
 def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> bool:
@@ -195,7 +208,7 @@ def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> b
             "knobs": ending.plan.knobs,
             "labels": optional(ending.problem.engine, Details).labels,
         }
-        return page_writer().as_html(_redacted(data, insight_data, run_dir, run_dir, **context))
+        return printable(page_writer().as_html(_redacted(data, insight_data, run_dir, run_dir, **context)))
 
     return _is_written(run_dir, made)
 
@@ -223,8 +236,8 @@ def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
 def report_data(folder: Path, without: Collection[str]) -> RunData:
     """Return the data for the page of the run in a folder. Raises RunError if the folder has no readable run."""
     run = read_run(folder)
-    home, data, notes, left = run_home(run), run.data, list[str](), None
-    insight_data = json_file(home / INSIGHT)
+    home, data, notes, left = run_home(run), run.data, [*run.notes], None
+    insight_data = json_file(home, INSIGHT)
     insight_data = insight_data if insight_data.get("schema_version") == SCHEMA_VERSION else {}
     new_trials = ended_trials(run) - count_trials(data) if run.fidelity != ESTIMATE else 0
     if not data or new_trials > 0:
@@ -275,7 +288,7 @@ def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, f
 def _spec(folder: Path) -> dict[str, Any]:
     """Return the spec of the run in a folder as data. It is empty if the file cannot be read."""
     with suppress(FlagError):
-        return spec_as_data(folder / SPEC)
+        return saved_spec(folder)
     return {}
 
 

@@ -17,7 +17,7 @@ from flagcore import plugins
 from flagcore.api.inputs import warn
 from flagcore.api.outcome import SECRETS
 from flagcore.api.runs import no_best_error, read_run
-from flagcore.domain.files import write
+from flagcore.domain.files import read_regular, write
 from flagcore.domain.launch import Launch
 from flagcore.errors import HostLost, LaunchError, RunError, UsageError
 from flagcore.i18n import N_, _
@@ -66,7 +66,7 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
     """Return `launch.json` of the best configuration. Raises RunError, or the error of `no_best_error`."""
     file = Path(run_dir) / "best" / "launch.json"
     try:
-        launch = json.loads(file.read_text(encoding="utf-8"))
+        launch = json.loads(read_regular(file, folder=Path(run_dir)))
         return {"hosts": (), **launch, **{name: launch[name] for name in KEYS}}  # older runs name no hosts
     except (OSError, ValueError, KeyError, TypeError) as error:
         run_files = (IDENTITY, "result.json", "best/launch.json")

@@ -36,6 +36,7 @@ from flagcore.api.inputs import (
 )
 from flagcore.api.jobs import past_of_problem
 from flagcore.api.outcome import Outcome, save
+from flagcore.api.runs import RESULT, read_result, saved_trials, with_known_values
 from flagcore.contracts import Event, OnEvent, Problem, Telemetry
 from flagcore.contracts.capabilities import Advice, Installation, optional, probing
 from flagcore.domain.chip import Device
@@ -230,7 +231,19 @@ class _EngineRun:
         fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage, "network": self.network}
         self.name = directory.claim(fixed_task(self.data, problem), fixed_fields)
         choices, objective = problem.space.choices, self.spec.objective
-        store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage)
+        try:
+            saved = saved_trials(directory.path, read_result(directory.path))
+        except RunError as error:  # the journal has them, too
+            file, saved = directory.path / RESULT, ()
+            copy = file.with_name(f"{RESULT}.{time.strftime('%Y%m%d-%H%M%S')}")
+            with writable(directory.path):
+                file.rename(copy)
+            warn([error, _("{file} was damaged and is written anew; the old one is {copy}", file=file, copy=copy)])
+        saved = tuple(with_known_values(directory.path, saved, problem.space.axes))
+        store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage, saved=saved)
+        warn(store.notes)
+        own_trials = [trial for trial in store.trials() if not trial.source]
+        with_known_values(directory.path, own_trials, problem.space.axes)
         _require_no_higher_fidelity(store, self.spec.control, directory.path)
         if trials := store.trials():
             finished_count = sum(trial.state is not TrialState.INTERRUPTED for trial in trials)
@@ -313,10 +326,18 @@ def each_engine(
 
 def _copy_best(source: Path, target: Path) -> None:
     for name in WINNERS:
+        if (target / name).is_symlink():
+            (target / name).unlink()
         if (source / name).is_dir():
-            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True, copy_function=_replace)
         elif (source / name).exists():
-            shutil.copy2(source / name, target / name)
+            _replace(source / name, target / name)
+
+
+def _replace(source: Path | str, target: Path | str) -> None:
+    """Copy a file. A link is replaced, not followed."""
+    Path(target).unlink(missing_ok=True)
+    shutil.copy2(source, target)
 
 
 def _budget_share(data: dict[str, Any], parts: int) -> dict[str, Any]:
