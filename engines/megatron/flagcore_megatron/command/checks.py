@@ -73,6 +73,8 @@ def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
     if effective.get("use_checkpoint_args") and "num_layers" not in effective:
         problem = "has no effect: a trial loads no checkpoint"
         yield _error("--use-checkpoint-args", problem, "add the arguments of the model")
+    for flag, needs in unmet_by_fsdp(spec, effective, command.environment):
+        yield _error(flag, f"needs {needs}", "add it")
     if kind := effective.get("peft_type"):
         problem = "needs a checkpoint, but a trial loads none"
         yield _error(f"--peft-type {kind}", problem, "predict it with `flag estimate`")
@@ -81,6 +83,28 @@ def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
         yield _error(f"--yaml-cfg {file}", problem, "pass its values as arguments")
     yield from release_problems(spec, release_of(spec, command))
     yield from _process_count_problems(spec, command)
+
+
+def unmet_by_fsdp(
+    spec: Spec, effective: Mapping[str, Any], environment: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yield the flag of an FSDP in a command, and what its release asserts for it that the command lacks.
+
+    Source: Megatron-LM `validate_args` (training/arguments.py), core_v0.16 to 0.20.
+    """
+    has_torch = bool(effective.get("use_torch_fsdp2"))
+    if not has_torch and not effective.get("use_megatron_fsdp"):
+        return
+    flag = "--use-torch-fsdp2" if has_torch else "--use-megatron-fsdp"
+    given = str(effective.get("ckpt_format", "torch_dist"))
+    if given not in (formats := ("torch_dist", "torch_dcp") if has_torch else ("fsdp_dtensor",)):
+        yield flag, f"--ckpt-format {formats[0]}"
+    if has_torch and effective.get("gradient_accumulation_fusion", True):
+        yield flag, "--no-gradient-accumulation-fusion"
+    if has_torch and not effective.get("untie_embeddings_and_output_weights"):
+        yield flag, "--untie-embeddings-and-output-weights"
+    if {**environment, **spec.envs}.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        yield flag, "another value of CUDA_DEVICE_MAX_CONNECTIONS than 1"
 
 
 def _error(value: object, problem: str, fix: str) -> SpecError:
@@ -151,6 +175,8 @@ def command_warnings(spec: Spec) -> list[str]:
         shown_flag = f"{flag} {value}" if dest in flags_by_dest and value is not True else flag
         names = {"key": KEY, "flag": shown_flag, "other": other, "consequence": consequence}
         lines.append(_("{key} sets {flag}, the spec has {other}: {consequence}", **names))
+    for flag, needs in unmet_by_fsdp(spec, table.effective(command.arguments), command.environment):
+        lines.append(_("{key} sets {flag}, which needs {needs}: trials cannot start", key=KEY, flag=flag, needs=needs))
     knob_flags = [f"--{each.name}" for knob in SPACE_KNOBS for each in knob.flags]
     if flags := [flag for flag in knob_flags if flag in flags_by_dest.values()]:
         names = {"key": KEY, "flags": ", ".join(flags)}

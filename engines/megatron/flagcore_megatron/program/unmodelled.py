@@ -32,7 +32,7 @@ def unmodelled(spec: Spec) -> list[Unmodelled]:
         given |= {_name(each.flag): (each.flag, each.value or True) for each in problems if each.flag.startswith("--")}
     given |= {_name(each.flag): (each.flag, " ".join(each.values) or True) for each in arguments}
     script = replace(spec, envs={**(command.environment if command else {}), **spec.envs})
-    return [*not_predicted(given), *SETTINGS.of_environment(script)]
+    return [*not_predicted(given), *joined(SETTINGS.of_environment(script))]
 
 
 def not_predicted(given: Given) -> list[Unmodelled]:

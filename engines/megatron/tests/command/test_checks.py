@@ -40,6 +40,10 @@ REFUSED = {
         ["--use-checkpoint-args"],
     ),
     "arguments of a file": (f"{LAUNCH} --yaml-cfg job.yaml", ["--yaml-cfg job.yaml"]),
+    "FSDP without what it asserts": (
+        f"{LAUNCH} --use-torch-fsdp2 --untie-embeddings-and-output-weights",
+        ["--use-torch-fsdp2"],
+    ),
     "adapters of a checkpoint": (f"{LAUNCH} --peft-type lora", ["--peft-type lora"]),
     "one process for four devices": (f"python {LAUNCH.split(maxsplit=3)[3]}", ["python pretrain_gpt.py"]),
     "other nodes than the cluster's": (LAUNCH.replace("torchrun", "srun torchrun --nnodes 4"), ["--nnodes 4"]),

@@ -50,6 +50,7 @@ def test_only_arguments_with_a_cost_have_conditions() -> None:
         ("--megatron-fsdp-grad-comm-dtype bf16 --use-megatron-fsdp", ["--megatron-fsdp-grad-comm-dtype"]),
         ("--moe-router-fusion", []),
         ("--no-such-argument 4", ["--no-such-argument"]),
+        ("--use-fused-rmsnorm --reuse-fp32-param", ["--reuse-fp32-param"]),  # of MindSpeed-LLM
         ("--sft --reset-attention-mask", ["--sft", "--reset-attention-mask"]),
         ("--hierarchical-context-parallel-sizes 2 4", ["--hierarchical-context-parallel-sizes"]),
     ],
