@@ -20,6 +20,7 @@ from flagcore.domain.launch import FailurePattern, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, ImportNote, SettingValue, Spec, Task
+from flagcore.i18n import _
 from flagcore_megatron import predict as prediction
 from flagcore_megatron import probing, reading, start
 from flagcore_megatron.command import checks
@@ -116,6 +117,13 @@ class Megatron(
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         return unmodelled(task.spec)
+
+    def task_warnings(self, task: Task) -> Sequence[str]:
+        windows = task.spec.model.windows
+        if not windows or prediction.training(task).model.windows or windows.tokens >= task.spec.train.seq_length:
+            return ()
+        text = _("flagcore's trial program has no sliding windows: its layers, and predictions, attend to all tokens")
+        return (text,)
 
     replicas = DP
     shorter_batch = staticmethod(start.shorter_batch)
