@@ -25,6 +25,7 @@ class Problem:
     `rules`: the pruning rules of the engine and of plugins.
     `pruned`: the candidates that were removed by `rules`, or by rules that the search has learned from trials.
     `knobs`: the knobs of the engine and of plugins, by name.
+    `usual_baseline`: whether the engine's usual space, or the spec, has the baseline.
     `adds_baseline`: whether the space that the spec describes does not contain the baseline.
     `published`: the published training runs on the chips, the nearest first, each as a job and as its record.
     """
@@ -38,6 +39,7 @@ class Problem:
     rules: tuple[PruningRule, ...] = ()
     knobs: Knobs = field(default_factory=dict)
     adds_baseline: bool = False
+    usual_baseline: bool = True
     published: tuple[tuple[JobRecord, Mapping[str, Any]], ...] = ()
 
     @property

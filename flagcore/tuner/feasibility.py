@@ -20,7 +20,7 @@ from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.tuner.budget import SLACK, UNKNOWN_SECONDS
-from flagcore.tuner.problem import rows_by_time, usual_space
+from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, summarize
 from flagcore.tuner.stages.predict import with_figures
 
@@ -101,7 +101,8 @@ def crowded_baseline_text(problem: Problem) -> str:
     """If the baseline is predicted not to fit in memory, return a line that says why it is tried. Otherwise, empty."""
     predicted = problem.predictions.row(problem.space.find(problem.baseline) or 0)
     if predicted.fits is not False or predicted.capacity_bytes is None:
-        return _unusual_baseline_text(problem)
+        text = N_("no usual candidate is predicted to fit; the baseline is the nearest one that is: {candidate}")
+        return "" if problem.usual_baseline else _(text, candidate=problem.set_knobs(problem.baseline))
     return _(
         "the baseline is predicted to need ~{need:.4g} of {have:.4g} GiB per device; it is tried nevertheless, because "
         "it is the reference, and predicted memory is often wrong by {error:.0%}",
@@ -109,17 +110,6 @@ def crowded_baseline_text(problem: Problem) -> str:
         have=predicted.capacity_bytes / 2**30,
         error=MEMORY_ERROR,
     )
-
-
-def _unusual_baseline_text(problem: Problem) -> str:
-    """If the baseline was not chosen from the engine's usual candidates, return a line that says so."""
-    task, values = problem.task, problem.baseline.as_dict()
-    usual = usual_space(problem.engine, task.for_engine()) if task.spec.baseline is None else {}
-    lists = {name: listed for name, listed in usual.items() if not isinstance(listed, str) and name in values}
-    if all(values[name] in listed for name, listed in lists.items()):
-        return ""
-    text = N_("no usual candidate is predicted to fit; the baseline is the nearest one that is: {candidate}")
-    return _(text, candidate=problem.set_knobs(problem.baseline))
 
 
 def _smallest_text(problem: Problem, rows: IntArray) -> str:

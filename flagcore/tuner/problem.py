@@ -49,7 +49,7 @@ def build_problem(
     on_fewer = completed.trial_nodes < completed.cluster.nodes
     smaller = SmallerTask(platform, completed.trial_nodes) if on_fewer else None
     legal = replace(legal, rules=(*legal.rules, smaller.rule())) if smaller else legal
-    baseline = _baseline(platform, legal, on_usual)
+    baseline, is_usual = _baseline(platform, legal, on_usual)
     values = baseline.as_dict()
     axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
     built = partial(build, axes, legal.rules, legal.merges, first=[knob.name for knob in platform.task.knobs])
@@ -72,6 +72,7 @@ def build_problem(
         predictions=predictions,
         pruned=prune(space, predictions, rules),
         baseline=baseline,
+        usual_baseline=is_usual,
         rules=rules,
         knobs={knob.name: knob for knob in (*engine.knobs, *platform.task.knobs)},
         adds_baseline=adds_baseline,
@@ -180,15 +181,17 @@ def lacks_margin(task: Task, predictions: Predictions) -> BoolArray:
     return predictions.share_in_use > (np.inf if has_budget else PLANNED_SHARE)
 
 
-def usual_space(engine: Engine, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+def _usual_space(engine: Engine, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
     """Return the space from which an expert would choose. By default it has only the neutral value of each knob."""
     if isinstance(engine, RuleOfThumb):
         return engine.usual_space(task)
     return {knob.name: (knob.neutral,) for knob in engine.knobs if knob.searchable}
 
 
-def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> Candidate:
+def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> tuple[Candidate, bool]:
     """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
+
+    Also return whether the spec or the engine's usual space has it.
 
     This candidate comes from the engine's usual space, or from the whole space if no candidate of the usual space is
     legal or fits. Candidates that do not fit, and then those without a margin of memory, are avoided. If none fits,
@@ -196,7 +199,7 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
     """
     task, engine, baseline = platform.task, platform.engine, platform.task.spec.baseline
     if baseline is None:
-        usual = usual_space(engine, task.for_engine())
+        usual = _usual_space(engine, task.for_engine())
         usual_task = replace(task, spec=replace(task.spec, space=usual))
         predictions = None
         for searched in (legality(replace(platform, task=usual_task)), legal):
@@ -215,7 +218,7 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
         row = rows[0]
         if isinstance(engine, RuleOfThumb):
             row = rows[engine.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]
-        return space.candidate(int(row))
+        return space.candidate(int(row)), is_first
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
     if broken:
         problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
@@ -230,7 +233,7 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
         value: object = baseline[next(iter(names))] if len(names) == 1 else dict(baseline)
         key = f".{next(iter(names))}" if len(names) == 1 else ""
         raise SpecError(key=f"auto_tuner.baseline{key}", value=value, problem=problem)
-    return as_candidate(legal.axes, columns)
+    return as_candidate(legal.axes, columns), True
 
 
 def _known_seconds(predictions: Predictions) -> float:

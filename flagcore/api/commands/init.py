@@ -13,7 +13,7 @@ from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import FlagError
 from flagcore.spec.clusters import ClusterSection
-from flagcore.spec.huggingface import context_of, model_of_config
+from flagcore.spec.huggingface import context_of, format_of_weights, model_of_config
 from flagcore.spec.models import absolute_model, model_from, public_models
 from flagcore.spec.schema import CommonSection
 from flagcore.spec.validate import Section
@@ -103,7 +103,7 @@ def public_model_table(words: Collection[str] = ()) -> list[dict[str, Any]]:
                     "hidden": model.hidden_size,
                     "experts": model.num_moe_experts,
                     "context": context_of(config),
-                    "weights": config.get("weights", "bf16"),
+                    "weights": format_of_weights(config) or "bf16",
                 }
             )
     return records

@@ -6,7 +6,9 @@ import pytest
 
 from engines.serving.tests.engines.tasks import engine_of, planned
 
-RELEASES = sorted(Path(__file__).parents[3].glob("*/tests/settings/*.txt"))
+ENGINES = ("vllm", "sglang", "lmdeploy", "llamacpp")
+FOLDER = Path(__file__).parents[3]
+RELEASES = sorted(file for engine in ENGINES for file in (FOLDER / engine / "tests" / "settings").glob("*.txt"))
 
 
 @pytest.mark.parametrize("file", RELEASES, ids=lambda file: f"{file.parts[-4]}-{file.stem}")
@@ -14,7 +16,7 @@ def test_each_flag_and_variable_of_a_release_has_a_class(file: Path) -> None:
     assert engine_of(file.parts[-4]).program.unclassed(file.read_text("utf-8").split()) == []
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "lmdeploy", "llamacpp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_removed_flags_have_a_class(engine: str) -> None:
     program = engine_of(engine).program
     assert program.unclassed(name for flags in program.removed.values() for name in flags) == []
