@@ -196,35 +196,6 @@ def test_a_run_from_before_a_knob_existed_is_explained(explained: Answer, flag: 
 
 
 @pytest.mark.slow
-def test_a_run_with_a_truncated_journal_is_not_reported_as_shorter(flag: Flag, finished: Project) -> None:
-    count_trials = finished.result()["trials"] + finished.result()["repeats"]
-    (finished.run_dir / "journal.log").unlink()
-    for ask in (("explain", "best"), ("explain", "tp=2"), ("explain",), ("compare", "baseline")):
-        completed = flag(ask[0], str(finished.run_dir), *ask[1:])
-        assert completed.code == 2
-        assert f"the journal has 0 of the {len(count_trials)} trials of result.json" in completed.err
-    assert flag("report", str(finished.run_dir), "-o", "-").code == 0
-
-
-def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, finished: Project) -> None:
-    journal = finished.run_dir / "journal.log"
-    saved = journal.read_text()
-    for name, old, new, message in (
-        ("recompute_method", "null", '"sometimes"', "was written by another version"),
-        ("recompute_method", "null", "NaN", "not a valid value"),
-        ("expert_model_parallel_size", "1", "1" * 30, "not a valid value"),
-        ("device_used_bytes", "null", '"much"', "journal.log cannot be read ("),
-        ("telemetry", "{", '3, "x": {', "journal.log cannot be read ("),
-        ("measurement", '{"step', 'null, "x": {"step', "was measured, but has no figures"),
-    ):
-        assert f'"{name}":{old}' in saved
-        journal.write_text(saved.replace(f'"{name}":{old}', f'"{name}":{new}'))
-        completed = flag("explain", str(finished.run_dir), "tp=2")
-        assert completed.code == 2
-        assert message in completed.err
-        assert completed.err.count("\n") == 1
-
-
 def test_one_candidate_has_no_csv_and_a_run_rejects_another_chip(flag: Flag, finished: Project) -> None:
     assert "--format csv" in flag("explain", finished.spec(), "best", "--format", "csv").err
     invalid = flag("explain", str(finished.run_dir), "best", "--chip", "cpu")
