@@ -147,7 +147,7 @@ def redact_text(text: str, known: Collection[str] = ()) -> str:
 
 @lru_cache(maxsize=4096)
 def _forms(secret: str) -> tuple[str, ...]:
-    """Return how texts show a known secret: plain, as Python, JSON, a shell and a URL write it, and its single lines."""
+    """Return how texts show a known secret: plain, as Python, JSON, a shell and a URL write it, and its lines."""
     forms = {secret, repr(secret)[1:-1], repr(f'"{secret}')[2:-1], json.dumps(secret)[1:-1], *secret.splitlines()}
     forms |= {json.dumps(secret, ensure_ascii=False)[1:-1], quote(secret, safe=""), quote_plus(secret)}
     forms = {each.strip() for each in (*forms, shlex.quote(secret).strip("'"))}
