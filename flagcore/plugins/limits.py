@@ -17,7 +17,8 @@ THREAD = "flagcore-plugin"
 _OWN_PROCESS, _END = os.getpid(), os._exit
 
 HOOK_SECONDS = 60.0
-"""The time limit of a hook with the check of its answer, of a method of that answer, and of an import. It is longer than those of the programs that flagcore's plugins ask."""
+"""The time limit of a hook with the check of its answer, of a method of that answer, and of an import. It is longer
+than those of the programs that flagcore's plugins ask."""
 SLOW_HOOK_SECONDS = 180.0
 """The time limit of a hook that may measure, or ask several programs one after the other."""
 SAMPLE_SECONDS = 15.0

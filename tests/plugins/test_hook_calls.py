@@ -308,7 +308,7 @@ class SlowMemory(PlainMemory):
     """It does not end when it is tried, or only when it counts."""
 
     def reserved_bytes(self, allocated: Any) -> Any:
-        return sleeping() if len(allocated) >= self.capacity else allocated
+        return sleeping() if len(allocated) >= (self.capacity or 0) else allocated
 
 
 @pytest.mark.parametrize(
