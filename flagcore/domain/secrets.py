@@ -3,10 +3,13 @@
 The detection is not perfect: it misses secrets with unusual names, and redacts some harmless values.
 """
 
+import json
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 REDACTED = "(left out)"
 MIN_LENGTH = 6
@@ -22,10 +25,11 @@ _SECRET_ENDS = (
     *("password", "passwort", "passwd", "passphrase", "passcode", "secret", "credential", "credentials", "cookie"),
     *("apikey", "accesskey", "secretkey", "privatekey", "authorization", "sshpass", "bearer", "jwt", "webhook"),
     *("webhook_url", "connection_string", "access_key_id", "secret_id", "pass_phrase", "auth_config", "auth_header"),
+    "secret_key_base",
 )
 _SHORT_WORDS = _words("pw pwd pass pat cred creds sk ak auth sas")
 """Last words of names of secrets after the name of a service or a user (`db_pass`), or in capitals (`GITHUB_PAT`)."""
-_ALONE = _words("pw PW PAT creds CREDS sk SK ak AK auth _auth")
+_ALONE = _words("pw PW Pwd PAT creds CREDS sk SK ak AK auth _auth")
 """Such words that are names of secrets by themselves. PWD is the working directory."""
 _OWNERS = _words(
     "api access secret private signing encryption auth ssh account license sdk admin master root user client "
@@ -71,6 +75,7 @@ _PATTERNS = (
     ),
     re.compile(r"[?&](?:sig|signature|x-(?:amz|goog)-signature)=([^&\s'\"]{6,})", re.IGNORECASE),
     re.compile(r"\b(?i:bearer|basic)[ \t]+((?=[\w.~+/-]*(?:[\d=]|[a-z][A-Z]))[\w.~+/=-]{8,})"),
+    re.compile(r"\blogin[ \t]+\S+[ \t]+password[ \t]+(?!\(left out)(\S+)"),  # a machine in a .netrc
     re.compile(  # the address of a webhook
         r"(?:hooks\.slack\.com/services/|open\.(?:feishu\.cn|larksuite\.com)/open-apis/bot/v\d/hook/"
         r"|qyapi\.weixin\.qq\.com/cgi-bin/webhook/send\?key=|discord(?:app)?\.com/api/webhooks/|api\.telegram\.org/bot"
@@ -84,7 +89,8 @@ _PATTERNS = (
         r"|xox[abeprs]-[A-Za-z0-9-]{10,}|nvapi-[\w-]{20,}|gsk_[A-Za-z0-9]{20,}|xai-[A-Za-z0-9]{20,}"
         r"|r8_[A-Za-z0-9]{30,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_pat_[\w-]{20,}|wandb_v1_\w{20,}"
         r"|ms-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|hvs\.[\w-]{20,}|lsv2_(?:pt|sk)_\w{20,}|glsa_\w{20,}"
-        r"|pplx-[A-Za-z0-9]{32,}|AGE-SECRET-KEY-1[A-Z0-9]{40,}|SG\.[\w-]{16,64}\.[\w-]{16,}"
+        r"|pplx-[A-Za-z0-9]{32,}|rpa_[A-Z0-9]{30,}|tgp_v1_[\w-]{20,}|dapi[0-9a-f]{32}|dop_v1_[0-9a-f]{64}"
+        r"|AGE-SECRET-KEY-1[A-Z0-9]{40,}|SG\.[\w-]{16,64}\.[\w-]{16,}"
         r"|(?<![\w-])eyJ[\w-]{10,2000}\.[\w-]{10,}\.[\w-]{5,}"
         r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:[^-]|-(?!----))*)"
     ),
@@ -129,13 +135,23 @@ def secrets_in_data(data: Any) -> tuple[str, ...]:
 def redact_text(text: str, known: Collection[str] = ()) -> str:
     """Return `text` with secrets replaced by REDACTED: the `known` ones, and those that are detected in the text."""
     for value in known:
-        text = text.replace(value, REDACTED)
+        for form in _forms(value):
+            text = text.replace(form, REDACTED)
     parts, end = list[str](), 0
     for start, stop in sorted(_spans(text, to_end=True)):
         if start >= end:
             parts += text[end:start], REDACTED
         end = max(end, stop)
     return "".join([*parts, text[end:]]) if parts else text
+
+
+@lru_cache(maxsize=4096)
+def _forms(secret: str) -> tuple[str, ...]:
+    """Return how texts show a known secret: plain, as Python, JSON, a shell and a URL write it, and its lines."""
+    forms = {secret, repr(secret)[1:-1], repr(f'"{secret}')[2:-1], json.dumps(secret)[1:-1], *secret.splitlines()}
+    forms |= {json.dumps(secret, ensure_ascii=False)[1:-1], quote(secret, safe=""), quote_plus(secret)}
+    forms = {each.strip() for each in (*forms, shlex.quote(secret).strip("'"))}
+    return tuple(sorted((each for each in forms if len(each) >= MIN_LENGTH), key=len, reverse=True))
 
 
 def redact_data(data: Any, known: Collection[str] = ()) -> Any:
@@ -197,7 +213,8 @@ def _walk(data: Any) -> Iterator[str]:
 
 def _secret_values(words: Sequence[str]) -> Iterator[str]:
     """Yield, for each argument, the part that is the value of an option with a secret name, or an empty string."""
-    is_value_expected, previous = False, ""
+    is_value_expected, option, previous = False, "", ""
+    several = re.compile(r"--api[_-]?keys?$")  # vLLM takes several of them
     for word in words:
         name, equals, value = word.partition("=")
         is_option = word.startswith("-") and not re.fullmatch(r"-[\d.]+", word)
@@ -208,7 +225,9 @@ def _secret_values(words: Sequence[str]) -> Iterator[str]:
             yield user[1]
         else:
             yield value if equals and has_secret_name else ""
-        is_value_expected, previous = is_option and has_secret_name and not equals, word
+        if is_option or not several.match(option):
+            is_value_expected, option = is_option and has_secret_name and not equals, name
+        previous = word
 
 
 def _spans(text: str, *, to_end: bool = False) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
 from flagcore.domain.work import Work
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
-from flagcore.plugins.limits import HOOK_SECONDS, TooSlow, within
+from flagcore.plugins.limits import HOOK_SECONDS, MESSAGE_SECONDS, TooSlow, within
 from flagcore.plugins.validation import BadPlugin, PluginFailure, check_protocol
 
 T = TypeVar("T")
@@ -190,7 +190,7 @@ def stdout_to_stderr() -> Iterator[None]:
 def one_line(error: BaseException, limit: int = 400) -> str:
     """Return the type and the message of `error` as one printable line."""
     try:
-        message = " ".join(str(error).split())
+        message = " ".join(within(MESSAGE_SECONDS, partial(str, error)).split())
     except Exception:
         message = "(its message cannot be shown)"
     text = "".join(letter for letter in message if letter.isprintable())

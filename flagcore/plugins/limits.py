@@ -3,8 +3,10 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Lock, Thread, current_thread
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread, current_thread, main_thread
 from typing import Any, TypeVar
 
 from flagcore.plugins.validation import BadPlugin
@@ -15,11 +17,14 @@ THREAD = "flagcore-plugin"
 _OWN_PROCESS, _END = os.getpid(), os._exit
 
 HOOK_SECONDS = 60.0
-"""The time limit of a hook and of an import. It is longer than those of the programs that flagcore's plugins ask."""
+"""The time limit of a hook with the check of its answer, of a method of that answer, and of an import. It is longer
+than those of the programs that flagcore's plugins ask."""
 SLOW_HOOK_SECONDS = 180.0
 """The time limit of a hook that may measure, or ask several programs one after the other."""
 SAMPLE_SECONDS = 15.0
 """The time limit of one reading of a device, which a trial waits for."""
+MESSAGE_SECONDS = 1.0
+"""The time limit of the message of an exception of a plugin."""
 EXIT_SECONDS = 10.0
 """The time limit of threads that plugins leave, from the end of the command on."""
 
@@ -28,29 +33,51 @@ class TooSlow(BadPlugin):
     """The error for code of a plugin that does not end within its time limit."""
 
 
+_idle = list[SimpleQueue[Callable[[], object]]]()
+"""The jobs of threads that wait for one. A new thread for each call costs more than most calls."""
+os.register_at_fork(after_in_child=_idle.clear)
+
+
 def within(seconds: float, function: Callable[[], T]) -> T:
     """Return the result of `function`, or raise its exception. Raises BadPlugin if it tries to end the process.
 
-    It runs in a thread of its own. If it does not end, the thread is abandoned, and does not keep the process alive.
+    It runs in another thread. If it does not end, the thread is abandoned, and does not keep the process alive.
     """
     results: list[T] = []
     errors: list[BaseException] = []
+    context, ended = copy_context(), SimpleQueue[None]()
 
     def run() -> None:
         try:
-            results.append(function())
+            results.append(context.run(function))
         except BaseException as error:
             errors.append(error)
+        ended.put(None)
 
-    thread = Thread(target=run, name=THREAD, daemon=True)
-    with _no_exit():
-        thread.start()
-        thread.join(seconds)
+    with _no_exit(), suppress(Empty):
+        jobs = _worker()
+        jobs.put(run)
+        ended.get(timeout=seconds)
+        _idle.append(jobs)
     if errors:
         raise errors[0]
     if not results:
         raise TooSlow(f"did not end within {seconds:g} s; it is not asked again")
     return results[0]
+
+
+def _worker() -> SimpleQueue[Callable[[], object]]:
+    """Return the jobs of an idle or new thread."""
+    with suppress(IndexError):
+        return _idle.pop()
+    jobs = SimpleQueue[Callable[[], object]]()
+
+    def run() -> None:
+        while True:
+            jobs.get()()
+
+    Thread(target=run, name=THREAD, daemon=True).start()
+    return jobs
 
 
 def end_despite_threads(status: int) -> None:
@@ -85,7 +112,7 @@ def _no_exit() -> Iterator[None]:
 
 
 def _refuse(code: int) -> None:
-    """End a forked process, and this one in other threads than those of plugins, for which it raises BadPlugin."""
-    if os.getpid() == _OWN_PROCESS and current_thread().name == THREAD:
+    """End a forked process. In this one, raise BadPlugin unless it is called in the main thread."""
+    if os.getpid() == _OWN_PROCESS and current_thread() is not main_thread():
         raise BadPlugin(f"called os._exit({code})")
     _END(code)

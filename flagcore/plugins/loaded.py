@@ -160,10 +160,6 @@ BYTES = frozenset(("reserved_bytes", "device_used_bytes"))
 """Those whose results may not be NaN, because memory is never unknown."""
 
 
-def _run(function: Callable[[], T]) -> T:
-    return function()
-
-
 def _as_column(name: str, result: Any, arguments: Sequence[Any]) -> FloatArray:
     """Return the result of a method in COLUMNS as an array.
 
@@ -192,15 +188,19 @@ class PluginProxy:
         return self._guard(name, member) if callable(member) else member
 
     def _guard(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
-        run = partial(within, SAMPLE_SECONDS) if name == "sample" else _run
+        def result(*arguments: Any, **named: Any) -> object:
+            found: Any = method(*arguments, **named)
+            if name == "sample":
+                return dict(found) if isinstance(found, Mapping) else found
+            return _as_column(name, found, arguments) if name in COLUMNS else found
 
         def call(*arguments: Any, **named: Any) -> object:
             # Only the main thread redirects stdout. Another thread would also redirect what the main thread prints.
             quiet = stdout_to_stderr() if current_thread() is main_thread() else nullcontext()
             try:
                 with quiet:
-                    result = run(partial(method, *arguments, **named))
-                return _as_column(name, result, arguments) if name in COLUMNS else result
+                    limit = SAMPLE_SECONDS if name == "sample" else HOOK_SECONDS
+                    return within(limit, partial(result, *arguments, **named))
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -468,16 +468,20 @@ class LoadedPlugins:
         if plugin.name in self._too_slow:
             return None
         stage, start = "ask", time.monotonic()
+
+        def checked() -> T | None:
+            nonlocal stage
+            result = plugin.call(hook, arguments)
+            stage = "answer"
+            return None if result is None else check(result)
+
         try:
             with stdout_to_stderr():
-                limit = SLOW_HOOK_SECONDS if hook in SLOW_HOOKS else HOOK_SECONDS
-                result = within(limit, partial(plugin.call, hook, arguments))
+                answer = within(SLOW_HOOK_SECONDS if hook in SLOW_HOOKS else HOOK_SECONDS, checked)
                 if (seconds := time.monotonic() - start) > SLOW_SECONDS and hook not in SLOW_HOOKS:
                     LOG.warning("plugin %s: %s took %.0f s", plugin.name, hook, seconds)
-                stage = "answer"
-                if result is None:
+                if answer is None:
                     return None
-                answer = check(result)
                 return cast(T, PluginProxy(plugin.name, answer)) if hook in HOOKS_WITH_OBJECTS else answer
         except KeyboardInterrupt:
             raise

@@ -1,8 +1,12 @@
 """What is not handed on: secrets in text, in plain data and in the words of a command line."""
 
+import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -26,6 +30,7 @@ SECRET_NAMES = (
     *("ADMIN_KEY", "GATEWAY_API_KEYS", "private_key", "ssl.private-key", "Authorization", "DB_PASSWD", "--wandb-key"),
     *("DB_PW", "DB_PASS", "smtp_pass", "PAT", "GITHUB_PAT", "pgPwd", "creds", "s3-key", "SLACK_WEBHOOK_URL"),
     *("MODELARTS_SK", "--ak", "SSHPASS", "auth", "HF_TOKEN_2", "API_KEY_PROD", "TENCENTCLOUD_SECRET_ID", "Cookie"),
+    *("SECRET_KEY_BASE", "Pwd"),
 )
 OTHER_NAMES = (
     *("max_num_batched_tokens", "output_tokens", "bos_token", "eos-token", "time_per_token", "next_token", "PATH"),
@@ -67,6 +72,7 @@ def test_names_of_secrets(name: str) -> None:
         (f'--headers \'{{"X-Api-Key": "{HIDDEN}"}}\' --x', '--headers \'{"X-Api-Key": "(left out)"}\' --x'),
         (f"api_keys:\n  - {HIDDEN}\nport: 1", "api_keys:\n  - (left out)\nport: 1"),
         (f"curl -u me:{HIDDEN} http://x", "curl -u me:(left out) http://x"),
+        (f"machine h login me password {HIDDEN}", "machine h login me password (left out)"),
         (
             f"https://open.feishu.cn/open-apis/bot/v2/hook/{HIDDEN}",
             "https://open.feishu.cn/open-apis/bot/v2/hook/(left out)",
@@ -100,6 +106,7 @@ def test_secrets_in_text(text: str, shown: str | None) -> None:
             "sk-ant-api03-abcdefghijklmnop",
             "gsk_" + 20 * "a",
         ),
+        *("rpa_" + 40 * "A", "tgp_v1_" + 43 * "a", "dapi" + 32 * "a", "dop_v1_" + 64 * "b"),
         *("AKIAABCDEFGHIJKLMNOP", "LTAI5tabcdefghijkl", "AIza" + 35 * "b", "xoxb-1234567890-abc", "nvapi-" + 24 * "c"),
         *(
             "npm_" + 36 * "d",
@@ -127,6 +134,15 @@ def test_a_known_secret_is_redacted_everywhere() -> None:
     assert redact_text(f"loading with <{HIDDEN}>", known) == "loading with <(left out)>"
 
 
+@pytest.mark.parametrize("secret", ["s'p\"q\\r$ t/u", "one пароль", "first line\nlast line\n", " padded "])
+def test_a_known_secret_is_redacted_however_it_is_written(secret: str) -> None:
+    forms = (secret, repr(secret), repr([f'"{secret}']), json.dumps(secret), json.dumps(secret, ensure_ascii=False))
+    shown = (*forms, shlex.quote(secret), quote(secret, safe=""), quote_plus(secret), *secret.split("\n"))
+    for text in map(str.strip, shown):
+        found = redact_text(f"<{text}>", [secret])
+        assert not {*re.findall(r"\w+", text)} & {*re.findall(r"\w+", found.replace("(left out)", ""))} - {"n"}
+
+
 def test_plain_data_round_trips() -> None:
     data: dict[str, Any] = {
         "envs": {"HF_TOKEN": HIDDEN, "A": "1"},
@@ -151,6 +167,7 @@ def test_secrets_of_a_command_line() -> None:
     assert secrets_in_arguments(words) == [HIDDEN, HIDDEN + "2", "bcdefg"]
     assert HIDDEN not in " ".join(redact_arguments(words))
     assert secrets_in_arguments(["--max-tokens", "5", "--token", "--other"]) == []
+    assert secrets_in_arguments(["--api-key", "one", "two", "--port", "80", "x"]) == ["one", "two"]
 
 
 def test_the_reason_of_a_failure_has_no_secret_of_the_spec(tmp_path: Path) -> None:

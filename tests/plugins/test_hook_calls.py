@@ -292,6 +292,55 @@ def test_a_hook_that_does_not_end_is_given_up_and_its_plugin_not_asked_again(mon
     assert "did not end within 0.05 s" in failure.reason
 
 
+class Endless(list[Device]):
+    def __iter__(self) -> Any:
+        return sleeping()
+
+    __repr__ = __iter__
+
+
+class NoMessage(Exception):
+    def __str__(self) -> Any:
+        return sleeping()
+
+
+class SlowMemory(PlainMemory):
+    """It does not end when it is tried, or only when it counts."""
+
+    def reserved_bytes(self, allocated: Any) -> Any:
+        return sleeping() if len(allocated) >= (self.capacity or 0) else allocated
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "words"),
+    [
+        ("devices", Endless([Device(index=0, chip="X1")]), "did not end within 0.05 s"),
+        ("environment", Endless(), "did not end within 0.05 s"),
+        ("devices", NoMessage(), "NoMessage: (its message cannot be shown)"),
+        ("memory_model", SlowMemory(capacity=2.0), "did not end within 0.05 s"),
+    ],
+)
+def test_an_answer_whose_check_does_not_end_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, hook: str, answer: object, words: str
+) -> None:
+    monkeypatch.setattr("flagcore.plugins.loaded.HOOK_SECONDS", 0.05)
+    monkeypatch.setattr("flagcore.plugins.entry_points.MESSAGE_SECONDS", 0.05)
+    hooked = raising(answer) if isinstance(answer, BaseException) else lambda: answer
+    loaded = LoadedPlugins.of({"a": plugin(**{hook: hooked})})
+    arguments = {"memory_model": (group_of(CHIP), "toy"), "environment": (CHIP, "toy")}.get(hook, ())
+    assert not getattr(loaded, hook)(*arguments)
+    assert words in loaded.failures[0].reason
+
+
+def test_a_method_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = LoadedPlugins.of({"a": plugin(memory_model=lambda: SlowMemory(capacity=3.0))})
+    model = loaded.memory_model(group_of(CHIP), "toy")
+    assert model is not None
+    monkeypatch.setattr("flagcore.plugins.loaded.HOOK_SECONDS", 0.05)
+    with pytest.raises(NoDevice, match=r"plugin a: reserved_bytes of SlowMemory .* did not end within 0.05 s"):
+        model.reserved_bytes(np.ones(3))
+
+
 def leave_threads() -> None:
     Thread(target=sleeping, daemon=False).start()
     ThreadPoolExecutor(1).submit(sleeping)

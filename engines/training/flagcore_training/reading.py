@@ -89,8 +89,10 @@ class LogFiles:
         return place
 
 
-RANK_PREFIX = r"^(?:\[[\w:]+\]:\s*)*"
-"""Matches the prefixes that torchrun and torch add to a line of a rank: `[default0]:[rank0]: `."""
+RANK_PREFIX = r"^(?:\[[\w:]+\]:\s*)*(?!\s*\[[\w:]+\]:)"
+"""Matches all prefixes that torchrun and torch add to a line of a rank: `[default0]:[rank0]: `.
+
+If it could also match some of them, a line of many prefixes would be searched once for each of them."""
 PEER_FAILURE = r"\bgloo\b|DistBackendError|Connection (?:reset|closed)|Broken pipe"
 """Matches errors of a rank that failed only because another rank failed, in the words of torch.
 
