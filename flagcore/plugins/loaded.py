@@ -175,6 +175,10 @@ def _as_column(name: str, result: Any, arguments: Sequence[Any]) -> FloatArray:
     return column
 
 
+LIMITED_CALLS = 8
+"""The number of first calls of a method of a plugin's object that have a time limit."""
+
+
 class PluginProxy:
     """Wraps an object of a plugin. Exceptions in its methods become NoDevice, with a hint to disable the plugin."""
 
@@ -185,9 +189,11 @@ class PluginProxy:
         if name.startswith("_"):
             raise AttributeError(name)
         member = getattr(self._wrapped, name)
-        return self._guard(name, member) if callable(member) else member
+        return self.__dict__.setdefault(name, self._guard(name, member)) if callable(member) else member
 
     def _guard(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
+        limited = iter(range(LIMITED_CALLS))  # a thread for each of thousands of calls would slow predictions down
+
         def result(*arguments: Any, **named: Any) -> object:
             found: Any = method(*arguments, **named)
             if name == "sample":
@@ -199,8 +205,11 @@ class PluginProxy:
             quiet = stdout_to_stderr() if current_thread() is main_thread() else nullcontext()
             try:
                 with quiet:
-                    limit = SAMPLE_SECONDS if name == "sample" else HOOK_SECONDS
-                    return within(limit, partial(result, *arguments, **named))
+                    if name == "sample":
+                        return within(SAMPLE_SECONDS, partial(result, *arguments, **named))
+                    if next(limited, None) is not None:
+                        return within(HOOK_SECONDS, partial(result, *arguments, **named))
+                    return result(*arguments, **named)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
