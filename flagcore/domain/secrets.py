@@ -214,7 +214,7 @@ def _walk(data: Any) -> Iterator[str]:
 def _secret_values(words: Sequence[str]) -> Iterator[str]:
     """Yield, for each argument, the part that is the value of an option with a secret name, or an empty string."""
     is_value_expected, option, previous = False, "", ""
-    several = re.compile(r"--api[_-]?keys?$")  # vLLM takes several of them
+    several = re.compile(r"--api[_-]?keys?$")  # servers may take several of them
     for word in words:
         name, equals, value = word.partition("=")
         is_option = word.startswith("-") and not re.fullmatch(r"-[\d.]+", word)
