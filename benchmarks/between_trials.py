@@ -23,8 +23,8 @@ for i in range(1, 4):
     print(f" iteration {i}/ 3 | elapsed time per iteration (ms): {100 + i}.0 | lm loss: 9.0E+00 |")
 """
 SPEC = """
-model: {{name: bench, num_layers: {layers}, hidden_size: 4096, ffn_hidden_size: 11008, num_attention_heads: 32,
-         vocab_size: 32000}}
+model: {{name: bench, num_layers: {layers}, hidden_size: 256, ffn_hidden_size: 704, num_attention_heads: 32,
+         vocab_size: 1024}}
 cluster: {{chip: cpu, devices_per_node: {devices}, memory_per_device: 80GiB}}
 train: {{engine: megatron, seq_length: 4096, global_batch_size: {batch}, precision: bf16,
          command: [{python}, {program}]}}
@@ -54,15 +54,15 @@ def main() -> None:
 
 def _tuned(spec: Path, run_dir: Path, by_hand: float) -> dict[str, float]:
     ends: list[float] = []
-    started: list[float] = []
 
     def note(event: object) -> None:
-        kind = getattr(event, "kind", "")
-        (started if kind == "trial_started" else ends).append(time.monotonic())
+        if getattr(event, "kind", "") == "trial_finished":
+            ends.append(time.monotonic())
 
     result = api.tune(spec, run_dir=run_dir, on_event=note)
     periods = [later - earlier for earlier, later in pairwise(ends)]
-    running = [trial.duration_s for trial in result.plan.trials[1:]]
+    trials = sorted((*result.plan.trials, *result.plan.repeats), key=lambda trial: trial.number)
+    running = [trial.duration_s for trial in trials[1:]]
     between = [period - completed for period, completed in zip(periods, running, strict=True)]
     middle = sorted(between)[len(between) // 2]
     return {
