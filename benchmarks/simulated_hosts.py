@@ -210,7 +210,7 @@ class Simulator:
         """Log a step on the last rank, as Megatron does."""
         if trial.lost or trial is not self.trial:
             return
-        milliseconds = 1e3 * self.step_s * trial.slowdown * self.random.gauss(1.0, NOISE)
+        milliseconds = self.step_s * trial.slowdown * self.random.gauss(1.0, NOISE)  # as a thousandth, so that it fits
         line = (
             f" iteration {step:4}/{self.iters} | elapsed time per iteration (ms): {milliseconds:.3f} | lm loss: 9.0 |\n"
         )
