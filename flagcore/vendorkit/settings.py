@@ -69,7 +69,7 @@ class Settings:
     @cached_property
     def _classes(self) -> Mapping[str, Cost | None]:
         known = dict.fromkeys((*self.modelled.split(), *self.harmless.split()))
-        return known | {name: cost for names, cost in self.costs.items() for name in names.split()}
+        return {**known, **self.costs}
 
     @cached_property
     def _by_key(self) -> Mapping[str, Cost | None]:
