@@ -365,12 +365,15 @@ def _facts(chip: Chip) -> Iterator[tuple[str, str, Fact | None]]:
 
 
 CHUNK = 1 << 16
+MAX_VALUES = 200
+"""The maximum number of values of one knob that are listed, the fastest ones and that of the best."""
 
 
 def what_if(problem: Problem, best: Candidate) -> list[dict[str, Any]]:
     """Return the fastest candidate that is predicted to fit, for each value of each knob with several values.
 
-    Candidates without a predicted time are ignored. `best` is the best candidate.
+    Of a knob with more than MAX_VALUES values, only the fastest ones are included. Candidates without a predicted time
+    are ignored. `best` is the best candidate.
     """
     space, predictions, own = problem.space, problem.predictions, best.as_dict()
     usable = np.flatnonzero(np.isfinite(predictions.step_time_s) & predictions.fits)
@@ -384,7 +387,11 @@ def what_if(problem: Problem, best: Candidate) -> list[dict[str, Any]]:
                 fastest.setdefault((knob, int(code)), int(rows[first]))
     by_knob = []
     for axis in space.axes:
-        keys = sorted(key for key in counts if key[0] == axis.knob)
+        by_speed = sorted(
+            (key for key in counts if key[0] == axis.knob),
+            key=lambda key: (axis.decode(key[1]) != own[axis.knob], predictions.step_time_s[fastest[key]]),
+        )
+        keys = sorted(by_speed[:MAX_VALUES])
         values = [
             {"value": axis.decode(key[1]), "candidates": counts[key], "fastest": _fastest(problem, fastest[key])}
             for key in keys
