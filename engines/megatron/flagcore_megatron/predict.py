@@ -7,6 +7,7 @@ import numpy as np
 from flagcore_training.layout import Layout, MeshStages, StageGroups, Training
 from flagcore_training.memory.training import component_table, memory_in_use, stages_in_use
 from flagcore_training.stages import model_flops, parts_of_model, placed, stage, stage_of, stages
+from flagcore_training.start import missing_layers
 from flagcore_training.time import step
 from flagcore_training.time.step import Blocks, Pace, costs_in_run, rank_time, step_time
 from numpy.typing import NDArray
@@ -250,16 +251,17 @@ def training(task: Task) -> Training:
     """Return the inputs to the formulas that all candidates of `task` share.
 
     If the spec names no implementation, flagcore's trial program uses megatron-core's local layers without fused
-    activation functions and without sliding windows. A user's command is assumed to be Megatron-LM, which uses
-    transformer-engine by default.
+    activation functions and without sliding windows. A user's command, and any training of layers that the program
+    does not have, is assumed to be Megatron-LM, which uses transformer-engine by default.
     """
-    train = task.spec.train
+    train, model = task.spec.train, task.spec.model
     kind = train.implementation or (
-        "trial" if train.command is None else implementation_of_command(task.spec) or "transformer_engine"
+        "trial"
+        if train.command is None and not missing_layers(model)
+        else implementation_of_command(task.spec) or "transformer_engine"
     )
-    model = task.spec.model
     return Training(
-        model=replace(model, windows=None) if kind == "trial" else model,
+        model=replace(model, layers=()) if kind == "trial" else model,
         sequence=train.seq_length,
         global_batch=train.global_batch_size,
         precision=precision(train, settings_in_force(task.spec)),

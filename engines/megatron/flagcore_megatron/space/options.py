@@ -135,10 +135,6 @@ def check(task: Task, settings: Settings) -> None:
     Sources: megatron-core 0.16 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
     """
     modules, model = recompute_modules(settings), task.spec.model
-    if model.linear_attention or model.indexer:
-        kind = "linear" if model.linear_attention else "sparse"
-        problem = f"has layers with {kind} attention, which predictions for training do not support"
-        raise SpecError(key="model", value=model.name, problem=problem, fix="use another model, or tune a server")
     enabled = {key for key, value in settings.items() if value not in (False, "fp32", 0, "none")}
     dispatcher = settings.get("moe_token_dispatcher_type")
     aware_optimizer, shared_overlap = "use_precision_aware_optimizer", "moe_shared_expert_overlap"

@@ -213,7 +213,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     running = max(1.0, float(settings.max_running[row])) * ranks
     acceptance, evicted = load.load.acceptance, float(settings.host_tokens[row])
     found = float(load.load.prefix_len)
-    if context.task.spec.model.linear_attention:  # a state is stored only at the end of a block
+    if context.task.spec.model.state_bytes:  # a state is stored only at the end of a block
         found -= found % block
     drafted = 0.0 if acceptance is None else float(settings.drafted[row])
     return Lane(
