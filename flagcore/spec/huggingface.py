@@ -201,7 +201,10 @@ class Config(BaseModel):
 def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
     """Return the mixer `name` of MIXERS with the sizes that the keys of a config.json give. Raises SpecError."""
     table = MIXERS.get(name, {})
-    kind, sizes = mixers()[table.get("class", name)], dict[str, int]()
+    kind, sizes = mixers().get(table.get("class", name)), dict[str, int]()
+    if kind is None:
+        problem = "has kinds of layers that no installed package describes"
+        raise spec_error("layer_types", problem, value=name, fix="pip install flagcore-mixers")
     for field in fields(kind):
         names = table.get(field.name, [])
         names = names if isinstance(names, list) else [names]

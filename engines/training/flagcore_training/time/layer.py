@@ -54,7 +54,8 @@ def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> B
 
 CORE_SHARE, CORE_BACKWARD = 0.3, 2.5
 """The share of the rate of large matrix products that kernels of mixers reach, and their time in the backward pass
-relative to forward. Estimates: flash-linear-attention and mamba-ssm publish a third to half of FlashAttention's rates."""
+relative to forward. Estimates: flash-linear-attention and mamba-ssm publish a third to half of the rates of fused
+attention."""
 
 
 def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
