@@ -26,6 +26,7 @@ class ServingMemory:
     - `token`: bytes per cached token, averaged over a request of mean length.
     - `longest_token`: bytes per cached token, averaged over the longest request.
     - `cache_tokens`: tokens that the cache of one instance can hold, over all its attention ranks.
+    - `sequences`: maximum number of sequences of an attention rank whose states fit, if they are set aside.
     """
 
     weights: FloatArray
@@ -35,6 +36,7 @@ class ServingMemory:
     token: FloatArray
     longest_token: FloatArray
     cache_tokens: FloatArray
+    sequences: FloatArray
 
 
 def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> ServingMemory:
@@ -63,6 +65,14 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     token = token_bytes(model, settings, serving.tokens, frees_windows=frees)
     longest = settings.context_len.astype(np.float64)
     longest_token = token_bytes(model, settings, longest, batched_tokens, frees_windows=frees)
+    state = _state_bytes(model, settings)
+    aside = (settings.state_share > 0.0) & (state > 0.0)
+    tokens = np.maximum(serving.tokens, 1.0)
+    token = np.where(aside, token - state / tokens, token)
+    longest_token = np.where(aside, longest_token - state / np.maximum(longest, 1.0), longest_token)
+    slots = settings.state_share * cache / np.where(aside, state, 1.0)
+    sequences = np.where(aside, np.maximum(np.floor(slots / settings.state_slots), 0.0), np.inf)
+    cache = np.where(aside, (1.0 - settings.state_share) * cache, cache)
     cache_tokens = cache / token * settings.data
     share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
     layers = np.maximum(weights - table_bytes(model, settings), 0.0) * share
@@ -76,6 +86,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         token=token,
         longest_token=longest_token,
         cache_tokens=cache_tokens,
+        sequences=sequences,
     )
 
 
@@ -170,13 +181,18 @@ def _mixer_bytes(
     model: Model, settings: Settings, stage_layers: FloatArray, tokens: FloatArray | float
 ) -> FloatArray | float:
     """Return the bytes per token of the caches and states of mixers on a device."""
-    total: FloatArray | float = 0.0
+    total = _state_bytes(model, settings) / np.maximum(tokens, 1.0)
     for mixer, number in model.other_mixers.items():
-        states = stage_layers * (number / model.num_layers) * mixer.state_bytes
-        total = total + states / settings.tensor / settings.cores / np.maximum(tokens, 1.0)
         element = settings.cache_element_bytes / settings.cores
         total = total + stage_layers * (number / model.num_layers) * mixer.token_bytes(1.0) * element
     return total
+
+
+def _state_bytes(model: Model, settings: Settings) -> FloatArray:
+    """Return the bytes of a sequence's states on a device, over all layers."""
+    layers = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
+    total = sum((number * mixer.state_bytes for mixer, number in model.other_mixers.items()), 0.0)
+    return layers * total / settings.tensor / settings.cores
 
 
 def activation_bytes(model: Model, settings: Settings, batched_tokens: FloatArray, running: FloatArray) -> FloatArray:
