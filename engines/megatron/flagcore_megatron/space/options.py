@@ -91,6 +91,7 @@ def options(task: Task) -> Options:
         offload_stages=numbers(settings.get("offload_stages")),
         offload_layers=int(settings.get("cpu_offloading_num_layers") or 0),
         adapters=settings.get("trainable") == "adapters",
+        sparse_kernels=settings.get("dsa_kernel_backend", "none") != "none",
         gradient_fusion=bool(settings.get("gradient_accumulation_fusion", True)),
         overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
         dispatcher=str(settings["moe_token_dispatcher_type"]),

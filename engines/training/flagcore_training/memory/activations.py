@@ -119,6 +119,8 @@ def stored_scores(train: Training, layout: Layout) -> FloatArray:
     attention probabilities or, with dropout, `DROPOUT_FACTOR` times as many bytes.
     """
     rows = layout.tokens(train.sequence) * train.model.num_attention_heads / layout.tensor
+    if train.model.indexer and not train.options.sparse_kernels:  # scores in 32 bits, and in 16 for the values
+        return (4.0 + train.value_bytes) * rows * train.sequence
     if train.flash:
         return 4.0 * rows
     return train.value_bytes * rows * train.sequence * (DROPOUT_FACTOR if train.options.dropout else 1.0)

@@ -7,7 +7,7 @@ from operator import add
 import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs
-from flagcore.domain.model import Mixer
+from flagcore.domain.model import Indexer, Mixer
 from flagcore.domain.space import FloatArray
 from flagcore.physics.transformer import latent_widths, mean_layer, paired_layers, widths
 from flagcore_training.layout import Layout, Training
@@ -251,6 +251,8 @@ def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[Floa
         groups = heads
     precision = _unquantised(train.precision)
     lengths, width = np.full_like(heads, length), np.full_like(heads, size)
+    if model.indexer and not train.options.sparse_kernels:
+        return _unfused_sparse_core(train, layout, costs, model.indexer, heads, size)
     if train.flash:
         kernel, sizes = train.options.attention_kernel, {"queries": lengths, "keys": lengths, "head_dim": width}
         shape = AttentionShape(batch=layout.micro_batch, heads=heads, groups=groups, kernel=kernel, **sizes)
@@ -261,6 +263,33 @@ def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[Floa
     product = product + costs.kernels.gemm_seconds(score_rows, width, lengths, precision)
     traffic_s, traffic_back_s = costs.kernels.memory_seconds(7.0 * scores), costs.kernels.memory_seconds(9.5 * scores)
     return product + traffic_s, 2.0 * product + traffic_back_s
+
+
+SPARSE_PASSES, INDEX_PASSES = (9.0, 12.0), (6.0, 9.0)
+"""Passes over 32-bit scores, forward and backward: of attention (product, scale, mask, softmax, cast, product with the
+values), and of the indexer (product, activation function, weights, sum). Counted in the source."""
+
+
+def _unfused_sparse_core(
+    train: Training, layout: Layout, costs: Costs, indexer: Indexer, heads: FloatArray, size: float
+) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of sparse attention without fused kernels, forward and backward.
+
+    It computes all scores of the attention and of the indexer in 32 bits, and masks those that are not chosen. Source:
+    megatron-core 0.16 `experimental_attention_variant/dsa.py` (`unfused_dsa_fn`, `_compute_index_scores`).
+    """
+    kernels, length = costs.kernels, float(train.sequence)
+    rows, keys = layout.micro_batch * length / layout.context, np.full_like(heads, length)
+    forward = backward = np.zeros_like(heads)
+    index_heads = np.full_like(heads, float(indexer.heads))
+    parts = ((heads, size, SPARSE_PASSES), (index_heads, float(indexer.head_dim), INDEX_PASSES))
+    for count, width, (passes, passes_back) in parts:
+        product = kernels.gemm_seconds(rows * count, keys, np.full_like(heads, width), "fp32")
+        scores = 4.0 * rows * count * length
+        forward = forward + product + kernels.memory_seconds(passes * scores)
+        backward = backward + 2.0 * product + kernels.memory_seconds(passes_back * scores)
+    values = kernels.gemm_seconds(rows * heads, np.full_like(heads, size), keys, _unquantised(train.precision))
+    return forward + values, backward + 2.0 * values
 
 
 def _fused_core(
