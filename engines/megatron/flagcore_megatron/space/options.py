@@ -7,6 +7,7 @@ from typing import Any
 from flagcore_training.layout import Options
 
 from flagcore.domain.knob import in_versions
+from flagcore.domain.model import Model
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.transformer import SCHEDULES
@@ -112,8 +113,15 @@ def release(spec: Spec) -> str | None:
     return release_of(spec, command) if command else spec.train.engine_version
 
 
+def is_hybrid(model: Model) -> bool:
+    """Return whether a model has layers without a mixer, so that a pattern of letters lists its layers."""
+    return any(each.mixer is None for each in model.layers)
+
+
 def takes_layouts(spec: Spec) -> bool:
     """Return whether the release that runs a job supports `pipeline_model_parallel_layout` for its model."""
+    if is_hybrid(spec.model):
+        return False
     since = MTP_LAYOUTS_SINCE if spec.model.mtp_num_layers else ""
     return BY_NAME[LAYOUT].is_available(release(spec)) and in_versions(since, release(spec))
 
