@@ -44,7 +44,7 @@ SHARDED = {OPTIMIZER: True, DP: 4}
 GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 AWARE, OVERLAP = "use_precision_aware_optimizer", "overlap_moe_expert_parallel_comm"
 SCHEDULE, LAYOUT = "pipeline_schedule", "pipeline_model_parallel_layout"
-VPP = "virtual_pipeline_model_parallel_size"
+VPP, VIRTUAL = "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 
 
 def experts(**settings: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "the feed-forward width is split evenly": ("ffn_width", {TP: 4}, {TP: 2}, dense(ffn_hidden_size=130)),
     "the shared expert is split evenly": ("ffn_width", {TP: 4, SP: True}, {TP: 2, SP: True}, {"model": SHARED}),
     "mixers are split by groups of heads": ("mixer_heads", {TP: 4, PP: 1}, {TP: 2, PP: 1}, {"model": HYBRID}),
-    "a pattern of layers has no virtual stages": ("hybrid_stages", {PP: 2, VPP: 1}, {PP: 2}, {"model": HYBRID}),
+    "a pattern of layers has no virtual stages": ("hybrid_stages", {PP: 2, VIRTUAL: 1}, {PP: 2}, {"model": HYBRID}),
     "an expert is split evenly": ("expert_width", {TP: 4, SP: True}, {TP: 2, SP: True}, {"model": NARROW}),
     "context parallelism wants two chunks a device": ("context_length", {CP: 4}, {CP: 2}, {"seq_length": 100}),
     "a sequence on one device may be odd": ("context_length", {CP: 2}, {CP: 1}, {"seq_length": 101}),
