@@ -1,7 +1,10 @@
 """The architecture of a transformer."""
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +75,76 @@ class Vision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
-    """Layers with sliding-window attention, which attend only to the last `tokens` tokens."""
+class Product:
+    """A matrix product Y[tokens, outputs] = X[tokens, inputs] W[inputs, outputs] of a layer.
 
-    num_layers: int
-    tokens: int
+    `split`: the size that tensor-parallel ranks divide, "outputs" or "inputs". Empty if each rank computes the whole
+    product.
+    """
+
+    inputs: int
+    outputs: int
+    split: str = "outputs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class Mixer:
+    """How the layers of one kind mix tokens. Subclasses are one file each, with the sources of their formulas.
+
+    All numbers are for one layer of the whole model: tensor-parallel ranks divide all of them but products without a
+    split. The defaults are those of a layer without a cache, a state or scores.
+    """
+
+    label: ClassVar[str] = ""
+    chunk: ClassVar[int] = 64
+    """Tokens between two states, where kernels process a sequence in chunks."""
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        """Return the matrix products of a layer between residual streams of `hidden_size` elements."""
+        raise NotImplementedError
+
+    @property
+    def heads(self) -> int:
+        """The number of heads, which tensor-parallel ranks must divide."""
+        raise NotImplementedError
+
+    @property
+    def other_weights(self) -> int:
+        """The number of weights that are in no product: convolutions, decays, norms."""
+        return 0
+
+    @property
+    def moved(self) -> float:
+        """Elements of 16 bits per token that kernels other than products read and write in a forward pass."""
+        return 0.0
+
+    @property
+    def saved(self) -> float:
+        """Elements of 16 bits per token that fused kernels store for the backward pass, inputs of products included.
+
+        The layer's own input, and the input of its norm, are not included.
+        """
+        raise NotImplementedError
+
+    def core_flops(self, tokens: float) -> float:
+        """Return the flops per token of the forward pass outside products, in a sequence of `tokens` tokens."""
+        return 0.0
+
+    @property
+    def state_bytes(self) -> float:
+        """The bytes of the state of one sequence, whatever its length."""
+        return 0.0
+
+    def token_bytes(self, element_bytes: float) -> float:
+        """Return the bytes per cached token, in a cache with elements of `element_bytes` bytes."""
+        return 0.0
+
+    def read(self, tokens: float) -> float:
+        """Return how many cached tokens' bytes are read for a token after `tokens` tokens."""
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Indexer:
     """The indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556).
 
@@ -105,43 +170,24 @@ class Indexer:
         return query_rank * self.heads * self.head_dim + hidden_size * (self.head_dim + self.heads)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearAttention:
-    """Layers with gated linear attention (Gated DeltaNet, arXiv 2412.06464), whose state has a fixed size.
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Softmax attention with the sizes of `Model`, over all tokens, or over less.
 
-    Queries and keys have `key_heads` heads of `key_dim` elements. Values and their gates have `value_heads` heads of
-    `value_dim` elements. Queries, keys and values first pass through a convolution over `kernel` tokens.
+    `window`: the number of tokens to which a token attends. None: all tokens.
+    `indexer`: what selects the tokens, in sparse attention.
     """
 
-    num_layers: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
+    window: int | None = None
+    indexer: Indexer | None = None
 
-    @property
-    def values(self) -> int:
-        """The total width of the values over all heads."""
-        return self.value_heads * self.value_dim
 
-    @property
-    def channels(self) -> int:
-        """The total width of queries, keys and values, which is the width of the convolution."""
-        return 2 * self.key_heads * self.key_dim + self.values
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer: how it mixes tokens (None: it does not), and its feed-forward network: dense, experts, or none ("")."""
 
-    def weights(self, hidden_size: int) -> int:
-        """Return the number of weights in one layer: input projections, gates, decays, convolution and output."""
-        inputs = self.channels + self.values + 2 * self.value_heads
-        return hidden_size * (inputs + self.values) + self.kernel * self.channels
-
-    @property
-    def state_bytes(self) -> float:
-        """The bytes of one layer's state for one sequence.
-
-        The state consists of matrices in 32 bits (`mamba_ssm_dtype` of Qwen3.5) and convolution inputs in 16 bits.
-        """
-        return 4.0 * self.value_heads * self.key_dim * self.value_dim + 2.0 * (self.kernel - 1) * self.channels
+    mixer: Attention | Mixer | None
+    feed_forward: str = "dense"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +200,9 @@ class Model:
     `moe_ffn_hidden_size`: the width of one routed expert.
     `moe_shared_expert_intermediate_size`: the total width of the shared experts.
     `vision`: the vision tower. None if the model has no known one.
-    `windows`, `linear_attention`: the layers with these kinds of attention. All other layers attend to all tokens, or
-    to the tokens that the `indexer` selects.
+    `layers`: all layers in order. Empty if all of them attend to all tokens, and all but `moe_first_dense_layers` of
+    those of a model with experts have them.
+    `moe_latent_size`: the width between which and their own width routed experts project, if it is not `hidden_size`.
     `attention_output_gate`: whether a gate scales the output of attention. It is computed by a projection as large as
     the query projection.
     `unread`: the names and values of the keys of config.json that the other fields do not contain.
@@ -178,6 +225,7 @@ class Model:
     moe_router_num_groups: int = 0
     moe_router_group_topk: int = 0
     moe_ffn_hidden_size: int | None = None
+    moe_latent_size: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
     moe_first_dense_layers: int = 0
     multi_latent_attention: bool = False
@@ -188,19 +236,54 @@ class Model:
     v_head_dim: int | None = None
     mtp_num_layers: int = 0
     vision: Vision | None = None
-    windows: Windows | None = None
-    indexer: Indexer | None = None
-    linear_attention: LinearAttention | None = None
+    layers: tuple[Layer, ...] = field(default=(), repr=False)
     attention_output_gate: bool = False
     unread: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property
+    def mixers(self) -> Mapping[Attention | Mixer, int]:
+        """The kinds of mixers, with the number of layers of each."""
+        mixers = Counter(each.mixer for each in self.layers if each.mixer is not None)
+        return mixers if self.layers else {Attention(): self.num_layers}
+
+    @property
+    def attention(self) -> Mapping[Attention, int]:
+        """The kinds of attention with the sizes of this model, with the number of layers of each."""
+        return {mixer: number for mixer, number in self.mixers.items() if isinstance(mixer, Attention)}
+
+    @property
+    def other_mixers(self) -> Mapping[Mixer, int]:
+        """The kinds of mixers whose sizes are their own, with the number of layers of each."""
+        return {mixer: number for mixer, number in self.mixers.items() if isinstance(mixer, Mixer)}
+
+    @property
     def attention_layers(self) -> int:
-        """The number of layers with a KV cache."""
-        return self.num_layers - (self.linear_attention.num_layers if self.linear_attention else 0)
+        """The number of layers with attention of the sizes of this model."""
+        return sum(self.attention.values())
+
+    @property
+    def indexer(self) -> Indexer | None:
+        """The indexer of the layers with sparse attention, which all have the same."""
+        return next((each.indexer for each in self.attention if each.indexer), None)
+
+    @property
+    def state_bytes(self) -> float:
+        """The bytes of the largest state that a layer has for a sequence. 0 if no layer has one."""
+        return max((mixer.state_bytes for mixer in self.other_mixers), default=0.0)
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """The width of the input and output of routed experts."""
+        return self.moe_latent_size or self.hidden_size
+
+    def feed_forward_layers(self, kind: str) -> int:
+        """Return the number of layers with a feed-forward network of one kind, "dense" or "experts"."""
+        if self.layers:
+            return sum(each.feed_forward == kind for each in self.layers)
+        dense = self.num_layers if self.num_moe_experts is None else self.moe_first_dense_layers
+        return dense if kind == "dense" else self.num_layers - dense
 
     @property
     def is_inline(self) -> bool:
         """Whether an inline shape in a spec or a job record can describe the model completely."""
-        parts = (self.vision, self.windows, self.indexer, self.linear_attention, self.attention_output_gate)
-        return not any(parts)
+        return not (self.vision or self.layers or self.attention_output_gate or self.moe_latent_size)

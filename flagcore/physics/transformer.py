@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flagcore.domain.model import Model
+from flagcore.domain.model import Mixer, Model
 from flagcore.domain.space import FloatArray
 
 
@@ -42,36 +42,76 @@ def projection_weights(model: Model) -> tuple[int, int]:
     return h * (q_rank + kv_rank + rope), (q_rank or h) * query + kv_rank * heads
 
 
-def cached_layers(model: Model, tokens: FloatArray | float, computed: FloatArray | float = 0.0) -> FloatArray | float:
-    """Return how many full-attention layers would have a cache as large as the model's, for `tokens` tokens.
+def cached_layers(
+    model: Model, tokens: FloatArray | float, computed: FloatArray | float = 0.0, *, frees_windows: bool = True
+) -> FloatArray | float:
+    """Return how many full-attention layers would have a cache as large as the model's attention, for `tokens` tokens.
 
-    Layers with a window cache fewer tokens. While a prompt is processed, they also cache the `computed` tokens that are
-    processed at once.
+    Layers with a window cache fewer tokens, unless the engine does not free the others (`frees_windows`). While a
+    prompt is processed, they also cache the `computed` tokens that are processed at once.
     """
-    if model.windows is None:
-        return float(model.attention_layers)
-    share = np.minimum((model.windows.tokens + computed) / np.maximum(tokens, 1.0), 1.0)
-    layers: FloatArray = model.attention_layers - (1.0 - share) * model.windows.num_layers
+    layers: FloatArray | float = float(model.attention_layers)
+    for mixer, number in model.attention.items():
+        if mixer.window is not None and frees_windows:
+            share = np.minimum((mixer.window + computed) / np.maximum(tokens, 1.0), 1.0)
+            layers = layers - (1.0 - share) * number
     return layers
 
 
 def read_layers(model: Model, tokens: float) -> float:
     """Return how many full-attention layers would read as much as the model, for a token after `tokens` tokens."""
     layers = float(cached_layers(model, tokens))
-    return layers if model.indexer is None else layers * min(model.indexer.top_k / max(tokens, 1.0), 1.0)
+    for mixer, number in model.attention.items():
+        if mixer.indexer is not None:
+            layers -= (1.0 - min(mixer.indexer.top_k / max(tokens, 1.0), 1.0)) * number
+    return layers
 
 
 def paired_layers(model: Model, tokens: float) -> float:
     """Return how many full-attention layers would have as many query-key pairs as the model, for `tokens` tokens."""
-
-    def share(attended_tokens: int) -> float:
-        part = min(attended_tokens / max(tokens, 1.0), 1.0)
-        return part * (2.0 - part)
-
     layers = float(model.attention_layers)
-    if model.windows is not None:
-        layers -= (1.0 - share(model.windows.tokens)) * model.windows.num_layers
-    return layers if model.indexer is None else layers * share(model.indexer.top_k)
+    for mixer, number in model.attention.items():
+        attended_tokens = mixer.window or (mixer.indexer and mixer.indexer.top_k)
+        if attended_tokens:
+            part = min(attended_tokens / max(tokens, 1.0), 1.0)
+            layers -= (1.0 - part * (2.0 - part)) * number
+    return layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanLayer:
+    """The parts of a model's layers after the leading dense ones, each as a share of these layers.
+
+    `attention`: layers with attention of the model's sizes. `mixers`: layers with another mixer, by mixer. `dense` and
+    `experts`: layers with a feed-forward network of one kind. All shares of a plain layer are 0 or 1.
+    """
+
+    attention: float = 1.0
+    mixers: tuple[tuple[Mixer, float], ...] = ()
+    dense: float = 0.0
+    experts: float = 0.0
+
+    @property
+    def feed_forward(self) -> float:
+        """The share of layers with a feed-forward network of any kind."""
+        return self.dense + self.experts
+
+
+def mean_layer(model: Model, *, experts: bool) -> MeanLayer:
+    """Return the mean of a model's layers, of a model with `experts` that of the layers after the leading dense ones.
+
+    The mixers are the mean of all layers: where kinds of layers alternate, any few layers in a row hold about the same.
+    """
+    if not model.layers:
+        return MeanLayer(dense=0.0 if experts else 1.0, experts=1.0 if experts else 0.0)
+    rest = float(model.num_layers - model.moe_first_dense_layers)
+    dense = (model.feed_forward_layers("dense") - model.moe_first_dense_layers) / rest
+    return MeanLayer(
+        attention=model.attention_layers / model.num_layers,
+        mixers=tuple((mixer, number / model.num_layers) for mixer, number in model.other_mixers.items()),
+        dense=dense if experts or model.num_moe_experts is None else 1.0,
+        experts=model.feed_forward_layers("experts") / rest if experts else 0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

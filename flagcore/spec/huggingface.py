@@ -4,28 +4,33 @@ Model families with layers that `Model` does not support raise SpecError.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Any
 
 import yaml
 from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 
-from flagcore.domain.model import Indexer, LinearAttention, Model, Vision, Windows
+from flagcore.domain.model import Attention, Indexer, Layer, Mixer, Model, Vision
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.plain_data import KeyPath, SafeLoader, key_text, spec_error
 from flagcore.spec.shapes import check_model
 from flagcore.spec.validate import Layers, NoLayers, NoSize, Size, checked, located
 
 _TABLES = files(__package__).joinpath("families.yaml").read_text("utf-8")
-FAMILIES, MODELS, NAMES, _ALIASES = yaml.load_all(_TABLES, SafeLoader)
+FAMILIES, MODELS, NAMES, _ALIASES, KINDS, MIXERS = yaml.load_all(_TABLES, SafeLoader)
 """FAMILIES: defaults of the keys of config.json, by model_type. MODELS: defaults of the keys of vision_config, by the
 model_type of multimodal models whose vision tower `Vision` can describe. NAMES: the key of config.json that messages
-name for a field of `Model`."""
+name for a field of `Model`. KINDS: what names of layers mean. MIXERS: the keys of the fields of mixers."""
 ALIASES: Mapping[str, str] = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
 """Alternative keys of config.json, and the fields of `Config` that they mean."""
-FULL, CHUNKED, WINDOWED, LINEAR = "full_attention", "chunked_attention", "sliding_attention", "linear_attention"
-"""The supported kinds of layers in `layer_types`. Chunked attention is treated as full attention."""
+FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""The names of the kinds of layers in models that do not list their layers."""
+DENSE, EXPERTS = "dense", "experts"
+"""The kinds of feed-forward networks."""
 COMMON = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
     *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias"),
@@ -58,9 +63,11 @@ class Config(BaseModel):
     mlp_bias: bool = False
     qkv_bias: bool = False
     qk_layernorm: bool = False
+    gated_linear_unit: bool = True
     num_experts: NoSize | None = None
     num_experts_per_tok: Size | None = None
     moe_intermediate_size: Size | None = None
+    moe_latent_size: Size | None = None
     shared_expert_intermediate_size: NoSize = 0
     n_shared_experts: NoSize | None = None
     decoder_sparse_step: Size = 1
@@ -78,11 +85,10 @@ class Config(BaseModel):
     sliding_window: Size | None = None
     use_sliding_window: bool = True
     max_window_layers: NoLayers = 0
+    hybrid_override_pattern: str | None = None
+    compress_ratios: list[int] | None = None
+    mlp_layer_types: list[str] | None = None
     linear_num_key_heads: Size | None = None
-    linear_num_value_heads: Size | None = None
-    linear_key_head_dim: Size | None = None
-    linear_value_head_dim: Size | None = None
-    linear_conv_kernel_dim: Size = 4
     attention_output_gate: bool = False
     index_n_heads: Size | None = None
     index_head_dim: Size | None = None
@@ -90,13 +96,17 @@ class Config(BaseModel):
     n_group: NoSize | None = None
     topk_group: NoSize | None = None
 
-    def fields(self) -> dict[str, Any]:
-        """Return all fields of `Model` except its name. Raises SpecError for unsupported features."""
+    def fields(self, kinds: Mapping[str, str], keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all fields of `Model` except its name. Raises SpecError for unsupported features.
+
+        `kinds`: what the names of layers mean in the model's family. `keys`: all keys of the config.json, and defaults.
+        """
         if self.mlp_bias:
             raise spec_error("mlp_bias", "is not supported", value=True, fix="use a model without biases in the FFN")
-        same = ("num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "attention_output_gate")
+        same = ("num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "gated_linear_unit")
+        layers = self._layers(kinds, keys)
         return {
-            **self.model_dump(include={*same, "q_lora_rank", "kv_lora_rank", "v_head_dim"}),
+            **self.model_dump(include={*same, "attention_output_gate", "q_lora_rank", "kv_lora_rank", "v_head_dim"}),
             "num_layers": self.num_hidden_layers,
             "ffn_hidden_size": self.intermediate_size,
             "num_query_groups": self.num_key_value_heads or self.num_attention_heads,
@@ -107,45 +117,58 @@ class Config(BaseModel):
             "qk_head_dim": self.qk_nope_head_dim,
             "qk_pos_emb_head_dim": self.qk_rope_head_dim,
             "mtp_num_layers": self.num_nextn_predict_layers or 0,
-            **self._experts(),
-            **self._other_layers(),
+            **(self._experts() if "moe_first_dense_layers" in layers else {}),
+            **layers,
         }
 
-    def _other_layers(self) -> dict[str, Any]:
-        """Return the fields of `Model` for layers that do not attend to all tokens. If `layer_types` is missing, every
-        n-th layer has full attention, where n is `full_attention_interval`, and so have the first `max_window_layers`.
+    def _layers(self, kinds: Mapping[str, str], keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the layers of `Model`, if there is more than one kind, and the number of the leading dense ones."""
+        names = self.layer_names()
+        if unknown := sorted({*names} - kinds.keys()):
+            problem, fix = "has kinds of layers that are not supported", "use a model without them"
+            raise spec_error("layer_types", problem, value=", ".join(unknown), fix=fix)
+        if len(names) != self.num_hidden_layers:
+            problem = f"must be num_hidden_layers = {self.num_hidden_layers} kinds"
+            raise spec_error("layer_types", problem, value=len(names), fix="list the kind of each layer")
+        known, layers = dict[str, Layer](), list[Layer]()
+        is_blocks = any(kinds[name] in (DENSE, EXPERTS) for name in names)
+        for number, name in enumerate(names):
+            network = "" if is_blocks else DENSE if not self.num_experts or self._is_dense(number) else EXPERTS
+            if (key := f"{kinds[name]} {network}") not in known:
+                known[key] = self._layer(kinds[name], network, keys)
+            layers.append(known[key])
+        networks = [each.feed_forward for each in layers]
+        leading = next((at for at, network in enumerate(networks) if network != DENSE), 0)
+        is_plain = {each.mixer for each in layers} == {Attention()} and len({*networks[leading:]}) == 1
+        found: dict[str, Any] = {} if is_plain else {"layers": tuple(layers)}
+        return {**found, "moe_first_dense_layers": leading} if EXPERTS in networks else found
+
+    def layer_names(self) -> list[str]:
+        """Return the names of all layers.
+
+        Models that do not list them have full attention in every n-th layer, where n is `full_attention_interval`, and
+        in the first `max_window_layers`.
         """
-        other, interval = LINEAR if self.linear_num_key_heads else WINDOWED, self.full_attention_interval
-        types = self.layer_types or [
+        if listed := self.layer_types or self.hybrid_override_pattern or self.compress_ratios:
+            return [str(each) for each in listed]
+        other, interval = LINEAR if self.linear_num_key_heads else WINDOW, self.full_attention_interval
+        return [
             FULL if layer < self.max_window_layers or (interval and (layer + 1) % interval == 0) else other
             for layer in range(self.num_hidden_layers)
         ]
-        if unknown := sorted({*types} - {FULL, CHUNKED, WINDOWED, LINEAR}):
-            problem, fix = "has kinds of layers that are not supported", "use a model without them"
-            raise spec_error("layer_types", problem, value=", ".join(unknown), fix=fix)
-        if len(types) != self.num_hidden_layers:
-            problem = f"must be num_hidden_layers = {self.num_hidden_layers} kinds"
-            raise spec_error("layer_types", problem, value=len(types), fix="list the kind of each layer")
-        windowed, linear = types.count(WINDOWED), types.count(LINEAR)
-        layer_fields: dict[str, Any] = {}
-        if self.index_n_heads and self.index_head_dim and self.index_topk:
-            layer_fields["indexer"] = Indexer(
-                heads=self.index_n_heads, head_dim=self.index_head_dim, top_k=self.index_topk
-            )
-        if windowed and self.sliding_window and self.use_sliding_window:
-            layer_fields["windows"] = Windows(num_layers=windowed, tokens=self.sliding_window)
-        if linear:
-            layer_fields["linear_attention"] = LinearAttention(num_layers=linear, **self._linear_sizes())
-        return layer_fields
 
-    def _linear_sizes(self) -> dict[str, int]:
-        names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-        sizes = [getattr(self, name) for name in names]
-        if None in sizes:
-            problem = "is missing, but the model has layers with linear attention"
-            raise spec_error(names[sizes.index(None)], problem, fix="give its size")
-        fields = ("key_heads", "value_heads", "key_dim", "value_dim")
-        return {**dict(zip(fields, sizes, strict=True)), "kernel": self.linear_conv_kernel_dim}
+    def _layer(self, kind: str, network: str, keys: Mapping[str, Any]) -> Layer:
+        """Return a layer of one of KINDS, with the feed-forward network `network`."""
+        if kind in (DENSE, EXPERTS):
+            return Layer(mixer=None, feed_forward=kind)
+        if kind in ("attention", "window"):
+            window = self.sliding_window if kind == "window" and self.use_sliding_window else None
+            sizes = (self.index_n_heads, self.index_head_dim, self.index_topk)
+            names = ("heads", "head_dim", "top_k")
+            given = {name: size for name, size in zip(names, sizes, strict=True) if size}
+            indexer = Indexer(**given) if len(given) == len(names) else None
+            return Layer(mixer=Attention(window=window, indexer=indexer), feed_forward=network)
+        return Layer(mixer=_mixer(kind, keys), feed_forward=network)
 
     def _head_width(self) -> int:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -154,15 +177,7 @@ class Config(BaseModel):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def _experts(self) -> dict[str, Any]:
-        """Return the fields of `Model` for mixture-of-experts layers. Empty for a dense model."""
-        dense = [layer for layer in range(self.num_hidden_layers) if self._is_dense(layer)]
-        if not self.num_experts or len(dense) == self.num_hidden_layers:
-            return {}
-        if dense != list(range(len(dense))):
-            key = "decoder_sparse_step" if self.decoder_sparse_step > 1 else "moe_layer_freq"
-            key = "mlp_only_layers" if self.mlp_only_layers else key
-            problem = "has dense layers after layers with experts, which is not supported"
-            raise spec_error(key, problem, value=getattr(self, key), fix="only leading layers can be dense")
+        """Return the fields of `Model` for mixture-of-experts layers, except where they are."""
         width = self.moe_intermediate_size or self.intermediate_size
         groups = self.n_group if self.n_group and self.n_group > 1 else 0
         shared = self.shared_expert_intermediate_size or (self.n_shared_experts or 0) * width
@@ -172,13 +187,48 @@ class Config(BaseModel):
             "moe_router_num_groups": groups,
             "moe_router_group_topk": (self.topk_group or groups) if groups else 0,
             "moe_ffn_hidden_size": width,
+            "moe_latent_size": self.moe_latent_size,
             "moe_shared_expert_intermediate_size": shared or None,
-            "moe_first_dense_layers": len(dense),
         }
 
     def _is_dense(self, layer: int) -> bool:
+        if self.mlp_layer_types:
+            return self.mlp_layer_types[layer % len(self.mlp_layer_types)] in ("dense", "mlp")
         skipped = (layer + 1) % self.decoder_sparse_step or layer % self.moe_layer_freq
         return bool(skipped) or layer < (self.first_k_dense_replace or 0) or layer in (self.mlp_only_layers or ())
+
+
+def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
+    """Return the mixer `name` of MIXERS with the sizes that the keys of a config.json give. Raises SpecError."""
+    table = MIXERS.get(name, {})
+    kind, sizes = mixers().get(table.get("class", name)), dict[str, int]()
+    if kind is None:
+        problem = "has kinds of layers that no installed package describes"
+        raise spec_error("layer_types", problem, value=name, fix="pip install flagcore-mixers")
+    for field in fields(kind):
+        names = table.get(field.name, [])
+        names = names if isinstance(names, list) else [names]
+        found = [(key, value) for key in names if (value := _at(keys, key)) is not None]
+        if not found and field.default is MISSING:
+            problem = f"is missing, but the model has layers with {kind.label}"
+            raise spec_error((names or [field.name])[0], problem, fix="give its size")
+        for key, value in found[:1]:
+            if not isinstance(value, int) or value < 1:
+                raise spec_error(key, "must be a positive integer", value=value, fix="give its size")
+            sizes[field.name] = value
+    return kind(**sizes)
+
+
+def _at(keys: Mapping[str, Any], name: str) -> object:
+    """Return the value of a key, or of a key in a section: `section.key`. None if there is none."""
+    section, _, inner = name.partition(".")
+    return _at(_section(keys, section), inner) if inner else keys.get(name)
+
+
+@cache
+def mixers() -> Mapping[str, type[Mixer]]:
+    """Return the kinds of mixers by the names of their entry points (group `flagcore.mixers`)."""
+    return {each.name: each.load() for each in entry_points(group="flagcore.mixers")}
 
 
 def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model:
@@ -197,7 +247,8 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
         raise SpecError(key=key_text((*path, "model_type")), value=kind, problem=problem, fix=fix, file=file)
     try:
         read = _of_family(config, family)
-        model = Model(name=name, unread=tuple(_unread(whole, read)), **checked(Config, read).fields())
+        kinds = {**KINDS, **family.get("kinds", {})}
+        model = Model(name=name, unread=tuple(_unread(whole, read)), **checked(Config, read).fields(kinds, read))
         check_model(model, NAMES)
     except SpecError as error:
         found = error
@@ -209,6 +260,7 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
 def _of_family(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {**family}
     fixed = defaults.pop("always", {})
+    defaults.pop("kinds", None)
     names = {key: ALIASES.get(key, key) for key in config}
     found = {key: config[key] for key, name in names.items() if name in COMMON or name in defaults}
     missing = {name: value for name, value in defaults.items() if name not in names.values()}

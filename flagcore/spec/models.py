@@ -14,12 +14,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, WrapValidator
+
 from flagcore.domain.model import Model
 from flagcore.errors import NoDevice, SpecError
 from flagcore.i18n import _
 from flagcore.spec.plain_data import package_yaml, plain, read_mapping, spec_error
 from flagcore.spec.shapes import Shape, model_of_shape
-from flagcore.spec.validate import Context, ModelPath, Section, checked, rule
+from flagcore.spec.validate import Context, ModelPath, Section, Word, checked, rule
 
 
 def model_from(source: object, *, base: Path) -> Model:
@@ -30,13 +32,39 @@ def model_from(source: object, *, base: Path) -> Model:
     return _held(plain({"model": str(source) if isinstance(source, Path) else source}), Context(base=base))
 
 
-def model_of(source: str | Shape, context: Context) -> Model:
-    """Return the model that `source` describes: a path, or a validated inline shape. Raises SpecError."""
+def model_of(source: str | Shape | Mapping[str, Any], context: Context) -> Model:
+    """Return the model that `source` describes: a path, a validated inline shape, or keys of a config.json.
+
+    Raises SpecError.
+    """
+    if isinstance(source, Mapping):
+        from flagcore.spec.huggingface import model_of_config
+
+        keys = {key: value for key, value in source.items() if key != "name"}
+        return model_of_config(keys, name=str(source.get("name", "inline")), file="")
     return model_of_shape(source) if isinstance(source, Shape) else _model_at(source, context.base)
 
 
-ModelInput = Annotated[ModelPath | Shape, rule(model_of)]
-"""The type of a key with a path or an inline shape. Validation replaces it with a `Model`."""
+def _or_keys(value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    return value if isinstance(value, Mapping) and "model_type" in value else validate(value)
+
+
+class ConfigKeys(BaseModel):
+    """Keys of a config.json."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Word = "inline"
+    """Name of the model in reports."""
+    model_type: str
+    """The family of models."""
+
+
+ModelInput = Annotated[
+    Annotated[ModelPath | Shape, WrapValidator(_or_keys, json_schema_input_type=ModelPath | Shape | ConfigKeys)],
+    rule(model_of),
+]
+"""The type of a key with a path, an inline shape or keys of a config.json. Validation replaces it with a `Model`."""
 
 
 class _Holder(Section):

@@ -109,7 +109,7 @@ def located(error: SpecError, path: KeyPath, file: str) -> SpecError:
     if error.file:
         return error
     start, key = key_text(path) if path else "", error.key
-    if start and not key.startswith(start):
+    if start and key != start and not key.startswith((f"{start}.", f"{start}[")):
         key = start + ("" if not key or key.startswith("[") else ".") + key
     return spec_error(key, error.problem, value=error.value, fix=error.fix, file=file)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.model import LinearAttention, Model, Windows
+from flagcore.domain.model import Attention, Model
 from flagcore.errors import SpecError
 from flagcore.spec.huggingface import FAMILIES
 from flagcore.spec.models import context_length, gguf_shape, model_from
@@ -88,33 +88,37 @@ def test_text_part_of_a_larger_model_is_read(at: At) -> None:
     assert not model.untie_embeddings_and_output_weights
 
 
+def windows_of(model: Model) -> dict[int | None, int]:
+    return {mixer.window: number for mixer, number in model.attention.items() if isinstance(mixer, Attention)}
+
+
 @pytest.mark.parametrize(
     ("extra", "windows"),
     [
-        ({}, Windows(num_layers=10, tokens=1024)),
-        ({"sliding_window_pattern": 4}, Windows(num_layers=9, tokens=1024)),
-        ({"layer_types": ["sliding_attention"] * 12}, Windows(num_layers=12, tokens=1024)),
-        ({"layer_types": ["full_attention"] * 12}, None),
+        ({}, {1024: 10, None: 2}),
+        ({"sliding_window_pattern": 4}, {1024: 9, None: 3}),
+        ({"layer_types": ["sliding_attention"] * 12}, {1024: 12}),
+        ({"layer_types": ["full_attention"] * 12}, {None: 12}),
     ],
 )
-def test_layers_with_windows_are_counted(at: At, extra: dict[str, Any], windows: Windows | None) -> None:
-    assert read_model("Some-Model", at(GEMMA3 | extra)).windows == windows
+def test_layers_with_windows_are_counted(at: At, extra: dict[str, Any], windows: dict[int | None, int]) -> None:
+    assert windows_of(read_model("Some-Model", at(GEMMA3 | extra))) == windows
 
 
 @pytest.mark.parametrize(
     ("data", "extra", "windows"),
     [
-        (QWEN3, {"sliding_window": 4096}, None),
-        (QWEN3, {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 36}, None),
-        (QWEN3, {"sliding_window": 4096, "use_sliding_window": True}, Windows(num_layers=8, tokens=4096)),
-        (LLAMA3 | {"model_type": "mistral"}, {"sliding_window": 4096}, Windows(num_layers=32, tokens=4096)),
-        (LLAMA3 | {"model_type": "mistral"}, {}, None),
+        (QWEN3, {"sliding_window": 4096}, {None: 36}),
+        (QWEN3, {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 36}, {None: 36}),
+        (QWEN3, {"sliding_window": 4096, "use_sliding_window": True}, {4096: 8, None: 28}),
+        (LLAMA3 | {"model_type": "mistral"}, {"sliding_window": 4096}, {4096: 32}),
+        (LLAMA3 | {"model_type": "mistral"}, {}, {None: 32}),
     ],
 )
 def test_windows_are_read_if_the_model_uses_them(
-    at: At, data: dict[str, Any], extra: dict[str, Any], windows: Windows | None
+    at: At, data: dict[str, Any], extra: dict[str, Any], windows: dict[int | None, int]
 ) -> None:
-    assert read_model("Some-Model", at(data | extra)).windows == windows
+    assert windows_of(read_model("Some-Model", at(data | extra))) == windows
 
 
 def test_keys_that_are_not_read_are_kept(at: At) -> None:
@@ -128,12 +132,13 @@ def test_keys_that_are_not_read_are_kept(at: At) -> None:
     }
 
 
-def test_layers_with_linear_attention_have_no_cache(at: At) -> None:
-    model = read_model("Some-Model", at(QWEN3_NEXT | {"linear_num_value_heads": 64}))
-    assert model.linear_attention == LinearAttention(
-        num_layers=36, key_heads=16, value_heads=64, key_dim=128, value_dim=128, kernel=4
-    )
-    assert (model.attention_layers, model.attention_output_gate) == (12, True)
+@pytest.mark.parametrize(
+    ("extra", "dense", "experts"),
+    [({"decoder_sparse_step": 2}, 24, 24), ({"mlp_only_layers": [0, 3]}, 2, 46)],
+)
+def test_layers_without_experts_may_be_anywhere(at: At, extra: dict[str, Any], dense: int, experts: int) -> None:
+    model = read_model("Some-Model", at(QWEN3_MOE | extra))
+    assert (model.feed_forward_layers("dense"), model.feed_forward_layers("experts")) == (dense, experts)
 
 
 def test_leading_dense_layers_are_read(at: At) -> None:
@@ -159,12 +164,8 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
         (LLAMA3 | {"num_key_value_heads": 5}, "num_key_value_heads", "must divide num_attention_heads = 32"),
         (LLAMA3 | {"mlp_bias": True}, "mlp_bias", "not supported"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to"),
-        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step", "not supported"),
-        (QWEN3_MOE | {"mlp_only_layers": [5]}, "mlp_only_layers", "not supported"),
-        (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "moe_layer_freq", "not supported"),
-        (GEMMA3 | {"layer_types": ["mamba"] * 12}, "layer_types", "not supported"),
+        (GEMMA3 | {"layer_types": ["retention"] * 12}, "layer_types", "not supported"),
         (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
-        (QWEN3_NEXT | {"linear_key_head_dim": None}, "linear_key_head_dim", "is missing"),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
         (DEEPSEEK_V2_LITE | {"num_experts_per_tok": None}, "num_experts_per_tok", "from 1 to"),
     ],

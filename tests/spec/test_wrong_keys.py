@@ -60,7 +60,7 @@ def test_unknown_key_or_wrong_value_is_reported_with_rule_and_fix(
 ) -> None:
     error = read_error(more)
     assert error.key == key
-    assert problem in error.problem
+    assert problem in f"{error.problem}; {error.fix}"
     assert fix in error.fix
 
 
@@ -101,7 +101,8 @@ def test_command_is_a_list_of_words(read_error: ReadError, command: str) -> None
         ("num_moe_experts: 8, moe_router_topk: 2, moe_first_dense_layers: 4", "moe_first_dense_layers", "below"),
         ("kv_lora_rank: 8", "kv_lora_rank", "needs multi_latent_attention"),
         ("multi_latent_attention: true, kv_lora_rank: 8", "qk_head_dim", "is missing"),
-        ("model_type: llama", "model_type", "is not a known key"),
+        ("model_type: lama", "model_type", "is not known here"),
+        ("architectures: llama", "architectures", "is not a known key"),
     ],
 )
 def test_an_impossible_shape_is_refused(read_error: ReadError, more: str, key: str, problem: str) -> None:

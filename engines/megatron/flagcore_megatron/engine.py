@@ -119,8 +119,9 @@ class Megatron(
         return unmodelled(task.spec)
 
     def task_warnings(self, task: Task) -> Sequence[str]:
-        windows = task.spec.model.windows
-        if not windows or prediction.training(task).model.windows or windows.tokens >= task.spec.train.seq_length:
+        attention, length = task.spec.model.attention, task.spec.train.seq_length
+        has_windows = any(each.window and each.window < length for each in attention)
+        if not has_windows or prediction.training(task).model.layers:
             return ()
         text = _("flagcore's trial program has no sliding windows: its layers, and predictions, attend to all tokens")
         return (text,)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 
-from flagcore_training.start import installed, program_launch, shared_job
+from flagcore_training.start import installed, missing_layers, program_launch, shared_job
 
 from flagcore.contracts import Platform
 from flagcore.domain.launch import Launch
@@ -73,6 +73,9 @@ def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
         fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or set a train.command"
         raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
     check(train)
+    if layers := missing_layers(spec.model):
+        problem, fix = "has layers that flagcore's trial program does not have", "set a train.command"
+        raise SpecError(key="model", value=", ".join(layers), problem=problem, fix=fix)
     if missing := [requirement for module, requirement in modules.items() if not installed(module, requirement)]:
         public = "'flagcore[megatron]' (install the vendor's build of torch first, if there is one)"
         install = public if "torch" in missing else f"--no-deps {' '.join(map(repr, missing))}"

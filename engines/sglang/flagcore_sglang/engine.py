@@ -45,6 +45,9 @@ HICACHE = "hicache_size"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
 """The smallest default that SGLang uses for max_running_requests."""
+STATE_RATIO, STATE_SLOTS = 0.9, 5.0
+"""SGLang's memory for states relative to that for tokens, and states per running request with a radix cache: three, and
+two for states that it tracks (0.5.23 `kv_cache_configurator.py`)."""
 DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
 """SGLang's default numbers of drafted tokens: of models (5 for Llama, which is ignored here), and of n-grams (0.5.23
 `speculative_hook.py`)."""
@@ -223,6 +226,8 @@ def settings(task: Task, columns: Columns) -> Settings:
     devices = hardware.share(values[INSTANCES]) if hardware.on_cores else ranks
     element = PROGRAM.element_bytes(values)
     share = knobs.shares(values[MEMORY], memory_share(task, values))
+    given = other_args.get("mamba-full-memory-ratio")
+    ratio = float(given) if isinstance(given, (int, float)) and given > 0 else STATE_RATIO
     return Settings.of(
         task,
         values,
@@ -236,6 +241,8 @@ def settings(task: Task, columns: Columns) -> Settings:
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,
+        state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
+        state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
         drafted=_drafted(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded="language-model-only" not in other_args),

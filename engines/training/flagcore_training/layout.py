@@ -103,7 +103,8 @@ class Options:
     of their outputs in backward. With `assumed_fp8_gather`, only
     candidates with the distributed optimizer have fp8 weights. With `shard_gradients` (ZeRO-2), its ranks also share
     the gradients, which are scattered for each micro-batch. Without `gradient_fusion`, weight gradients are added to
-    their buffers by kernels of their own. With `fused_adam`, Adam is a kernel that works in place. `second_moments` are
+    their buffers by kernels of their own. With `sparse_kernels`, sparse attention computes only the chosen scores. With
+    `fused_adam`, Adam is a kernel that works in place. `second_moments` are
     the parameters with a second moment: "all", "others" (than the matrices of linear layers) or "none".
     """
 
@@ -130,6 +131,7 @@ class Options:
     shard_gradients: bool = False
     fused_adam: bool = False
     gradient_fusion: bool = True
+    sparse_kernels: bool = False
     adapters: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.model import Model
+from flagcore.domain.model import Mixer, Model
 from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.transformer import (
     SCHEDULES,
     attended,
     latent_widths,
+    mean_layer,
     paired_layers,
     projection_weights,
     widths,
@@ -292,24 +293,44 @@ def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
     """
     model, tensor = train.model, layout.tensor
     h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
-    norms = 2 * h
+    mean = mean_layer(model, experts=moe)
+    norms = 0
     compression, projection = projection_weights(model)
     if model.multi_latent_attention:
         qkv = compression / (np.ones_like(tensor) if train.transformer_engine else tensor) + projection / tensor
         norms += sum(latent_widths(model)[:2]) * model.qk_layernorm
     else:
-        qkv = (projection + model.add_qkv_bias * sum(widths(model))) / tensor
+        gate = model.attention_output_gate * h * widths(model)[0]
+        qkv = (projection + gate + model.add_qkv_bias * sum(widths(model))) / tensor
         norms += 2 * model.kv_channels * model.qk_layernorm
-    parts = {"qkv_proj": qkv, "out_proj": h * attended(model) / tensor, "norms": np.full_like(tensor, norms)}
-    if not moe:
-        return {**parts, "ffn": matrices * h * model.ffn_hidden_size / tensor}
+    qkv = qkv + _indexer_weights(model)
+    parts = {"qkv_proj": mean.attention * qkv, "out_proj": mean.attention * (h * attended(model) / tensor)}
+    norm_share = mean.attention + sum(share for _, share in mean.mixers) + mean.feed_forward
+    parts["norms"] = np.full_like(tensor, mean.attention * norms + norm_share * h)
+    if mean.mixers:
+        each = [(share, *mixer_weights(mixer, h)) for mixer, share in mean.mixers]
+        parts["mixers"] = sum((share * (split / tensor + whole) for share, split, whole in each), np.zeros_like(tensor))
+    if mean.dense:
+        parts["ffn"] = mean.dense * (matrices * h * model.ffn_hidden_size / tensor)
+    if not mean.experts:
+        return parts
     experts = model.num_moe_experts or 0
-    parts["router"] = np.full_like(tensor, h * experts)
-    expert_weights = matrices * h * (model.moe_ffn_hidden_size or 0)
+    parts["router"] = np.full_like(tensor, mean.experts * (h * experts))
+    expert_weights = mean.experts * (matrices * model.expert_hidden_size * (model.moe_ffn_hidden_size or 0))
     parts["experts"] = expert_weights * experts / (layout.expert * layout.expert_tensor)
     if model.moe_shared_expert_intermediate_size:
-        parts["shared_experts"] = matrices * h * model.moe_shared_expert_intermediate_size / tensor
+        shared = mean.experts * (matrices * h * model.moe_shared_expert_intermediate_size)
+        parts["shared_experts"] = shared / tensor
+    if model.moe_latent_size:
+        parts["router"] = parts["router"] + mean.experts * (2 * h * model.moe_latent_size)
     return parts
+
+
+def mixer_weights(mixer: Mixer, hidden_size: int) -> tuple[float, float]:
+    """Return the number of weights of a mixer that tensor-parallel ranks divide, and of those that each rank has."""
+    products = mixer.products(hidden_size)
+    split = sum(each.inputs * each.outputs for each in products if each.split) + mixer.other_weights
+    return float(split), float(sum(each.inputs * each.outputs for each in products if not each.split))
 
 
 def edge_parameters(
@@ -340,7 +361,8 @@ def edge_parameters(
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
     """Return the number of weights of all multi-token prediction depths, by component. Source: megatron-core 0.16."""
     model, depths = train.model, train.model.mtp_num_layers
-    layer = layer_parameters(train, layout, moe=model.num_moe_experts is not None)
+    plain = replace(train, model=replace(model, layers=()))
+    layer = layer_parameters(plain, layout, moe=model.num_moe_experts is not None)
     extra_weights = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size
     dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS), extra_weights)
     return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}
@@ -377,12 +399,19 @@ def model_flops(train: Training) -> float:
     layers_of_scores = paired_layers(model, float(train.sequence)) + model.mtp_num_layers
     scores = layers_of_scores * train.sequence / 2 * (widths(model)[0] + attended(model))
     attention = sum(projection_weights(model)) + attended(model) * h
+    attention += model.attention_output_gate * h * widths(model)[0]
+    attention += _indexer_weights(model)
     ffn = matrices * h * model.ffn_hidden_size
     active = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
     moe = matrices * h * active
-    dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
-    depths = model.mtp_num_layers
-    layers = model.num_layers * attention + dense_layers * ffn + (model.num_layers - dense_layers) * moe
+    if model.moe_latent_size:
+        routed = model.moe_router_topk * (model.moe_ffn_hidden_size or 0)
+        moe += matrices * (model.moe_latent_size - h) * routed + 2 * h * model.moe_latent_size
+    dense_layers, depths = model.feed_forward_layers("dense"), model.mtp_num_layers
+    layers: float = model.attention_layers * attention + dense_layers * ffn + model.feed_forward_layers("experts") * moe
+    for mixer, number in model.other_mixers.items():
+        layers += number * sum(mixer_weights(mixer, h))
+        scores = scores + number * mixer.core_flops(float(train.sequence)) / 2.0
     mtp = depths * (attention + (ffn if model.num_moe_experts is None else moe) + 2 * h * h + 3 * h)
     weights = layers + mtp + h * model.vocab_size * (1 + depths)
     flops_per_weight = 4.0 if train.options.adapters else 6.0
@@ -409,14 +438,19 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
         sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
         off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
         layout = Layout(**{**sizes, **dict.fromkeys((*off, "split"), np.zeros(1))})
-    dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
+    dense_layers, moe_layers = model.feed_forward_layers("dense"), model.feed_forward_layers("experts")
     edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
-    attention, ffn = _layer_weights(train, layout, moe=False)
+    plain = replace(train, model=replace(model, layers=()))
+    attention, ffn = _layer_weights(plain, layout, moe=False)
     parts = [ModelPart("Embedding", edges["embedding"], 1)]
-    parts.append(ModelPart("MLA" if model.multi_latent_attention else "Attention", attention, model.num_layers))
-    if model.num_moe_experts is not None:
-        moe_weights = _layer_weights(train, layout, moe=True)[1]
-        parts.append(ModelPart("MoE", moe_weights, model.num_layers - dense_layers))
+    if model.attention_layers:
+        name = "MLA" if model.multi_latent_attention else "Attention"
+        parts.append(ModelPart(name, attention + _indexer_weights(model), model.attention_layers))
+    for mixer, number in model.other_mixers.items():
+        parts.append(ModelPart(mixer.label, sum(mixer_weights(mixer, model.hidden_size)) + model.hidden_size, number))
+    if moe_layers:
+        moe_weights = _layer_weights(plain, layout, moe=True)[1]
+        parts.append(ModelPart("MoE", moe_weights, moe_layers))
     if dense_layers:
         parts.append(ModelPart("MLP", ffn, dense_layers))
     if model.mtp_num_layers:
@@ -424,6 +458,10 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
         parts.append(ModelPart("MTP", mtp_weights / model.mtp_num_layers, model.mtp_num_layers))
     parts.append(ModelPart("Output", sum(edges.values()) - edges["embedding"], 1))
     return tuple(parts)
+
+
+def _indexer_weights(model: Model) -> int:
+    return model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size) if model.indexer else 0
 
 
 def _layer_weights(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from packaging.version import InvalidVersion
 
 from flagcore.contracts import Platform
 from flagcore.domain.launch import Launch
+from flagcore.domain.model import Model
 from flagcore.errors import LaunchError
 
 SEED = 1234
@@ -44,13 +45,24 @@ def _excluded(requirement: Requirement) -> bool:
         return False
 
 
+def missing_layers(model: Model) -> Sequence[str]:
+    """Return the kinds of layers of a model that trial programs do not have: all but attention over all tokens or a
+    window, each before a feed-forward network."""
+    found = [mixer.label for mixer in model.other_mixers]
+    return [
+        *found,
+        *["sparse attention"] * (model.indexer is not None),
+        *["latent experts"] * bool(model.moe_latent_size),
+    ]
+
+
 def shared_job(platform: Platform, folder: str) -> dict[str, Any]:
     """Return the part of a trial program's job that does not depend on the candidate or on the engine."""
     spec, train, support = platform.task.spec, platform.task.spec.train, platform.support
     group = platform.task.cluster.groups[0]
     cores = len(platform.cores) or group.chip.devices_per_node
     return {
-        "model": asdict(replace(spec.model, vision=None, windows=None, unread=())),
+        "model": asdict(replace(spec.model, vision=None, layers=(), unread=())),
         "train": {
             "seq_length": train.seq_length,
             "global_batch_size": train.global_batch_size,

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_testing.examples import mixed
 from flagcore_training.layout import Layout, Options, Training, distinct
 from flagcore_training.stages import model_flops
 from flagcore_training.time.step import rank_time, step_time
@@ -14,7 +15,7 @@ from engines.training.tests.candidates import layout as layout_of
 from engines.training.tests.candidates import train as train_of
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Topology
-from flagcore.domain.model import Windows
+from flagcore.domain.model import Attention
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.roofline import Curve, PlainMemory, Roofline
 from tests.product import tasks
@@ -214,8 +215,8 @@ def test_isolated_kernel_times_are_scaled_in_a_step_but_not_in_a_rank() -> None:
 def test_layers_with_windows_compute_only_the_scores_within_them() -> None:
     length = {"sequence": 131072}
     full = replace(TRAIN, **length)
-    windowed = replace(full, model=replace(DENSE, windows=Windows(num_layers=24, tokens=1024)))
-    whole = replace(full, model=replace(DENSE, windows=Windows(num_layers=24, tokens=131072)))
+    windowed = replace(full, model=mixed(DENSE, Attention(window=1024), 24))
+    whole = replace(full, model=mixed(DENSE, Attention(window=131072), 24))
     assert total(windowed) < 0.5 * total(full)
     assert model_flops(windowed) < 0.5 * model_flops(full)
     assert total(whole) == pytest.approx(total(full))

@@ -225,25 +225,25 @@ def _state_block(task: Task, columns: Columns) -> tuple[IntArray, FloatArray]:
     `platforms/interface.py` (`_align_hybrid_block_size`).
     """
     model, tensor = task.spec.model, columns[TP].clip(1)
-    if model.linear_attention is None or model.multi_latent_attention or Hardware.of(task).on_cores:
+    if not model.state_bytes or model.multi_latent_attention or Hardware.of(task).on_cores:
         return np.zeros_like(tensor), np.zeros(tensor.shape)
     token = 2.0 * np.maximum(model.num_query_groups / tensor, 1.0) * model.kv_channels * PROGRAM.element_bytes(columns)
-    tokens = GPU_BLOCK * np.ceil(model.linear_attention.state_bytes / tensor / (GPU_BLOCK * token)).astype(np.int64)
+    tokens = GPU_BLOCK * np.ceil(model.state_bytes / tensor / (GPU_BLOCK * token)).astype(np.int64)
     return tokens, tokens * token
 
 
 def _caches_by_default(spec: Spec) -> bool:
     """Return whether prefixes are cached if no flag says so."""
-    return spec.model.linear_attention is None or PROGRAM.release(spec) >= CACHES_STATES_SINCE
+    return not spec.model.state_bytes or PROGRAM.release(spec) >= CACHES_STATES_SINCE
 
 
 def _least_cache(task: Task, columns: Columns, seqs: IntArray) -> FloatArray:
     """Return the bytes of a device's cache that full graphs need: a block for each sequence, of the layers that share
     it."""
-    linear, stages = task.spec.model.linear_attention, columns[PP].clip(1)
-    if linear is None or PROGRAM.release(task.spec) < CHECKS_STATES_SINCE:
+    model, stages = task.spec.model, columns[PP].clip(1)
+    if not model.state_bytes or PROGRAM.release(task.spec) < CHECKS_STATES_SINCE:
         return np.zeros(seqs.shape)
-    layers = np.ceil(min(linear.num_layers, task.spec.model.attention_layers) / stages)
+    layers = np.ceil(min(sum(model.other_mixers.values()), model.attention_layers) / stages)
     partial = [PROGRAM.code(GRAPHS, word) for word in ("NONE", "PIECEWISE")]
     is_full = (columns[EAGER] == 0) & ~np.isin(columns[GRAPHS], partial)
     return np.where(is_full, seqs * layers * _state_block(task, columns)[1], 0.0)
@@ -538,7 +538,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
 
 def _forced_block(task: Task) -> tuple[Merge, ...]:
     """Return the merge that ignores block sizes below those that states of linear attention force."""
-    if task.spec.model.linear_attention is None:
+    if not task.spec.model.state_bytes:
         return ()
     return (rules.ignoring("forced_block", (TP, KV, BLOCK), lambda c: c[BLOCK] <= _state_block(task, c)[0]),)
 

@@ -7,7 +7,7 @@ import pytest
 from flagcore_testing.toy import ENGINE
 
 from flagcore.domain.engine import UNKNOWN, TaskAdvice, Unmodelled
-from flagcore.domain.model import Model, Windows
+from flagcore.domain.model import Attention, Layer, Model
 from flagcore.domain.spec import Task
 from flagcore.tuner.stages.complete import unmodelled
 from tests.tasks import VISION, Service, task
@@ -30,7 +30,7 @@ def with_model(job: Task, **fields: Any) -> Task:
         ({"unread": (("n_group", "8"), ("strange", "1"))}, ["model.n_group", "model.strange"]),
         ({"unread": (("text_config.attn_pdrop", "0.1"),)}, ["model.text_config.attn_pdrop"]),
         ({"unread": (("vision_config", "{}"),), "vision": VISION}, ["model.vision_config"]),
-        ({"windows": Windows(num_layers=2, tokens=8)}, []),
+        ({"layers": (Layer(mixer=Attention(window=8)),)}, []),
     ],
 )
 def test_keys_of_a_model_that_change_the_cost_of_training_are_named(fields: dict[str, Any], names: list[str]) -> None:

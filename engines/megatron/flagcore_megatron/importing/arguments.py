@@ -205,6 +205,8 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     Raises SpecError for a missing size or an unsupported pattern of layers.
     """
     section: dict[str, Any] = {key: value for key in TABLES["model"] if (value := flags.get(key)) is not None}
+    if pattern := pattern_of(flags):
+        section["num_layers"] = len(pattern[0])
     problems = []
     if not {"num_layers", "hidden_size", "num_attention_heads"} & section.keys():
         problem, fix = "are not in the command: it reads them from a checkpoint, or is another program", "give --model"
@@ -223,6 +225,78 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     section["untie_embeddings_and_output_weights"] = bool(flags.get("untie_embeddings_and_output_weights"))
     section |= _attention(flags) | _experts(flags, section["num_layers"])
     return section
+
+
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Arguments with a letter for each layer, the first of which is that of newer releases."""
+
+
+def pattern_of(flags: Flags) -> tuple[str, int] | None:
+    """Return the letters of a hybrid model's layers, and its depths of multi-token prediction. None for other models.
+
+    A slash begins each depth, and bars are the borders of pipeline stages (megatron-core 0.20
+    `hybrid_layer_allocation.py`).
+    """
+    name = next((each for each in PATTERNS if isinstance(flags.get(each), str)), None)
+    if name is None:
+        return None
+    letters, *depths = flags.get(name).split("/")
+    if "|" in letters:
+        flags.note(name, "stages of the pipeline are predicted with equal numbers of layers", "model")
+    return letters.replace("|", ""), len(depths)
+
+
+def with_layers(flags: Flags, section: dict[str, Any]) -> dict[str, Any]:
+    """Return the section `model` for a model with layers that a shape cannot describe: keys of a config.json.
+
+    Other models keep their shape `section`.
+    """
+    pattern, layers = pattern_of(flags), section["num_layers"]
+    variant, window = str(flags.get("experimental_attention_variant") or ""), flags.get("window_size")
+    keys: dict[str, Any] = {}
+    if pattern:
+        keys["hybrid_override_pattern"] = pattern[0]
+        section = {**section, **({"mtp_num_layers": pattern[1]} if pattern[1] else {})}
+    if pattern and "M" in pattern[0]:
+        keys |= _sizes(flags, "mamba")
+        keys["mamba_num_heads"] = keys["mamba_num_heads"] or 2 * section["hidden_size"] // keys["mamba_head_dim"]
+    if variant == "gdn2":
+        flags.note("experimental_attention_variant", "gdn2 is predicted as gdn", "model")
+    if variant in ("gdn", "gdn2", "gated_delta_net") or (pattern and "G" in pattern[0]):
+        keys |= _sizes(flags, "linear")
+        if not pattern:
+            kinds = _alternating(flags.get("linear_attention_freq"), layers)
+            keys["layer_types"] = ["linear_attention" if each else "full_attention" for each in kinds]
+    if variant == "dsa" or (pattern and "D" in pattern[0]):
+        keys |= _sizes(flags, "sparse")
+    if window is not None:
+        size = re.match(r"\D*(\d+)", str(window))
+        kinds = _alternating(flags.get("window_attn_skip_freq", 1), layers)
+        keys["sliding_window"] = int(size[1]) if size else None
+        keys["layer_types"] = ["sliding_attention" if each else "full_attention" for each in kinds]
+    keys |= {key: value for key in ("moe_latent_size", "attention_output_gate") if (value := flags.get(key))}
+    if not keys:
+        return section
+    untied, names = section.get("untie_embeddings_and_output_weights"), TABLES["config_keys"]
+    plain = {names.get(key, key): value for key, value in section.items() if value is not None}
+    for key in ("untie_embeddings_and_output_weights", "multi_latent_attention"):
+        plain.pop(key, None)
+    return {"model_type": "hybrid", **plain, "tie_word_embeddings": not untied, **keys}
+
+
+def _sizes(flags: Flags, table: str) -> dict[str, Any]:
+    return {key: flags.get(name, default) for name, (key, default) in TABLES[table].items()}
+
+
+def _alternating(frequency: object, layers: int) -> list[int]:
+    """Return 0 for each layer with full attention and 1 for each other layer.
+
+    A frequency N means full attention in each N-th layer, 1 in all others if it is 1; a list has a number per layer.
+    """
+    if isinstance(frequency, int) or str(frequency).strip().isdecimal():
+        number = int(str(frequency))
+        return [0 if number > 1 and (layer + 1) % number == 0 else 1 for layer in range(layers)]
+    return [int(each) for each in _pattern(frequency, layers)] or [1] * layers
 
 
 def _attention(flags: Flags) -> dict[str, Any]:

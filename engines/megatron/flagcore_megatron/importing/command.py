@@ -24,6 +24,7 @@ from flagcore_megatron.importing.arguments import (
     baseline_problem,
     options,
     shape,
+    with_layers,
 )
 from flagcore_megatron.program.arguments import Argument, ArgumentSpec, release_table
 from flagcore_megatron.program.unmodelled import SETTINGS, not_predicted
@@ -67,7 +68,12 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
         notes.note("baseline", f"the command cannot run: {problem}; the rule of thumb is used instead", "auto_tuner")
         tuner = {}
     notes.note("command", "runs with other values of the knobs in each trial; all its other arguments stay", "train")
-    return {"model": model or section, "cluster": cluster, "train": train, "auto_tuner": tuner}, notes.notes
+    return {
+        "model": model or with_layers(flags, section),
+        "cluster": cluster,
+        "train": train,
+        "auto_tuner": tuner,
+    }, notes.notes
 
 
 def _flags(command: UserCommand, notes: Notes) -> Flags:

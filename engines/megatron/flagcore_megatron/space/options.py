@@ -7,6 +7,7 @@ from typing import Any
 from flagcore_training.layout import Options
 
 from flagcore.domain.knob import in_versions
+from flagcore.domain.model import Model
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.transformer import SCHEDULES
@@ -91,6 +92,7 @@ def options(task: Task) -> Options:
         offload_stages=numbers(settings.get("offload_stages")),
         offload_layers=int(settings.get("cpu_offloading_num_layers") or 0),
         adapters=settings.get("trainable") == "adapters",
+        sparse_kernels=settings.get("dsa_kernel_backend", "none") != "none",
         gradient_fusion=bool(settings.get("gradient_accumulation_fusion", True)),
         overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
         dispatcher=str(settings["moe_token_dispatcher_type"]),
@@ -111,8 +113,15 @@ def release(spec: Spec) -> str | None:
     return release_of(spec, command) if command else spec.train.engine_version
 
 
+def is_hybrid(model: Model) -> bool:
+    """Return whether a model has layers without a mixer, so that a pattern of letters lists its layers."""
+    return any(each.mixer is None for each in model.layers)
+
+
 def takes_layouts(spec: Spec) -> bool:
     """Return whether the release that runs a job supports `pipeline_model_parallel_layout` for its model."""
+    if is_hybrid(spec.model):
+        return False
     since = MTP_LAYOUTS_SINCE if spec.model.mtp_num_layers else ""
     return BY_NAME[LAYOUT].is_available(release(spec)) and in_versions(since, release(spec))
 
@@ -135,10 +144,6 @@ def check(task: Task, settings: Settings) -> None:
     Sources: megatron-core 0.16 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
     """
     modules, model = recompute_modules(settings), task.spec.model
-    if model.linear_attention or model.indexer:
-        kind = "linear" if model.linear_attention else "sparse"
-        problem = f"has layers with {kind} attention, which predictions for training do not support"
-        raise SpecError(key="model", value=model.name, problem=problem, fix="use another model, or tune a server")
     enabled = {key for key, value in settings.items() if value not in (False, "fp32", 0, "none")}
     dispatcher = settings.get("moe_token_dispatcher_type")
     aware_optimizer, shared_overlap = "use_precision_aware_optimizer", "moe_shared_expert_overlap"

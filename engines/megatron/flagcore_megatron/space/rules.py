@@ -21,6 +21,7 @@ from flagcore_megatron.space.meshes import CP, DP, EP, MBS, PP, SP, TP
 from flagcore_megatron.space.options import (
     MUON_SHARDED_SINCE,
     Settings,
+    is_hybrid,
     numbers,
     precision,
     release,
@@ -92,6 +93,13 @@ def _width_rules(task: Task) -> Iterator[Rule]:
         message=f"{TP} must divide the width of the feed-forward layers, {max(widths)}",
         broken=lambda c: np.logical_or.reduce([width % c[TP] != 0 for width in widths]),
     )
+    mixer_heads = math.gcd(*(mixer.heads for mixer in model.other_mixers))
+    yield Rule(
+        name="mixer_heads",
+        knobs=(TP, CP),
+        message=f"{TP} x {CP} must divide the heads or groups of mixers, {mixer_heads}",
+        broken=lambda c: mixer_heads % (c[TP] * c[CP]) != 0,
+    )
     yield Rule(
         name="expert_width",
         knobs=(TP,),
@@ -154,7 +162,14 @@ def _pipeline_rules(task: Task) -> Iterator[Rule]:
         is_interleaved: BoolArray = (split.virtual(c) > 1) | (c[LAYERS_PER_VIRTUAL] > 0)
         return is_interleaved
 
+    hybrid = is_hybrid(task.spec.model)
     yield Rule(name="pipeline_stages", knobs=(PP, SPLIT), message=_split_message(split), broken=split.uneven)
+    yield Rule(
+        name="hybrid_stages",
+        knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),
+        message=f"the layers of a hybrid model are split evenly, without {LAYERS_PER_VIRTUAL}",
+        broken=lambda c: hybrid & (c[PP] > 1) & ((c[SPLIT] > 0) | (c[LAYERS_PER_VIRTUAL] > 0)),
+    )
     yield Rule(
         name="virtual_needs_pipeline",
         knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),

@@ -41,7 +41,7 @@ def test_only_arguments_with_a_cost_have_conditions() -> None:
         ("--deterministic-mode", ["--deterministic-mode"]),
         ("--optimizer muon", ["--optimizer"]),
         ("--optimizer adam --adam-beta1 0.95 --lr 1e-4 --save here --log-interval 1", []),
-        ("--window-size 128,0 --linear-num-key-heads 8", ["--window-size, --linear-num-key-heads"]),
+        ("--window-size 128,0 --linear-num-key-heads 8 --dsa-indexer-topk-freq 2", ["--dsa-indexer-topk-freq"]),
         ("--rotary-base 500000 --mlp-chunks-for-training 1", []),
         ("--no-masked-softmax-fusion --attention-softmax-in-fp32", []),
         ("--no-masked-softmax-fusion --transformer-impl local", ["--no-masked-softmax-fusion"]),

@@ -10,7 +10,6 @@ import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
 
-from flagcore.domain.model import LinearAttention
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec, Task
 from flagcore.spec.convert import parse_spec
@@ -80,13 +79,6 @@ def test_a_value_that_no_combination_can_have_is_an_error() -> None:
 def test_a_setting_is_compared_or_given_and_listed_without_auto(space: Any, settings: Any, key: str) -> None:
     with refuses(key):
         task_of(space, settings)
-
-
-def test_a_model_with_linear_attention_cannot_be_trained() -> None:
-    layers = LinearAttention(num_layers=1, key_heads=2, value_heads=2, key_dim=64, value_dim=64, kernel=4)
-    task = task_of({})
-    with refuses("model"):
-        rows(replace(task, spec=replace(task.spec, model=replace(task.spec.model, linear_attention=layers))))
 
 
 def test_settings_of_experts_stay_off_in_a_dense_model() -> None:

@@ -8,8 +8,10 @@ import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_megatron.space.meshes import MESHES
+from flagcore_mixers.mamba2 import Mamba2
 
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.model import Layer
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.tuner.stages.build import check
@@ -42,7 +44,7 @@ SHARDED = {OPTIMIZER: True, DP: 4}
 GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 AWARE, OVERLAP = "use_precision_aware_optimizer", "overlap_moe_expert_parallel_comm"
 SCHEDULE, LAYOUT = "pipeline_schedule", "pipeline_model_parallel_layout"
-VPP = "virtual_pipeline_model_parallel_size"
+VPP, VIRTUAL = "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 
 
 def experts(**settings: Any) -> dict[str, Any]:
@@ -63,6 +65,8 @@ def scheduled(name: str, devices: int = 4, batch: int = 8) -> dict[str, Any]:
     return {**dense(num_layers=24), "devices": devices, "global_batch_size": batch, "settings": {SCHEDULE: name}}
 
 
+MAMBA = Layer(mixer=Mamba2(num_heads=4, head_dim=8, state_size=8, groups=2), feed_forward="")
+HYBRID = dataclasses.replace(tasks.DENSE, layers=(MAMBA, Layer(mixer=None)) * (tasks.DENSE.num_layers // 2))
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "the sizes make up the devices": ("world_size", {DP: 1, TP: 2}, {DP: 2, TP: 2}, {}),
     "context parallelism counts among the devices": ("world_size", {DP: 4, CP: 2}, {DP: 2, CP: 2}, {}),
@@ -74,6 +78,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "keys and values are split evenly": ("qkv_width", {TP: 4}, {TP: 2}, dense(num_query_groups=1, kv_channels=3)),
     "the feed-forward width is split evenly": ("ffn_width", {TP: 4}, {TP: 2}, dense(ffn_hidden_size=130)),
     "the shared expert is split evenly": ("ffn_width", {TP: 4, SP: True}, {TP: 2, SP: True}, {"model": SHARED}),
+    "mixers are split by groups of heads": ("mixer_heads", {TP: 4, PP: 1}, {TP: 2, PP: 1}, {"model": HYBRID}),
+    "a pattern of layers has no virtual stages": ("hybrid_stages", {PP: 2, VIRTUAL: 1}, {PP: 2}, {"model": HYBRID}),
     "an expert is split evenly": ("expert_width", {TP: 4, SP: True}, {TP: 2, SP: True}, {"model": NARROW}),
     "context parallelism wants two chunks a device": ("context_length", {CP: 4}, {CP: 2}, {"seq_length": 100}),
     "a sequence on one device may be odd": ("context_length", {CP: 2}, {CP: 1}, {"seq_length": 101}),

@@ -210,10 +210,10 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     flight, longest = load.flight(int(context.kinds.count[row])), load.longest
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
-    running = max(1.0, float(settings.max_running[row])) * ranks
+    running = max(1.0, min(float(settings.max_running[row]), float(context.memory.sequences[row]))) * ranks
     acceptance, evicted = load.load.acceptance, float(settings.host_tokens[row])
     found = float(load.load.prefix_len)
-    if context.task.spec.model.linear_attention:  # a state is stored only at the end of a block
+    if context.task.spec.model.state_bytes:  # a state is stored only at the end of a block
         found -= found % block
     drafted = 0.0 if acceptance is None else float(settings.drafted[row])
     return Lane(
@@ -280,7 +280,7 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         prompt=prompt,
         output=output,
         budget=np.where(settings.chunked > 0, settings.max_batched_tokens * settings.data * settings.pipeline, np.inf),
-        running=np.maximum(settings.max_running, 1.0) * settings.data,
+        running=np.maximum(np.minimum(settings.max_running, context.memory.sequences), 1.0) * settings.data,
         cache_tokens=np.where(tokens < load.longest, UNLIMITED_TOKENS, tokens),
         ranks=settings.data,
         stages=settings.pipeline,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
-from flagcore.domain.model import LinearAttention
+from flagcore.domain.model import Mixer
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import cast_bytes
 from flagcore.physics.transformer import attended, paired_layers, read_layers, widths
@@ -89,20 +89,23 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     if model.indexer:
         attention = attention + overheads.indexer
     local = model.attention_layers * attention
-    messages = model.num_layers * reduce
-    if model.linear_attention:
-        local = local + model.linear_attention.num_layers * (
-            _linear_attention(model.linear_attention, serving, column, kernels, tokens) + overheads.attention + reduce
-        )
-    if model.num_layers > moe:
+    messages = sum(model.mixers.values()) * reduce
+    for mixer, number in model.other_mixers.items():
+        local = local + number * (_mixer(mixer, serving, column, kernels, tokens) + overheads.attention + reduce)
+    if dense := float(serving.dense_layers):
         ffn = _ffn(serving, kernels, tokens, model.ffn_hidden_size / column.tensor)
-        local = local + (model.num_layers - moe) * (ffn + overheads.ffn + reduce)
-        messages = messages + (model.num_layers - moe) * reduce
+        local = local + dense * (ffn + overheads.ffn + reduce)
+        messages = messages + dense * reduce
     shared = exchanged = np.zeros_like(local)
     if moe:
         if model.moe_shared_expert_intermediate_size:
             width = model.moe_shared_expert_intermediate_size / column.tensor
             local = local + moe * _ffn(serving, kernels, tokens, width)
+        if model.moe_latent_size:
+            latent, h = float(model.moe_latent_size), float(model.hidden_size)
+            local = local + moe * (
+                linear(kernels, tokens, h, latent, serving) + linear(kernels, tokens, latent, h, serving)
+            )
         busiest = imbalance(serving, column)
         exchanged = moe * exchange(serving, column, costs, tokens) * busiest
         shared = moe * experts(serving, column, kernels, tokens) * busiest + exchanged
@@ -155,7 +158,7 @@ def _paces(serving: Serving, settings: Settings) -> tuple[FloatArray, FloatArray
     """
     layers, moe, stages = float(serving.model.num_layers), serving.moe_layers, settings.pipeline
     most = np.ceil(layers / stages)
-    if 0 < moe < layers:
+    if serving.model.moe_first_dense_layers and moe:
         most = np.where(stages == 2.0, np.maximum(np.floor(layers / 2.0), np.ceil(moe / 2.0)), most)
     staged = stages > 1.0
     return np.where(staged, most * stages / layers, 1.0), np.where(staged, most * stages / max(moe, 1), 1.0)
@@ -222,23 +225,16 @@ def _projections(serving: Serving, settings: Settings, kernels: KernelCosts, tok
     return output + down + up + absorbed + values
 
 
-CHUNK_TOKENS = 64.0
-"""Tokens of a prompt between two states of linear attention: `FLA_CHUNK_SIZE` of vLLM 0.32."""
-
-
-def _linear_attention(
-    layer: LinearAttention, serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray
-) -> FloatArray:
-    """Return the time of a linear attention layer in seconds: matrix products, and memory traffic of other kernels.
-
-    The convolution reads and writes its channels. The recurrence reads these channels and writes values. The gated norm
-    reads values and gates, and writes values. States are written and read once per chunk of a prompt.
+def _mixer(mixer: Mixer, serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
+    """Return the time of a layer with another mixer than attention, in seconds: matrix products, and memory traffic of
+    other kernels, which write and read states once per chunk of a prompt.
     """
-    h = float(serving.model.hidden_size)
-    inputs = (layer.channels + layer.values + 2 * layer.value_heads) / settings.tensor
-    products = linear(kernels, tokens, h, inputs, serving, attention=True)
-    products = products + linear(kernels, tokens, layer.values / settings.tensor, h, serving, attention=True)
-    traffic = 2.0 * (3 * layer.channels + 4 * layer.values) + 2.0 * layer.state_bytes / CHUNK_TOKENS
+    products = np.zeros_like(tokens)
+    for each in mixer.products(serving.model.hidden_size):
+        inner = each.inputs / (settings.tensor if each.split == "inputs" else 1.0)
+        outer = each.outputs / (settings.tensor if each.split == "outputs" else 1.0)
+        products = products + linear(kernels, tokens, inner, outer, serving, attention=True)
+    traffic = 2.0 * mixer.moved + 2.0 * mixer.state_bytes / mixer.chunk
     return products + kernels.memory_seconds(tokens * traffic / settings.tensor)
 
 
@@ -293,7 +289,7 @@ def _from_host(serving: Serving, settings: Settings, tokens: FloatArray) -> Floa
     model, read = serving.model, np.ones_like(tokens)
     if count := float(model.num_moe_experts or 0):
         gates = 3.0 if model.gated_linear_unit else 2.0
-        routed = serving.moe_layers * gates * model.hidden_size * (model.moe_ffn_hidden_size or 0) * count
+        routed = serving.moe_layers * gates * model.expert_hidden_size * (model.moe_ffn_hidden_size or 0) * count
         share = min(routed / parameters(model), 1.0)
         chosen = distinct_experts(count, float(model.moe_router_topk), tokens) / count
         read = 1.0 - share + share * chosen
@@ -337,9 +333,12 @@ def _attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts)
         0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS
     )
     cached, pair = read_layers(model, serving.tokens) * cached, paired_layers(model, serving.prompt) * pair
-    if layer := model.linear_attention:  # each new token reads and writes the states of its sequence
-        states_s = kernels.memory_seconds(64.0 * 2.0 * layer.state_bytes / settings.tensor) / 64.0
-        cached = cached + layer.num_layers * states_s / serving.tokens
+    for mixer, number in model.other_mixers.items():  # each new token reads and writes the states of its sequence
+        states_s = kernels.memory_seconds(64.0 * 2.0 * mixer.state_bytes / settings.tensor) / 64.0
+        cached = cached + number * states_s / serving.tokens
+        if token_bytes := mixer.token_bytes(1.0) * mixer.read(serving.tokens):
+            read = 64.0 * token_bytes * settings.cache_element_bytes
+            cached = cached + number * kernels.memory_seconds(read) / 64.0 / serving.tokens
     if index := model.indexer:  # the indexer computes only scores, in 8 bits: a quarter of the time
         keys_s = kernels.memory_seconds(64.0 * REFERENCE_TOKENS * index.token_bytes * np.ones_like(heads))
         cached = cached + model.num_layers * keys_s / (64.0 * REFERENCE_TOKENS)
@@ -397,7 +396,7 @@ def experts(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: 
     of the chosen experts. With expert parallelism a device holds whole experts, otherwise a slice of every expert.
     """
     model, overheads, precision = serving.model, serving.overheads, serving.precision
-    count, chosen, h = float(model.num_moe_experts or 1), float(model.moe_router_topk), float(model.hidden_size)
+    count, chosen, h = float(model.num_moe_experts or 1), float(model.moe_router_topk), float(model.expert_hidden_size)
     gates = 2.0 if model.gated_linear_unit else 1.0
     width = (model.moe_ffn_hidden_size or 0) * settings.expert / (settings.tensor * settings.data)
     stored = 1.0 + settings.copies / count
@@ -411,7 +410,7 @@ def experts(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: 
         time = time + (work**3 + read**3) ** (1 / 3)
     time = time / np.where((settings.data > 1.0) & ~settings.exchanges, overheads.exchanged_share, 1.0)
     traffic = kernels.memory_seconds(routed * 2.0 * (2.0 * h + (gates + 1.0) * width))
-    router = linear(kernels, tokens / settings.data, h, count, serving, wide=True)
+    router = linear(kernels, tokens / settings.data, float(model.hidden_size), count, serving, wide=True)
     small_kernels = overheads.experts.get(precision, max(overheads.experts.values(), default=0.0))
     whole = np.where((settings.expert > 1.0) & (settings.data == 1.0), overheads.whole_experts.get(precision, 0.0), 0.0)
     return time + traffic + router + small_kernels + whole
@@ -469,7 +468,7 @@ def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, tokens: 
     """
     chosen, domain = float(serving.model.moe_router_topk), serving.link_domain
     token_bytes = {"fp8": 1.0 + 4.0 / 128.0, "nvfp4": 0.5625}.get(serving.precision, 2.0)
-    sent = tokens * serving.model.hidden_size * (token_bytes + 2.0)
+    sent = tokens * serving.model.expert_hidden_size * (token_bytes + 2.0)
     hosts, inside = np.maximum(ranks / domain, 1.0), np.minimum(ranks, domain)
     to_ranks, to_hosts = (distinct_experts(1.0 * each, 1.0, chosen) for each in (ranks, hosts))
     over_network = np.where(tokens <= LOW_LATENCY_TOKENS, to_ranks, to_hosts) * (1.0 - 1.0 / hosts)

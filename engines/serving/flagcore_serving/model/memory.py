@@ -1,11 +1,11 @@
 """Memory of an engine on a device: weights, activations, graphs, and the KV cache in the rest of the budget."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from flagcore.contracts import Costs, communicator_bytes
-from flagcore.domain.model import Model
+from flagcore.domain.model import Mixer, Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import BYTES
 from flagcore.physics.transformer import attended, cached_layers, projection_weights, widths
@@ -26,6 +26,7 @@ class ServingMemory:
     - `token`: bytes per cached token, averaged over a request of mean length.
     - `longest_token`: bytes per cached token, averaged over the longest request.
     - `cache_tokens`: tokens that the cache of one instance can hold, over all its attention ranks.
+    - `sequences`: maximum number of sequences of an attention rank whose states fit, if they are set aside.
     """
 
     weights: FloatArray
@@ -35,6 +36,7 @@ class ServingMemory:
     token: FloatArray
     longest_token: FloatArray
     cache_tokens: FloatArray
+    sequences: FloatArray
 
 
 def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> ServingMemory:
@@ -59,10 +61,18 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         budget = settings.memory_fraction * capacity - (0.0 if overheads.activations_beside else driver)
     other = 0.0 if overheads.activations_beside else activations + graphs
     cache = np.where(np.isnan(settings.cache_bytes), budget - weights - other, settings.cache_bytes)
-    if not overheads.frees_windows:
-        model = replace(model, windows=None)
-    token = token_bytes(model, settings, serving.tokens)
-    longest_token = token_bytes(model, settings, settings.context_len.astype(np.float64), batched_tokens)
+    frees = overheads.frees_windows
+    token = token_bytes(model, settings, serving.tokens, frees_windows=frees)
+    longest = settings.context_len.astype(np.float64)
+    longest_token = token_bytes(model, settings, longest, batched_tokens, frees_windows=frees)
+    state = _state_bytes(model, settings)
+    aside = (settings.state_share > 0.0) & (state > 0.0)
+    tokens = np.maximum(serving.tokens, 1.0)
+    token = np.where(aside, token - state / tokens, token)
+    longest_token = np.where(aside, longest_token - state / np.maximum(longest, 1.0), longest_token)
+    slots = settings.state_share * cache / np.where(aside, state, 1.0)
+    sequences = np.where(aside, np.maximum(np.floor(slots / settings.state_slots), 0.0), np.inf)
+    cache = np.where(aside, (1.0 - settings.state_share) * cache, cache)
     cache_tokens = cache / token * settings.data
     share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
     layers = np.maximum(weights - table_bytes(model, settings), 0.0) * share
@@ -76,6 +86,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         token=token,
         longest_token=longest_token,
         cache_tokens=cache_tokens,
+        sequences=sequences,
     )
 
 
@@ -93,14 +104,16 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     dense_width, shared_width = (2.0 if part in serving.wide else width for part in (DENSE, SHARED))
     gates, moe = 3.0 if model.gated_linear_unit else 2.0, float(serving.moe_layers)
     total = model.attention_layers * attention_weights(model, settings.tensor) * attention_width
-    if linear := model.linear_attention:
-        total = total + linear.num_layers * linear.weights(model.hidden_size) / settings.tensor * attention_width
-    total = total + (model.num_layers - moe) * gates * h * model.ffn_hidden_size / settings.tensor * dense_width
+    for mixer, number in model.other_mixers.items():
+        total = total + number * mixer_weights(mixer, model.hidden_size, settings.tensor) * attention_width
+    total = total + serving.dense_layers * gates * h * model.ffn_hidden_size / settings.tensor * dense_width
     if moe:
         count = model.num_moe_experts or 0
-        routed = gates * h * (model.moe_ffn_hidden_size or 0) * count / (settings.tensor * settings.data)
+        width_of_experts = gates * model.expert_hidden_size * (model.moe_ffn_hidden_size or 0)
+        routed = width_of_experts * count / (settings.tensor * settings.data)
         shared = gates * h * (model.moe_shared_expert_intermediate_size or 0) / settings.tensor
-        total = total + moe * (routed * width + shared * shared_width + 2.0 * h * count)
+        latent = 2.0 * h * (model.moe_latent_size or 0)
+        total = total + moe * (routed * width + (shared + latent) * shared_width + 2.0 * h * count)
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
     return total * stage_share / settings.cores + table_bytes(model, settings)
 
@@ -132,26 +145,54 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
     return h * ((queries + attended(model)) / tensor + 2.0 * groups * model.kv_channels)
 
 
+def mixer_weights(mixer: Mixer, hidden_size: int, tensor: FloatArray | float = 1.0) -> FloatArray | float:
+    """Return the number of weights of one layer's mixer on each of `tensor` ranks."""
+    products = mixer.products(hidden_size)
+    split = sum(each.inputs * each.outputs for each in products if each.split) + mixer.other_weights
+    return split / tensor + sum(each.inputs * each.outputs for each in products if not each.split)
+
+
 def token_bytes(
-    model: Model, settings: Settings, tokens: FloatArray | float = 1.0, computed: FloatArray | float = 0.0
+    model: Model,
+    settings: Settings,
+    tokens: FloatArray | float = 1.0,
+    computed: FloatArray | float = 0.0,
+    *,
+    frees_windows: bool = True,
 ) -> FloatArray:
     """Return the bytes per cached token on a device, averaged over a sequence of `tokens` tokens.
 
     `computed`: prompt tokens of one iteration, which a sliding window holds in addition. The latent vector is
-    replicated on the tensor ranks that do not share a cache. The states of linear attention are divided among the
-    tokens of the sequence.
+    replicated on the tensor ranks that do not share a cache. The states of other mixers are divided among the tokens of
+    the sequence. `frees_windows`: see `Overheads`.
     """
     stage_layers = np.ceil(model.num_layers / settings.pipeline)
-    share = cached_layers(model, tokens, computed) / model.num_layers
+    share = cached_layers(model, tokens, computed, frees_windows=frees_windows) / model.num_layers
     layers = stage_layers * share * settings.cache_element_bytes / (settings.cores * settings.sharing)
     if model.multi_latent_attention:
         latent = layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
+        latent = latent + _mixer_bytes(model, settings, stage_layers, tokens)
         return latent + stage_layers * model.indexer.token_bytes / settings.cores if model.indexer else latent
     per_token: FloatArray = layers * 2.0 * np.maximum(model.num_query_groups / settings.tensor, 1.0) * model.kv_channels
-    if linear := model.linear_attention:
-        states = stage_layers * (linear.num_layers / model.num_layers) * linear.state_bytes
-        per_token = per_token + states / settings.tensor / settings.cores / np.maximum(tokens, 1.0)
-    return per_token
+    return per_token + _mixer_bytes(model, settings, stage_layers, tokens)
+
+
+def _mixer_bytes(
+    model: Model, settings: Settings, stage_layers: FloatArray, tokens: FloatArray | float
+) -> FloatArray | float:
+    """Return the bytes per token of the caches and states of mixers on a device."""
+    total = _state_bytes(model, settings) / np.maximum(tokens, 1.0)
+    for mixer, number in model.other_mixers.items():
+        element = settings.cache_element_bytes / settings.cores
+        total = total + stage_layers * (number / model.num_layers) * mixer.token_bytes(1.0) * element
+    return total
+
+
+def _state_bytes(model: Model, settings: Settings) -> FloatArray:
+    """Return the bytes of a sequence's states on a device, over all layers."""
+    layers = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
+    total = sum((number * mixer.state_bytes for mixer, number in model.other_mixers.items()), 0.0)
+    return layers * total / settings.tensor / settings.cores
 
 
 def activation_bytes(model: Model, settings: Settings, batched_tokens: FloatArray, running: FloatArray) -> FloatArray:
@@ -165,7 +206,7 @@ def activation_bytes(model: Model, settings: Settings, batched_tokens: FloatArra
         inner = (gates + 1.0) * model.ffn_hidden_size / settings.tensor
     else:
         width = (model.moe_ffn_hidden_size or 0) * settings.expert / (settings.tensor * settings.data)
-        inner = model.moe_router_topk / settings.expert * ((gates + 1.0) * width + 2.0 * h)
+        inner = model.moe_router_topk / settings.expert * ((gates + 1.0) * width + 2.0 * model.expert_hidden_size)
     layer = batched_tokens * 2.0 * (3.0 * h + inner)
     logits = np.minimum(running, batched_tokens) * model.vocab_size * (2.0 / settings.tensor + 4.0)
     return np.maximum(layer, logits) / settings.cores

@@ -97,7 +97,7 @@ def predict(
     figures["kv_cache_tokens"] = kinds.total((kinds.role != 1) * np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.guessed or costs.synchronous or untested
-    unmeasured |= bool(task.spec.model.linear_attention or task.spec.model.indexer or settings.offloaded.any())
+    unmeasured |= bool(task.spec.model.other_mixers or task.spec.model.indexer or settings.offloaded.any())
     width_factor = (WIDTH_FACTOR if unmeasured else 1.0) * (NETWORK_FACTOR if costs.assumed_network else 1.0)
     few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
     return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)

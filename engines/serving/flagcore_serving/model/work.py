@@ -120,8 +120,7 @@ class Serving:
     - `link_domain`: number of consecutive devices that are connected without the network.
     - `host_rate`: bytes per second from the memory of the host to a device.
     - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
-    - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and linear attention depend
-      on them.
+    - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and mixers depend on them.
     """
 
     model: Model
@@ -148,8 +147,11 @@ class Serving:
 
     @property
     def moe_layers(self) -> int:
-        model = self.model
-        return 0 if model.num_moe_experts is None else model.num_layers - model.moe_first_dense_layers
+        return self.model.feed_forward_layers("experts")
+
+    @property
+    def dense_layers(self) -> int:
+        return self.model.feed_forward_layers("dense")
 
 
 UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)

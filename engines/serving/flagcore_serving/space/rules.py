@@ -1,5 +1,6 @@
 """Legality rules and merges of candidates that serving engines share."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -151,7 +152,7 @@ def _condition(program: Program, knob: str, wanted: Any) -> Callable[[IntArray],
 def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
     model = task.spec.model
     heads, groups, latent = model.num_attention_heads, model.num_query_groups, model.multi_latent_attention
-    linear_heads = model.linear_attention.key_heads if model.linear_attention else 0
+    linear_heads = math.gcd(*(mixer.heads for mixer in model.other_mixers))
     return (
         Rule(
             name="attention_heads",

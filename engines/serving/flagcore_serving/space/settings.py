@@ -37,6 +37,8 @@ class Settings:
     - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
     - `offloaded`: bytes of the layers' weights of each device that are in the memory of the host, and that each pass
       reads from there.
+    - `state_share`: share of the cache that is set aside for states of mixers; 0 if tokens and states share the cache.
+    - `state_slots`: states that a running sequence occupies where they are set aside.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
     - `graph_bytes`: bytes of captured graphs on a device; NaN if they follow from the number of layers.
@@ -76,6 +78,8 @@ class Settings:
     graph_bytes: FloatArray
     least_cache: FloatArray
     offloaded: FloatArray
+    state_share: FloatArray
+    state_slots: FloatArray
     on_device: FloatArray
     host_s: FloatArray
     drafted: IntArray
@@ -120,6 +124,8 @@ class Settings:
             "graph_bytes": unknown,
             "least_cache": np.zeros(ones.shape),
             "offloaded": np.zeros(ones.shape),
+            "state_share": np.zeros(ones.shape),
+            "state_slots": np.ones(ones.shape),
             "on_device": np.ones(ones.shape),
             "host_s": unknown,
             "drafted": 0 * ones,

@@ -232,18 +232,19 @@ def _parts(model: Model) -> dict[str, float]:
         if model.indexer:
             attention += model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size)
     experts = model.num_moe_experts or 0
-    moe_layers = model.num_layers - model.moe_first_dense_layers if experts else 0
-    expert_width = moe_layers * experts * (model.moe_ffn_hidden_size or 0)
+    moe_layers = model.feed_forward_layers(EXPERTS)
+    expert_weights = moe_layers * experts * (model.moe_ffn_hidden_size or 0) * float(model.expert_hidden_size)
     shared_width = moe_layers * (model.moe_shared_expert_intermediate_size or 0) if experts else 0
     attention *= model.attention_layers
-    if linear := model.linear_attention:
-        attention += linear.num_layers * linear.weights(model.hidden_size)
+    for mixer, number in model.other_mixers.items():
+        products = sum(each.inputs * each.outputs for each in mixer.products(model.hidden_size))
+        attention += number * float(products + mixer.other_weights)
     tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * hidden
     return {
         ATTENTION: attention,
-        DENSE: (model.num_layers - moe_layers) * matrices * hidden * model.ffn_hidden_size,
-        SHARED: matrices * hidden * shared_width,
-        EXPERTS: matrices * hidden * expert_width,
+        DENSE: model.feed_forward_layers(DENSE) * matrices * hidden * model.ffn_hidden_size,
+        SHARED: matrices * hidden * shared_width + moe_layers * 2 * hidden * (model.moe_latent_size or 0),
+        EXPERTS: matrices * expert_weights,
         "tables": moe_layers * hidden * experts + tables,
     }
 
@@ -271,10 +272,12 @@ def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.
     Replication is not included. `computed`: prompt tokens of one iteration, which sliding windows hold in addition.
     """
     layers = float(cached_layers(model, tokens, computed))
+    others = sum(number * mixer.token_bytes(element_bytes) for mixer, number in model.other_mixers.items())
     if model.multi_latent_attention:
         index_bytes = model.indexer.token_bytes if model.indexer else 0.0
-        return layers * (((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)) * element_bytes + index_bytes)
-    return 2.0 * layers * model.num_query_groups * model.kv_channels * element_bytes
+        latent = ((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)) * element_bytes
+        return layers * (latent + index_bytes) + others
+    return others + 2.0 * layers * model.num_query_groups * model.kv_channels * element_bytes
 
 
 def min_devices(task: Task) -> int:

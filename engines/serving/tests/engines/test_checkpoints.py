@@ -1,16 +1,16 @@
 """What a checkpoint and the layers of a model require of candidates: blocks, states, graphs, a baseline that fits."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.space.weights import ATTENTION, DENSE, SHARED, Quantization, context_limit, quantization
+from flagcore_testing.examples import mixed
 
 from engines.serving.tests.engines.tasks import planned, server
 from flagcore import api
-from flagcore.domain.model import LinearAttention
 from tests.product.tasks import DENSE as MODEL
 
 PROFILE = {"input_len": 1024, "output_len": 256, "concurrency": 64}
@@ -111,8 +111,8 @@ def test_the_states_of_a_hybrid_model_force_its_block_and_its_prefixes() -> None
 
 @pytest.mark.parametrize("release", ["0.27.1", "0.28.0"])
 def test_prefix_caching_of_a_hybrid_model_is_a_flag_of_old_releases(release: str) -> None:
-    layers = LinearAttention(num_layers=2, key_heads=2, value_heads=4, key_dim=8, value_dim=8, kernel=4)
-    task = planned("vllm", model=replace(MODEL, linear_attention=layers), engine_version=release)
+    states = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=8, kernel=4)
+    task = planned("vllm", model=mixed(MODEL, states, 2), engine_version=release)
     passed = release == "0.27.1"
     assert ("--enable-prefix-caching" in server(task, enable_prefix_caching=True).argv) is passed
 

@@ -5,15 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.model.iteration import NODES, distinct_experts, interpolate, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore_serving.model.simulation import Lane, Price
 from flagcore_serving.model.work import Serving
+from flagcore_testing.examples import mixed
 
 from flagcore.contracts import Costs
 from flagcore.domain.chip import with_network
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.model import Indexer, LinearAttention, Model, Windows
+from flagcore.domain.model import Attention, Indexer, Model
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.roofline import Roofline
 from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, LATENT, OVER, costs, settings, times
@@ -36,10 +38,11 @@ HOSTS = NodeGroup(chip=with_network(CHIP, 50e9), nodes=8, devices_per_node=8)
 NETWORK = replace(costs(), collectives=Collectives(topology=topology_of(HOSTS)))
 """Costs on eight hosts."""
 LARGE = NODES[-1]
-WINDOWS = {"model": replace(DENSE, windows=Windows(num_layers=36, tokens=1024)), "tokens": 4096.0, "prompt": 2048.0}
-STATES = LinearAttention(num_layers=27, key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
-LINEAR = {"model": replace(DENSE, linear_attention=STATES), "tokens": 1e4}
-SPARSE = {"model": replace(LATENT, indexer=Indexer(heads=32, head_dim=128, top_k=2048))}
+INDEXED = Attention(indexer=Indexer(heads=32, head_dim=128, top_k=2048))
+WINDOWS = {"model": mixed(DENSE, Attention(window=1024), 36), "tokens": 4096.0, "prompt": 2048.0}
+STATES = GatedDeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
+LINEAR = {"model": mixed(DENSE, STATES, 27), "tokens": 1e4}
+SPARSE = {"model": mixed(LATENT, INDEXED, 36)}
 SHORT, LONG = ({**SPARSE, "tokens": tokens, "prompt": tokens} for tokens in (1024.0, 65536.0))
 SPLIT_LATENT = {"model": LATENT, "tensor": 8}
 OF_TENSOR, OF_DATA = ({"model": EXPERTS, "expert": 2, ranks: 2} for ranks in ("tensor", "data"))
@@ -226,7 +229,7 @@ def test_a_latent_is_whole_on_each_tensor_rank_that_does_not_share_it() -> None:
 
 
 def test_a_layer_with_a_window_caches_only_its_window_if_the_engine_frees_the_rest() -> None:
-    model = replace(DENSE, windows=Windows(num_layers=30, tokens=1024))
+    model = mixed(DENSE, Attention(window=1024), 30)
     of = replace(serving(model, frees_windows=True), tokens=4096.0)
     assert memory(of).token[0] == pytest.approx((6 + 30 / 4) * 2 * 8 * 128 * 2)
     assert token_bytes(model, settings(), 4096.0, 2048.0)[0] == pytest.approx((6 + 30 * 3 / 4) * 2 * 8 * 128 * 2)
@@ -234,7 +237,7 @@ def test_a_layer_with_a_window_caches_only_its_window_if_the_engine_frees_the_re
 
 
 def test_an_index_has_a_cache_and_weights_of_its_own() -> None:
-    model = replace(LATENT, indexer=Indexer(heads=32, head_dim=128, top_k=2048))
+    model = mixed(LATENT, INDEXED, 36)
     assert token_bytes(model, settings(tensor=8.0))[0] == 36 * (576 * 2 + 132)
     rank, hidden = LATENT.q_lora_rank or LATENT.hidden_size, LATENT.hidden_size
     added = weight_bytes(serving(model), settings())[0] - weight_bytes(serving(LATENT), settings())[0]
@@ -242,8 +245,7 @@ def test_an_index_has_a_cache_and_weights_of_its_own() -> None:
 
 
 def test_a_state_of_linear_attention_is_divided_by_the_tokens_of_its_sequence() -> None:
-    layers = LinearAttention(num_layers=27, key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
-    model = replace(DENSE, linear_attention=layers)
+    model = mixed(DENSE, STATES, 27)
     state = 27 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 + 32) * 128)
     short, long = (token_bytes(model, settings(), tokens)[0] for tokens in (1e2, 1e4))
     assert short - long == pytest.approx(state / 1e2 - state / 1e4)

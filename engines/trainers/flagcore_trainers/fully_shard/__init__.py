@@ -11,10 +11,7 @@ PP, SCHEDULE, EP = "pipeline_model_parallel_size", "pipeline_schedule", "expert_
 SCHEDULES = ("1f1b", "interleaved", "zbv", "dualpipev")
 INTERLEAVED, ZBV, DUALPIPEV, SELECTIVE = 2, 3, 4, 2
 """Codes of the schedules after the first one, whose code is 1, and of selective checkpoints."""
-PARTS = (
-    *("multi_latent_attention", "mtp_num_layers", "vision", "windows", "linear_attention"),
-    *("indexer", "attention_output_gate"),
-)
+PARTS = (*("multi_latent_attention", "mtp_num_layers", "vision", "layers", "attention_output_gate"),)
 """Fields of a model whose parts the predictions and the trial program of `fsdp2` do not have."""
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flagcore.domain.model import Mixer
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.physics.transformer import attended, latent_widths, widths
 from flagcore_training.layout import Layout, Training
@@ -28,6 +29,9 @@ def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     h, width, output_width = model.hidden_size, sum(widths(model)), attended(model)
     tensors = _latent_projections(train, layout, sizes) if model.multi_latent_attention else {}
     heads = (_latent_heads if model.multi_latent_attention else _standard_heads)(train, layout, sizes)
+    if model.attention_output_gate:  # the gate, and the output before it
+        heads = heads + unit * local * (widths(model)[0] + output_width)
+        width += widths(model)[0]
     tensors["qkv_linear"] = sizes.linear * h * sizes.rows
     gathered = sizes.gathered * train.transformer_engine
     work = unit * local * width + sizes.whole + sizes.scattered + gathered + sizes.weight * h * width / layout.tensor
@@ -47,6 +51,19 @@ def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
         Module("core_attention", core, sizes.hidden + context + _core_work(train, layout, sizes)),
         Module("out_proj", {"attn_proj": quantised_input + _dropout_mask(train, sizes)}, sizes.hidden + output_work),
     ]
+
+
+def mixer(train: Training, layout: Layout, sizes: Sizes, mixer: Mixer) -> list[Module]:
+    """Return the modules of a layer with another mixer than attention: its norm, and all its kernels.
+
+    Backward holds the gradients of what its kernels stored, and the gradient of its input.
+    """
+    outputs = sizes.unit * sizes.local * mixer.saved
+    inputs = sizes.linear * train.model.hidden_size * sizes.rows
+    work = sizes.hidden + outputs + sizes.whole + sizes.scattered + sizes.gathered * train.transformer_engine
+    weights = [each.inputs * each.outputs for each in mixer.products(train.model.hidden_size)]
+    work = work + sizes.weight * max(weights) / layout.tensor
+    return [norm("attn_norm", sizes), Module("mixers", {"mixer_linear": inputs, "mixer": outputs}, work)]
 
 
 def norm(name: str, sizes: Sizes) -> Module:
@@ -84,7 +101,8 @@ def products(
     `is_weighted`, each token's row is multiplied by a number, as in experts. An unfused gated activation function
     stores the silu of the gate, the other half, and their product.
     """
-    h, factor = train.model.hidden_size, 2.0 if train.model.gated_linear_unit else 1.0
+    h = train.model.expert_hidden_size if is_weighted else train.model.hidden_size
+    factor = 2.0 if train.model.gated_linear_unit else 1.0
     size, gate = sizes.unit * tokens * width, np.zeros(())
     first = factor * size
     if train.model.gated_linear_unit and not train.fused_activation:
@@ -101,6 +119,8 @@ def stored_scores(train: Training, layout: Layout) -> FloatArray:
     attention probabilities or, with dropout, `DROPOUT_FACTOR` times as many bytes.
     """
     rows = layout.tokens(train.sequence) * train.model.num_attention_heads / layout.tensor
+    if train.model.indexer and not train.options.sparse_kernels:  # scores in 32 bits, and in 16 for the values
+        return (4.0 + train.value_bytes) * rows * train.sequence
     if train.flash:
         return 4.0 * rows
     return train.value_bytes * rows * train.sequence * (DROPOUT_FACTOR if train.options.dropout else 1.0)
@@ -183,7 +203,7 @@ def mixture(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     """Return the modules of an MoE layer: norm, router, shared experts and routed experts."""
     model = train.model
     routing = (MAP_BYTES * (model.num_moe_experts or 0) + CHOICE_BYTES * model.moe_router_topk) * sizes.rows
-    inputs = sizes.unit * model.hidden_size * sizes.rows
+    inputs = sizes.unit * (model.hidden_size + (model.moe_latent_size or 0)) * sizes.rows
     router = Module("router", {"mlp_input": inputs, "routing": routing}, 3.0 * sizes.hidden)
     modules = [norm("mlp_norm", sizes), router]
     if shared_width := model.moe_shared_expert_intermediate_size:
@@ -196,7 +216,7 @@ def mixture(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
     """Return the routed experts of one rank, including the dispatch of their tokens and the return of their outputs."""
     model, options = train.model, train.options
-    h, load = model.hidden_size, options.expert_imbalance
+    h, load = model.expert_hidden_size, options.expert_imbalance
     local_experts = np.maximum((model.num_moe_experts or 0) / layout.expert, 1.0)
     is_grouped = options.grouped_gemm and train.transformer_engine
     groups = np.ones_like(local_experts) if is_grouped else local_experts

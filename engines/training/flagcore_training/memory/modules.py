@@ -47,6 +47,13 @@ class Module:
     def stored(self) -> FloatArray:
         return sum(self.tensors.values(), np.zeros(()))
 
+    def shared(self, share: float) -> Module:
+        """Return the mean of this module over layers of which `share` have it. Its peak is that of these layers."""
+        if share == 1.0:
+            return self
+        tensors = {name: value * share for name, value in self.tensors.items()}
+        return Module(self.component, tensors, self.work * (share > 0.0), self.extras)
+
     def only(self, rows: BoolArray) -> Module:
         """Return this module with zero bytes for the candidates for which `rows` is false."""
         tensors = {name: value * rows for name, value in self.tensors.items()}

@@ -8,13 +8,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.physics.transformer import mean_layer
 from flagcore_training.layout import Layout, Training
-from flagcore_training.memory.activations import attention, depths, embedding, ffn, head, mixture
+from flagcore_training.memory.activations import attention, depths, embedding, ffn, head, mixer, mixture
 from flagcore_training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
 from flagcore_training.schedules import in_flight
 from flagcore_training.stages import Parts, Stage, add_parts, depths_received
 
-PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
+PRODUCTS = (
+    "qkv_linear",
+    "latent",
+    "context",
+    "mixer_linear",
+    "mlp_input",
+    "mlp_act",
+    "shared_act",
+    "expert_fc1",
+    "moe_act",
+)
 """Names of the stored inputs of linear layers, which the weight gradients need."""
 
 
@@ -43,10 +54,10 @@ class Kinds:
     def from_layout(cls, train: Training, layout: Layout) -> Kinds:
         """Return the kinds of layers for each candidate in `layout`. Without experts, both kinds are the same."""
         sizes, options = Sizes.from_layout(train, layout), train.options
-        heads, recomputed = attention(train, layout, sizes), {}
-        rows = [[*heads, *ffn(train, layout, sizes)]]
+        recomputed: Mapping[str, FloatArray] = {}
+        rows = [_layer_modules(train, layout, sizes, experts=False)]
         if train.model.num_moe_experts is not None:
-            rows.append([*heads, *mixture(train, layout, sizes)])
+            rows.append(_layer_modules(train, layout, sizes, experts=True))
         if layout.selective.any():
             recomputed = dict.fromkeys(sorted(options.recompute_modules), layout.selective)
         offloaded = {name for module in options.offload_modules for name in OFFLOADED.get(module, ())}
@@ -119,6 +130,18 @@ class Kinds:
             count = np.minimum(count, (2.0 * stage.index + 1.0) / self.train.weight_share)
         products = [value for module in self.rows[-1] for name, value in module.tensors.items() if name in PRODUCTS]
         return count * stage.layers * (2.0 * sum(products, np.zeros(())))
+
+
+def _layer_modules(train: Training, layout: Layout, sizes: Sizes, *, experts: bool) -> list[Module]:
+    """Return the modules of the mean layer of a model (see `mean_layer`)."""
+    mean = mean_layer(train.model, experts=experts)
+    parts = [(mean.attention, attention(train, layout, sizes) if mean.attention else [])]
+    parts += [(share, mixer(train, layout, sizes, each)) for each, share in mean.mixers]
+    if mean.dense:
+        parts.append((mean.dense, ffn(train, layout, sizes)))
+    if mean.experts:
+        parts.append((mean.experts, mixture(train, layout, sizes)))
+    return [module.shared(share) for share, modules in parts for module in modules]
 
 
 def _layers(

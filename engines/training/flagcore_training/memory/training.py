@@ -14,7 +14,7 @@ import numpy as np
 
 from flagcore.contracts import Costs, MemoryModel, communicator_bytes
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.transformer import attended, projection_weights
+from flagcore.physics.transformer import attended, mean_layer, projection_weights
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
 from flagcore_training.memory.activations import gathered_tokens
 from flagcore_training.memory.modules import Sizes
@@ -25,13 +25,14 @@ from flagcore_training.stages import (
     Stage,
     depths_received,
     layer_parameters,
+    mixer_weights,
     padded_vocab,
     stage,
     stage_parameters,
     stages,
 )
 
-LINEAR_PARTS = ("qkv_proj", "out_proj", "ffn", "experts", "shared_experts", "mtp")
+LINEAR_PARTS = ("qkv_proj", "out_proj", "mixers", "ffn", "experts", "shared_experts", "mtp")
 """Components whose matrix products run in 8 or 4 bits if the precision is fp8, mxfp8 or nvfp4."""
 
 QUANTISED_BYTES = {"fp8": 2.0, "mxfp8": 2.0 * (1 + 1 / 32), "nvfp4": 2.0 * (1 / 2 + 1 / 16)}
@@ -176,7 +177,8 @@ def bytes_held_after_step(
             inputs = inputs + (stage.moe + stage.mtp) * layout.selective
         uniform = np.where(layout.uniform > 0, 2.0, (layout.block > 0) * 1.0) if at_most else 2.0 * (layout.uniform > 0)
         inputs = inputs + stage.mtp * uniform  # each MTP depth also holds its own input
-        routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * (stage.moe + stage.mtp)
+        moe = stage.moe * mean_layer(model, experts=True).experts + stage.mtp
+        routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * moe
     held_bytes: FloatArray = 2.0 * sizes.hidden * inputs + routing
     return held_bytes
 
@@ -223,11 +225,16 @@ def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> Flo
     gate_factor = 2.0 if model.gated_linear_unit else 1.0
     compression, projection = projection_weights(model)
     weights = h * attended(model) / tensor + compression + projection / tensor
+    for mixer in model.other_mixers:
+        split, whole = mixer_weights(mixer, h)
+        weights = weights + split / tensor + whole
     weights = weights + (1.0 + gate_factor) * h * model.ffn_hidden_size / tensor * (stage.dense > 0)
     if model.num_moe_experts is not None:
         expert = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
         shared = (model.moe_shared_expert_intermediate_size or 0) / tensor
-        weights = weights + (1.0 + gate_factor) * h * (expert + shared * (shared != expert)) * (stage.moe > 0)
+        narrow = model.expert_hidden_size / h
+        experts = expert * narrow + shared * ((shared != expert) | (narrow != 1.0))
+        weights = weights + (1.0 + gate_factor) * h * experts * (stage.moe > 0)
     weights = weights + stage.last * padded_vocab(model, tensor) / tensor * h
     return 2.0 * (weights + 2.0 * h * h / tensor * (stage.mtp > 0))
 

@@ -1,12 +1,15 @@
 """Time of one layer for one micro-batch, dense or with experts: kernels and collectives, forward and backward."""
 
 from dataclasses import replace
+from functools import partial, reduce
+from operator import add
 
 import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs
+from flagcore.domain.model import Indexer, Mixer
 from flagcore.domain.space import FloatArray
-from flagcore.physics.transformer import latent_widths, paired_layers, widths
+from flagcore.physics.transformer import latent_widths, mean_layer, paired_layers, widths
 from flagcore_training.layout import Layout, Training
 from flagcore_training.stages import padded_vocab
 from flagcore_training.time.passes import (
@@ -16,6 +19,7 @@ from flagcore_training.time.passes import (
     TensorCollectives,
     activation_seconds,
     as_integers,
+    collective,
     context_collective,
     expert_dispatch,
     linear,
@@ -40,9 +44,60 @@ products, copies)."""
 
 def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
     """Return the time of one layer without recompute. `repeated` is the time that selective recompute would add."""
-    tp = TensorCollectives.from_layout(train, layout, costs)
-    second = moe_block(train, layout, costs, tp) if moe else ffn_block(train, layout, costs, tp)
-    return attention_block(train, layout, costs, tp) + second
+    tp, mean = TensorCollectives.from_layout(train, layout, costs), mean_layer(train.model, experts=moe)
+    blocks = [(mean.attention, attention_block)] if mean.attention else []
+    blocks += [(share, partial(mixer_block, mixer)) for mixer, share in mean.mixers]
+    blocks += [(mean.dense, ffn_block)] if mean.dense else []
+    blocks += [(mean.experts, moe_block)] if mean.experts else []
+    return reduce(add, (block(train, layout, costs, tp) * share for share, block in blocks))
+
+
+CORE_SHARE, CORE_BACKWARD = 0.3, 2.5
+"""The share of the rate of large matrix products that kernels of mixers reach, and their time in the backward pass
+relative to forward. Estimates: flash-linear-attention and mamba-ssm publish a third to half of the rates of fused
+attention."""
+
+
+def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+    """Return the time of a layer with another mixer than attention: norm, products, other kernels, residual sum.
+
+    Context-parallel ranks exchange what the products computed, so that each has some heads of all tokens (megatron-core
+    0.16 `ssm/mamba_context_parallel.py`).
+    """
+    kernels, unit, tensor = costs.kernels, float(train.value_bytes), layout.tensor
+    tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
+    products, width = None, 0.0
+    for each in mixer.products(train.model.hidden_size):
+        inputs = each.inputs / (tensor if each.split == "inputs" else 1.0)
+        outputs = each.outputs / (tensor if each.split == "outputs" else 1.0)
+        product = linear(kernels, tokens if each.split else rows, inputs, outputs, train.precision)
+        products = product if products is None else products + product
+        width += each.outputs * (each.split == "outputs")
+    assert products is not None
+    norm, norm_back, residual = _norm_and_residual(train, layout, costs)
+    square = np.full_like(tokens, SQUARE)
+    per_flop = kernels.gemm_seconds(square, square, square, _unquantised(train.precision)) / (2.0 * SQUARE**3)
+    flops = mixer.core_flops(float(train.sequence)) * tokens / tensor
+    traffic = (unit * mixer.moved + 2.0 * mixer.state_bytes / mixer.chunk) * tokens / tensor
+    core = kernels.memory_seconds(traffic) + flops * per_flop / CORE_SHARE
+    payload = unit * width * tokens / tensor
+    exchange = collective(costs, "all_to_all", payload, layout.context, tensor) * (layout.context > 1.0)
+    launches = np.full_like(tensor, LAUNCHES[train.transformer_engine][0])
+    forward = Seconds.from_compute(
+        products.forward + core + norm + residual, tensor=tp.forward, context=exchange, launches=launches
+    )
+    backward = Seconds.from_compute(
+        products.input_gradient + CORE_BACKWARD * core + norm_back + residual,
+        tensor=tp.backward(products),
+        context=exchange,
+        launches=2.0 * launches,
+    )
+    repeated = norm if "layernorm" in train.options.recompute_modules else np.zeros_like(norm)
+    return Block(forward, backward, products.weight_gradient, Seconds.from_compute(repeated))
+
+
+SQUARE = 8192.0
+"""Rows and columns of a large matrix product."""
 
 
 def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
@@ -149,9 +204,14 @@ def _norm_and_residual(train: Training, layout: Layout, costs: Costs) -> tuple[F
     return *norm_seconds(kernels, unit * h * rows), kernels.memory_seconds(unit * 3.0 * h * rows)
 
 
-def _ffn_products(train: Training, costs: Costs, tokens: FloatArray, width: FloatArray) -> tuple[Linear, Linear]:
-    """Return the times of the two linear layers of an FFN whose inner width on each rank is `width`."""
-    h, gate_factor = train.model.hidden_size, 2.0 if train.model.gated_linear_unit else 1.0
+def _ffn_products(
+    train: Training, costs: Costs, tokens: FloatArray, width: FloatArray, hidden: float | None = None
+) -> tuple[Linear, Linear]:
+    """Return the times of the two linear layers of an FFN whose inner width on each rank is `width`.
+
+    `hidden` is its outer width, by default that of the model.
+    """
+    h, gate_factor = hidden or train.model.hidden_size, 2.0 if train.model.gated_linear_unit else 1.0
     return (
         linear(costs.kernels, tokens, h, gate_factor * width, train.precision),
         linear(costs.kernels, tokens, width, h, train.precision),
@@ -163,7 +223,8 @@ def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear,
     model, tokens, kernels = train.model, layout.tokens(train.sequence), costs.kernels
     h, (query, key, value), tensor = model.hidden_size, widths(model), layout.tensor
     if not model.multi_latent_attention:
-        qkv = linear(kernels, tokens, h, (query + key + value) / tensor, train.precision)
+        gate = model.attention_output_gate * query
+        qkv = linear(kernels, tokens, h, (query + gate + key + value) / tensor, train.precision)
         return qkv, qkv * 0.0, linear(kernels, tokens, query / tensor, h, train.precision)
     q_rank, kv_rank, rope = latent_widths(model)
     heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
@@ -190,6 +251,8 @@ def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[Floa
         groups = heads
     precision = _unquantised(train.precision)
     lengths, width = np.full_like(heads, length), np.full_like(heads, size)
+    if model.indexer and not train.options.sparse_kernels:
+        return _unfused_sparse_core(train, layout, costs, model.indexer, heads, size)
     if train.flash:
         kernel, sizes = train.options.attention_kernel, {"queries": lengths, "keys": lengths, "head_dim": width}
         shape = AttentionShape(batch=layout.micro_batch, heads=heads, groups=groups, kernel=kernel, **sizes)
@@ -200,6 +263,33 @@ def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[Floa
     product = product + costs.kernels.gemm_seconds(score_rows, width, lengths, precision)
     traffic_s, traffic_back_s = costs.kernels.memory_seconds(7.0 * scores), costs.kernels.memory_seconds(9.5 * scores)
     return product + traffic_s, 2.0 * product + traffic_back_s
+
+
+SPARSE_PASSES, INDEX_PASSES = (9.0, 12.0), (6.0, 9.0)
+"""Passes over 32-bit scores, forward and backward: of attention (product, scale, mask, softmax, cast, product with the
+values), and of the indexer (product, activation function, weights, sum). Counted in the source."""
+
+
+def _unfused_sparse_core(
+    train: Training, layout: Layout, costs: Costs, indexer: Indexer, heads: FloatArray, size: float
+) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of sparse attention without fused kernels, forward and backward.
+
+    It computes all scores of the attention and of the indexer in 32 bits, and masks those that are not chosen. Source:
+    megatron-core 0.16 `experimental_attention_variant/dsa.py` (`unfused_dsa_fn`, `_compute_index_scores`).
+    """
+    kernels, length = costs.kernels, float(train.sequence)
+    rows, keys = layout.micro_batch * length / layout.context, np.full_like(heads, length)
+    forward = backward = np.zeros_like(heads)
+    index_heads = np.full_like(heads, float(indexer.heads))
+    parts = ((heads, size, SPARSE_PASSES), (index_heads, float(indexer.head_dim), INDEX_PASSES))
+    for count, width, (passes, passes_back) in parts:
+        product = kernels.gemm_seconds(rows * count, keys, np.full_like(heads, width), "fp32")
+        scores = 4.0 * rows * count * length
+        forward = forward + product + kernels.memory_seconds(passes * scores)
+        backward = backward + 2.0 * product + kernels.memory_seconds(passes_back * scores)
+    values = kernels.gemm_seconds(rows * heads, np.full_like(heads, size), keys, _unquantised(train.precision))
+    return forward + values, backward + 2.0 * values
 
 
 def _fused_core(
@@ -244,12 +334,16 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     h, rows, experts_total = model.hidden_size, layout.token_rows(train.sequence), model.num_moe_experts or 1
     copies = layout.expert_tokens(model, train.sequence) * options.expert_imbalance
     local_experts, width = experts_total / layout.expert, (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
-    up, down = _ffn_products(train, costs, copies / local_experts, width)
+    latent = float(model.expert_hidden_size)
+    up, down = _ffn_products(train, costs, copies / local_experts, width, latent)
     experts = (up + down) * local_experts
     activation, activation_back = activation_seconds(train, kernels, train.value_bytes * width * copies)
     router = linear(kernels, rows, h, float(experts_total), _unquantised(train.precision))
+    if model.moe_latent_size:
+        router = router + linear(kernels, rows, h, latent, train.precision)
+        router = router + linear(kernels, rows, latent, h, train.precision)
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
-    permute = kernels.memory_seconds(unit * 2.0 * h * copies)
+    permute = kernels.memory_seconds(unit * 2.0 * latent * copies)
     sorts = 2.0 * permute * (local_experts > 1.0) * (options.dispatcher == "alltoall")
     is_grouped = options.grouped_gemm and train.transformer_engine
     router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]

@@ -199,7 +199,8 @@ def expert_dispatch(train: Training, layout: Layout, costs: Costs, share: float 
     tokens.
     """
     options, ranks, stride = train.options, layout.expert, layout.expert_tensor
-    tokens, topk = share * layer_input_bytes(train, layout), float(train.model.moe_router_topk)
+    width = train.model.expert_hidden_size / train.model.hidden_size
+    tokens, topk = share * width * layer_input_bytes(train, layout), float(train.model.moe_router_topk)
     copies = sent = np.full_like(ranks, topk)
     near = ranks
     if options.dispatcher == "flex":

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from flagcore_serving.job import Load, ServeSpec
+from flagcore_testing.examples import mixed
 
 from flagcore.api.jobs import past
-from flagcore.domain.model import Windows
+from flagcore.domain.model import Attention
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Trial, TrialState
@@ -127,7 +128,7 @@ def test_a_record_has_the_settings_of_a_command_and_not_the_command(
     ("task", "done"),
     [
         (tasks.task(tasks.DENSE), trial(0, TrialState.FAILED)),
-        (tasks.task(replace(tasks.DENSE, windows=Windows(num_layers=1, tokens=128))), trial(0)),
+        (tasks.task(mixed(tasks.DENSE, Attention(window=128), 1)), trial(0)),
         (serving(Load(concurrency=1), Load(concurrency=8)), trial(0)),
     ],
     ids=["no measurement", "a model that a record cannot describe", "several loads"],

@@ -1,0 +1,64 @@
+"""Kimi Delta Attention: a gated delta rule with a decay for each channel (arXiv 2510.26692), as in Kimi Linear."""
+
+from dataclasses import dataclass
+
+from flagcore.domain.model import Mixer, Product
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDeltaAttention(Mixer):
+    """Queries, keys, values and gates have `num_heads` heads of `head_dim` elements.
+
+    Decays and gates are projected over `head_dim` elements. Queries, keys and values each pass through a convolution
+    over `kernel` tokens.
+
+    Source: transformers 5.24 `models/kimi_linear`.
+    """
+
+    label = "Kimi Delta Attention"
+
+    num_heads: int
+    head_dim: int
+    kernel: int = 4
+
+    @property
+    def width(self) -> int:
+        """The total width of queries, keys or values."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def heads(self) -> int:
+        return self.num_heads
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        return (
+            Product(inputs=hidden_size, outputs=3 * self.width + self.num_heads),
+            Product(inputs=hidden_size, outputs=2 * self.head_dim, split=""),
+            Product(inputs=self.head_dim, outputs=2 * self.width),
+            Product(inputs=self.width, outputs=hidden_size, split="inputs"),
+        )
+
+    @property
+    def other_weights(self) -> int:
+        return 3 * self.kernel * self.width + 2 * self.width + self.num_heads + self.head_dim
+
+    @property
+    def moved(self) -> float:
+        """As in a gated DeltaNet, and the decays are read, in 32 bits."""
+        return 9.0 * self.width + 4.0 * self.width + 2.0 * self.width
+
+    @property
+    def saved(self) -> float:
+        """As in a gated DeltaNet, with the decays of all channels and their sums in 32 bits."""
+        inputs = 3.0 * self.width + self.num_heads + 2.0 * self.head_dim + 2.0 * self.width
+        recurrence = 2.0 * self.width + self.num_heads * (2.0 * self.chunk + 2.0) + 2.0 * self.width
+        return inputs + 3.0 * self.width + recurrence + 2.0 * self.width
+
+    def core_flops(self, tokens: float) -> float:
+        """As in a gated DeltaNet (arXiv 2510.26692, section 3.2)."""
+        chunk, dim = float(self.chunk), float(self.head_dim)
+        return self.num_heads * (2.0 * chunk * 5.0 * dim + chunk**2 + 6.0 * dim * dim)
+
+    @property
+    def state_bytes(self) -> float:
+        return 4.0 * self.num_heads * self.head_dim**2 + 2.0 * 3.0 * (self.kernel - 1) * self.width

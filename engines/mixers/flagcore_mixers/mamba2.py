@@ -1,0 +1,71 @@
+"""Mamba-2: a selective state space with one decay per head (arXiv 2405.21060), as in Nemotron-H and Granite 4."""
+
+from dataclasses import dataclass
+
+from flagcore.domain.model import Mixer, Product
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2(Mixer):
+    """`num_heads` heads of `head_dim` elements, each with a state of `head_dim` x `state_size` elements.
+
+    The heads of one of `groups` groups share the `state_size` inputs and outputs of their states. Inputs of heads and
+    states pass through a convolution over `kernel` tokens.
+    Source: megatron-core 0.16 `ssm/mamba_mixer.py`, mamba-ssm 2.2 `ops/triton/ssd_combined.py`.
+    """
+
+    label = "Mamba-2"
+    chunk = 128
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    groups: int = 8
+    kernel: int = 4
+
+    @property
+    def width(self) -> int:
+        """The total width of the heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """The width of the convolution: heads, and inputs and outputs of states."""
+        return self.width + 2 * self.groups * self.state_size
+
+    @property
+    def heads(self) -> int:
+        return self.groups
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        inputs = Product(inputs=hidden_size, outputs=self.width + self.channels + self.num_heads)
+        return inputs, Product(inputs=self.width, outputs=hidden_size, split="inputs")
+
+    @property
+    def other_weights(self) -> int:
+        return (self.kernel + 1) * self.channels + 3 * self.num_heads + self.width
+
+    @property
+    def moved(self) -> float:
+        """The convolution reads and writes its channels. The scan reads them and decays, writes and reads the states of
+        chunks, and writes heads. The gated norm reads heads and gates, and writes heads."""
+        states = 2.0 * 2.0 * self.width * self.state_size / self.chunk
+        return 3.0 * self.channels + self.width + states + 3.0 * self.width
+
+    @property
+    def saved(self) -> float:
+        """The fused kernel stores the outputs of the input product and of the scan, and computes the rest again. The
+        output product stores its input."""
+        return self.width + self.channels + self.num_heads + 2.0 * self.width
+
+    def core_flops(self, tokens: float) -> float:
+        """Per chunk of C tokens: C B^T per group; per head its product with the inputs, the states that a chunk adds,
+        and the outputs of the states before it (arXiv 2405.21060, section 6)."""
+        group = 2.0 * self.chunk * self.state_size
+        head = 2.0 * self.chunk * self.head_dim + 4.0 * self.head_dim * self.state_size
+        return self.groups * group + self.num_heads * head
+
+    @property
+    def state_bytes(self) -> float:
+        """States in 32 bits (`mamba_ssm_cache_dtype`), and inputs of the convolution in 16 bits."""
+        return 4.0 * self.width * self.state_size + 2.0 * (self.kernel - 1) * self.channels
