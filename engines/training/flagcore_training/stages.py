@@ -408,7 +408,7 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
     if layout is None:
         sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
         off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
-        layout = Layout(**{**sizes, **dict.fromkeys((*off, "split"), np.zeros(1))})
+        layout = Layout(**{**sizes, **dict.fromkeys((*off, "split", "expert_groups"), np.zeros(1))})
     dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
     edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
     attention, ffn = _layer_weights(train, layout, moe=False)
