@@ -2,8 +2,9 @@
 
 Sources: the operators of the layers of megatron-core 0.16 to 0.20, `gpt_model.py`, `tensor_parallel/cross_entropy.py`
 and `multi_token_prediction.py`; the tensors that transformer-engine 2.9 to 2.20 saves (`linear.py`,
-`layernorm_linear.py`, `grouped_linear.py`, `dot_product_attention`), with the defaults of its switches; for dropout and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busiest
-expert rank processes `Options.expert_imbalance` times the mean number of tokens.
+`layernorm_linear.py`, `grouped_linear.py`, `dot_product_attention`), with the defaults of its switches; for dropout
+and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busiest expert rank processes
+`Options.expert_imbalance` times the mean number of tokens.
 """
 
 from dataclasses import dataclass
