@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.chip import ASSUMED_NETWORK_RANGE
+from flagcore.domain.knob import in_versions
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Task
@@ -26,7 +27,7 @@ from flagcore_megatron.space import meshes as mixed
 from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM, candidate_columns, plain_values
 from flagcore_megatron.space.knobs import columns as row_of
 from flagcore_megatron.space.meshes import ALL_REPLICAS, MESHES, MICROBATCHES, PP, RECOMPUTE_KNOBS, Meshes
-from flagcore_megatron.space.options import options, precision, settings_in_force
+from flagcore_megatron.space.options import EXPERT_GROUPS_SINCE, options, precision, release, settings_in_force
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
 from flagcore_megatron.space.stages import LAYOUT, parse_layout
 
@@ -290,7 +291,9 @@ def layout_of(task: Task, columns: Columns) -> Layout:
     first, last = split.ends(columns)
     replicas, counts = columns.get(ALL_REPLICAS), columns.get(MICROBATCHES)
     is_apart = replicas is not None and counts is not None
-    is_layerwise = settings_in_force(task.spec).get("optimizer") == "dist_muon"  # shards whole matrices
+    is_layerwise = settings_in_force(task.spec).get("optimizer") == "dist_muon"
+    expert_tensor = split.expert_tensor_size(columns).astype(np.float64)
+    has_expert_groups = (expert_tensor != tensor) & in_versions(EXPERT_GROUPS_SINCE, release(task.spec))
     number = task.spec.train.global_batch_size / (micro_batch * data) if counts is None else counts.astype(np.float64)
     return Layout(
         data=data if replicas is None else replicas.astype(np.float64),
@@ -300,7 +303,8 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         virtual=split.virtual(columns).astype(np.float64),
         context=count("context_parallel_size"),
         expert=count("expert_model_parallel_size"),
-        expert_tensor=split.expert_tensor_size(columns).astype(np.float64),
+        expert_tensor=expert_tensor,
+        expert_groups=has_expert_groups.astype(np.float64),
         micro_batch=micro_batch,
         microbatches=np.maximum(number, 1.0),
         sharded_optimizer=np.maximum(count("use_distributed_optimizer"), float(is_layerwise)),

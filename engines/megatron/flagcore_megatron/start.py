@@ -45,6 +45,7 @@ TRANSFORMER_ENGINE_SETTINGS = (
 ACCEPTED_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "moe_token_dispatcher_type": dict.fromkeys((LOCAL, TRANSFORMER_ENGINE), ("alltoall", "allgather")),
     "cp_comm_type": {LOCAL: ("all_gather",), TRANSFORMER_ENGINE: ("p2p", "all_gather", "a2a")},
+    "cross_entropy_fusion_impl": {LOCAL: ("native",), TRANSFORMER_ENGINE: ("native", "te")},
 }
 """The only values that the trial program accepts for these settings, by implementation."""
 

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 from flagcore_megatron.engine import ENGINE
-from flagcore_megatron.predict import components, layout_of, predict
+from flagcore_megatron.predict import components, layout_of, predict, training
 from flagcore_megatron.space.knobs import candidate_columns
 
 from engines.training.tests.candidates import LLAMA
@@ -17,7 +17,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import components_of_row
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import SettingValue, Task
 from flagcore.physics.roofline import PlainMemory
 from flagcore.physics.transformer import SCHEDULES
 from flagcore.tuner.stages.build import build
@@ -160,6 +160,33 @@ def test_optimizers_store_their_moments(optimizer: str | None, matrix_bytes: int
 def test_the_layer_wise_optimizer_of_muon_shards_its_states(optimizer: str, is_sharded: bool) -> None:
     layout = layout_of(tasks.task(settings={"optimizer": optimizer}), candidate_columns({"data_parallel_size": 4}))
     assert bool(layout.sharded_optimizer[0]) is is_sharded
+
+
+@pytest.mark.parametrize(("release", "replicas"), [("0.18.2", 4), ("0.19.0", 8), (None, 8)])
+def test_experts_that_are_not_split_have_groups_of_their_own_since_0_19(release: str | None, replicas: int) -> None:
+    job = tasks.task(tasks.EXPERTS, devices=8, engine_version=release, settings={"expert_tensor_parallel_size": 1})
+    found = layout_of(job, candidate_columns({"data_parallel_size": 4, "tensor_model_parallel_size": 2}))
+    assert found.expert_replicas().tolist() == [replicas]
+
+
+@pytest.mark.parametrize(
+    ("settings", "release", "found"),
+    [
+        ({}, "0.16.1", {"frees_mtp_logits": False, "stores_core_copy": True, "whole_matrices": False}),
+        ({}, "0.18.0", {"frees_mtp_logits": True, "stores_core_copy": False, "whole_matrices": False}),
+        ({"cp_comm_type": "a2a"}, "0.19.0", {"stores_core_copy": True}),
+        ({"optimizer": "muon"}, "0.17.0", {"whole_matrices": False}),
+        ({"optimizer": "muon"}, "0.18.0", {"whole_matrices": True}),
+        ({"cross_entropy_loss_fusion": True}, None, {"cross_entropy_fusion": True, "in_place_loss": False}),
+        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, None, {"in_place_loss": True}),
+        ({"cross_entropy_fusion_impl": "te"}, None, {"in_place_loss": False}),
+    ],
+)
+def test_what_a_release_keeps_depends_on_it(
+    settings: dict[str, SettingValue], release: str | None, found: dict[str, bool]
+) -> None:
+    options = training(tasks.task(engine_version=release, settings={"cp_comm_type": "all_gather", **settings})).options
+    assert {name: getattr(options, name) for name in found} == found
 
 
 @pytest.mark.parametrize(

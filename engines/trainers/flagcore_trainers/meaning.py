@@ -202,6 +202,7 @@ def layout_of(given: Mapping[str, IntArray]) -> Layout:
         context=count[CP],
         expert=count[EP],
         expert_tensor=np.where(count[EP] > 1, ones, count[TP]),
+        expert_groups=zeros,
         micro_batch=count[MBS],
         microbatches=count[ACCUMULATION],
         sharded_optimizer=np.minimum(count[ZERO], 1.0),

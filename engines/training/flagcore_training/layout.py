@@ -105,7 +105,11 @@ class Options:
     the gradients, which are scattered for each micro-batch. Without `gradient_fusion`, weight gradients are added to
     their buffers by kernels of their own. With `sparse_kernels`, sparse attention computes only the chosen scores. With
     `fused_adam`, Adam is a kernel that works in place. `second_moments` are
-    the parameters with a second moment: "all", "others" (than the matrices of linear layers) or "none".
+    the parameters with a second moment: "all", "others" (than the matrices of linear layers) or "none". With
+    `whole_matrices`, a distributed optimizer shards no matrix of a linear layer: each is on one rank. With
+    `stores_core_copy`, context parallelism keeps the attention core's output before its collective, too. With
+    `frees_mtp_logits`, the logits of multi-token prediction are freed before those of the model are computed. With
+    `in_place_loss`, the loss works in place on 16-bit logits.
     """
 
     schedule: str | None = None
@@ -120,6 +124,7 @@ class Options:
     exp_avg_bytes: int = 4
     exp_avg_sq_bytes: int = 4
     second_moments: str = "all"
+    whole_matrices: bool = False
     precision_aware_optimizer: bool = False
     fp8_param_gather: bool = False
     assumed_fp8_gather: bool = False
@@ -145,9 +150,12 @@ class Options:
     grouped_gemm: bool = True
     expert_imbalance: float = 1.0
     cp_comm: str = "p2p"
+    stores_core_copy: bool = False
     attention_kernel: str = ""
     cuda_graph: str = ""
     cross_entropy_fusion: bool = False
+    in_place_loss: bool = False
+    frees_mtp_logits: bool = False
     dropout: bool = False
 
 
@@ -195,7 +203,8 @@ class Layout(ArrayRecord):
     """The parallel sizes and layer splits of candidates, as float arrays with one element per candidate.
 
     `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the start of
-    each (virtual) stage; 0 means off. `selective` is 1 with selective recompute, else 0. `first_layers` and
+    each (virtual) stage; 0 means off. `selective` is 1 with selective recompute, else 0. `expert_groups` is 1 if
+    experts have data-parallel groups of their own also without expert parallelism, else 0. `first_layers` and
     `last_layers` are 0 for an even split. `split` is the number of a split in `Options.splits`, 0 for none.
 
     `further` are the meshes after the first one, for the node groups after the first one. They have the same
@@ -216,6 +225,7 @@ class Layout(ArrayRecord):
     context: FloatArray
     expert: FloatArray
     expert_tensor: FloatArray
+    expert_groups: FloatArray
     micro_batch: FloatArray
     microbatches: FloatArray
     sharded_optimizer: FloatArray
@@ -274,12 +284,16 @@ class Layout(ArrayRecord):
     def expert_replicas(self) -> FloatArray:
         """Return the number of ranks that reduce the gradients of the same experts.
 
-        Without expert parallelism, the gradients of experts are reduced like those of other weights, even if experts
-        are split by tensor parallelism (megatron-core 0.16 `transformer/moe/experts.py`).
+        Without groups of their own, their gradients are reduced like those of other weights, even if experts are split
+        by tensor parallelism.
         """
         dense = self.data * self.context
         group: FloatArray = dense * self.tensor / (self.expert * self.expert_tensor)
-        return np.where(self.expert > 1.0, group, dense).clip(min=1.0)
+        return np.where(self._has_expert_groups(), group, dense).clip(min=1.0)
+
+    def _has_expert_groups(self) -> BoolArray:
+        has_groups: BoolArray = (self.expert > 1.0) | (self.expert_groups > 0.0)
+        return has_groups
 
     def communicators(self) -> FloatArray:
         """Return the number of communicators of a rank.
@@ -287,7 +301,7 @@ class Layout(ArrayRecord):
         There is one communicator of all ranks, and one of each parallel group that has several ranks.
         """
         shards = self.data * self.context
-        experts = np.where(self.expert > 1.0, self.expert_replicas(), 1.0)
+        experts = np.where(self._has_expert_groups(), self.expert_replicas(), 1.0)
         groups = (self.tensor, self.context, shards, self.pipeline, self.expert, experts)
         several = [np.where(size > 1.0, 1.0, 0.0) for size in (self.tensor * shards * self.pipeline, *groups)]
         count: FloatArray = np.sum(several, axis=0)

@@ -47,7 +47,7 @@ MOE = dataclasses.replace(LLAMA, num_layers=24, num_moe_experts=8, moe_router_to
 
 ONES = ("data", "tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "micro_batch")
 STATES = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block")
-ZEROS = (*STATES, "first_layers", "last_layers", "split")
+ZEROS = (*STATES, "expert_groups", "first_layers", "last_layers", "split")
 NEUTRAL = {**dict.fromkeys(ONES, 1.0), **dict.fromkeys(ZEROS, 0.0), "microbatches": 8.0}
 NODE = Level(name="node", devices=8, bytes_per_second=400e9, latency_seconds=5e-6)
 NETWORK = Level(name="network", devices=1024, bytes_per_second=50e9, latency_seconds=20e-6)

@@ -60,7 +60,20 @@ def test_static_bytes_follow_precision_and_sharding() -> None:
 
 def test_a_distributed_optimizers_buffer_is_padded_to_a_multiple_of_128_and_of_its_ranks() -> None:
     split = layout(data=[1, 8, 3], sharded_optimizer=[0, 1, 1])
-    np.testing.assert_allclose(memory.padding(split, np.full(3, 1000.0), experts=False), [0, 24, 152])
+    found = memory.padding(train(), split, {"norms": np.full(3, 1000.0)}, experts=False)
+    np.testing.assert_allclose(found, [0, 24, 152])
+
+
+def test_ranks_that_shard_whole_matrices_have_as_many_elements_as_the_one_with_the_largest() -> None:
+    split, matrix = layout(data=[1, 8, 1024], sharded_optimizer=1), 2 * 4096 * 11008
+    whole, plain = train(options=Options(whole_matrices=True, second_moments="others")), train()
+    padded = memory.padding(whole, split, {"ffn": np.full(3, 32 * 1.5 * matrix)}, experts=False)
+    np.testing.assert_allclose(padded, [0, 0, (1024 - 48) * matrix])
+    extra = training_memory(whole, split).static - training_memory(plain, split).static
+    linear = 32 * (4 * 4096**2 + 1.5 * matrix)
+    saved = np.minimum(4 * linear / np.array([1, 8, 1024]), 4 * linear)
+    np.testing.assert_allclose(extra[:2], -saved[:2], rtol=1e-6)
+    np.testing.assert_allclose(extra[2], 6 * (1024 * matrix - linear) + 8 * matrix - 12 * linear / 1024, rtol=1e-6)
 
 
 def test_experts_are_sharded_over_their_own_group() -> None:
@@ -253,7 +266,7 @@ def engine(model: Model, sequence: int, **options: Any) -> Training:
 def test_measured_peaks_with_transformer_engine_are_predicted(
     model: Model, split: dict[str, Any], sequence: int, measured: float
 ) -> None:
-    work = engine(model, sequence, cross_entropy_fusion=True, cp_comm="a2a")
+    work = engine(model, sequence, cross_entropy_fusion=True, in_place_loss=True, cp_comm="a2a", stores_core_copy=True)
     candidate = layout(**split, sharded_optimizer=1, sequence_parallel=1)
     found = training_memory(work, candidate, workspace_bytes=32 * MIB)
     assert found.peak[0] / GIB == pytest.approx(measured, rel=0.005)

@@ -23,16 +23,29 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 NARROW = {"mxfp8": 33 / 64}
 """Bytes of formats in which experts exchange tokens, with a scale per 32 elements, relative to 16 bits."""
 TRIAL, COMMAND = "trial", "command"
+LOSS_FUSION = "cross_entropy_loss_fusion"
 MTP_LAYOUTS_SINCE, EARLY_MTP_SINCE = ">=0.14", ">=0.16"
 """Releases whose layouts may contain multi-token prediction: at all, and on a stage before the loss.
 
 Source: megatron-core's `pipeline_parallel_layer_layout.py`."""
 MUON_SHARDED_SINCE = ">=0.18"
 """Releases in which the distributed optimizer shards Muon (Megatron-LM `validate_args`, core_v0.16 to 0.20)."""
+FREED_MTP_LOGITS_SINCE = ">=0.17"
+"""Releases that compute the losses of multi-token prediction in a function of their own, `process_mtp_loss`."""
+NO_CORE_COPY_SINCE = ">=0.18"
+"""Releases whose all-gather of context parallelism keeps no copy of the attention core's output.
+
+Transformer-engine kept one until 2.14. Its release is unknown: Megatron 0.17 was built with 2.14, 0.18 with 2.16
+(their `uv.lock`)."""
+EXPERT_GROUPS_SINCE = ">=0.19"
+"""Releases in which experts that are split otherwise than other layers have data-parallel groups of their own.
+
+Source: `use_expert_pgs` in megatron-core's `tensor_parallel/layers.py`. Until then only expert parallelism does it."""
 SECOND_MOMENTS = {"sgd": "none", "muon": "others", "dist_muon": "others", "lion": "others"}
 """The parameters with a second moment, by optimizer. Muon and Lion update matrices, Adam all others.
 
-Source: megatron-core 0.20 `optimizer/emerging_optimizers.py`."""
+SOAP also keeps two square matrices for each side of a matrix, which are not included. Sources: megatron-core
+`optimizer/muon.py` of 0.16 and 0.17, `optimizer/emerging_optimizers.py` of 0.18 to 0.20; emerging-optimizers 0.3."""
 DEFAULTS: Mapping[str, Settings] = {
     TRIAL: {"moe_token_dispatcher_type": "alltoall", "cp_comm_type": "all_gather"},
     COMMAND: {"moe_token_dispatcher_type": "allgather", "cp_comm_type": "p2p"},
@@ -75,7 +88,8 @@ def options(task: Task) -> Options:
     train, settings = task.spec.train, settings_in_force(task.spec)
     check(task, settings)
     share, offloads = settings.get("optimizer_offload_fraction", 1.0), "fine_grained_activation_offloading"
-    fp8_attention = settings.get("fp8_dot_product_attention")
+    fp8_attention, version = settings.get("fp8_dot_product_attention"), release(task.spec)
+    cp_comm, is_emerging = str(settings["cp_comm_type"]), is_emerging_optimizer(settings)
     fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in TABLES["switches"].items()}
     fields["fsdp"] |= bool(settings.get("use_torch_fsdp2"))
     fields |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in TABLES["widths"].items()}
@@ -86,6 +100,7 @@ def options(task: Task) -> Options:
         recompute_modules=recompute_modules(settings),
         grad_bytes=_grad_bytes(precision(train, settings), settings),
         second_moments=SECOND_MOMENTS.get(str(settings.get("optimizer")), "all"),
+        whole_matrices=is_emerging and in_versions(MUON_SHARDED_SINCE, version),
         assumed_fp8_gather="fp8_param_gather" in train.assumed,
         optimizer_offload_fraction=float(share or 0.0) if settings.get("optimizer_cpu_offload") else 0.0,
         offload_modules=words(settings.get("offload_modules")) if settings.get(offloads) else frozenset(),
@@ -100,11 +115,19 @@ def options(task: Task) -> Options:
         combine_gradient_share=NARROW.get(str(settings.get("moe_combine_bwd_dtype")), 1.0),
         linked_devices=float(task.cluster.linked_devices),
         expert_imbalance=_imbalance(settings),
-        cp_comm=str(settings["cp_comm_type"]),
+        cp_comm=cp_comm,
+        stores_core_copy="a2a" in cp_comm or (cp_comm == "all_gather" and not in_versions(NO_CORE_COPY_SINCE, version)),
+        in_place_loss=settings.get("cross_entropy_fusion_impl") == "te" and bool(settings.get(LOSS_FUSION)),
+        frees_mtp_logits=in_versions(FREED_MTP_LOGITS_SINCE, version),
         attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
         cuda_graph=_graph(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )
+
+
+def is_emerging_optimizer(settings: Settings) -> bool:
+    """Return whether a job's optimizer is one of those that Megatron shards by whole matrices."""
+    return str(settings.get("optimizer") or "adam") not in ("adam", "sgd")
 
 
 def release(spec: Spec) -> str | None:
@@ -141,9 +164,9 @@ def precision(train: TrainSpec, settings: Settings) -> str:
 def check(task: Task, settings: Settings) -> None:
     """Raise SpecError for a combination of settings that Megatron refuses for every candidate.
 
-    Sources: megatron-core 0.16 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
+    Sources: megatron-core 0.16 to 0.20 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
     """
-    modules, model = recompute_modules(settings), task.spec.model
+    modules, model, version = recompute_modules(settings), task.spec.model, release(task.spec)
     enabled = {key for key, value in settings.items() if value not in (False, "fp32", 0, "none")}
     dispatcher = settings.get("moe_token_dispatcher_type")
     aware_optimizer, shared_overlap = "use_precision_aware_optimizer", "moe_shared_expert_overlap"
@@ -168,13 +191,27 @@ def check(task: Task, settings: Settings) -> None:
             "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",
         ),
         "optimizer": (
-            optimizer not in ("adam", "sgd")
+            is_emerging_optimizer(settings)
             and (task.spec.train.precision == "fp16" or bool({"use_megatron_fsdp", "use_torch_fsdp2"} & enabled)),
             "excludes fp16, use_megatron_fsdp and use_torch_fsdp2",
         ),
         aware_optimizer: (optimizer != "adam", "needs optimizer: adam"),
+        "overlap_moe_expert_parallel_comm": (
+            "moe" in modules and in_versions(">=0.17", version),
+            "excludes recompute_modules: moe",
+        ),
+        "offload_modules": (
+            "moe" in modules
+            and not words(settings.get("offload_modules")).isdisjoint({"moe_act", "expert_fc1"})
+            and in_versions(">=0.19", version),
+            "may not be inside recompute_modules: moe",
+        ),
+        "cuda_graph_scope": (
+            settings.get("cuda_graph_impl") == "full_iteration",
+            "excludes cuda_graph_impl: full_iteration",
+        ),
         "overlap_grad_reduce": (
-            optimizer == "muon" and not in_versions(MUON_SHARDED_SINCE, release(task.spec)),
+            optimizer == "muon" and not in_versions(MUON_SHARDED_SINCE, version),
             f"excludes optimizer: muon before Megatron {MUON_SHARDED_SINCE.lstrip('>=')}",
         ),
         LAYOUT: (bool({EMBEDDING, LOSS, FIRST, LAST} & enabled), "excludes other settings of the split of layers"),

@@ -145,7 +145,7 @@ def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
     """Return the settings of published recipes. MoE models recompute cheap modules that store many bytes."""
     model, settings = task.spec.model, task.spec.train.settings
     recipe = overlaps(task, kind, settings, sharded=True, sequence_parallel=True)
-    recipe["cross_entropy_loss_fusion"] = True
+    recipe |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     if model.num_moe_experts is None:
         return {**recipe, "moe_grouped_gemm": False}
     modules = "layernorm,moe_act" + (",mla_up_proj" if model.multi_latent_attention else "")

@@ -1,8 +1,8 @@
 """Megatron's rules for legal candidates, and merges of candidates that it treats as equal.
 
-Rules about a setting are named after it. Sources: megatron-core 0.16 `parallel_state.py`, `transformer_config.py`,
-`num_microbatches_calculator.py`, `pipeline_parallel/schedules.py`, `multi_token_prediction.py`, `distrib_optimizer.py`;
-Megatron-LM core_v0.16 `arguments.py`.
+Rules about a setting are named after it. Sources: megatron-core 0.16 to 0.20 `parallel_state.py`,
+`transformer_config.py`, `num_microbatches_calculator.py`, `pipeline_parallel/schedules.py`,
+`multi_token_prediction.py`, `distrib_optimizer.py`; Megatron-LM `arguments.py` of the same releases.
 """
 
 import math
@@ -37,6 +37,10 @@ DIST_OPT_SETTINGS = ("overlap_param_gather", "fp8_param_gather", "use_precision_
 """Settings that Megatron refuses without the distributed optimizer, even on one rank."""
 METHOD, RECOMPUTE_LAYERS = "recompute_method", "recompute_num_layers"
 EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
+UNPIPED_MTP_OVERLAP_SINCE = ">=0.18"
+"""Releases that overlap the communication of experts with multi-token prediction also without a pipeline.
+
+The time and memory of that overlap are not modelled: such a candidate is predicted without it."""
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
@@ -279,6 +283,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
     settings, split = settings_in_force(task.spec), Split.from_task(task)
     sharded, depths = bool(settings.get("use_megatron_fsdp")), task.spec.model.mtp_num_layers
     offloaded = numbers(settings.get("offload_stages"))
+    piped_depths = 0 if in_versions(UNPIPED_MTP_OVERLAP_SINCE, release(task.spec)) else depths
     is_muon = "muon" in str(settings.get("optimizer"))
     is_unsharded = is_muon and not in_versions(MUON_SHARDED_SINCE, release(task.spec))
 
@@ -309,12 +314,13 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
             name=EXPERT_OVERLAP,
             knobs=(PP, SPLIT, EP, LAYERS_PER_VIRTUAL, RECOMPUTE, GRANULARITY),
             message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute; with "
-            f"multi-token prediction also {PP} > 1 and mtp_num_layers: 1",
+            f"multi-token prediction also mtp_num_layers: 1, and {PP} > 1 before Megatron "
+            f"{UNPIPED_MTP_OVERLAP_SINCE.lstrip('>=')}",
             broken=lambda c: (
                 (c[EP] == 1)
                 | recomputes(c, FULL)
                 | ((c[PP] > 1) & (split.virtual(c) == 1))
-                | ((c[PP] == 1) & (depths > 0))
+                | ((c[PP] == 1) & (piped_depths > 0))
                 | (depths > 1)
             ),
         ),
@@ -339,11 +345,12 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
 def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:
     """Yield a rule that rejects every candidate, for each setting that requires another setting that is off."""
     is_flex = settings.get("moe_token_dispatcher_type") == "flex"
+    is_ncclep = is_flex and settings.get("moe_flex_dispatcher_backend") == "ncclep"
     requirements = {
         "overlap_param_gather": ("overlap_grad_reduce", settings.get("overlap_grad_reduce")),
         "moe_flex_dispatcher_backend": ("moe_token_dispatcher_type: flex", is_flex),
-        "moe_dispatch_fwd_dtype": ("moe_token_dispatcher_type: flex", is_flex),
-        "moe_combine_bwd_dtype": ("moe_token_dispatcher_type: flex", is_flex),
+        "moe_dispatch_fwd_dtype": ("moe_flex_dispatcher_backend: ncclep", is_ncclep),
+        "moe_combine_bwd_dtype": ("moe_flex_dispatcher_backend: ncclep", is_ncclep),
         "fp8_recipe": ("fp8_format", "fp8" in precision(task.spec.train, settings)),
         "cuda_graph_scope": ("cuda_graph_impl", settings.get("cuda_graph_impl", "none") != "none"),
     }

@@ -52,6 +52,7 @@ class TrialCandidate:
     tp_comm_overlap: bool = False
     cp_comm_type: str | None = None
     cross_entropy_loss_fusion: bool = False
+    cross_entropy_fusion_impl: str | None = None
     moe_token_dispatcher_type: str = "alltoall"
     moe_grouped_gemm: bool = False
     fp8_recipe: str | None = None

@@ -283,8 +283,8 @@ def patch_without_transformer_engine() -> None:
         return
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    if random.CheckpointWithoutOutput.__init__.__defaults__:
-        random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    if defaults := random.CheckpointWithoutOutput.__init__.__defaults__:
+        random.CheckpointWithoutOutput.__init__.__defaults__ = (None, *defaults[1:])
     multi_latent_attention.HAVE_TE = False
     distrib_optimizer.quantize_param_shard = lambda *_: None
 

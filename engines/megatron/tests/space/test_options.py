@@ -103,6 +103,15 @@ def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
         ({"optimizer": "lion", "use_torch_fsdp2": True}, "optimizer"),
         ({"optimizer": "sgd", "use_precision_aware_optimizer": True}, "use_precision_aware_optimizer"),
         ({"recompute_modules": "moe_act"}, "recompute_modules"),
+        (
+            {"recompute_modules": "moe", "overlap_moe_expert_parallel_comm": True},
+            "overlap_moe_expert_parallel_comm",
+        ),
+        (
+            {"recompute_modules": "moe", "offload_modules": "moe_act", "fine_grained_activation_offloading": True},
+            "offload_modules",
+        ),
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_scope": "attn"}, "cuda_graph_scope"),
         ({"recompute_modules": "shared_experts", "moe_shared_expert_overlap": True}, "recompute_modules"),
         (
             {"pipeline_model_parallel_layout": "EttttL", "account_for_loss_in_pipeline_split": True},

@@ -77,7 +77,8 @@ def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(mo
 
 
 def test_a_named_setting_takes_precedence_over_contradicting_notes() -> None:
-    assert assumed(settings={"overlap_grad_reduce": False}).keys() == {"tp_comm_overlap", "cross_entropy_loss_fusion"}
+    fused_loss = {"cross_entropy_loss_fusion", "cross_entropy_fusion_impl"}
+    assert assumed(settings={"overlap_grad_reduce": False}).keys() == {"tp_comm_overlap"} | fused_loss
     found = assumed(tasks.EXPERTS, settings={"moe_grouped_gemm": False, "moe_shared_expert_overlap": True})
     assert not found.keys() & {"moe_grouped_gemm", "moe_token_dispatcher_type", "recompute_modules"}
     assert OVERLAP not in assumed(tasks.EXPERTS, space={**SPACE, OVERLAP: (False, True)})

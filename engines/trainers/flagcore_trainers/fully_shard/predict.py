@@ -118,6 +118,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         context=count[fs.CP],
         expert=count[fs.EP],
         expert_tensor=ones if task.spec.model.num_moe_experts else count[fs.TP],
+        expert_groups=zeros,
         micro_batch=count[fs.MBS],
         microbatches=np.maximum(task.spec.train.global_batch_size // samples, 1.0),
         sharded_optimizer=ones,

@@ -1,9 +1,10 @@
 """Bytes of activations of a model's modules (layers, embedding, head) for one micro-batch: stored, and at their peaks.
 
-Sources: the operators of megatron-core 0.16's layers, `gpt_model.py`, `tensor_parallel/cross_entropy.py` and
-`multi_token_prediction.py`; the tensors that transformer-engine 2.9 saves (`linear.py`, `layernorm_linear.py`,
-`dot_product_attention`); for dropout and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busiest
-expert rank processes `Options.expert_imbalance` times the mean number of tokens.
+Sources: the operators of the layers of megatron-core 0.16 to 0.20, `gpt_model.py`, `tensor_parallel/cross_entropy.py`
+and `multi_token_prediction.py`; the tensors that transformer-engine 2.9 to 2.20 saves (`linear.py`,
+`layernorm_linear.py`, `grouped_linear.py`, `dot_product_attention`), with the defaults of its switches; for dropout
+and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busiest expert rank processes
+`Options.expert_imbalance` times the mean number of tokens.
 """
 
 from dataclasses import dataclass
@@ -36,8 +37,7 @@ def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     gathered = sizes.gathered * train.transformer_engine
     work = unit * local * width + sizes.whole + sizes.scattered + gathered + sizes.weight * h * width / layout.tensor
     context = unit * local * output_width
-    # All-to-all and all-gather keep the core's output before the collective, p2p does not (transformer-engine 2.9).
-    stores_copy = train.transformer_engine and train.options.cp_comm != "p2p"
+    stores_copy = train.transformer_engine and train.options.stores_core_copy
     quantised_input = local * output_width * sizes.linear * (train.precision == "fp8")
     output_work = sizes.gathered + context + sizes.weight * h * output_width / layout.tensor
     core = {
@@ -275,12 +275,14 @@ def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     """Return the final norm and the output head with its loss.
 
     The loss stores fp32 probabilities. At its peak, the 16-bit logits are allocated as well. In backward the 16-bit
-    gradient replaces them while the gradients of input and weight are computed. A fused loss works in place on the
-    logits. The logits of the last depth of multi-token prediction are still allocated.
+    gradient replaces them while the gradients of input and weight are computed. megatron-core's own fused loss stores
+    as much (`fused_cross_entropy.py`, core_v0.16 to 0.20); transformer-engine's works in place on the logits before
+    release 2.19, which copies them first: one more tensor of logits at the peak of forward, not included. Unless they
+    were freed, the logits of the last depth of multi-token prediction are still allocated.
     """
     logits = _logits(train, layout, sizes)
     tensors = {"head_input": sizes.unit * train.model.hidden_size * sizes.rows, "logits": logits.stored}
-    mtp_logits = logits.computed * (train.model.mtp_num_layers > 0)
+    mtp_logits = logits.computed * (train.model.mtp_num_layers > 0 and not train.options.frees_mtp_logits)
     peak = np.maximum(logits.forward + mtp_logits, logits.backward)
     return [norm("final_norm", sizes), Module("output_head", tensors, peak)]
 
@@ -326,7 +328,7 @@ def _logits(train: Training, layout: Layout, sizes: Sizes) -> _Logits:
     vocab = padded_vocab(train.model, layout.tensor) / layout.tensor
     logits = sizes.unit * vocab * sizes.tokens
     gradient_work = sizes.whole + sizes.scattered + sizes.weight * vocab * train.model.hidden_size
-    if train.options.cross_entropy_fusion and train.transformer_engine:
+    if train.options.in_place_loss and train.transformer_engine:
         return _Logits(logits, logits, np.zeros_like(logits), gradient_work)
     fp32_logits = 4.0 * vocab * sizes.tokens
     half_logits = logits * (train.value_bytes == 2)

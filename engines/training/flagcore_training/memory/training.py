@@ -1,8 +1,9 @@
 """Memory of one rank in training: the model states and activations of the stage that needs the most.
 
-Sources of the states: megatron-core 0.16 (`param_and_grad_buffer.py`, `distrib_optimizer.py`, `optimizer.py`,
-`parallel_state.py`, `schedules.py`, `token_dispatcher.py`), torch 2.11's AdamW, transformer-engine 2.10
-(`get_dummy_wgrad`); ZeRO (arXiv 1910.02054) with unsharded gradient buffers.
+Sources of the states: megatron-core 0.16 to 0.20 (`param_and_grad_buffer.py`, `distrib_optimizer.py`, `optimizer.py`,
+`layer_wise_optimizer.py`, `parallel_state.py`, `schedules.py`, `token_dispatcher.py`), torch 2.11's AdamW,
+transformer-engine 2.9 to 2.20 (`fused_adam.py`, `get_dummy_wgrad`); ZeRO (arXiv 1910.02054) with unsharded gradient
+buffers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from flagcore.contracts import Costs, MemoryModel, communicator_bytes
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.transformer import attended, mean_layer, projection_weights
+from flagcore.physics.transformer import attended, mean_layer, projection_weights, widths
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
 from flagcore_training.memory.activations import gathered_tokens
 from flagcore_training.memory.modules import Sizes
@@ -38,13 +39,13 @@ LINEAR_PARTS = ("qkv_proj", "out_proj", "mixers", "ffn", "experts", "shared_expe
 QUANTISED_BYTES = {"fp8": 2.0, "mxfp8": 2.0 * (1 + 1 / 32), "nvfp4": 2.0 * (1 / 2 + 1 / 16)}
 """Bytes per weight of its 8- or 4-bit copies, including the scales of blocks of 32 or 16 elements.
 
-There is one copy for each direction of a product (transformer-engine 2.9, `get_weight_workspace`). A chip whose fp8
+There is one copy for each direction of a product (transformer-engine 2.9 to 2.20, `module/base.py`). A chip whose fp8
 products support both directions stores only one."""
 
 BUCKET_MULTIPLE = 128
 """Megatron pads gradient buffers to a common multiple of this and of the number of ranks that share them.
 
-Source: megatron-core 0.16."""
+Source: megatron-core 0.16 to 0.20, whose `param_layout.py` has the same multiple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +102,41 @@ def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, 
     return State(weights / fsdp_shards, gradients / gradient_shards, main * share * count / owners, optimizer)
 
 
-def padding(layout: Layout, count: FloatArray, *, experts: bool) -> FloatArray:
-    """Return the number of padding elements in a distributed optimizer's buffer.
+def padding(train: Training, layout: Layout, params: Parts, *, experts: bool) -> FloatArray:
+    """Return the number of padding elements in a distributed optimizer's buffers of dense or of expert weights.
 
-    The size of the buffer is a multiple of 128 and of the number of its ranks.
+    The size of a buffer is a multiple of 128 and of the number of its ranks. If matrices are not sharded, all ranks
+    have as many elements as the rank with most, which has at least the mean, and at least the largest matrix. This is a
+    lower bound: `layer_wise_optimizer.py` of core_v0.18 to 0.20 gives an 8B model on 4 to 256 ranks as many elements if
+    it has one bucket, and 8% to 19% more if gradients overlap, at one size twice as many; a 70B model with 8 tensor
+    ranks needs up to 1.76 times as many at 128 ranks.
     """
+    count = split_parameters(params)[experts]
     ranks = (layout.expert_shards() if experts else layout.shards()).astype(np.int64)
     multiple = np.lcm(ranks, BUCKET_MULTIPLE)
     padding_elements = np.ceil(count / multiple) * multiple - count
+    if train.options.whole_matrices:
+        missing = ranks * _largest_matrix(train, layout, params, experts=experts) - _linear(params, experts=experts)
+        padding_elements = np.maximum(padding_elements, missing)
     return np.where(ranks > 1, padding_elements, 0.0)
+
+
+def _linear(params: Parts, *, experts: bool) -> FloatArray:
+    """Return the number of weights of linear layers among the dense or the expert weights."""
+    names = [name for name in LINEAR_PARTS if name in params and (name in EXPERT_PARTS) is experts]
+    return sum((params[name] for name in names), np.zeros(()))
+
+
+def _largest_matrix(train: Training, layout: Layout, params: Parts, *, experts: bool) -> FloatArray:
+    """Return the number of elements of the largest matrix of a linear layer on a rank: dense, or of an expert."""
+    model, factor = train.model, train.model.hidden_size * (2.0 if train.model.gated_linear_unit else 1.0)
+    if experts:
+        return factor * (model.moe_ffn_hidden_size or 0) / layout.expert_tensor * (params.get("experts", 0.0) > 0)
+    width = attended(model) if model.multi_latent_attention else sum(widths(model))
+    ffn = model.ffn_hidden_size * (params.get("ffn", np.zeros(())) > 0)
+    shared = model.moe_shared_expert_intermediate_size or 0
+    largest: FloatArray = np.maximum(factor * np.maximum(ffn, shared), model.hidden_size * width) / layout.tensor
+    return largest
 
 
 STEP_BYTES = 4.0
@@ -314,14 +341,15 @@ def in_use(model: MemoryModel, memory: Memory, layout: Layout) -> InUse:
 def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, State]:
     """Return the model states of the dense weights and of the expert weights."""
     dense, experts = split_parameters(params)
-    of_linear = [params[name] for name in LINEAR_PARTS if name in params and name not in EXPERT_PARTS]
-    padded = dense + padding(layout, dense, experts=False)
-    total = state(train, layout, padded, experts=False, linear=sum(of_linear, np.zeros(())))
+    extra, of_matrices = padding(train, layout, params, experts=False), float(train.options.whole_matrices)
+    linear = _linear(params, experts=False) + of_matrices * extra
+    total = state(train, layout, dense + extra, experts=False, linear=linear)
     if train.model.num_moe_experts is None:
         none = np.zeros(())
         return total, State(none, none, none, none)
-    padded = experts + padding(layout, experts, experts=True)
-    return total, state(train, layout, padded, experts=True, linear=experts)
+    extra = padding(train, layout, params, experts=True)
+    linear = experts + of_matrices * extra
+    return total, state(train, layout, experts + extra, experts=True, linear=linear)
 
 
 def component_table(
@@ -355,9 +383,10 @@ def component_table(
         linear = count if name in LINEAR_PARTS else 0.0
         bytes_ = state(train, layout, count, experts=name in EXPERT_PARTS, linear=linear)
         add(name, count, bytes_, parts.get(name, zeros))
+    extras = [padding(train, layout, params, experts=experts) for experts in (False, True)]
     dense, routed = (
-        state(train, layout, padding(layout, count, experts=experts), experts=experts, linear=0.0)
-        for count, experts in zip(split_parameters(params), (False, True), strict=True)
+        state(train, layout, extra, experts=bool(experts), linear=float(train.options.whole_matrices) * extra)
+        for experts, extra in enumerate(extras)
     )
     engine = estimate.engine_bytes(table_stage, workspace_bytes)
     engine = engine + estimate.held_after_step(table_stage)
