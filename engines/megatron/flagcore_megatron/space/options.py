@@ -186,7 +186,7 @@ def check(task: Task, settings: Settings) -> None:
         shared_overlap: (dispatcher != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
         "recompute_modules": (
             ("mla_up_proj" in modules and not model.multi_latent_attention)
-            or ("moe_act" in modules and model.num_moe_experts is not None and "moe_grouped_gemm" not in enabled)
+            or ("moe_act" in modules and "moe_grouped_gemm" not in enabled)
             or ("shared_experts" in modules and shared_overlap in enabled),
             "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",
         ),

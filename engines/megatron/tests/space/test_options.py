@@ -125,9 +125,12 @@ def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], 
     assert refused.value.key == f"train.settings.{key}"
 
 
-def test_the_latent_attention_module_needs_latent_attention() -> None:
-    settings = {"recompute_modules": "mla_up_proj"}
-    assert options_of(settings).recompute_modules == {"mla_up_proj"}
+@pytest.mark.parametrize(
+    ("module", "needed"), [("mla_up_proj", {}), ("moe_act", {"moe_grouped_gemm": True})], ids=str
+)
+def test_a_module_needs_a_model_that_has_it(module: str, needed: dict[str, Any]) -> None:
+    settings = {"recompute_modules": module}
+    assert options_of({**settings, **needed}).recompute_modules == {module}
     with pytest.raises(SpecError):
         options(tasks.task(settings=settings))
 
