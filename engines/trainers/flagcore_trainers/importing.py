@@ -262,7 +262,7 @@ def _no_program(words: Sequence[str]) -> SpecError:
 
 
 def _is_on(content: Mapping[str, Any], name: str, flag: object) -> bool:
-    section = content.get(name)
+    section = content.get(name, content.get(name.replace("bf16", "bfloat16")))  # the old name
     value = section.get("enabled") if isinstance(section, Mapping) else None
     return value is True or (value in (None, "auto") and str(flag).lower() == "true")
 

@@ -38,6 +38,28 @@ def test_keys_and_options_of_deepspeed_are_named(zero: dict[str, Any], options: 
 
 
 @pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"compile": {"deepcompile": False, "debug_log": True}}, []),
+        ({"compile": {"deepcompile": True, "offload_activation": True, "double_buffer": True}}, 2),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, []),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, 1),
+        ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "num_workers": 4}}}, []),
+        ({"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}, 1),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "adam_w_mode": True}}}, []),
+        ({"optimizer": {"type": "Muon", "params": {"muon_lr": 1e-2, "ns_method": "gram"}}}, ["optimizer.type"]),
+        ({"expert_parallel": {"enabled": True, "preset_model": "mixtral", "autoep_size": 1}}, 1),
+        ({"compile": {"new_key": 3}}, ["compile.new_key"]),
+    ],
+)
+def test_of_a_section_only_the_keys_that_change_time_or_memory_are_named(
+    content: dict[str, Any], expected: list[str] | int
+) -> None:
+    effects = effects_of_deepspeed([], content)
+    assert ([each.name for each in effects] if isinstance(expected, list) else len(effects)) == expected
+
+
+@pytest.mark.parametrize(
     ("content", "options", "expected"),
     [
         ({"quantize": {"linear": {"float8": {"filter_fqns": ["output"]}}}, "model": {"converters": []}}, "", []),

@@ -130,7 +130,8 @@ def _of_model(task: Task) -> Iterator[Unmodelled]:
     classes = read_settings("flagcore.spec", "config_keys.yaml")
     for name, value in model.unread:
         found = classes.unmodelled(name.removeprefix("text_config."), value, f"model.{name}")
-        if found and (trains or not model.vision or name != "vision_config"):
+        of_training = name.endswith(("dropout", "pdrop")) or (model.vision and name == "vision_config")
+        if found and (trains or not of_training):
             yield found
 
 

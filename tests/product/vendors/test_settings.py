@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from flagcore_testing.examples import task_on
@@ -38,6 +39,16 @@ def test_each_variable_in_the_files_of_a_plugin_has_a_class(vendor: str) -> None
     words = re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", quirks.read_text("utf-8"))
     names |= {word for word in words if word.startswith(tuple(classes.prefixes.split())) and "ERROR" not in word}
     assert not OF_TORCH.unclassed(classes.unclassed(sorted(names)))
+
+
+LISTS = sorted(Path(__file__).with_name("settings").glob("*.txt"))
+"""The variables that releases of NCCL read."""
+
+
+@pytest.mark.parametrize("file", LISTS, ids=lambda file: file.stem)
+def test_each_variable_of_a_release_has_a_class(file: Path) -> None:
+    names = read_settings("flagcore_nvidia").unclassed(OF_TORCH.unclassed(file.read_text("utf-8").split()))
+    assert read_settings("flagcore_amd").unclassed(names) == []
 
 
 RECIPES = [
