@@ -28,6 +28,7 @@ ZERO_3 = {"stage": 3, "sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, 
         ({**ZERO_3, "stage3_prefetch_bucket_size": 1e7}, "", ["stage3_prefetch_bucket_size"]),
         ({"stage": 2, "reduce_scatter": False}, "", ["reduce_scatter"]),
         ({"stage": 2, "reduce_scatter": True, "no_such_key": 1}, "", ["no_such_key"]),
+        ({**ZERO_3, "memory_efficient_linear": False}, "", ["memory_efficient_linear"]),
         ({"stage": 2}, "--optim adafactor --lora_r 8 --use-lora True", ["--optim", "--lora_r, --use-lora"]),
         ({"stage": 2}, "--optim adamw_torch --torch_compile False", []),
     ],
@@ -45,6 +46,7 @@ def test_keys_and_options_of_deepspeed_are_named(zero: dict[str, Any], options: 
         ({}, "--parallelism.expert_parallel_degree 4 --metrics.log_freq 1", ["parallelism.expert_parallel_degree"]),
         ({}, "--compile.enable --training.mixed_precision_param=bfloat16", []),
         ({"new": {"key": 3}}, "", ["new.key"]),
+        ({"compile": {"components": ["model"], "backend": "inductor"}}, "", ["compile.components"]),
     ],
 )
 def test_keys_of_torchtitan_are_named(content: dict[str, Any], options: str, expected: list[str]) -> None:
