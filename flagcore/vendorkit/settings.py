@@ -46,8 +46,8 @@ class Cost:
 class Settings:
     """The content of a `settings.yaml`. Names are separated by spaces, and may end with `*`, for any ending.
 
-    A dash and an underscore are the same in names. A name also stands for its keys after a dot. In `costs`, `NAME=VALUE`
-    gives the default of a name: VALUE changes nothing, and off does.
+    A dash and an underscore are the same in names. A name also stands for its keys after a dot. In `costs`,
+    `NAME=VALUE` gives the default of a name: VALUE changes nothing, and off does.
 
     - `prefixes`: the starts of environment variables that are listed. Other variables have no class, and no effect.
     - `modelled`: settings that predictions include.

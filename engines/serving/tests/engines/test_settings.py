@@ -71,3 +71,9 @@ def test_removed_flags_have_a_class(engine: str) -> None:
 def test_flags_that_predictions_leave_out_are_named(engine: str, args: dict[str, object], named: list[str]) -> None:
     found = engine_of(engine).unmodelled(planned(engine, engine_args=args))
     assert [each.name.removeprefix("serve.engine_args.") for each in found] == named
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_vision_tower_that_is_not_loaded_changes_nothing(engine: str) -> None:
+    (found,) = engine_of(engine).unmodelled(planned(engine, engine_args={"language-model-only": True}))
+    assert (found.name, found.why) == ("model.vision_config", "")
