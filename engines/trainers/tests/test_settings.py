@@ -29,6 +29,7 @@ ZERO_3 = {"stage": 3, "sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, 
         ({"stage": 2, "reduce_scatter": False}, "", ["reduce_scatter"]),
         ({"stage": 2, "reduce_scatter": True, "no_such_key": 1}, "", ["no_such_key"]),
         ({**ZERO_3, "memory_efficient_linear": False}, "", ["memory_efficient_linear"]),
+        ({**ZERO_3, "zero_hpz_partition_size": 1, "zero_quantized_weights": True}, "", ["zero_quantized_weights"]),
         ({"stage": 2}, "--optim adafactor --lora_r 8 --use-lora True", ["--optim", "--lora_r, --use-lora"]),
         ({"stage": 2}, "--optim adamw_torch --torch_compile False", []),
     ],
@@ -47,6 +48,15 @@ def test_keys_and_options_of_deepspeed_are_named(zero: dict[str, Any], options: 
         ({}, "--compile.enable --training.mixed_precision_param=bfloat16", []),
         ({"new": {"key": 3}}, "", ["new.key"]),
         ({"compile": {"components": ["model"], "backend": "inductor"}}, "", ["compile.components"]),
+        ({}, "--compile.components model loss --debug.no-enable_structured_logging", []),
+        ({}, "--compile.components model --checkpoint.no-enable", ["compile.components"]),
+        ({}, "--parallelism.no-enable_sequence_parallel", ["parallelism.enable_sequence_parallel"]),
+        ({}, "--config llama3_8b_mxfp8 --training.steps 10", ["--config llama3_8b_mxfp8"]),
+        (
+            {},
+            "--parallelism.pipeline_parallel_schedule Interleaved1F1B",
+            ["parallelism.pipeline_parallel_schedule"],
+        ),
     ],
 )
 def test_keys_of_torchtitan_are_named(content: dict[str, Any], options: str, expected: list[str]) -> None:
