@@ -27,8 +27,11 @@ from flagcore_serving.space.placement import parse_roles
 from flagcore_serving.space.program import as_words
 from flagcore_serving.space.rules import check_text
 
-LENGTHS = ("max_model_len", "context_length", "ctx_size")
-"""Arguments whose value may have a unit, such as 32k."""
+LENGTHS = (
+    *("max_model_len", "context_length", "ctx_size"),
+    *("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_scheduled_tokens"),
+)
+"""Arguments whose value may have a unit, such as 32k. Source: vLLM 0.33 `engine/arg_utils.py`."""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HOSTS = "nnodes"
 _PASSES = re.compile("exec|nohup|sudo|time|env|setsid|uv|run")
