@@ -71,7 +71,8 @@ class Unmodelled:
     """A flag, variable or key of a job that changes its time or memory, and that predictions do not include.
 
     `name`: the setting as users write it.
-    `why`: what it changes, in which direction, and by how much if a source gives a size, as a phrase.
+    `why`: what it changes, in which direction, and by how much if a source gives a size, as a phrase. Empty if it
+    changes nothing in the job.
     `time`: the bounds of the factor by which it may change step times. They widen the 80% intervals.
     """
 

@@ -4,7 +4,7 @@ The file `settings.yaml` of a package states the class of each setting of an eng
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain
 
@@ -16,6 +16,8 @@ UNKNOWN_TIME = (0.8, 1.25)
 """The bounds of the time factor of a setting that is in no class. Chosen by hand."""
 UNCHANGED = ("", "none", "false", "0", "no", "off", "auto", "default")
 """Values with which a setting usually changes nothing, in lower case."""
+SWITCHES = {**dict.fromkeys(("true", "yes", "on"), "1"), **dict.fromkeys(("false", "no", "off"), "0")}
+"""Other words for 1 and 0, in lower case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class Cost:
     - `why`: what it changes, in which direction, and by how much if a source gives a size, as a phrase.
     - `time`: the bounds of the factor by which it may change step times.
     - `source`: where `why` comes from. Empty if it follows from the setting's description.
-    - `unless`: the values that change nothing, in lower case.
+    - `unless`: the values that change nothing.
     - `several_nodes`: whether it changes nothing on one node.
     """
 
@@ -44,7 +46,8 @@ class Cost:
 class Settings:
     """The content of a `settings.yaml`. Names are separated by spaces, and may end with `*`, for any ending.
 
-    A dash and an underscore are the same in names. A name also stands for its keys after a dot.
+    A dash and an underscore are the same in names. A name also stands for its keys after a dot. In `costs`,
+    `NAME=VALUE` gives the default of a name: VALUE changes nothing, and off does.
 
     - `prefixes`: the starts of environment variables that are listed. Other variables have no class, and no effect.
     - `modelled`: settings that predictions include.
@@ -58,8 +61,8 @@ class Settings:
     costs: Mapping[str, Cost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        costs = {name: cost for names, cost in self.costs.items() for name in names.split()}
-        object.__setattr__(self, "costs", costs)
+        costs = [(each.partition("="), cost) for names, cost in self.costs.items() for each in names.split()]
+        object.__setattr__(self, "costs", {name: _unless(default, cost) for (name, _, default), cost in costs})
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -93,7 +96,7 @@ class Settings:
         if key is None:
             return Unmodelled(name=shown or name, why=UNKNOWN, time=UNKNOWN_TIME)
         cost = self._by_key[key]
-        is_off = value is None or value is False or (cost is not None and str(value).lower() in cost.unless)
+        is_off = value is None or value is False or (cost is not None and _value(value) in map(_value, cost.unless))
         if cost is None or is_off or (cost.several_nodes and nodes == 1):
             return None
         return Unmodelled(
@@ -137,6 +140,21 @@ class Settings:
 
 def _key(name: str) -> str:
     return name.replace("-", "_")
+
+
+def _unless(default: str, cost: Cost) -> Cost:
+    """Return `cost` with a default that replaces the words for off, or as it is without one."""
+    others = (each for each in cost.unless if _value(each) != "0.0")
+    return replace(cost, unless=(*others, default)) if default else cost
+
+
+def _value(value: object) -> str:
+    """Return the text by which values are compared: numbers are equal in all forms, and words for a switch as well."""
+    word = str(value).lower()
+    try:
+        return str(float(SWITCHES.get(word, word)))
+    except ValueError:
+        return word
 
 
 @cache

@@ -4,6 +4,7 @@ Sources: DeepSpeed 0.19 `launcher/runner.py` and `runtime/config.py`; the recipe
 """
 
 import ast
+import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -430,9 +431,26 @@ def _check_degrees(command: UserCommand, content: Mapping[str, Any], cluster: di
 
 def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
     """Return the effects of a file's keys and of a command's options that predictions do not include."""
-    names = (word[2:].partition("=")[0] for word in words if word.startswith("--"))
-    given = {**dict(_flat(content)), **{name: option(words, name) for name in names if "." in name}}
-    return _effects(TORCHTITAN, ((key, key, value) for key, value in given.items()))
+    options = (_option_of_torchtitan(words, place) for place, word in enumerate(words) if word.startswith("--"))
+    given = {**dict(_flat(content)), **{name: value for name, value in options if "." in name}}
+    found = [(key, key, value) for key, value in given.items()]
+    if kind := FORMATS.search(name := str(option(words, "config"))):
+        found.append((f"config.{kind[0]}", f"--config {name}", True))
+    return _effects(TORCHTITAN, found)
+
+
+FORMATS = re.compile("float8|mxfp8|nvfp4|lora")
+"""What the name of a configuration in Python says of its layers. Source: `config_registry.py` of torchtitan 0.3."""
+
+
+def _option_of_torchtitan(words: Sequence[str], place: int) -> tuple[str, Any]:
+    """Return the option at a place of a command, and its values, with commas between them. `--a.no-b` turns a.b off."""
+    name, equals, value = words[place][2:].partition("=")
+    values = itertools.takewhile(lambda word: not word.startswith("-"), words[place + 1 :])
+    section, _, key = name.rpartition(".")
+    if key.startswith(("no-", "no_")) and TORCHTITAN.unclassed([name]):
+        return f"{section}.{key[3:]}", False
+    return name, value if equals else ",".join(values) or True
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

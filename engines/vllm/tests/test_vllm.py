@@ -176,6 +176,13 @@ def test_an_import_is_checked_with_the_installed_flags(install: Path, monkeypatc
         read("--no-such-flag")
 
 
+def test_sizes_with_a_unit_are_numbers() -> None:
+    words = ["--kv-cache-memory-bytes", "8G", "--max-num-batched-tokens", "16k"]
+    data = api.read_command("vllm", ["vllm", "serve", "Qwen/Qwen3-8B", *words]).data
+    assert data["serve"]["engine_args"]["kv-cache-memory-bytes"] == 8 * 2**30
+    assert data["auto_tuner"]["baseline"]["max_num_batched_tokens"] == 16_000
+
+
 def test_another_release_than_the_installed_one_can_be_planned_but_not_run(install: Path, tmp_path: Path) -> None:
     distribution(install, "vllm", "0.17.1")
     (tmp_path / "config.json").write_text("{}")

@@ -115,13 +115,14 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, engine: Engine, vers
 def unmodelled(task: Task, engine: Engine, advice: TaskAdvice) -> tuple[Unmodelled, ...]:
     """Return the settings of a task that change its cost and that predictions do not include.
 
-    What is known about a setting replaces that its effect is not known to others.
+    What is known about a setting replaces that its effect is not known to others. The engine's word on a key of the
+    model replaces the model's.
     """
     of_engine = optional(engine, Advice).unmodelled(task)
     of_torch = read_settings("flagcore.vendorkit").of_environment(task.spec)
     found = [*_of_model(task), *of_engine, *of_torch, *advice.unmodelled]
     by_name = {each.name: each for each in sorted(found, key=lambda each: each.why != UNKNOWN)}
-    return tuple(each for each in by_name.values() if each.name not in advice.harmless)
+    return tuple(each for each in by_name.values() if each.why and each.name not in advice.harmless)
 
 
 def _of_model(task: Task) -> Iterator[Unmodelled]:

@@ -43,6 +43,11 @@ def test_a_vision_tower_that_serving_predicts_is_not_named() -> None:
     assert not named(job)
 
 
+def test_what_an_engine_does_not_load_is_not_named() -> None:
+    job = with_model(task(), unread=(("vision_config", "{}"),))
+    assert not named(job, unmodelled=(Unmodelled(name="model.vision_config", why=""),))
+
+
 def test_the_word_of_a_plugin_on_a_variable_decides() -> None:
     job = task()
     job = replace(job, spec=replace(job.spec, envs={"TORCH_A": "1", "TORCH_B": "1", "TRITON_DEBUG": "1", "OMP_C": "1"}))

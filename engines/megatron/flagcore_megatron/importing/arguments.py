@@ -171,7 +171,7 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
     note_effects(not_predicted(given), flags.source)
     dropouts = dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.1)  # Megatron's defaults
     settings: dict[str, Any] = {name: value for name, value in dropouts.items() if not flags.has(name)}
-    if flags.get("peft_type") is not None:
+    if flags.get("peft_type") is not None or flags.get("lora_r") is not None:
         settings["trainable"] = "adapters"
     return {**result, **({"settings": settings} if settings else {})}
 
@@ -353,7 +353,7 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
     section = {"num_moe_experts": experts, "moe_router_topk": 2, **sizes}
     pattern = _pattern(frequency, layers)
     dense = pattern.index(1) if 1 in pattern else len(pattern)
-    if (first := flags.get("first_k_dense_replace")) and dense == 0:
+    if (first := flags.get("first_k_dense_replace") or 0) > 0 and dense == 0:
         dense = min(first, layers)
         pattern = [0] * dense + pattern[dense:]
     if pattern != [0] * dense + [1] * (layers - dense) or dense >= layers:
@@ -370,7 +370,7 @@ def _pattern(frequency: object, layers: int) -> list[Any]:
     text = str(frequency).strip()
     if outer := _REPEATED.fullmatch(text):
         return _pattern(outer[1], layers) * min(int(outer[2]), 9999)
-    if text.isdecimal() and int(text) > 0:
+    if text.removeprefix("-").isdecimal() and int(text):
         return [0 if layer % int(text) else 1 for layer in range(layers)]
     if not text or _PATTERN_TERM.sub("", text).strip("()+ "):
         return []

@@ -39,7 +39,8 @@ def not_predicted(given: Given) -> list[Unmodelled]:
     """Return the effects of arguments that predictions do not include. Those with the same effect are one."""
     on = {name for name, (_, value) in given.items() if is_on(name, value)}
     in_use = ((name, *given[name]) for name in given if name in on and not _is_idle(name, on))
-    return joined(effect for name, shown, value in in_use if (effect := SETTINGS.unmodelled(name, value, shown)))
+    effects = (SETTINGS.unmodelled(name, _text(value), shown) for name, shown, value in in_use)
+    return joined(filter(None, effects))
 
 
 def is_on(name: str, value: object) -> bool:

@@ -27,8 +27,11 @@ from flagcore_serving.space.placement import parse_roles
 from flagcore_serving.space.program import as_words
 from flagcore_serving.space.rules import check_text
 
-LENGTHS = ("max_model_len", "context_length", "ctx_size")
-"""Arguments whose value may have a unit, such as 32k."""
+LENGTHS = (
+    *("max_model_len", "context_length", "ctx_size"),
+    *("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_scheduled_tokens"),
+)
+"""Arguments whose value may have a unit, such as 32k. Source: vLLM 0.33 `engine/arg_utils.py`."""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HOSTS = "nnodes"
 _PASSES = re.compile("exec|nohup|sudo|time|env|setsid|uv|run")
@@ -91,7 +94,7 @@ def spec_of_command(
         _add_prefill(engine, data, spec_of_command(engine, start.prefill, directory, path)[0], notes)
     elif half := start.role or role(engine, start.words):
         for name in _of_role(engine, engine_args):
-            notes.note(f"--{name}", f"dropped: a {half} half that runs alone transfers nothing", "serve.engine_args")
+            _leave_out(name, f"dropped: a {half} half that runs alone transfers nothing", "serve.engine_args", notes)
             del engine_args[name]
         notes.note("command", f"is only the {half} half of a pair: give both halves in one file to tune them", "serve")
     return data, notes.notes
@@ -172,7 +175,7 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     for name in _of_role(engine, arguments):
         if word := next((each for each in transfers[1:] if each in str(arguments[name])), ""):  # not the default
             baseline[TRANSFER] = word
-        notes.note(f"--{name}", f"dropped ({arguments.pop(name)}): {PREFILL_DECODE} sets it", PREFILL_DECODE)
+        _leave_out(name, f"dropped ({arguments.pop(name)}): {PREFILL_DECODE} sets it", PREFILL_DECODE, notes)
     baseline[PREFILL_DECODE] = parse_roles("+".join(kinds), PREFILL_DECODE)
     text = "servers that only prefill or decode: other arguments are those of the servers that decode"
     notes.note(PREFILL_DECODE, text, f"auto_tuner.baseline.{PREFILL_DECODE}")
@@ -182,6 +185,12 @@ def _of_role(engine: EngineProfile, arguments: Mapping[str, Any]) -> list[str]:
     """Return the names of the flags that only servers of a pair need."""
     is_of_role = re.compile(engine.program.role_flags).fullmatch
     return [each for each in arguments if is_of_role(strip_dashes(each).replace("_", "-"))]
+
+
+def _leave_out(name: str, text: str, at: str, notes: Notes) -> None:
+    """Replace the notes on a flag, such as that it is passed to the engine, by one that it is left out."""
+    notes.notes = [each for each in notes.notes if each.key != f"--{name}"]
+    notes.note(f"--{name}", text, at)
 
 
 def _lengths(baseline: Mapping[str, Any]) -> dict[str, int]:

@@ -76,6 +76,7 @@ class Program:
     - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
     - `share_flag`: the flag with a share of the model for each device, separated by commas.
     - `offload_flag`: the flag with the GiB of a device's weights that stay in the memory of the host.
+    - `text_only_flag`: the flag that leaves out the vision tower.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
     - `packages`: pip packages that may install the engine.
     - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
@@ -114,6 +115,7 @@ class Program:
     abbreviations: bool = False
     share_flag: str = ""
     offload_flag: str = ""
+    text_only_flag: str = ""
     expert_switch: str = ""
     packages: Sequence[str] = ()
     releases: str = ""
@@ -377,6 +379,8 @@ class Program:
         args = self.split(spec)
         for name, value in {**args.others, **args.fixed}.items():
             yield from self.effects(name, value, f"serve.engine_args.{name}")
+        if self.text_only_flag and args.others.get(self.text_only_flag):
+            yield Unmodelled(name="model.vision_config", why="")  # the vision tower is not loaded
         yield from self.settings.of_environment(spec)
 
     def effects(self, name: str, value: object, shown: str) -> Iterator[Unmodelled]:

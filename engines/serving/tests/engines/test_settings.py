@@ -40,6 +40,12 @@ def test_removed_flags_have_a_class(engine: str) -> None:
         ("vllm", {"compilation-config": '{"cudagraph_capture_sizes": [1, 8], "cache_dir": "x"}'}, []),
         ("vllm", {"attention_backend": "FLASHINFER", "scheduling_policy": "priority"}, []),
         ("vllm", {"attention_backend": "FLEX_ATTENTION"}, ["attention_backend"]),
+        ("vllm", {"compilation-config": '{"backend": "inductor"}', "dbo-prefill-token-threshold": 512}, []),
+        (
+            "vllm",
+            {"mamba-ssu-algorithm": "simple", "dbo-prefill-token-threshold": 32},
+            ["mamba-ssu-algorithm", "dbo-prefill-token-threshold"],
+        ),
         (
             "vllm",
             {"kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'},
@@ -52,6 +58,11 @@ def test_removed_flags_have_a_class(engine: str) -> None:
             ["enable-hierarchical-cache", "hicache-ratio"],
         ),
         ("sglang", {"cuda-graph-max-bs-decode": 256, "stream-interval": 1, "watchdog-timeout": 1000}, []),
+        (
+            "sglang",
+            {"stream-interval": 16, "mm-preprocess-cache-size-mb": 0},
+            ["stream-interval", "mm-preprocess-cache-size-mb"],
+        ),
         ("lmdeploy", {"adapters": "a=b", "model-name": "m"}, ["adapters"]),
         ("llamacpp", {"spec-type": "ngram-simple", "flash-attn": "on"}, ["speculation"]),
         ("llamacpp", {"n-cpu-moe": 12, "jinja": True, "no-mmap": True}, ["n-cpu-moe"]),
@@ -60,3 +71,9 @@ def test_removed_flags_have_a_class(engine: str) -> None:
 def test_flags_that_predictions_leave_out_are_named(engine: str, args: dict[str, object], named: list[str]) -> None:
     found = engine_of(engine).unmodelled(planned(engine, engine_args=args))
     assert [each.name.removeprefix("serve.engine_args.") for each in found] == named
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_vision_tower_that_is_not_loaded_changes_nothing(engine: str) -> None:
+    (found,) = engine_of(engine).unmodelled(planned(engine, engine_args={"language-model-only": True}))
+    assert (found.name, found.why) == ("model.vision_config", "")
