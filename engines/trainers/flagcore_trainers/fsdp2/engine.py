@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,14 +13,15 @@ from flagcore_training.reading import FAILURES, program_progress, read_program
 from flagcore_training.start import installed, program_launch, shared_job
 
 from flagcore.contracts import Engine, Platform
-from flagcore.contracts.capabilities import Advice, RuleOfThumb, Steps
+from flagcore.contracts.capabilities import Advice, JobRecords, RuleOfThumb, Steps
 from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, KnobValue, Rule
-from flagcore.domain.spec import AUTO, Spec, Task
+from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement
-from flagcore.errors import LaunchError, NoDevice, SpecError
+from flagcore.errors import LaunchError, NoDevice, NotModelled, SpecError
+from flagcore.i18n import _
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fsdp2 import space
 from flagcore_trainers.fully_shard import predict as prediction
@@ -44,7 +47,7 @@ FIELDS = {
 """The field of `job.Candidate` of each knob."""
 
 
-class Fsdp2(Engine, Advice, ByMemory, RuleOfThumb, Steps, WholeModel):
+class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel):
     """Training with FSDP2 in flagcore's own trial program."""
 
     name = "fsdp2"
@@ -79,6 +82,33 @@ class Fsdp2(Engine, Advice, ByMemory, RuleOfThumb, Steps, WholeModel):
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         known = self.modules["torch"].removeprefix("torch")
         return unknown_release("train.engine_version", "torch", spec.train.engine_version, known)
+
+    # Job records
+
+    def published(
+        self, task: Task, values: Mapping[str, KnobValue], notes: str
+    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+        """Return the task and the knobs of a job record: all devices without another part share the weights.
+
+        Stages may differ by a layer, because the job did run. They are predicted as if all had the same.
+        """
+        adapters = re.search(r"\b(q?lora|peft)\b", f"{task.spec.model.name}; {notes}", re.IGNORECASE)
+        if adapters:
+            raise NotModelled(_("fsdp2 trains all weights: {name} is not modelled", name=adapters[0]))
+        others = [int(values.get(name) or 1) for name in (fs.REPLICATE, fs.TP, fs.CP, fs.PP)]
+        completed = {fs.SHARD: max(task.cluster.devices // math.prod(others), 1), fs.RESHARD: others[-1] == 1}
+        return task, {**completed, **values}, frozenset({space.PIPELINE_LAYERS})
+
+    def job_warnings(
+        self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
+    ) -> Sequence[str]:
+        train, layers, stages = task.spec.train, task.spec.model.num_layers, int(values.get(fs.PP) or 1)
+        given = {"train.implementation": train.implementation, "train.attention": train.attention}
+        unused = {name: value for name, value in given.items() if value not in (None, "flash")}
+        lines = [f"{name} = {value} does nothing: fsdp2 has torch's own layers" for name, value in unused.items()]
+        if layers % stages:
+            lines.append(f"{layers} layers do not divide over {stages} stages: predicted as if they did")
+        return lines
 
     # Trials
 

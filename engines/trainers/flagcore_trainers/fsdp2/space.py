@@ -32,6 +32,8 @@ from flagcore_trainers.fully_shard import (
 )
 
 KNOBS = read_knobs(__package__, scope=["space"], flag="")
+PIPELINE_LAYERS = "pipeline_layers"
+"""The rule that all stages have as many layers."""
 
 
 def check_model(task: Task) -> None:
@@ -122,7 +124,7 @@ def _pipeline_rules(task: Task) -> tuple[Rule, ...]:
 
     return (
         Rule(
-            name="pipeline_layers",
+            name=PIPELINE_LAYERS,
             knobs=(PP, SCHEDULE),
             message=f"num_layers = {model.num_layers} must be a multiple of {PP}, twice that without {SCHEDULES[0]}",
             broken=lambda c: (c[PP] > 1) & (model.num_layers % (c[PP] * parts(c)) != 0),
