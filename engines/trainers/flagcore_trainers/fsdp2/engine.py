@@ -24,6 +24,7 @@ from flagcore.errors import LaunchError, NoDevice, NotModelled, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fsdp2 import space
+from flagcore_trainers.fsdp2.job import layers_of
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.meaning import ByMemory, WholeModel
 
@@ -83,6 +84,14 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
         known = self.modules["torch"].removeprefix("torch")
         return unknown_release("train.engine_version", "torch", spec.train.engine_version, known)
 
+    def task_warnings(self, task: Task) -> Sequence[str]:
+        lines = _without_depths(task)
+        if task.spec.model.other_mixers:
+            lines.append(
+                _("trials of fsdp2 measure the memory of these layers, and not their time: they have no kernels")
+            )
+        return lines
+
     # Job records
 
     def published(
@@ -105,7 +114,8 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
         train, layers, stages = task.spec.train, task.spec.model.num_layers, int(values.get(fs.PP) or 1)
         given = {"train.implementation": train.implementation, "train.attention": train.attention}
         unused = {name: value for name, value in given.items() if value not in (None, "flash")}
-        lines = [f"{name} = {value} does nothing: fsdp2 has torch's own layers" for name, value in unused.items()]
+        lines = _without_depths(task)
+        lines += [f"{name} = {value} does nothing: fsdp2 has torch's own layers" for name, value in unused.items()]
         if layers % stages:
             lines.append(f"{layers} layers do not divide over {stages} stages: predicted as if they did")
         return lines
@@ -124,6 +134,9 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
             problem = "is more than one machine of one chip, which trials need"
             fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm"
             raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
+        if missing := [each.label for each in spec.model.other_mixers if each.label not in space.TRIAL_MIXERS]:
+            problem, fix = f"has layers that trials of fsdp2 do not have: {', '.join(missing)}", "use `flag estimate`"
+            raise SpecError(key="model", value=spec.model.name, problem=problem, fix=fix)
         if not installed("torch", self.modules["torch"]):
             raise NoDevice(f"trials need {self.modules['torch']}, not installed here; pip install it")
 
@@ -137,7 +150,7 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
         if values[fs.OFFLOAD] and backend and support.device_type != "cpu":  # gradients are clipped where they are
             job["device"]["backend"] = f"{support.device_type}:{backend},cpu:gloo"
         job["candidate"] = {field: values[name] for name, field in FIELDS.items()}
-        job["nodes"] = len(hosts) or 1
+        job["nodes"], job["layers"] = len(hosts) or 1, layers_of(spec.model)
         environment = {"GLOO_SOCKET_IFNAME": "{interface}"} if hosts and backend.endswith("gloo") else {}
         return replace(program_launch(job, folder, PROGRAM), warm=True, hosts=hosts, environment=environment)
 
@@ -149,6 +162,14 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         return FAILURES
+
+
+def _without_depths(task: Task) -> list[str]:
+    """Return a line for a model with multi-token prediction, which programs with `fully_shard` do not train."""
+    depths = task.spec.model.mtp_num_layers
+    return [_("fsdp2 trains no multi-token prediction: mtp_num_layers = {depths} does nothing", depths=depths)] * (
+        depths > 0
+    )
 
 
 FSDP2 = Fsdp2()
