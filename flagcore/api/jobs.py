@@ -17,7 +17,7 @@ import numpy as np
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import Costs, Engine, Platform, Problem
-from flagcore.contracts.capabilities import Shortening, Sizes, optional, probing, records_of
+from flagcore.contracts.capabilities import Probes, Shortening, Sizes, optional, probing, records_of
 from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import TaskAdvice
@@ -139,6 +139,10 @@ class _Jobs:
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices, cpus_per_node=job.cpus_per_node)
             self._hardware[cluster] = group, self._loaded.costs(Cluster(groups=(group,)), *software)
         (group, group_costs), engine = self._hardware[cluster], self._engines[job.work.engine]
+        if job.rank is not None and not isinstance(engine, Probes):
+            raise SpecError(
+                key="rank", value=job.rank, problem=f"is not predicted by {engine.name}", fix="leave it out"
+            )
         cluster_spec, objective = ClusterSpec(chip=chip.name), job.work.default_objective
         spec = Spec(model=job.model, cluster=cluster_spec, work=job.work, objective=objective)
         plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))

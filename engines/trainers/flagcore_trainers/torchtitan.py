@@ -85,7 +85,8 @@ class TorchTitan(Trainer, Commands):
         """Return the predictions of the engine `fsdp2`, or those of ZeRO 3 for models that it does not have."""
         model, numbers = task.spec.model, self.numbers(task, columns)
         pipeline = numbers["pipeline_model_parallel_size"]
-        if any(getattr(model, name) for name in fs.PARTS) or model.num_moe_experts or (pipeline > 1).any():
+        has_more = fs.missing_parts(model) or model.mtp_num_layers or model.num_moe_experts
+        if has_more or (pipeline > 1).any():
             return super().predict(task, columns, costs)
         ones = np.ones_like(pipeline)
 

@@ -91,6 +91,30 @@ def test_what_trials_cannot_run_is_reported_by_key() -> None:
         FSDP2.rules(task(engine="fsdp2", command=("train",)))
 
 
+def test_job_records_share_weights_over_all_other_devices() -> None:
+    train = {"engine": "fsdp2", "seq_length": 64, "global_batch_size": 8, "precision": "bf16"}
+    cluster = {"chip": "H100-SXM", "devices": 4, "devices_per_node": 4}
+    record = {"id": "x", "kind": "train", "model": SHAPE, "cluster": cluster, "train": train, "candidate": {}}
+    changes: list[dict[str, Any]] = [
+        {"candidate": {TP: 2}},
+        {"candidate": {TP: 2, SHARD: 2}},
+        {"candidate": {PP: 4}, "model": {**SHAPE, "num_layers": 6, "untie_embeddings_and_output_weights": True}},
+        {"candidate": {"virtual_pipeline_model_parallel_size": 2}},
+        {"rank": 1},
+        {"train": {**train, "notes": "LoRA"}},
+        {"train": {**train, "implementation": "local"}},
+    ]
+    short, whole, uneven, *refused, warned = api.estimate_jobs([{**record, **each} for each in changes])
+    assert whole["status"] == "ok"
+    assert short["step_time_s"] == whole["step_time_s"]
+    assert uneven["status"] == "ok"
+    assert any(each.startswith("6 layers") for each in uneven["warnings"])
+    assert [each["status"] for each in refused] == ["invalid", "invalid", "unknown"]
+    for each, word in zip(refused, ("virtual_pipeline_model_parallel_size", "rank", "LoRA"), strict=True):
+        assert word in each["reason"]
+    assert any("train.implementation = local" in each for each in warned["warnings"])
+
+
 @pytest.mark.parametrize(("release", "warnings"), [("2.9", 0), ("banana", 1), ("2.1", 1)])
 def test_a_release_is_one_of_torch(release: str, warnings: int) -> None:
     assert len(FSDP2.spec_warnings(task(engine="fsdp2", engine_version=release).spec)) == warnings

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,16 +13,18 @@ from flagcore_training.reading import FAILURES, program_progress, read_program
 from flagcore_training.start import installed, program_launch, shared_job
 
 from flagcore.contracts import Engine, Platform
-from flagcore.contracts.capabilities import Advice, RuleOfThumb, Steps
+from flagcore.contracts.capabilities import Advice, JobRecords, RuleOfThumb, Steps
 from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, KnobValue, Rule
-from flagcore.domain.spec import AUTO, Spec, Task
+from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement
-from flagcore.errors import LaunchError, NoDevice, SpecError
+from flagcore.errors import LaunchError, NoDevice, NotModelled, SpecError
+from flagcore.i18n import _
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fsdp2 import space
+from flagcore_trainers.fsdp2.job import layers_of
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.meaning import ByMemory, WholeModel
 
@@ -44,7 +48,7 @@ FIELDS = {
 """The field of `job.Candidate` of each knob."""
 
 
-class Fsdp2(Engine, Advice, ByMemory, RuleOfThumb, Steps, WholeModel):
+class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel):
     """Training with FSDP2 in flagcore's own trial program."""
 
     name = "fsdp2"
@@ -80,6 +84,42 @@ class Fsdp2(Engine, Advice, ByMemory, RuleOfThumb, Steps, WholeModel):
         known = self.modules["torch"].removeprefix("torch")
         return unknown_release("train.engine_version", "torch", spec.train.engine_version, known)
 
+    def task_warnings(self, task: Task) -> Sequence[str]:
+        lines = _without_depths(task)
+        if task.spec.model.other_mixers:
+            lines.append(
+                _("trials of fsdp2 measure the memory of these layers, and not their time: they have no kernels")
+            )
+        return lines
+
+    # Job records
+
+    def published(
+        self, task: Task, values: Mapping[str, KnobValue], notes: str
+    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+        """Return the task and the knobs of a job record: all devices without another part share the weights.
+
+        Stages may differ by a layer, because the job did run. They are predicted as if all had the same.
+        """
+        adapters = re.search(r"\b(q?lora|peft)\b", f"{task.spec.model.name}; {notes}", re.IGNORECASE)
+        if adapters:
+            raise NotModelled(_("fsdp2 trains all weights: {name} is not modelled", name=adapters[0]))
+        others = [int(values.get(name) or 1) for name in (fs.REPLICATE, fs.TP, fs.CP, fs.PP)]
+        completed = {fs.SHARD: max(task.cluster.devices // math.prod(others), 1), fs.RESHARD: others[-1] == 1}
+        return task, {**completed, **values}, frozenset({space.PIPELINE_LAYERS})
+
+    def job_warnings(
+        self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
+    ) -> Sequence[str]:
+        train, layers, stages = task.spec.train, task.spec.model.num_layers, int(values.get(fs.PP) or 1)
+        given = {"train.implementation": train.implementation, "train.attention": train.attention}
+        unused = {name: value for name, value in given.items() if value not in (None, "flash")}
+        lines = _without_depths(task)
+        lines += [f"{name} = {value} does nothing: fsdp2 has torch's own layers" for name, value in unused.items()]
+        if layers % stages:
+            lines.append(f"{layers} layers do not divide over {stages} stages: predicted as if they did")
+        return lines
+
     # Trials
 
     def ready(self, spec: Spec) -> None:
@@ -94,6 +134,9 @@ class Fsdp2(Engine, Advice, ByMemory, RuleOfThumb, Steps, WholeModel):
             problem = "is more than one machine of one chip, which trials need"
             fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm"
             raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
+        if missing := [each.label for each in spec.model.other_mixers if each.label not in space.TRIAL_MIXERS]:
+            problem, fix = f"has layers that trials of fsdp2 do not have: {', '.join(missing)}", "use `flag estimate`"
+            raise SpecError(key="model", value=spec.model.name, problem=problem, fix=fix)
         if not installed("torch", self.modules["torch"]):
             raise NoDevice(f"trials need {self.modules['torch']}, not installed here; pip install it")
 
@@ -107,7 +150,7 @@ class Fsdp2(Engine, Advice, ByMemory, RuleOfThumb, Steps, WholeModel):
         if values[fs.OFFLOAD] and backend and support.device_type != "cpu":  # gradients are clipped where they are
             job["device"]["backend"] = f"{support.device_type}:{backend},cpu:gloo"
         job["candidate"] = {field: values[name] for name, field in FIELDS.items()}
-        job["nodes"] = len(hosts) or 1
+        job["nodes"], job["layers"] = len(hosts) or 1, layers_of(spec.model)
         environment = {"GLOO_SOCKET_IFNAME": "{interface}"} if hosts and backend.endswith("gloo") else {}
         return replace(program_launch(job, folder, PROGRAM), warm=True, hosts=hosts, environment=environment)
 
@@ -119,6 +162,14 @@ class Fsdp2(Engine, Advice, ByMemory, RuleOfThumb, Steps, WholeModel):
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         return FAILURES
+
+
+def _without_depths(task: Task) -> list[str]:
+    """Return a line for a model with multi-token prediction, which programs with `fully_shard` do not train."""
+    depths = task.spec.model.mtp_num_layers
+    return [_("fsdp2 trains no multi-token prediction: mtp_num_layers = {depths} does nothing", depths=depths)] * (
+        depths > 0
+    )
 
 
 FSDP2 = Fsdp2()

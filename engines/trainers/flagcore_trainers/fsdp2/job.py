@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from typing import Any
 
-from flagcore_training.trial.job import TrainingJob, read_job
+from flagcore_training.trial.job import JobError, TrainingJob, read_job
+
+from flagcore.domain.model import Layer, Model
 
 
 @dataclass(frozen=True)
@@ -81,4 +83,30 @@ class Meshes:
     experts: Any
 
 
-read = partial(read_job, TrialJob, TrialCandidate)
+def layers_of(model: Model) -> list[dict[str, Any]]:
+    """Return the layers of a model as plain data. A mixer is its class, and its sizes."""
+    found = []
+    for each in model.layers:
+        kind = type(each.mixer)
+        name = None if each.mixer is None else f"{kind.__module__}:{kind.__qualname__}"
+        sizes = {} if each.mixer is None else asdict(each.mixer)
+        found.append({"mixer": name, "sizes": sizes, "feed_forward": each.feed_forward})
+    return found
+
+
+def read(data: dict[str, Any]) -> TrialJob:
+    """Return the job in decoded JSON. Raises JobError if a key is unknown or missing."""
+    job = read_job(TrialJob, TrialCandidate, {name: value for name, value in data.items() if name != "layers"})
+    try:
+        layers = tuple(_layer(each) for each in data.get("layers", ()))
+    except (LookupError, TypeError, ValueError, AttributeError, ImportError) as error:
+        raise JobError(f"the layers of the job cannot be read: {error}") from None
+    return replace(job, model=replace(job.model, layers=layers))
+
+
+def _layer(data: dict[str, Any]) -> Layer:
+    if data["mixer"] is None:
+        return Layer(mixer=None, feed_forward=data["feed_forward"])
+    module, _, name = data["mixer"].partition(":")
+    mixer = getattr(import_module(module), name)(**data["sizes"])
+    return Layer(mixer=mixer, feed_forward=data["feed_forward"])

@@ -30,8 +30,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from flagcore.domain import model as domain
 from flagcore.domain.model import Model
 from flagcore_trainers.fsdp2.job import Meshes, TrialJob
+from flagcore_trainers.fsdp2.mixers import MIXERS, again, narrow_attention, windowed_attention
 
 STD = 0.02
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -49,14 +51,15 @@ class Norm(nn.RMSNorm):  # type: ignore[misc]
 class Attention(nn.Module):  # type: ignore[misc]  # torch is not followed
     """Causal attention with rotary positions and grouped queries. Keys are gathered from context-parallel ranks."""
 
-    def __init__(self, model: Model, context: DeviceMesh | None) -> None:
+    def __init__(self, model: Model, context: DeviceMesh | None, window: int | None = None) -> None:
         super().__init__()
-        self.channels, self.context = model.kv_channels, context
+        self.channels, self.context, self.window = model.kv_channels, context, window
         width, shared = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
         self.wq = nn.Linear(model.hidden_size, width, bias=model.add_qkv_bias)
         self.wk = nn.Linear(model.hidden_size, shared, bias=model.add_qkv_bias)
         self.wv = nn.Linear(model.hidden_size, shared, bias=model.add_qkv_bias)
         self.wo = nn.Linear(width, model.hidden_size, bias=False)
+        self.gate = nn.Linear(model.hidden_size, width, bias=False) if model.attention_output_gate else None
         has_norm = model.qk_layernorm
         self.q_norm = Norm(model.kv_channels) if has_norm else nn.Identity()
         self.k_norm = Norm(model.kv_channels) if has_norm else nn.Identity()
@@ -69,13 +72,53 @@ class Attention(nn.Module):  # type: ignore[misc]  # torch is not followed
         query, key = rotated(self.q_norm(query), angles), rotated(self.k_norm(key), angles)
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         mask = None
+        if self.window is not None:
+            output = again(windowed_attention, query, key, value, self.window)
+            return self._output(hidden, output)
         if self.context is not None:
             key, value = (_gathered(each, self.context) for each in (key, value))
             mask = causal_mask(length, self.context.size(), self.context.get_local_rank(), query.device)
         output = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.size(1) != query.size(1)
         )
-        return self.wo(output.transpose(1, 2).reshape(batch, length, -1))
+        return self._output(hidden, output)
+
+    def _output(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        output = output.transpose(1, 2).flatten(2)
+        return self.wo(output if self.gate is None else output * self.gate(hidden).sigmoid())
+
+
+class LatentAttention(nn.Module):  # type: ignore[misc]
+    """Causal multi-head latent attention (arXiv 2405.04434): queries, keys and values from compressed inputs."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        h, heads, rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank
+        self.rope, self.plain, self.value = (
+            each or 0 for each in (model.qk_pos_emb_head_dim, model.qk_head_dim, model.v_head_dim)
+        )
+        latent = model.kv_lora_rank or 0
+        self.wq_a = nn.Linear(h, rank, bias=False) if rank else nn.Identity()
+        self.q_norm = Norm(rank) if rank and model.qk_layernorm else nn.Identity()
+        self.wq_b = nn.Linear(rank or h, heads * (self.plain + self.rope), bias=False)
+        self.wkv_a = nn.Linear(h, latent + self.rope, bias=False)
+        self.kv_norm = Norm(latent) if model.qk_layernorm else nn.Identity()
+        self.wkv_b = nn.Linear(latent, heads * (self.plain + self.value), bias=False)
+        self.wo = nn.Linear(heads * self.value, h, bias=False)
+
+    def forward(self, hidden: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        query = self.wq_b(self.q_norm(self.wq_a(hidden))).unflatten(-1, (-1, self.plain + self.rope))
+        query, turned = query.split((self.plain, self.rope), dim=-1)
+        query = torch.cat((query, rotated(turned, angles)), dim=-1)
+        latent, turned = self.wkv_a(hidden).split((self.wkv_b.in_features, self.rope), dim=-1)
+        key, value = (
+            self.wkv_b(self.kv_norm(latent))
+            .unflatten(-1, (-1, self.plain + self.value))
+            .split((self.plain, self.value), dim=-1)
+        )
+        key = torch.cat((key, rotated(turned[:, :, None], angles).expand(-1, -1, key.size(2), -1)), dim=-1)
+        output = again(narrow_attention, *(each.transpose(1, 2) for each in (query, key, value)))
+        return self.wo(output.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):  # type: ignore[misc]
@@ -159,17 +202,37 @@ class MixtureOfExperts(nn.Module):  # type: ignore[misc]
 
 
 class Layer(nn.Module):  # type: ignore[misc]
-    """A transformer layer with norms before its blocks. `expert`: the mesh of its experts, None in a dense layer."""
+    """A layer with norms before its blocks. `expert`: the mesh of its experts, if it has some."""
 
-    def __init__(self, model: Model, context: DeviceMesh | None, expert: DeviceMesh | None = None) -> None:
+    def __init__(self, model: Model, kind: domain.Layer, context: DeviceMesh | None, expert: DeviceMesh) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = Norm(model.hidden_size), Norm(model.hidden_size)
-        self.attention = Attention(model, context)
-        self.feed_forward = FeedForward(model) if expert is None else MixtureOfExperts(model, expert)
+        self.attention_norm = self.ffn_norm = self.attention = self.feed_forward = None
+        if kind.mixer is not None:
+            self.attention_norm = Norm(model.hidden_size)
+            self.attention = _mixer(model, kind.mixer, context)
+        if kind.feed_forward:
+            self.ffn_norm = Norm(model.hidden_size)
+            has_experts = kind.feed_forward == "experts"
+            self.feed_forward = MixtureOfExperts(model, expert) if has_experts else FeedForward(model)
 
     def forward(self, hidden: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), angles)
-        return hidden + self.feed_forward(self.ffn_norm(hidden))
+        if self.attention is not None:
+            hidden = hidden + self.attention(self.attention_norm(hidden), angles)
+        return hidden if self.feed_forward is None else hidden + self.feed_forward(self.ffn_norm(hidden))
+
+
+def _mixer(model: Model, mixer: domain.Attention | domain.Mixer, context: DeviceMesh | None) -> nn.Module:
+    if isinstance(mixer, domain.Mixer):
+        return MIXERS[mixer.label](model.hidden_size, mixer)
+    return LatentAttention(model) if model.multi_latent_attention else Attention(model, context, mixer.window)
+
+
+def layer_kinds(model: Model) -> tuple[domain.Layer, ...]:
+    """Return the kinds of all layers of a model."""
+    dense, experts = (domain.Layer(mixer=domain.Attention(), feed_forward=each) for each in ("dense", "experts"))
+    return model.layers or tuple(dense for _ in range(model.feed_forward_layers("dense"))) + tuple(
+        experts for _ in range(model.feed_forward_layers("experts"))
+    )
 
 
 class Transformer(nn.Module):  # type: ignore[misc]
@@ -197,7 +260,8 @@ class Transformer(nn.Module):  # type: ignore[misc]
 
 def rotary_angles(job: TrialJob, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the cosine and sine of each position, [2, sequence, 1, channels / 2], in the data type of activations."""
-    steps = torch.arange(0, job.model.kv_channels, 2, device=device) / job.model.kv_channels
+    channels = (job.model.multi_latent_attention and job.model.qk_pos_emb_head_dim) or job.model.kv_channels
+    steps = torch.arange(0, channels, 2, device=device) / channels
     angles = positions.to(device)[:, None] / ROTARY_BASE**steps
     return torch.stack((angles.cos(), angles.sin()))[:, :, None].to(DTYPES[job.train.precision])
 
@@ -235,10 +299,10 @@ def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Ten
             _shard(whole.embedding, job, mesh)
         count = job.model.num_layers // job.stages
         for number in range(stage * count, (stage + 1) * count):
-            has_experts = job.model.num_moe_experts and number >= job.model.moe_first_dense_layers
-            layer: nn.Module = Layer(job.model, context, meshes.experts["ep"] if has_experts else None)
+            kind = layer_kinds(job.model)[number]
+            layer: nn.Module = Layer(job.model, kind, context, meshes.experts["ep"])
             set_weights(layer, job.train.seed, f"layer{number}.", meshes.experts["ep"].get_local_rank())
-            if has_experts:
+            if kind.feed_forward == "experts":
                 _shard(layer.feed_forward.experts, job, meshes.experts, "efsdp")
             if tensor is not None:
                 parallelize_module(layer, tensor, _layer_plan(job.model), src_data_rank=None)

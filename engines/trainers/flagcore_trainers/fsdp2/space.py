@@ -17,7 +17,6 @@ from flagcore_trainers.fully_shard import (
     INTERLEAVED,
     MBS,
     OFFLOAD,
-    PARTS,
     PP,
     REDUCE,
     REPLICATE,
@@ -28,18 +27,26 @@ from flagcore_trainers.fully_shard import (
     SHARD,
     TP,
     ZBV,
+    is_plain,
+    missing_parts,
     parts,
 )
 
 KNOBS = read_knobs(__package__, scope=["space"], flag="")
+PIPELINE_LAYERS = "pipeline_layers"
+"""The rule that all stages have as many layers."""
+
+
+TRIAL_MIXERS = ("Gated DeltaNet", "Mamba-2")
+"""The labels of the mixers that the trial program has."""
 
 
 def check_model(task: Task) -> None:
-    """Raise SpecError if the model has one of `PARTS`."""
-    for name in PARTS:
-        if value := getattr(task.spec.model, name):
-            fix = "use engine: megatron, or your own program with engine: command"
-            raise SpecError(key=f"model.{name}", value=value, problem="is not supported by engine fsdp2", fix=fix)
+    """Raise SpecError if the model has parts that predictions do not have."""
+    if missing := missing_parts(task.spec.model):
+        fix = "use engine: megatron, or your own program with engine: command"
+        problem = f"has parts that the engine fsdp2 does not support: {', '.join(missing)}"
+        raise SpecError(key="model", value=task.spec.model.name, problem=problem, fix=fix)
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
@@ -88,6 +95,25 @@ def rules(task: Task) -> tuple[Rule, ...]:
         ),
         *_pipeline_rules(task),
         *(_expert_rules(task) if model.num_moe_experts else ()),
+        *(() if is_plain(model) else (_layer_rule(task),)),
+    )
+
+
+def _layer_rule(task: Task) -> Rule:
+    """Return the rule of layers other than attention over all tokens, which the trial program does not divide.
+
+    Heads with windows are divided by tensor parallelism.
+    """
+    model = task.spec.model
+    divides = not (model.other_mixers or model.multi_latent_attention or model.attention_output_gate)
+    tensor = "" if divides else f"{TP} = 1, "
+    return Rule(
+        name="layers_alone",
+        knobs=(TP, CP, PP, SCHEDULE, AC),
+        message=f"these kinds of layers need {tensor}{CP} = 1, {AC} none or full, and {SCHEDULE} 1f1b or interleaved",
+        broken=lambda c: (
+            ((c[TP] > 1) & (not divides)) | (c[CP] > 1) | (c[AC] == SELECTIVE) | ((c[PP] > 1) & (c[SCHEDULE] >= ZBV))
+        ),
     )
 
 
@@ -122,7 +148,7 @@ def _pipeline_rules(task: Task) -> tuple[Rule, ...]:
 
     return (
         Rule(
-            name="pipeline_layers",
+            name=PIPELINE_LAYERS,
             knobs=(PP, SCHEDULE),
             message=f"num_layers = {model.num_layers} must be a multiple of {PP}, twice that without {SCHEDULES[0]}",
             broken=lambda c: (c[PP] > 1) & (model.num_layers % (c[PP] * parts(c)) != 0),

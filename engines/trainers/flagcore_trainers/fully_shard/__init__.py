@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from flagcore.domain.model import Model
 from flagcore.domain.space import Columns, IntArray
 
 REPLICATE, SHARD, TP = "data_parallel_replicate_size", "data_parallel_shard_size", "tensor_model_parallel_size"
@@ -11,8 +12,20 @@ PP, SCHEDULE, EP = "pipeline_model_parallel_size", "pipeline_schedule", "expert_
 SCHEDULES = ("1f1b", "interleaved", "zbv", "dualpipev")
 INTERLEAVED, ZBV, DUALPIPEV, SELECTIVE = 2, 3, 4, 2
 """Codes of the schedules after the first one, whose code is 1, and of selective checkpoints."""
-PARTS = (*("multi_latent_attention", "mtp_num_layers", "vision", "layers", "attention_output_gate"),)
-"""Fields of a model whose parts the predictions and the trial program of `fsdp2` do not have."""
+
+
+def missing_parts(model: Model) -> list[str]:
+    """Return the names of the parts of a model that predictions do not have."""
+    return [
+        *["the vision tower"] * (model.vision is not None),
+        *["sparse attention"] * (model.indexer is not None),
+        *["latent experts"] * (model.moe_latent_size is not None),
+    ]
+
+
+def is_plain(model: Model) -> bool:
+    """Return whether all layers have attention over all tokens, not latent and without a gate, and the same order."""
+    return not (model.layers or model.multi_latent_attention or model.attention_output_gate)
 
 
 def parts(columns: Columns) -> IntArray:

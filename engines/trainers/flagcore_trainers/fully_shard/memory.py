@@ -7,14 +7,16 @@ for the operators of `model.py`. ZeRO: arXiv 1910.02054; checkpoints: arXiv 2205
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from flagcore_training.memory.training import Memory
 
-from flagcore.domain.model import Model
+from flagcore.domain.model import Attention, Layer, Mixer, Model
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.physics.transformer import attended, latent_widths, widths
 from flagcore_trainers.fully_shard import DUALPIPEV, INTERLEAVED, ZBV
 
 MAIN_BYTES, ADAM_BYTES = 4.0, 8.0
@@ -70,19 +72,60 @@ class MemoryInputs:
     @property
     def expert_layers(self) -> float:
         """The number of layers with experts."""
-        model = self.model
-        return float(model.num_layers - model.moe_first_dense_layers) if model.num_moe_experts else 0.0
+        return float(self.model.feed_forward_layers("experts")) if self.model.num_moe_experts else 0.0
+
+
+EXPERTS = "experts"
+"""The feed-forward network of layers with experts (see `Layer`)."""
+
+
+def kinds(model: Model) -> Mapping[Layer, int]:
+    """Return the kinds of layers of a model, with the number of each."""
+    if model.layers:
+        return Counter(model.layers)
+    found = {
+        Layer(mixer=Attention(), feed_forward=each): model.feed_forward_layers(each) for each in ("dense", EXPERTS)
+    }
+    return {kind: number for kind, number in found.items() if number}
+
+
+def units(job: MemoryInputs) -> list[tuple[FloatArray, float]]:
+    """Return the number of weights of each kind of unit of a layer, and the number of such layers.
+
+    All layers of a plain model count as the last one.
+    """
+    if not job.model.layers:
+        return [(unit_weights(job)[0], float(job.model.num_layers))]
+    return [(_layer_weights(job, kind), float(number)) for kind, number in kinds(job.model).items()]
 
 
 def unit_weights(job: MemoryInputs) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the numbers of weights of a layer, of the embedding or head, and of the rest, padded over the ranks.
+    """Return the numbers of weights of the last layer, of the embedding or head, and of the rest.
 
-    They are those of a tensor-parallel rank. Each weight is sharded by rows, so its rows are padded to a multiple. A
-    layer has no routed experts: if the model has some, it is a layer with a router.
+    They are padded over the ranks, and are those of a tensor-parallel rank. Each weight is sharded by rows, so its rows
+    are padded to a multiple. A layer has no routed experts: if the model has some, it is a layer with a router.
     """
     h, n = job.model.hidden_size, job.ranks
-    layer = _attention_weights(job) + (_router_weights(job) if job.expert_layers else _block_weights(job))
+    layer = _layer_weights(job, _backwards(job.model)[0])
     return layer, _padded([(job.model.vocab_size / job.tensor, h)], n), _padded([(h, 1)], n)
+
+
+def _backwards(model: Model) -> tuple[Layer, ...]:
+    """Return the layers in the order of a backward pass. All layers of a plain model count as the last one."""
+    return model.layers[::-1] or (list(kinds(model))[-1],) * model.num_layers
+
+
+def _layer_weights(job: MemoryInputs, kind: Layer) -> FloatArray:
+    """Return the padded number of weights of a layer without routed experts."""
+    norms = (kind.mixer is not None) + bool(kind.feed_forward)
+    total = _padded([(job.model.hidden_size, 1)] * norms, job.ranks)
+    if isinstance(kind.mixer, Mixer):
+        total = total + _mixer_weights(job, kind.mixer)
+    elif kind.mixer is not None:
+        total = total + (_latent_weights if job.model.multi_latent_attention else _attention_weights)(job)
+    if kind.feed_forward:
+        total = total + (_router_weights(job) if kind.feed_forward == EXPERTS else _block_weights(job))
+    return total
 
 
 def expert_weights(job: MemoryInputs) -> FloatArray:
@@ -97,24 +140,48 @@ def expert_weights(job: MemoryInputs) -> FloatArray:
 
 def layers_of_rank(job: MemoryInputs) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of weights of all layers of a stage, gathered, and of a rank's share of them."""
-    attention, experts, count = _attention_weights(job), expert_weights(job), job.expert_layers
-    plain = (attention + _block_weights(job)) * (job.model.num_layers - count)
-    mixed = (attention + _router_weights(job)) * count if count else np.zeros_like(plain)
-    shares = (plain + mixed) / job.ranks + experts * count * job.expert / job.ranks
-    return (plain + mixed + experts * count) / job.pipeline, shares / job.pipeline
+    experts, count = expert_weights(job), job.expert_layers
+    each = (_layer_weights(job, kind) * number for kind, number in kinds(job.model).items())
+    layers = sum(each, np.zeros_like(job.ranks))
+    shares = layers / job.ranks + experts * count * job.expert / job.ranks
+    return (layers + experts * count) / job.pipeline, shares / job.pipeline
 
 
 def _attention_weights(job: MemoryInputs) -> FloatArray:
     model, h = job.model, job.model.hidden_size
-    query, key = (
-        count * model.kv_channels / job.tensor for count in (model.num_attention_heads, model.num_query_groups)
-    )
+    query, key, _value = (width / job.tensor for width in widths(model))
     rows: list[tuple[FloatArray | float, FloatArray | float]]
-    rows = [(query, h), (key, h), (key, h), (h, query), (h, 1), (h, 1)]
+    rows = [(query, h), (key, h), (key, h), (h, query)]
     if model.add_qkv_bias:
         rows += [(query, 1), (key, 1), (key, 1)]
     if model.qk_layernorm:
         rows += [(model.kv_channels, 1)] * 2
+    return _padded(rows + [(query, h)] * model.attention_output_gate, job.ranks)
+
+
+def _latent_weights(job: MemoryInputs) -> FloatArray:
+    """Return the padded number of weights of latent attention. Each tensor-parallel rank has all down-projections."""
+    model, h, (q_rank, kv_rank, rope) = job.model, job.model.hidden_size, latent_widths(job.model)
+    query, heads, value = (each / job.tensor for each in (widths(model)[0], _expanded(model), attended(model)))
+    rows: list[tuple[FloatArray | float, FloatArray | float]]
+    rows = [(query, q_rank or h), (kv_rank + rope, h), (heads, kv_rank), (h, value), (q_rank, h)]
+    return _padded(rows + [(q_rank, 1), (kv_rank, 1)] * model.qk_layernorm, job.ranks)
+
+
+def _expanded(model: Model) -> int:
+    """Return the width of keys without their rotary part and of values, to which latent attention expands."""
+    return model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
+
+
+def _mixer_weights(job: MemoryInputs, mixer: Mixer) -> FloatArray:
+    """Return the padded number of weights of another mixer than attention."""
+    rows: list[tuple[FloatArray | float, FloatArray | float]] = [(mixer.other_weights / job.tensor, 1)]
+    for each in mixer.products(job.model.hidden_size):
+        inputs, outputs = (
+            size / job.tensor if each.split == name else float(size) * np.ones_like(job.tensor)
+            for name, size in (("inputs", each.inputs), ("outputs", each.outputs))
+        )
+        rows.append((outputs, inputs))
     return _padded(rows, job.ranks)
 
 
@@ -180,7 +247,8 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
     sends when the step ends (torch 2.13 `_PipelineScheduleRuntime`, `send_ops`).
     """
     u, r, n, size = job.value_bytes, job.reduce_bytes, job.ranks, job.pipeline
-    layer, table, rest = unit_weights(job)
+    _layer, table, rest = unit_weights(job)
+    layer = np.max([weights for weights, _number in units(job)], axis=0)
     whole, share = layers_of_rank(job)
     act, logits = activations(job), job.tokens * job.model.vocab_size / job.tensor
     splits, parts = job.schedule >= ZBV, np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
@@ -233,7 +301,7 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     layer, table, rest = unit_weights(job)
     all_layers, share = layers_of_rank(job)
     experts = expert_weights(job)
-    is_tied, layers = not model.untie_embeddings_and_output_weights, float(model.num_layers)
+    is_tied = not model.untie_embeddings_and_output_weights
     edges = table * (1.0 if is_tied else 2.0) + rest
     shard = share + edges / n
     states = np.where(job.offload, 0.0, (MAIN_BYTES + ADAM_BYTES) * shard)
@@ -249,7 +317,6 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     is_shared = n > 1
     buffer = 1.0 * is_shared  # a gather has a buffer, and the weights are copied out of it
     gathered = np.where(job.reshard, 0.0, u * all_layers)  # weights that stay from forward to backward
-    own = np.where(job.reshard, u * (layer + experts), 0.0)
     ahead = np.where(job.reshard, u * layer * buffer, 0.0)  # the next layer, gathered during this one
     # The buffer of the last gather stays until the next one. Without gathers in backward, this is the end of the step.
     stale = np.where(job.reshard, 0.0, u * buffer * table * (not is_tied))
@@ -273,16 +340,18 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     moments.append(early + act.stored + gathered + edge + np.where(job.tensor > 1, u * table * (job.tensor + 1.0), 0.0))
     if not is_tied:  # the head's gradients are copied into the buffer of their reduction
         moments.append(early + act.stored + gathered + u * table + r * table * (1.0 + 1.0 / n) + act.hidden + ahead)
-    for previous, number in ((head_reduce, 1.0), (r * layer, min(2.0, layers))):
-        left = act.stored - (number - 1.0) * act.layer
-        kept = held + late + gathered - np.where(job.reshard, 0.0, (number - 1.0) * u * layer)
-        kept = kept + edge * is_tied + ahead + summed * layer * (number - 1.0)
-        for extra in act.backward:
+    for kind, previous, after, passed in _moments_of_layers(job, act, head_reduce):
+        one, unit, here = act.layers[kind], _layer_weights(job, kind), experts * (kind.feed_forward == EXPERTS)
+        left = act.stored - after
+        kept = held + late + gathered - np.where(job.reshard, 0.0, u * passed)
+        kept = kept + edge * is_tied + ahead + summed * passed
+        own = np.where(job.reshard, u * (unit + here), 0.0)
+        for extra in one.backward:
             moments.append(kept + own + previous + left + extra)
-        moments.append(kept + own + previous + left - act.layer + act.hidden + u * layer + act.norm)
-        for unit, sharing in ((layer, n), (experts, n / job.expert)):
-            copies = u * unit + r * unit * (1.0 + 1.0 / sharing)
-            moments.append(kept - np.where(job.reshard, 0.0, u * unit) + left - act.layer + copies + act.hidden)
+        moments.append(kept + own + previous + left - one.stored + act.hidden + u * unit + act.norm)
+        for weights, sharing in ((unit, n), (here, n / job.expert)):
+            copies = u * weights + r * weights * (1.0 + 1.0 / sharing)
+            moments.append(kept - np.where(job.reshard, 0.0, u * weights) + left - one.stored + copies + act.hidden)
     end = gradients + stale + act.hidden + summed * (all_layers + edges - table)
     moments.append(end + u * table + np.maximum(u * table + r * layer, r * table * (1.0 + 1.0 / n)) + late)
     moments.append(gradients + summed * (all_layers + edges))
@@ -291,22 +360,53 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Bytes of a layer for one micro-batch: `stored` before backward, and at moments of `backward` above all stored."""
+
+    stored: FloatArray
+    backward: tuple[FloatArray, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Activations:
     """Bytes of activations of one micro-batch.
 
-    `stored`: of all layers before backward. `layer`: of one layer. `hidden`: the tensor between layers, which is the
-    input of a layer. `head_input`: what the head and the norm before it store. `backward`: at the moments of a layer's
-    backward, above what all layers store. `norm`: of the backward of a norm. `gradients`: of the outputs of all
-    products and norms.
+    `stored`: of all layers before backward. `layers`: of each kind of layer. `hidden`: the tensor between layers, which
+    is the input of a layer. `head_input`: what the head and the norm before it store. `norm`: of the backward of a
+    norm. `gradients`: of the outputs of all products and norms.
     """
 
     stored: FloatArray
-    layer: FloatArray
+    layers: Mapping[Layer, LayerActivations]
     hidden: FloatArray
     head_input: FloatArray
-    backward: tuple[FloatArray, ...]
     norm: FloatArray
     gradients: FloatArray
+
+    @property
+    def backward(self) -> Iterator[FloatArray]:
+        """Yield the bytes at all moments of the backward of layers."""
+        return (moment for each in self.layers.values() for moment in each.backward)
+
+
+def _moments_of_layers(
+    job: MemoryInputs, act: Activations, head_reduce: FloatArray
+) -> Iterator[tuple[Layer, FloatArray, FloatArray, FloatArray]]:
+    """Yield the layers whose backward may need the most: the last two layers, and the last one of each kind.
+
+    With each come the bytes of the reduction of the unit after it, the stored bytes of the layers after it, and their
+    weights.
+    """
+    seen, previous = set[Layer](), head_reduce
+    after = passed = np.zeros_like(job.ranks)
+    for number, kind in enumerate(_backwards(job.model)):
+        unit = _layer_weights(job, kind)
+        if number < 2 or kind not in seen:
+            yield kind, previous, after, passed
+        seen.add(kind)
+        previous, after, passed = job.reduce_bytes * unit, after + act.layers[kind].stored, passed + unit
+    if job.model.num_layers == 1:  # the only layer is the one before itself
+        yield kind, previous, np.zeros_like(after), np.zeros_like(passed)
 
 
 def activations(job: MemoryInputs) -> Activations:
@@ -315,45 +415,89 @@ def activations(job: MemoryInputs) -> Activations:
     rows = job.tokens / tensor
     whole = u * model.hidden_size * job.tokens
     hidden = np.where(job.split_tokens, whole / tensor, whole)
-    query, key = (u * count * model.kv_channels * rows for count in (model.num_attention_heads, model.num_query_groups))
+    query, key, _value = (u * width * rows for width in widths(model))
+    width = u * model.ffn_hidden_size * rows
+    norm = hidden * (NORM_VALUES[u] if not job.fused_norm else 2.0)
+    gradients = query + 2.0 * key + (1.0 + model.gated_linear_unit) * width + 2.0 * (hidden + whole)
+    found, stored = dict[Layer, LayerActivations](), np.zeros_like(rows)
+    shown = kinds(model)
+    for kind, number in shown.items():
+        found[kind] = _layer_activations(job, kind, hidden, whole, norm)
+        stored = stored + found[kind].stored * number
+    if not model.layers:  # all layers count as the last one
+        found = {list(shown)[-1]: found[list(shown)[-1]]}
+    return Activations(
+        stored=stored,
+        layers=found,
+        hidden=hidden,
+        head_input=hidden + whole,
+        norm=norm,
+        gradients=gradients * model.num_layers,
+    )
+
+
+def _layer_activations(
+    job: MemoryInputs, kind: Layer, hidden: FloatArray, whole: FloatArray, norm: FloatArray
+) -> LayerActivations:
+    """Return the bytes of a layer of one kind. `hidden` and `whole`: of its input, on a rank and in a tensor group."""
+    model, u, tensor = job.model, job.value_bytes, job.tensor
+    rows, blocks = job.tokens / tensor, (kind.mixer is not None) + bool(kind.feed_forward)
+    query, key, _value = (u * each * rows for each in widths(model))
     width = u * model.ffn_hidden_size * rows
     gate = 4.0 if model.gated_linear_unit else 2.0  # gate, its silu, the other half and the product
-    keys = 2.0 * key * job.context  # all context-parallel ranks' keys and values
-    core = 2.0 * query + keys + 4.0 * model.num_attention_heads * rows
-    core = core + (query + key) * model.qk_layernorm
-    full = 2.0 * (hidden + whole) + core + gate * width
     weights = u * model.hidden_size * model.ffn_hidden_size / tensor
     matrices = 3.0 if model.gated_linear_unit else 2.0
-    mixed, routed = full, u * 0.0 * rows
-    if job.expert_layers:
+    core, work = _core_bytes(job, kind)
+    routed, network = u * 0.0 * rows, gate * width * (kind.feed_forward != "")
+    if kind.feed_forward == EXPERTS:
         copies, width_of_expert = model.moe_router_topk * rows, model.moe_ffn_hidden_size or model.ffn_hidden_size
         shared = gate * u * rows * (model.moe_shared_expert_intermediate_size or 0)
         routed = u * model.hidden_size * copies
         scores = ROUTER_BYTES * (model.num_moe_experts or 1) * rows + COPY_BYTES * copies
-        mixed = full - gate * width + gate * u * width_of_expert * copies + 2.0 * routed + shared + scores
+        network = gate * u * width_of_expert * copies + 2.0 * routed + shared + scores
+    full = blocks * (hidden + whole) + core + network
     # Selective checkpoints store every second product, queries, values, gate and the output of the block, and what
     # tensor parallelism scatters: the outputs of both blocks.
     products = query + key + query + width + whole + 2.0 * hidden * (tensor > 1)
     selective = hidden + products + 4.0 * model.num_attention_heads * rows
-    is_kept = [job.checkpointing == 0, job.checkpointing == 1]
-    plain, per_layer = (np.select(is_kept, [each, selective], hidden) for each in (full, mixed))
-    stored = plain * (model.num_layers - job.expert_layers) + per_layer * job.expert_layers
-    again = np.where(job.checkpointing > 0, mixed, 0.0) - np.where(job.checkpointing == 2, hidden, 0.0)
+    stored = np.select([job.checkpointing == 0, job.checkpointing == 1], [full, selective], hidden)
+    again = np.where(job.checkpointing > 0, full, 0.0) - np.where(job.checkpointing == 2, hidden, 0.0)
     again = np.where(job.checkpointing == 1, full - hidden - query - width, again)
-    gradients = query + 2.0 * key + (1.0 + model.gated_linear_unit) * width + 2.0 * (hidden + whole)
-    norm = hidden * (NORM_VALUES[u] if not job.fused_norm else 2.0)
-    at_gate = again + (gate - 2.0) * width + hidden + weights + whole * (tensor > 1)
-    after_ffn = again - gate * width - whole + matrices * weights + norm + hidden
-    if job.expert_layers:  # gradients of all experts wait until they are stacked
+    moments, gradients = list[FloatArray](), np.zeros_like(rows)
+    if kind.feed_forward == EXPERTS:  # gradients of all experts wait until they are stacked
         experts = u * expert_weights(job)
-        at_gate = again + 2.0 * routed + hidden + experts * (1.0 + 1.0 / matrices)
-        after_ffn = again + whole + 2.0 * experts
-    return Activations(
-        stored=stored,
-        layer=per_layer,
-        hidden=hidden,
-        head_input=hidden + whole,
-        backward=(at_gate, after_ffn),
-        norm=norm,
-        gradients=gradients * model.num_layers,
-    )
+        moments = [again + 2.0 * routed + hidden + experts * (1.0 + 1.0 / matrices), again + whole + 2.0 * experts]
+        gradients = experts + u * _router_weights(job)
+    elif kind.feed_forward:
+        at_gate = again + (gate - 2.0) * width + hidden + weights + whole * (tensor > 1)
+        moments = [at_gate, again - gate * width - whole + matrices * weights + norm + hidden]
+        gradients = matrices * weights
+    if work is not None:
+        after_network = again - network - (hidden + whole) * (kind.feed_forward != "")
+        moments.append(after_network + gradients + 2.0 * hidden + work)
+    return LayerActivations(stored, tuple(moments))
+
+
+def _core_bytes(job: MemoryInputs, kind: Layer) -> tuple[FloatArray, FloatArray | None]:
+    """Return the bytes that a mixer stores besides its input, and those that its backward needs, if it is the largest.
+
+    The backward has the gradients of what the kernels stored and of the outputs of products.
+    """
+    model, u, mixer = job.model, job.value_bytes, kind.mixer
+    rows = job.tokens / job.tensor
+    if mixer is None:
+        return np.zeros_like(rows), None
+    if isinstance(mixer, Mixer):
+        outputs = sum(each.outputs for each in mixer.products(model.hidden_size))
+        return u * mixer.saved * rows, u * outputs * rows
+    query, key, value = (u * each * rows for each in widths(model))
+    softmax = 4.0 * model.num_attention_heads * rows
+    if not model.multi_latent_attention:
+        keys = 2.0 * key * job.context  # all context-parallel ranks' keys and values
+        gate = 2.0 * query * model.attention_output_gate  # the gate, and the output times the gate
+        return 2.0 * query + keys + softmax + (query + key) * model.qk_layernorm + gate, None
+    q_rank, kv_rank, rope = (u * each * job.tokens for each in latent_widths(model))
+    normed = (q_rank + kv_rank) * model.qk_layernorm
+    expanded = u * _expanded(model) * rows  # values are a part of this tensor
+    keys = (query + expanded) * job.context
+    return q_rank + kv_rank + rope + normed + query + keys + value + softmax, 2.0 * query + expanded + value

@@ -136,7 +136,7 @@ def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedul
     """Return the inputs to the shared formulas, of which the times of layers and of the pipeline are used."""
     train = task.spec.train
     return Training(
-        model=task.spec.model,
+        model=replace(task.spec.model, mtp_num_layers=0),
         sequence=train.seq_length,
         global_batch=train.global_batch_size,
         precision=train.precision,
@@ -238,10 +238,11 @@ def _exchange(
     The next layer's weights are gathered, and the last layer's gradients reduced, beside a layer's kernels. The first
     gather and the last reduction of a pass are beside nothing.
     """
-    layer, table, _rest = memory.unit_weights(job)
+    _layer, table, _rest = memory.unit_weights(job)
+    layers = [(weights, number / job.pipeline) for weights, number in memory.units(job)]
     experts, expert_layers = memory.expert_weights(job), job.expert_layers / job.pipeline
     owners = (_integers(job.ranks / job.expert), _integers(job.expert))
-    u, layers = float(train.value_bytes), train.model.num_layers / job.pipeline
+    u = float(train.value_bytes)
     ring = (_integers(job.ranks), _integers(layout.tensor))
     replicas = (_integers(columns[fs.REPLICATE]), _integers(layout.tensor * job.ranks))
     seconds = costs.collectives.seconds
@@ -254,9 +255,12 @@ def _exchange(
         return seconds("reduce_scatter", job.reduce_bytes * weights, *ring) + across
 
     ends = 1.0 + train.model.untie_embeddings_and_output_weights * ((job.pipeline == 1) | (job.schedule >= fs.ZBV))
-    body = gather(layer) * layers + gather(experts, owners) * expert_layers
+    body = (
+        sum((gather(each) * number for each, number in layers), np.zeros(())) + gather(experts, owners) * expert_layers
+    )
     forward = body + gather(table) * ends
-    backward = job.reshard * body + reduce(layer) * layers + reduce(experts, owners) * expert_layers
+    reduced = sum((reduce(each) * number for each, number in layers), np.zeros(()))
+    backward = job.reshard * body + reduced + reduce(experts, owners) * expert_layers
     backward = backward + reduce(table) * ends
     is_staged = job.pipeline > 1
     times = np.where(is_staged, 1.0, layout.microbatches)

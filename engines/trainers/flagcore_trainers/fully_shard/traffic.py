@@ -101,16 +101,21 @@ def _separate_bytes(
     model, tokens = train.model, layout.tokens(train.sequence)
     hidden = train.value_bytes * model.hidden_size * tokens
     rows = train.value_bytes * model.hidden_size * layout.token_rows(train.sequence)
-    heads = model.num_attention_heads + model.num_query_groups
+    rotated = (model.num_attention_heads + model.num_query_groups) * model.kv_channels
+    if model.multi_latent_attention:
+        rotated = (model.num_attention_heads + 1) * (model.qk_pos_emb_head_dim or 0)
+    attention = model.attention_layers / model.num_layers
+    networks = sum(model.feed_forward_layers(kind) for kind in ("dense", "experts")) / model.num_layers
+    mixers = sum(model.mixers.values()) / model.num_layers
     full = model.ffn_hidden_size
     if model.num_moe_experts:
         each = model.moe_ffn_hidden_size or model.ffn_hidden_size
         full = model.moe_router_topk * each + (model.moe_shared_expert_intermediate_size or 0)
     width = full / layout.tensor
     tensors = {
-        "norm": 2.0 * rows,
-        "activation": train.value_bytes * width * tokens,
-        "rotation": train.value_bytes * heads * model.kv_channels * tokens / layout.tensor,
+        "norm": (mixers + networks) * rows,
+        "activation": networks * (train.value_bytes * width * tokens),
+        "rotation": attention * (train.value_bytes * rotated * tokens / layout.tensor),
     }
     passes = dict(FUSED)
     if not compiled:
@@ -122,7 +127,7 @@ def _separate_bytes(
         parts = ((passes[name][each] - FUSED[name][each] * beyond) * tensors[name] for name in FUSED)
         return sum(parts, np.zeros(()))
 
-    sums = GRADIENT_SUMS[compiled] * (2.0 + model.gated_linear_unit) * hidden
+    sums = GRADIENT_SUMS[compiled] * (2.0 * attention + networks * model.gated_linear_unit) * hidden
     inputs = (3.0 * model.hidden_size + width) * tokens * (train.precision == "fp8")
     forward, residual = total(0, beyond=True), 3.0 * rows
     return forward, total(1, beyond=True) + sums + CAST_BYTES[0] * inputs, total(0, beyond=False) - forward + residual
@@ -145,7 +150,7 @@ def _masked_seconds(train: Training, layout: Layout, kernels: KernelCosts, check
     precision = train.precision if train.value_bytes == 4 else "bf16"
     forward = kernels.attention_seconds(shape, precision) * (1.0 + (checkpointing == 2))
     total: FloatArray = (forward + kernels.attention_backward_seconds(shape, precision)) / layout.context
-    return total
+    return total * (model.attention_layers / model.num_layers)
 
 
 @dataclass(frozen=True)
