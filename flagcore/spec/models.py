@@ -52,7 +52,7 @@ def _or_keys(value: object, validate: ValidatorFunctionWrapHandler) -> object:
 class ConfigKeys(BaseModel):
     """Keys of a config.json."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
     name: Word = "inline"
     """Name of the model in reports."""
