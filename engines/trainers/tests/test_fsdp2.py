@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_mixers.short_convolution import ShortConvolution
 from flagcore_trainers.fsdp2.engine import FIELDS, FSDP2
 from flagcore_trainers.fully_shard import (
     AC,
@@ -33,19 +34,21 @@ from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.model import Model
+from flagcore.domain.model import Attention, Layer, Model
 from flagcore.domain.space import Candidate
 from flagcore.errors import LaunchError, SpecError
 from flagcore.launchers.local import LocalLauncher
 from tests.checks import refuses
 from tests.launchers.processes import ended
 from tests.product.tasks import DENSE, EXPERTS, SHAPE, costs, task
+from tests.tasks import LATENT
 
 pytestmark = pytest.mark.spread
 
 NEUTRAL = {knob.name: knob.neutral for knob in FSDP2.knobs}
 UNTIED = replace(DENSE, untie_embeddings_and_output_weights=True)
 MIXED = replace(EXPERTS, moe_shared_expert_intermediate_size=32, moe_first_dense_layers=1)
+OTHER = replace(DENSE, layers=(Layer(mixer=ShortConvolution(width=64)),) * 4)
 CPU = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
 
 
@@ -82,8 +85,11 @@ def test_rules(values: dict[str, Any], rule: str | None) -> None:
 
 
 def test_what_trials_cannot_run_is_reported_by_key() -> None:
-    with refuses("model.mtp_num_layers"):
-        FSDP2.rules(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))
+    with refuses("model"):
+        FSDP2.rules(task(replace(DENSE, moe_latent_size=16), engine="fsdp2"))
+    with refuses("model"):
+        FSDP2.ready(task(OTHER, engine="fsdp2").spec)
+    assert FSDP2.task_warnings(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))
     for train in ({"precision": "fp8"}, {"command": ("train",)}):
         with refuses(f"train.{next(iter(train))}"):
             FSDP2.ready(task(engine="fsdp2", **train).spec)
@@ -162,6 +168,8 @@ def test_schedules_with_several_stages_keep_what_gloo_sends() -> None:
         ({}, {"shard": 8, "checkpointing": "selective"}),
         ({"untie_embeddings_and_output_weights": False}, {"shard": 4, "tensor": 2, "micro_batch": 2}),
         ({"untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2}),
+        ({"layers": tuple(Layer(mixer=Attention(window=each)) for each in (128, None))}, {"shard": 4}),
+        ({**LATENT, "num_query_groups": 8}, {"shard": 4, "micro_batch": 2}),
     ],
 )
 def test_memory_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str, Any]) -> None:
