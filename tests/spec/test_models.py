@@ -126,7 +126,7 @@ def test_keys_that_are_not_read_are_kept(at: At) -> None:
     quantized = {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}}
     model = read_model("Some-Model", at({"text_config": text, "vision_config": {"depth": 2}, **quantized}))
     assert {name for name, _ in model.unread} == {
-        *("vision_config", "text_config.model_type", "text_config.attention_dropout"),
+        *("vision_config", "text_config.attention_dropout"),
         *("text_config.num_nextn_predict_layers", "quantization_config.quant_method"),
         "quantization_config.kv_cache_scheme",
     }
