@@ -3,8 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class Mixer:
 class Indexer:
     """The indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556).
 
-    Each layer has an indexer with `heads` heads of `head_dim` elements, which scores all tokens. Attention then uses
+    A layer has an indexer with `heads` heads of `head_dim` elements, which scores all tokens. Attention then uses
     only the `top_k` tokens with the highest scores. The indexer caches one key per token, with 8 bits per element and
     a 32-bit scale per 128 elements.
     """
@@ -172,14 +172,22 @@ class Indexer:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Softmax attention with the sizes of `Model`, over all tokens, or over less.
+    """Softmax attention over all tokens, or over less. Sizes that are None are those of `Model`.
 
     `window`: the number of tokens to which a token attends. None: all tokens.
-    `indexer`: what selects the tokens, in sparse attention.
+    `indexer`: what selects the tokens, in sparse attention. Without heads: those that an earlier layer selects.
+    `heads`, `groups`, `head_dim`, `value_dim`: query heads, key heads, and the widths of a head of keys and of values.
+    `projections`: 2 if keys and values have their own projections, 1 if keys are also the values, 0 if both are those
+    of an earlier layer, which caches them.
     """
 
     window: int | None = None
     indexer: Indexer | None = None
+    heads: int | None = None
+    groups: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    projections: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +213,8 @@ class Model:
     `moe_latent_size`: the width between which and their own width routed experts project, if it is not `hidden_size`.
     `attention_output_gate`: whether a gate scales the output of attention. It is computed by a projection as large as
     the query projection.
+    `key_value_projections`: see `Attention.projections`.
+    `layer_embedding_size`: the width of the embeddings that each layer has of its own (Gemma 3n). 0: none.
     `unread`: the names and values of the keys of config.json that the other fields do not contain.
     """
 
@@ -238,6 +248,8 @@ class Model:
     vision: Vision | None = None
     layers: tuple[Layer, ...] = field(default=(), repr=False)
     attention_output_gate: bool = False
+    key_value_projections: int = 2
+    layer_embedding_size: int = 0
     unread: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -248,7 +260,7 @@ class Model:
 
     @property
     def attention(self) -> Mapping[Attention, int]:
-        """The kinds of attention with the sizes of this model, with the number of layers of each."""
+        """The kinds of attention, with the number of layers of each."""
         return {mixer: number for mixer, number in self.mixers.items() if isinstance(mixer, Attention)}
 
     @property
@@ -258,12 +270,38 @@ class Model:
 
     @property
     def attention_layers(self) -> int:
-        """The number of layers with attention of the sizes of this model."""
+        """The number of layers with attention."""
         return sum(self.attention.values())
 
     @property
+    def by_attention(self) -> tuple["Model", ...]:
+        """This model for each kind of attention, whatever its window: with its sizes, and only its layers' mixers."""
+        kinds = {replace(each, window=None): None for each in self.attention}
+        if kinds.keys() <= {Attention(indexer=self.indexer)}:
+            return (self,) if kinds else ()
+        return tuple(self._with(kind) for kind in kinds)
+
+    def _with(self, kind: Attention) -> "Model":
+        sizes = {
+            "num_attention_heads": kind.heads,
+            "num_query_groups": kind.groups,
+            "kv_channels": kind.head_dim,
+            "v_head_dim": kind.value_dim,
+            "key_value_projections": kind.projections,
+        }
+        mixers = [
+            Attention(window=each.mixer.window, indexer=kind.indexer)
+            if isinstance(each.mixer, Attention) and replace(each.mixer, window=None) == kind
+            else None
+            for each in self.layers
+        ]
+        layers = [replace(each, mixer=mixer) for each, mixer in zip(self.layers, mixers, strict=True)]
+        given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+        return replace(self, **given, layers=tuple(layers))
+
+    @property
     def indexer(self) -> Indexer | None:
-        """The indexer of the layers with sparse attention, which all have the same."""
+        """The indexer of the first kind of sparse attention."""
         return next((each.indexer for each in self.attention if each.indexer), None)
 
     @property
@@ -286,4 +324,11 @@ class Model:
     @property
     def is_inline(self) -> bool:
         """Whether an inline shape in a spec or a job record can describe the model completely."""
-        return not (self.vision or self.layers or self.attention_output_gate or self.moe_latent_size)
+        return not (
+            self.vision
+            or self.layers
+            or self.attention_output_gate
+            or self.moe_latent_size
+            or self.layer_embedding_size
+            or (self.v_head_dim and not self.multi_latent_attention)
+        )

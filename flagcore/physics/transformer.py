@@ -14,13 +14,32 @@ def widths(model: Model) -> tuple[int, int, int]:
     if model.multi_latent_attention:
         query = heads * ((model.qk_head_dim or 0) + (model.qk_pos_emb_head_dim or 0))
         return query, query, heads * (model.v_head_dim or 0)
-    groups = model.num_query_groups * model.kv_channels
-    return heads * model.kv_channels, groups, groups
+    key, value = (model.num_query_groups * size for size in (model.kv_channels, model.v_head_dim or model.kv_channels))
+    return heads * model.kv_channels, key, value
 
 
 def attended(model: Model) -> int:
     """Return the total width of the attention output over all heads."""
-    return widths(model)[2] if model.multi_latent_attention else widths(model)[0]
+    return model.num_attention_heads * (model.v_head_dim or model.kv_channels)
+
+
+def own_key_width(model: Model) -> int:
+    """Return the width of the projections of one key head and its value, without latent attention."""
+    return (0, model.kv_channels, cached_widths(model))[model.key_value_projections]
+
+
+def layer_embeddings(model: Model) -> int:
+    """Return the number of weights of the embeddings that each layer has of its own, and of their projections.
+
+    Source: transformers 5.24 `models/gemma3n` (`embed_tokens_per_layer`, `per_layer_model_projection`,
+    `per_layer_input_gate`, `per_layer_projection`).
+    """
+    return model.num_layers * model.layer_embedding_size * (model.vocab_size + 3 * model.hidden_size)
+
+
+def cached_widths(model: Model) -> int:
+    """Return the width of a cached key and value of one head, without latent attention. 0 if others cache them."""
+    return (model.kv_channels + (model.v_head_dim or model.kv_channels)) * (model.key_value_projections > 0)
 
 
 def latent_widths(model: Model) -> tuple[int, int, int]:
@@ -34,9 +53,9 @@ def projection_weights(model: Model) -> tuple[int, int]:
     The first number is for the projections that compress the input for latent attention (else 0), the second for those
     to queries, keys and values.
     """
-    h, (query, key, value) = model.hidden_size, widths(model)
+    h, query = model.hidden_size, widths(model)[0]
     if not model.multi_latent_attention:
-        return 0, h * (query + key + value)
+        return 0, h * (query + model.num_query_groups * own_key_width(model))
     q_rank, kv_rank, rope = latent_widths(model)
     heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
     return h * (q_rank + kv_rank + rope), (q_rank or h) * query + kv_rank * heads
@@ -82,14 +101,19 @@ def paired_layers(model: Model, tokens: float) -> float:
 class MeanLayer:
     """The parts of a model's layers after the leading dense ones, each as a share of these layers.
 
-    `attention`: layers with attention of the model's sizes. `mixers`: layers with another mixer, by mixer. `dense` and
-    `experts`: layers with a feed-forward network of one kind. All shares of a plain layer are 0 or 1.
+    `attentions`: layers with attention, by kind (`Model.by_attention`). `mixers`: layers with another mixer, by mixer.
+    `dense` and `experts`: layers with a feed-forward network of one kind. All shares of a plain layer are 0 or 1.
     """
 
-    attention: float = 1.0
+    attentions: tuple[tuple[Model, float], ...]
     mixers: tuple[tuple[Mixer, float], ...] = ()
     dense: float = 0.0
     experts: float = 0.0
+
+    @property
+    def attention(self) -> float:
+        """The share of layers with attention of any kind."""
+        return sum(share for _, share in self.attentions)
 
     @property
     def feed_forward(self) -> float:
@@ -103,11 +127,11 @@ def mean_layer(model: Model, *, experts: bool) -> MeanLayer:
     The mixers are the mean of all layers: where kinds of layers alternate, any few layers in a row hold about the same.
     """
     if not model.layers:
-        return MeanLayer(dense=0.0 if experts else 1.0, experts=1.0 if experts else 0.0)
+        return MeanLayer(attentions=((model, 1.0),), dense=0.0 if experts else 1.0, experts=1.0 if experts else 0.0)
     rest = float(model.num_layers - model.moe_first_dense_layers)
     dense = (model.feed_forward_layers("dense") - model.moe_first_dense_layers) / rest
     return MeanLayer(
-        attention=model.attention_layers / model.num_layers,
+        attentions=tuple((each, each.attention_layers / model.num_layers) for each in model.by_attention),
         mixers=tuple((mixer, number / model.num_layers) for mixer, number in model.other_mixers.items()),
         dense=dense if experts or model.num_moe_experts is None else 1.0,
         experts=model.feed_forward_layers("experts") / rest if experts else 0.0,

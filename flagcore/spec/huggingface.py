@@ -1,11 +1,11 @@
 """Reads a model from a Hugging Face config.json. The sizes of images come from preprocessor_config.json.
 
-Model families with layers that `Model` does not support raise SpecError.
+A family or kind of layers that is not known is read as far as its keys go, and named in `Model.unread`.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -16,7 +16,7 @@ from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 
 from flagcore.domain.model import Attention, Indexer, Layer, Mixer, Model, Vision
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.plain_data import KeyPath, SafeLoader, key_text, spec_error
+from flagcore.spec.plain_data import KeyPath, SafeLoader, spec_error
 from flagcore.spec.shapes import check_model
 from flagcore.spec.validate import Layers, NoLayers, NoSize, Size, checked, located
 
@@ -27,13 +27,19 @@ model_type of multimodal models whose vision tower `Vision` can describe. NAMES:
 name for a field of `Model`. KINDS: what names of layers mean. MIXERS: the keys of the fields of mixers."""
 ALIASES: Mapping[str, str] = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
 """Alternative keys of config.json, and the fields of `Config` that they mean."""
-FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, WINDOW = "full_attention", "sliding_attention"
 """The names of the kinds of layers in models that do not list their layers."""
+INDEXED = "indexed"
+"""The kind of layers that have an indexer, if not all layers with attention have one."""
 DENSE, EXPERTS = "dense", "experts"
 """The kinds of feed-forward networks."""
+BASIC = (DENSE, EXPERTS, "attention", "window", INDEXED)
+"""The kinds of layers that need no package."""
+MEANS = ("intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts")
+"""The keys that may give a size for each layer, of which the mean is read."""
 COMMON = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
-    *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias"),
+    *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias", "layer_types"),
 )
 """The keys that all model families have. The first five are required."""
 
@@ -65,6 +71,8 @@ class Config(BaseModel):
     qk_layernorm: bool = False
     gated_linear_unit: bool = True
     num_experts: NoSize | None = None
+    zero_expert_num: NoLayers = 0
+    enable_moe_block: bool | None = None
     num_experts_per_tok: Size | None = None
     moe_intermediate_size: Size | None = None
     moe_latent_size: Size | None = None
@@ -73,26 +81,40 @@ class Config(BaseModel):
     decoder_sparse_step: Size = 1
     mlp_only_layers: list[NoLayers] | None = None
     first_k_dense_replace: NoLayers | None = None
-    moe_layer_freq: Size = 1
+    moe_layer_freq: Size | list[int] = 1
+    moe_layers_enum: str | None = None
+    expert_layer_offset: NoLayers | None = None
     q_lora_rank: Size | None = None
     kv_lora_rank: Size | None = None
     qk_nope_head_dim: Size | None = None
     qk_rope_head_dim: Size | None = None
     v_head_dim: Size | None = None
     num_nextn_predict_layers: NoLayers | None = None
-    layer_types: list[str] | None = None
+    layer_types: str | list[str] | list[int] | None = None
     full_attention_interval: Size | None = None
+    full_attention_offset: NoLayers | None = None
+    full_attention_layers: list[int] | None = None
+    first_layer: NoLayers = 0
+    rest_of_layers: str | None = None
     sliding_window: Size | None = None
     use_sliding_window: bool = True
     max_window_layers: NoLayers = 0
-    hybrid_override_pattern: str | None = None
-    compress_ratios: list[int] | None = None
+    num_kv_shared_layers: NoLayers = 0
+    attention_k_eq_v: bool = False
+    use_double_wide_mlp: bool = False
+    hidden_size_per_layer_input: NoSize = 0
     mlp_layer_types: list[str] | None = None
     linear_num_key_heads: Size | None = None
     attention_output_gate: bool = False
     index_n_heads: Size | None = None
     index_head_dim: Size | None = None
     index_topk: Size | None = None
+    index_topk_blocks: Size | None = None
+    index_block_size: Size = 1
+    indexer_types: list[str] | None = None
+    index_topk_pattern: str | list[str] | None = None
+    index_topk_freq: Size = 1
+    index_skip_topk_offset: NoLayers = 2
     n_group: NoSize | None = None
     topk_group: NoSize | None = None
 
@@ -105,10 +127,14 @@ class Config(BaseModel):
             raise spec_error("mlp_bias", "is not supported", value=True, fix="use a model without biases in the FFN")
         same = ("num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "gated_linear_unit")
         layers = self._layers(kinds, keys)
+        width, shared = self.intermediate_size, self.num_kv_shared_layers
+        if self.use_double_wide_mlp:  # the mean of all layers
+            width = round(width * (1 + shared / self.num_hidden_layers))
         return {
             **self.model_dump(include={*same, "attention_output_gate", "q_lora_rank", "kv_lora_rank", "v_head_dim"}),
-            "num_layers": self.num_hidden_layers,
-            "ffn_hidden_size": self.intermediate_size,
+            "num_layers": len(layers.get("layers", ())) or self.num_hidden_layers,
+            "ffn_hidden_size": width,
+            "layer_embedding_size": self.hidden_size_per_layer_input,
             "num_query_groups": self.num_key_value_heads or self.num_attention_heads,
             "kv_channels": self.qk_nope_head_dim or self._head_width(),
             "untie_embeddings_and_output_weights": not self.tie_word_embeddings,
@@ -124,19 +150,25 @@ class Config(BaseModel):
     def _layers(self, kinds: Mapping[str, str], keys: Mapping[str, Any]) -> dict[str, Any]:
         """Return the layers of `Model`, if there is more than one kind, and the number of the leading dense ones."""
         names = self.layer_names()
-        if unknown := sorted({*names} - kinds.keys()):
-            problem, fix = "has kinds of layers that are not supported", "use a model without them"
-            raise spec_error("layer_types", problem, value=", ".join(unknown), fix=fix)
         if len(names) != self.num_hidden_layers:
             problem = f"must be num_hidden_layers = {self.num_hidden_layers} kinds"
             raise spec_error("layer_types", problem, value=len(names), fix="list the kind of each layer")
-        known, layers = dict[str, Layer](), list[Layer]()
-        is_blocks = any(kinds[name] in (DENSE, EXPERTS) for name in names)
-        for number, name in enumerate(names):
-            network = "" if is_blocks else DENSE if not self.num_experts or self._is_dense(number) else EXPERTS
-            if (key := f"{kinds[name]} {network}") not in known:
-                known[key] = self._layer(kinds[name], network, keys)
-            layers.append(known[key])
+        known, layers = dict[tuple[str, str, bool, bool], Layer](), list[Layer]()
+        of_names = [kinds.get(name, "attention") for name in names]
+        is_blocks = any(kind in (DENSE, EXPERTS) for kind in of_names)
+        has_indexed = INDEXED in of_names
+        for number, kind in enumerate(of_names):
+            dense = not self.num_experts or self.enable_moe_block is False or self._is_dense(number)
+            default = "" if is_blocks or " " in kind else DENSE if dense else EXPERTS
+            reuses = number >= self.num_hidden_layers - self.num_kv_shared_layers
+            shares = self._shares_index(number)
+            for block in kind.split():
+                mixer, _, network = block.partition("/")
+                key = mixer, network or default, reuses, shares
+                if key not in known:
+                    given = INDEXED if mixer == "attention" and not has_indexed else mixer
+                    known[key] = self._layer(given, network or default, keys, reuses=reuses, shares=shares)
+                layers.append(known[key])
         networks = [each.feed_forward for each in layers]
         leading = next((at for at, network in enumerate(networks) if network != DENSE), 0)
         is_plain = {each.mixer for each in layers} == {Attention()} and len({*networks[leading:]}) == 1
@@ -146,29 +178,59 @@ class Config(BaseModel):
     def layer_names(self) -> list[str]:
         """Return the names of all layers.
 
-        Models that do not list them have full attention in every n-th layer, where n is `full_attention_interval`, and
-        in the first `max_window_layers`.
+        Lists may end with the layers of multi-token prediction. Models that do not list their layers have full
+        attention in `full_attention_layers`, which count from `first_layer`, in every n-th layer, where n is
+        `full_attention_interval`, and in the first `max_window_layers`.
         """
-        if listed := self.layer_types or self.hybrid_override_pattern or self.compress_ratios:
-            return [str(each) for each in listed]
-        other, interval = LINEAR if self.linear_num_key_heads else WINDOW, self.full_attention_interval
-        return [
-            FULL if layer < self.max_window_layers or (interval and (layer + 1) % interval == 0) else other
-            for layer in range(self.num_hidden_layers)
-        ]
+        size = self.num_hidden_layers
+        if self.layer_types:
+            names = [str(each) for each in self.layer_types]
+            return names[:size] if len(names) == size + (self.num_nextn_predict_layers or 0) else names
+        linear = "linear_attention" if self.linear_num_key_heads else None
+        other = self.rest_of_layers or linear or (WINDOW if self.sliding_window else FULL)
+        full = {each - self.first_layer for each in self.full_attention_layers or ()}
+        if (interval := self.full_attention_interval) and self.full_attention_layers is None:
+            offset = interval - 1 if self.full_attention_offset is None else self.full_attention_offset
+            full = {layer for layer in range(size) if layer % interval == offset}
+        return [FULL if layer < self.max_window_layers or layer in full else other for layer in range(size)]
 
-    def _layer(self, kind: str, network: str, keys: Mapping[str, Any]) -> Layer:
-        """Return a layer of one of KINDS, with the feed-forward network `network`."""
+    def _layer(self, kind: str, network: str, keys: Mapping[str, Any], *, reuses: bool, shares: bool) -> Layer:
+        """Return a layer of one of KINDS, with the feed-forward network `network`.
+
+        `reuses`: whether it uses keys and values of an earlier layer. `shares`: whether it uses the choice of its
+        indexer.
+        """
         if kind in (DENSE, EXPERTS):
             return Layer(mixer=None, feed_forward=kind)
-        if kind in ("attention", "window"):
-            window = self.sliding_window if kind == "window" and self.use_sliding_window else None
-            sizes = (self.index_n_heads, self.index_head_dim, self.index_topk)
-            names = ("heads", "head_dim", "top_k")
-            given = {name: size for name, size in zip(names, sizes, strict=True) if size}
-            indexer = Indexer(**given) if len(given) == len(names) else None
-            return Layer(mixer=Attention(window=window, indexer=indexer), feed_forward=network)
-        return Layer(mixer=_mixer(kind, keys), feed_forward=network)
+        if kind not in ("attention", "window", INDEXED):
+            return Layer(mixer=_mixer(kind, keys), feed_forward=network)
+        is_window = kind == "window"
+        own: dict[str, Any] = {
+            name: found[0][1]
+            for name, places in MIXERS["window" if is_window else "attention"].items()
+            if (found := _given(keys, places))
+        }
+        usual = {"heads": self.num_attention_heads, "groups": self.num_key_value_heads, "head_dim": self.head_dim}
+        usual["value_dim"] = self.v_head_dim
+        own = {name: size for name, size in own.items() if size != usual[name]}
+        if not is_window and not self.attention_k_eq_v:  # Gemma 4 reads their heads only then
+            own.pop("groups", None)
+        top_k = self.index_topk or (self.index_topk_blocks or 0) * self.index_block_size
+        indexer = None
+        if kind == INDEXED and top_k and self.index_n_heads and self.index_head_dim:
+            heads, width = (0, 0) if shares else (self.index_n_heads, self.index_head_dim)
+            indexer = Indexer(heads=heads, head_dim=width, top_k=top_k)
+        projections = 0 if reuses else 1 if self.attention_k_eq_v and not is_window else 2
+        window = self.sliding_window if is_window and self.use_sliding_window else None
+        return Layer(
+            mixer=Attention(window=window, indexer=indexer, projections=projections, **own), feed_forward=network
+        )
+
+    def _shares_index(self, layer: int) -> bool:
+        """Return whether a layer uses the choice of an earlier layer's indexer (transformers `GlmMoeDsaConfig`)."""
+        if listed := self.indexer_types or self.index_topk_pattern:
+            return layer < len(listed) and listed[layer] in ("shared", "S")
+        return max(layer - self.index_skip_topk_offset + 1, 0) % self.index_topk_freq != 0
 
     def _head_width(self) -> int:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -181,9 +243,14 @@ class Config(BaseModel):
         width = self.moe_intermediate_size or self.intermediate_size
         groups = self.n_group if self.n_group and self.n_group > 1 else 0
         shared = self.shared_expert_intermediate_size or (self.n_shared_experts or 0) * width
+        if self.enable_moe_block:  # Gemma 4: the dense network is beside the experts
+            shared = self.intermediate_size
+        chosen, experts = self.num_experts_per_tok or 0, self.num_experts or 0
+        if self.zero_expert_num:  # LongCat: the others of those that are chosen do nothing
+            chosen = round(chosen * experts / (experts + self.zero_expert_num))
         return {
             "num_moe_experts": self.num_experts,
-            "moe_router_topk": self.num_experts_per_tok or 0,
+            "moe_router_topk": chosen,
             "moe_router_num_groups": groups,
             "moe_router_group_topk": (self.topk_group or groups) if groups else 0,
             "moe_ffn_hidden_size": width,
@@ -194,8 +261,18 @@ class Config(BaseModel):
     def _is_dense(self, layer: int) -> bool:
         if self.mlp_layer_types:
             return self.mlp_layer_types[layer % len(self.mlp_layer_types)] in ("dense", "mlp")
-        skipped = (layer + 1) % self.decoder_sparse_step or layer % self.moe_layer_freq
-        return bool(skipped) or layer < (self.first_k_dense_replace or 0) or layer in (self.mlp_only_layers or ())
+        if self.moe_layers_enum is not None:
+            return str(layer) not in self.moe_layers_enum.replace(" ", "").split(",")
+        if isinstance(self.moe_layer_freq, list):
+            return not self.moe_layer_freq[layer % len(self.moe_layer_freq)]
+        step = self.decoder_sparse_step
+        offset = step - 1 if self.expert_layer_offset is None else self.expert_layer_offset
+        return (
+            layer % step != offset
+            or bool(layer % self.moe_layer_freq)
+            or layer < (self.first_k_dense_replace or 0)
+            or layer in (self.mlp_only_layers or ())
+        )
 
 
 def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
@@ -207,8 +284,7 @@ def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
         raise spec_error("layer_types", problem, value=name, fix="pip install flagcore-mixers")
     for field in fields(kind):
         names = table.get(field.name, [])
-        names = names if isinstance(names, list) else [names]
-        found = [(key, value) for key in names if (value := _at(keys, key)) is not None]
+        names, found = names if isinstance(names, list) else [names], _given(keys, names)
         if not found and field.default is MISSING:
             problem = f"is missing, but the model has layers with {kind.label}"
             raise spec_error((names or [field.name])[0], problem, fix="give its size")
@@ -217,6 +293,12 @@ def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
                 raise spec_error(key, "must be a positive integer", value=value, fix="give its size")
             sizes[field.name] = value
     return kind(**sizes)
+
+
+def _given(keys: Mapping[str, Any], places: str | list[str]) -> list[tuple[str, Any]]:
+    """Return those of the keys `places` that are given and not `auto`, with their values."""
+    found = [(key, _at(keys, key)) for key in ([places] if isinstance(places, str) else places)]
+    return [(key, value) for key, value in found if value not in (None, "auto")]
 
 
 def _at(keys: Mapping[str, Any], name: str) -> object:
@@ -234,21 +316,29 @@ def mixers() -> Mapping[str, type[Mixer]]:
 def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model:
     """Return the model that a config.json describes, or the text model of a multimodal one. Raises SpecError."""
     path: KeyPath = ()
-    whole = config
+    config = _section(config, "thinker_config") or config
+    whole, kind = config, config.get("model_type")
     if inner := _section(config, "text_config"):
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config, path = {**outer, **inner}, ("text_config",)
-    kind = config.get("model_type")
+        kind = config.get("model_type", kind)
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        near = "".join(f"did you mean {each}? " for each in get_close_matches(str(kind), FAMILIES, n=1))
-        fix = f"{near}known are {', '.join(sorted(FAMILIES))}; or write the model inline in the spec"
-        problem = "is missing" if kind is None else "is not known here"
-        raise SpecError(key=key_text((*path, "model_type")), value=kind, problem=problem, fix=fix, file=file)
     try:
         read = _of_family(config, family)
-        kinds = {**KINDS, **family.get("kinds", {})}
-        model = Model(name=name, unread=tuple(_unread(whole, read)), **checked(Config, read).fields(kinds, read))
+        kinds = {**KINDS, **(family or {}).get("kinds", {})}
+        known = checked(Config, read)
+        unread = [*_unread(whole, read), *[("model_type", str(kind))] * (family is None)]
+        if unknown := sorted({*known.layer_names()} - kinds.keys()):
+            unread.append(("layer_types", ", ".join(unknown)))
+        try:
+            sizes = known.fields(kinds, read)
+        except SpecError:
+            if family is not None:
+                raise
+            kinds = {name: meant if meant in BASIC else "attention" for name, meant in kinds.items()}
+            unread.append(("layer_types", ", ".join(sorted({*known.layer_names()}))))
+            sizes = known.fields(kinds, read)
+        model = Model(name=name, unread=tuple(dict(unread).items()), **sizes)
         check_model(model, NAMES)
     except SpecError as error:
         found = error
@@ -257,19 +347,53 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
     raise join_errors([located(each, path, file) for each in found.problems])
 
 
-def _of_family(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = {**family}
-    fixed = defaults.pop("always", {})
+def _of_family(config: Mapping[str, Any], family: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the keys that a family has, with its defaults, or all keys if it is not known (None).
+
+    `renamed` of a family has keys, also in sections, with the keys of others that they mean.
+    """
+    defaults = {**(family or {})}
+    fixed, renamed = defaults.pop("always", {}), defaults.pop("renamed", {})
     defaults.pop("kinds", None)
     names = {key: ALIASES.get(key, key) for key in config}
-    found = {key: config[key] for key, name in names.items() if name in COMMON or name in defaults}
-    missing = {name: value for name, value in defaults.items() if name not in names.values()}
-    return {**missing, **found, **fixed}
+    names = {key: name for key, name in names.items() if key not in renamed}
+    several = Counter(name for key, name in names.items() if config[key] is not None)
+    found = {
+        key: _mean(name, config[key])
+        for key, name in names.items()
+        if (family is None or name in COMMON or name in defaults) and not (config[key] is None and several[name])
+    }
+    for key, name in renamed.items():
+        if (value := _at(config, key)) is not None:
+            found[name] = _mean(name, value)
+    given = {*names.values(), *(renamed[key] for key in renamed if _at(config, key) is not None)}
+    read = {**{name: value for name, value in defaults.items() if name not in given}, **found, **fixed}
+    listed = next((found[key] for key in found if ALIASES.get(key, key) == "layer_types" and found[key]), None)
+    if "num_hidden_layers" not in given and isinstance(listed, (str, list)):
+        read["num_hidden_layers"] = len(listed)
+    return {**_derived(read), **read}
+
+
+def _mean(name: str, value: Any) -> Any:
+    """Return the mean of sizes that are given for each layer."""
+    is_list = name in MEANS and isinstance(value, list) and value and all(isinstance(each, int) for each in value)
+    return round(sum(value) / len(value)) if is_list else value
+
+
+def _derived(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes that configuration classes compute from others: of Mamba, and the width of a head."""
+    sizes = {name: keys.get(name) for name in ("hidden_size", "num_attention_heads")}
+    hidden, heads = (size if isinstance(size, int) and size > 0 else 1 for size in sizes.values())
+    expand, own, parts = (keys.get(name) for name in ("mamba_expand", "mamba_d_ssm", "mamba_n_heads"))
+    width = own if isinstance(own, int) else (expand if isinstance(expand, int) else 2) * hidden
+    head = width // parts if isinstance(parts, int) and parts > 0 else None
+    return {"_width": width, "_head": head, "_rank": -(-hidden // 16), "_share": hidden // heads}
 
 
 def _unread(config: Mapping[str, Any], read: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield the names and values of the keys of a config.json that are not in `read`, nor false, 0 or empty."""
-    inner = ("text_config", "quantization_config")
+    inner = ("text_config", "quantization_config", "model_type")
+    read = {key.partition(".")[0] for key in read}
     for start, section in (("", config), *((f"{key}.", _section(config, key)) for key in inner)):
         for key, value in section.items():
             if value and not {key, ALIASES.get(key)} & {*inner, *read}:

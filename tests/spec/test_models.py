@@ -9,7 +9,6 @@ import pytest
 
 from flagcore.domain.model import Attention, Model
 from flagcore.errors import SpecError
-from flagcore.spec.huggingface import FAMILIES
 from flagcore.spec.models import context_length, gguf_shape, model_from
 from tests.tasks import SHAPE, VISION
 
@@ -126,7 +125,7 @@ def test_keys_that_are_not_read_are_kept(at: At) -> None:
     quantized = {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}}
     model = read_model("Some-Model", at({"text_config": text, "vision_config": {"depth": 2}, **quantized}))
     assert {name for name, _ in model.unread} == {
-        *("vision_config", "text_config.model_type", "text_config.attention_dropout"),
+        *("vision_config", "text_config.attention_dropout"),
         *("text_config.num_nextn_predict_layers", "quantization_config.quant_method"),
         "quantization_config.kv_cache_scheme",
     }
@@ -155,8 +154,7 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
 @pytest.mark.parametrize(
     ("data", "key", "problem"),
     [
-        ({}, "model_type", "is missing"),
-        (LLAMA3 | {"model_type": "mamba"}, "model_type", "is not known here"),
+        ({}, "num_hidden_layers", "is missing"),
         ({"text_config": {"model_type": "llama"}}, "text_config.num_hidden_layers", "is missing"),
         ({"model_type": "llama"}, "num_hidden_layers", "is missing"),
         (LLAMA3 | {"hidden_size": "4096"}, "hidden_size", "a whole number"),
@@ -164,7 +162,6 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
         (LLAMA3 | {"num_key_value_heads": 5}, "num_key_value_heads", "must divide num_attention_heads = 32"),
         (LLAMA3 | {"mlp_bias": True}, "mlp_bias", "not supported"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to"),
-        (GEMMA3 | {"layer_types": ["retention"] * 12}, "layer_types", "not supported"),
         (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
         (DEEPSEEK_V2_LITE | {"num_experts_per_tok": None}, "num_experts_per_tok", "from 1 to"),
@@ -179,10 +176,37 @@ def test_config_that_cannot_be_read_is_refused(
     assert error.file.endswith("Some-Model/config.json")
 
 
-def test_an_unknown_model_is_answered_with_all_families_or_the_nearest_name(at: At, error_of: ErrorOf) -> None:
-    fix = error_of(read_model, "Some-Model", at(LLAMA3 | {"model_type": "qwen3_mo"})).fix
-    assert "did you mean qwen3_moe?" in fix
-    assert all(f" {family}" in fix for family in FAMILIES)
+@pytest.mark.parametrize(
+    ("extra", "unread"),
+    [
+        ({"model_type": "retnet"}, {"model_type": "retnet"}),
+        ({"layer_types": ["retention"] * 32}, {"layer_types": "retention"}),
+    ],
+)
+def test_what_is_not_known_is_read_as_attention_and_named(
+    at: At, extra: dict[str, Any], unread: dict[str, str]
+) -> None:
+    model = read_model("Some-Model", at(LLAMA3 | extra))
+    assert (model.num_layers, model.num_query_groups, model.mixers) == (32, 8, {Attention(): 32})
+    assert unread.items() <= dict(model.unread).items()
+
+
+@pytest.mark.parametrize(
+    ("data", "kinds"),
+    [
+        (config("gemma4_text", 6, 256, 512, 8, 99, attention_k_eq_v=True, num_global_key_value_heads=2), 2),
+        (config("gemma4_text", 12, 256, 512, 8, 99, num_kv_shared_layers=6), 4),
+        (config("glm_moe_dsa", 9, 6144, 12288, 64, 99, index_topk_freq=4), 2),
+        (config("longcat_flash", 2, 256, 512, 8, 99), 1),
+    ],
+)
+def test_layers_with_other_sizes_are_models_of_their_own(at: At, data: dict[str, Any], kinds: int) -> None:
+    model = read_model("Some-Model", at(data))
+    assert len(model.by_attention) == kinds
+    assert sum(each.attention_layers for each in model.by_attention) == model.attention_layers
+
+
+def test_a_misspelled_name_is_answered_with_the_nearest(error_of: ErrorOf) -> None:
     error = error_of(read_model, "deepseek-ai/DeepSeek-V3.7", Path())
     assert "known here" in error.problem
     assert "did you mean deepseek-ai/DeepSeek-V3" in error.fix

@@ -16,6 +16,7 @@ from flagcore.physics.transformer import (
     SCHEDULES,
     attended,
     latent_widths,
+    layer_embeddings,
     mean_layer,
     paired_layers,
     projection_weights,
@@ -294,22 +295,19 @@ def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
     model, tensor = train.model, layout.tensor
     h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
     mean = mean_layer(model, experts=moe)
-    norms = 0
-    compression, projection = projection_weights(model)
-    if model.multi_latent_attention:
-        qkv = compression / (np.ones_like(tensor) if train.transformer_engine else tensor) + projection / tensor
-        norms += sum(latent_widths(model)[:2]) * model.qk_layernorm
-    else:
-        gate = model.attention_output_gate * h * widths(model)[0]
-        qkv = (projection + gate + model.add_qkv_bias * sum(widths(model))) / tensor
-        norms += 2 * model.kv_channels * model.qk_layernorm
-    qkv = qkv + _indexer_weights(model)
-    parts = {"qkv_proj": mean.attention * qkv, "out_proj": mean.attention * (h * attended(model) / tensor)}
+    parts = dict.fromkeys(("qkv_proj", "out_proj"), np.zeros_like(tensor))
+    norms = 0.0
+    for each, share in mean.attentions:
+        qkv, norm = _attention_weights(each, tensor, compressed=train.transformer_engine)
+        parts["qkv_proj"] = parts["qkv_proj"] + share * qkv
+        parts["out_proj"] = parts["out_proj"] + share * (h * attended(each) / tensor)
+        norms += share * norm
     norm_share = mean.attention + sum(share for _, share in mean.mixers) + mean.feed_forward
-    parts["norms"] = np.full_like(tensor, mean.attention * norms + norm_share * h)
+    parts["norms"] = np.full_like(tensor, norms + norm_share * h)
     if mean.mixers:
-        each = [(share, *mixer_weights(mixer, h)) for mixer, share in mean.mixers]
-        parts["mixers"] = sum((share * (split / tensor + whole) for share, split, whole in each), np.zeros_like(tensor))
+        mixers = [(share, *mixer_weights(mixer, h)) for mixer, share in mean.mixers]
+        weights = (share * (split / tensor + whole) for share, split, whole in mixers)
+        parts["mixers"] = sum(weights, np.zeros_like(tensor))
     if mean.dense:
         parts["ffn"] = mean.dense * (matrices * h * model.ffn_hidden_size / tensor)
     if not mean.experts:
@@ -324,6 +322,22 @@ def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
     if model.moe_latent_size:
         parts["router"] = parts["router"] + mean.experts * (2 * h * model.moe_latent_size)
     return parts
+
+
+def _attention_weights(model: Model, tensor: FloatArray, *, compressed: bool) -> tuple[FloatArray, int]:
+    """Return the numbers of weights of the input projections of an attention layer on a rank, and of its own norms.
+
+    `compressed`: whether each rank has the projections that compress the input for latent attention.
+    """
+    compression, projection = projection_weights(model)
+    if model.multi_latent_attention:
+        qkv = compression / (np.ones_like(tensor) if compressed else tensor) + projection / tensor
+        norms = sum(latent_widths(model)[:2]) * model.qk_layernorm
+    else:
+        gate = model.attention_output_gate * model.hidden_size * widths(model)[0]
+        qkv = (projection + gate + model.add_qkv_bias * sum(widths(model))) / tensor
+        norms = 2 * model.kv_channels * model.qk_layernorm
+    return qkv + _indexer_weights(model), norms
 
 
 def mixer_weights(mixer: Mixer, hidden_size: int) -> tuple[float, float]:
@@ -355,7 +369,8 @@ def edge_parameters(
     head = last if model.untie_embeddings_and_output_weights else last - is_only_stage
     copies = np.maximum(first, mtp)
     norms = model.hidden_size * (last if norm is None else norm)
-    return {"embedding": table * copies, "output_head": table * head, "norms": norms}
+    own = layer_embeddings(model) * first / layout.tensor
+    return {"embedding": table * copies + own, "output_head": table * head, "norms": norms}
 
 
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
@@ -396,11 +411,14 @@ def model_flops(train: Training) -> float:
     """
     model = train.model
     h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
-    layers_of_scores = paired_layers(model, float(train.sequence)) + model.mtp_num_layers
-    scores = layers_of_scores * train.sequence / 2 * (widths(model)[0] + attended(model))
-    attention = sum(projection_weights(model)) + attended(model) * h
-    attention += model.attention_output_gate * h * widths(model)[0]
-    attention += _indexer_weights(model)
+    scores, attentions, attention = 0.0, 0.0, 0.0
+    for number, each in enumerate(model.by_attention):  # multi-token prediction has the last kind of attention
+        is_last = number == len(model.by_attention) - 1
+        layers_of_scores = paired_layers(each, float(train.sequence)) + is_last * model.mtp_num_layers
+        scores += layers_of_scores * train.sequence / 2 * (widths(each)[0] + attended(each))
+        attention = sum(projection_weights(each)) + attended(each) * h + _indexer_weights(each)
+        attention += model.attention_output_gate * h * widths(each)[0]
+        attentions += each.attention_layers * attention
     ffn = matrices * h * model.ffn_hidden_size
     active = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
     moe = matrices * h * active
@@ -408,7 +426,7 @@ def model_flops(train: Training) -> float:
         routed = model.moe_router_topk * (model.moe_ffn_hidden_size or 0)
         moe += matrices * (model.moe_latent_size - h) * routed + 2 * h * model.moe_latent_size
     dense_layers, depths = model.feed_forward_layers("dense"), model.mtp_num_layers
-    layers: float = model.attention_layers * attention + dense_layers * ffn + model.feed_forward_layers("experts") * moe
+    layers = attentions + dense_layers * ffn + model.feed_forward_layers("experts") * moe
     for mixer, number in model.other_mixers.items():
         layers += number * sum(mixer_weights(mixer, h))
         scores = scores + number * mixer.core_flops(float(train.sequence)) / 2.0
@@ -441,11 +459,12 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
     dense_layers, moe_layers = model.feed_forward_layers("dense"), model.feed_forward_layers("experts")
     edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
     plain = replace(train, model=replace(model, layers=()))
-    attention, ffn = _layer_weights(plain, layout, moe=False)
+    ffn = _layer_weights(plain, layout, moe=False)[1]
     parts = [ModelPart("Embedding", edges["embedding"], 1)]
-    if model.attention_layers:
-        name = "MLA" if model.multi_latent_attention else "Attention"
-        parts.append(ModelPart(name, attention + _indexer_weights(model), model.attention_layers))
+    name = "MLA" if model.multi_latent_attention else "Attention"
+    for each in model.by_attention:
+        attention = _layer_weights(replace(train, model=replace(each, layers=())), layout, moe=False)[0]
+        parts.append(ModelPart(name, attention + _indexer_weights(each), each.attention_layers))
     for mixer, number in model.other_mixers.items():
         parts.append(ModelPart(mixer.label, sum(mixer_weights(mixer, model.hidden_size)) + model.hidden_size, number))
     if moe_layers:

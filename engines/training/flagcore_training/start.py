@@ -52,6 +52,7 @@ def missing_layers(model: Model) -> Sequence[str]:
     return [
         *found,
         *["sparse attention"] * (model.indexer is not None),
+        *["attention of other sizes"] * (len(model.by_attention) > 1 or model.layer_embedding_size > 0),
         *["latent experts"] * bool(model.moe_latent_size),
     ]
 

@@ -83,7 +83,7 @@ def test_other_names_are_unknown(name: str) -> None:
     assert find_public(name) is None
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-9B", "Qwen3-8B", "/nowhere/Qwen3-8B-FP8"])
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8C", "Qwen3-8B", "/nowhere/Qwen3-8B-FP8"])
 def test_a_misspelled_name_and_a_path_that_does_not_exist_get_the_nearest_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         model_from(name, base=tmp_path)

@@ -4,7 +4,7 @@ The times of matrix products, small kernels and messages depend only on the numb
 table over a grid of token counts. Attention adds a time per cached token that is read, and per query-key pair.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import Mixer
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import cast_bytes
-from flagcore.physics.transformer import attended, paired_layers, read_layers, widths
+from flagcore.physics.transformer import attended, own_key_width, paired_layers, read_layers, widths
 from flagcore_serving.model.memory import offloaded_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
@@ -83,12 +83,18 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     model, kernels, overheads, column = serving.model, costs.kernels, serving.overheads, settings.column
     tokens = np.minimum(NODES, column.pass_tokens)
     moe, reduce = float(serving.moe_layers), _reduce(serving, column, costs, tokens)
-    attention = _projections(serving, column, kernels, tokens) + overheads.attention + reduce
-    if model.multi_latent_attention:
-        attention = attention + overheads.latent
-    if model.indexer:
-        attention = attention + overheads.indexer
-    local = model.attention_layers * attention
+    local = np.zeros_like(tokens)
+    for each in model.by_attention:
+        attention = _projections(replace(serving, model=each), column, kernels, tokens) + overheads.attention + reduce
+        if model.multi_latent_attention:
+            attention = attention + overheads.latent
+        if each.indexer and each.indexer.heads:
+            attention = attention + overheads.indexer
+        local = local + each.attention_layers * attention
+    if width := float(model.layer_embedding_size):
+        h, layers = float(model.hidden_size), float(model.num_layers)
+        products = linear(kernels, tokens, h, width, serving) + linear(kernels, tokens, width, h, serving)
+        local = local + layers * products + linear(kernels, tokens, h, layers * width, serving)
     messages = sum(model.mixers.values()) * reduce
     for mixer, number in model.other_mixers.items():
         local = local + number * (_mixer(mixer, serving, column, kernels, tokens) + overheads.attention + reduce)
@@ -211,7 +217,9 @@ def _projections(serving: Serving, settings: Settings, kernels: KernelCosts, tok
     output = linear(kernels, tokens, attended(model) / settings.tensor, h, serving, attention=True)
     if not model.multi_latent_attention:
         groups = np.maximum(model.num_query_groups / settings.tensor, 1.0)
-        width = (1 + model.attention_output_gate) * query / settings.tensor + 2.0 * groups * model.kv_channels
+        width = (1 + model.attention_output_gate) * query / settings.tensor + groups * own_key_width(model)
+        if index := model.indexer:
+            width = width + index.heads * (index.head_dim + 1) + index.head_dim
         return output + linear(kernels, tokens, h, width, serving, attention=True)
     rank, rope = float(model.kv_lora_rank or 0), float(model.qk_pos_emb_head_dim or 0)
     heads, inner = model.num_attention_heads / settings.tensor, float(model.q_lora_rank or h)
@@ -306,6 +314,22 @@ def _stages(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArr
 def _attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts) -> tuple[FloatArray, FloatArray]:
     """Return the seconds per cached token of a decoding sequence, and per query-key pair of a prompt, over all layers.
     Absorbed latent attention reads one latent vector for all heads. Most of the vector is both key and value."""
+    model, zeros = serving.model, np.zeros(settings.tensor.shape)
+    cached, pair = zeros, zeros
+    for kind in model.by_attention:
+        added = _rates_of_attention(replace(serving, model=kind), settings, kernels)
+        cached, pair = cached + added[0], pair + added[1]
+    for mixer, number in model.other_mixers.items():  # each new token reads and writes the states of its sequence
+        states_s = kernels.memory_seconds(64.0 * 2.0 * mixer.state_bytes / settings.tensor) / 64.0
+        cached = cached + number * states_s / serving.tokens
+        if token_bytes := mixer.token_bytes(1.0) * mixer.read(serving.tokens):
+            read = 64.0 * token_bytes * settings.cache_element_bytes
+            cached = cached + number * kernels.memory_seconds(read) / 64.0 / serving.tokens
+    return cached, pair
+
+
+def _rates_of_attention(serving: Serving, settings: Settings, kernels: KernelCosts) -> tuple[FloatArray, FloatArray]:
+    """Return the rates of `_attention_rates` of the layers with attention, which all have the sizes of the model."""
     model = serving.model
     heads = model.num_attention_heads / settings.tensor
     if model.multi_latent_attention:
@@ -313,7 +337,7 @@ def _attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts)
         dim, groups = rank + 0.5 * rope, np.full_like(heads, (rank + rope) / (2.0 * rank + rope))
         prompt_dim, prompt_groups = 0.5 * ((model.qk_head_dim or 0) + rope + (model.v_head_dim or 0)), heads
     else:
-        dim = prompt_dim = float(model.kv_channels)
+        dim = prompt_dim = 0.5 * (model.kv_channels + (model.v_head_dim or model.kv_channels))
         prompt_groups = groups = np.maximum(model.num_query_groups / settings.tensor, 1.0)
 
     def seconds(
@@ -333,18 +357,12 @@ def _attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts)
         0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS
     )
     cached, pair = read_layers(model, serving.tokens) * cached, paired_layers(model, serving.prompt) * pair
-    for mixer, number in model.other_mixers.items():  # each new token reads and writes the states of its sequence
-        states_s = kernels.memory_seconds(64.0 * 2.0 * mixer.state_bytes / settings.tensor) / 64.0
-        cached = cached + number * states_s / serving.tokens
-        if token_bytes := mixer.token_bytes(1.0) * mixer.read(serving.tokens):
-            read = 64.0 * token_bytes * settings.cache_element_bytes
-            cached = cached + number * kernels.memory_seconds(read) / 64.0 / serving.tokens
-    if index := model.indexer:  # the indexer computes only scores, in 8 bits: a quarter of the time
+    if (index := model.indexer) and index.heads:  # it computes only scores, in 8 bits: a quarter of the time
         keys_s = kernels.memory_seconds(64.0 * REFERENCE_TOKENS * index.token_bytes * np.ones_like(heads))
-        cached = cached + model.num_layers * keys_s / (64.0 * REFERENCE_TOKENS)
+        cached = cached + model.attention_layers * keys_s / (64.0 * REFERENCE_TOKENS)
         count = np.full_like(heads, index.heads)
         scores = seconds(1.0, REFERENCE_TOKENS, REFERENCE_TOKENS, np.ones_like(heads), index.head_dim, count)
-        pair = pair + model.num_layers * 0.25 * scores / (0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS)
+        pair = pair + model.attention_layers * 0.25 * scores / (0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS)
     return cached, pair
 
 

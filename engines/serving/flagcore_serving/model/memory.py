@@ -8,7 +8,15 @@ from flagcore.contracts import Costs, communicator_bytes
 from flagcore.domain.model import Mixer, Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import BYTES
-from flagcore.physics.transformer import attended, cached_layers, projection_weights, widths
+from flagcore.physics.transformer import (
+    attended,
+    cached_layers,
+    cached_widths,
+    layer_embeddings,
+    own_key_width,
+    projection_weights,
+    widths,
+)
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
@@ -103,7 +111,8 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     attention_width = 2.0 if ATTENTION in serving.wide else attention_width
     dense_width, shared_width = (2.0 if part in serving.wide else width for part in (DENSE, SHARED))
     gates, moe = 3.0 if model.gated_linear_unit else 2.0, float(serving.moe_layers)
-    total = model.attention_layers * attention_weights(model, settings.tensor) * attention_width
+    kinds = (each.attention_layers * attention_weights(each, settings.tensor) for each in model.by_attention)
+    total = sum(kinds, np.zeros_like(settings.tensor, dtype=np.float64)) * attention_width
     for mixer, number in model.other_mixers.items():
         total = total + number * mixer_weights(mixer, model.hidden_size, settings.tensor) * attention_width
     total = total + serving.dense_layers * gates * h * model.ffn_hidden_size / settings.tensor * dense_width
@@ -128,7 +137,7 @@ def table_bytes(model: Model, settings: Settings) -> FloatArray:
     """Return the bytes of the 16-bit embedding and output head on the fullest device."""
     tables = np.where(settings.pipeline > 1, 1.0, 1.0 + model.untie_embeddings_and_output_weights)
     rank_bytes: FloatArray = tables * 2.0 * model.vocab_size * float(model.hidden_size) / settings.tensor
-    return rank_bytes / settings.cores
+    return (rank_bytes + 2.0 * layer_embeddings(model) / settings.tensor) / settings.cores
 
 
 def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
@@ -140,9 +149,10 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
         if model.indexer:
             split = split + model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size)
         return compression + split
-    groups = np.maximum(model.num_query_groups / tensor, 1.0)
+    groups = np.maximum(model.num_query_groups / tensor, 1.0) * own_key_width(model)
     queries = (1 + model.attention_output_gate) * query
-    return h * ((queries + attended(model)) / tensor + 2.0 * groups * model.kv_channels)
+    index = model.indexer.weights(model.hidden_size, model.hidden_size) if model.indexer else 0
+    return h * ((queries + attended(model)) / tensor + groups) + index
 
 
 def mixer_weights(mixer: Mixer, hidden_size: int, tensor: FloatArray | float = 1.0) -> FloatArray | float:
@@ -167,14 +177,18 @@ def token_bytes(
     the sequence. `frees_windows`: see `Overheads`.
     """
     stage_layers = np.ceil(model.num_layers / settings.pipeline)
-    share = cached_layers(model, tokens, computed, frees_windows=frees_windows) / model.num_layers
-    layers = stage_layers * share * settings.cache_element_bytes / (settings.cores * settings.sharing)
-    if model.multi_latent_attention:
-        latent = layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
-        latent = latent + _mixer_bytes(model, settings, stage_layers, tokens)
-        return latent + stage_layers * model.indexer.token_bytes / settings.cores if model.indexer else latent
-    per_token: FloatArray = layers * 2.0 * np.maximum(model.num_query_groups / settings.tensor, 1.0) * model.kv_channels
-    return per_token + _mixer_bytes(model, settings, stage_layers, tokens)
+    total = stage_layers * 0.0
+    for each in model.by_attention:
+        share = cached_layers(each, tokens, computed, frees_windows=frees_windows) / model.num_layers
+        layers = stage_layers * share * settings.cache_element_bytes / (settings.cores * settings.sharing)
+        if model.multi_latent_attention:
+            total = total + layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
+        else:
+            total = total + layers * np.maximum(each.num_query_groups / settings.tensor, 1.0) * cached_widths(each)
+        if each.indexer:
+            indexed = stage_layers * (each.attention_layers / model.num_layers)
+            total = total + indexed * each.indexer.token_bytes / settings.cores
+    return total + _mixer_bytes(model, settings, stage_layers, tokens)
 
 
 def _mixer_bytes(

@@ -151,7 +151,8 @@ def _condition(program: Program, knob: str, wanted: Any) -> Callable[[IntArray],
 
 def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
     model = task.spec.model
-    heads, groups, latent = model.num_attention_heads, model.num_query_groups, model.multi_latent_attention
+    heads = math.gcd(*(each.num_attention_heads for each in model.by_attention))
+    groups, latent = model.num_query_groups, model.multi_latent_attention
     linear_heads = math.gcd(*(mixer.heads for mixer in model.other_mixers))
     return (
         Rule(

@@ -13,7 +13,14 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, SpecError
 from flagcore.physics.roofline import BYTES
-from flagcore.physics.transformer import attended, cached_layers, projection_weights, widths
+from flagcore.physics.transformer import (
+    attended,
+    cached_layers,
+    cached_widths,
+    layer_embeddings,
+    projection_weights,
+    widths,
+)
 from flagcore.spec.huggingface import context_of, format_of_weights
 from flagcore.spec.models import context_length, find_public
 from flagcore.vendorkit.programs import strip_dashes
@@ -223,23 +230,15 @@ def parameters(model: Model) -> float:
 def _parts(model: Model) -> dict[str, float]:
     """Return the numbers of weights of the parts that a checkpoint may leave in 16 bits, of experts, and of tables."""
     hidden, matrices = float(model.hidden_size), 3.0 if model.gated_linear_unit else 2.0
-    query, key, value = widths(model)
-    rank = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) if model.multi_latent_attention else 0
-    queries = (1 + model.attention_output_gate) * query
-    attention = hidden * (queries + key + value + attended(model))
-    if rank:
-        attention = hidden * (rank + attended(model)) + projection_weights(model)[1]
-        if model.indexer:
-            attention += model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size)
     experts = model.num_moe_experts or 0
     moe_layers = model.feed_forward_layers(EXPERTS)
     expert_weights = moe_layers * experts * (model.moe_ffn_hidden_size or 0) * float(model.expert_hidden_size)
     shared_width = moe_layers * (model.moe_shared_expert_intermediate_size or 0) if experts else 0
-    attention *= model.attention_layers
+    attention = sum((each.attention_layers * _attention_weights(each) for each in model.by_attention), 0.0)
     for mixer, number in model.other_mixers.items():
         products = sum(each.inputs * each.outputs for each in mixer.products(model.hidden_size))
         attention += number * float(products + mixer.other_weights)
-    tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * hidden
+    tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * hidden + layer_embeddings(model)
     return {
         ATTENTION: attention,
         DENSE: model.feed_forward_layers(DENSE) * matrices * hidden * model.ffn_hidden_size,
@@ -247,6 +246,14 @@ def _parts(model: Model) -> dict[str, float]:
         EXPERTS: matrices * expert_weights,
         "tables": moe_layers * hidden * experts + tables,
     }
+
+
+def _attention_weights(model: Model) -> float:
+    """Return the number of weights of an attention layer, without norms and the part that rotates latent keys."""
+    rank = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) if model.multi_latent_attention else 0
+    gate = 0 if rank else model.attention_output_gate * widths(model)[0]
+    index = model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size) if model.indexer else 0
+    return model.hidden_size * (rank + gate + attended(model)) + projection_weights(model)[1] + float(index)
 
 
 def weight_bytes(task: Task) -> float:
@@ -271,13 +278,14 @@ def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.
 
     Replication is not included. `computed`: prompt tokens of one iteration, which sliding windows hold in addition.
     """
-    layers = float(cached_layers(model, tokens, computed))
-    others = sum(number * mixer.token_bytes(element_bytes) for mixer, number in model.other_mixers.items())
-    if model.multi_latent_attention:
-        index_bytes = model.indexer.token_bytes if model.indexer else 0.0
-        latent = ((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)) * element_bytes
-        return layers * (latent + index_bytes) + others
-    return others + 2.0 * layers * model.num_query_groups * model.kv_channels * element_bytes
+    total = sum((number * mixer.token_bytes(element_bytes) for mixer, number in model.other_mixers.items()), 0.0)
+    for each in model.by_attention:
+        width = each.num_query_groups * cached_widths(each)
+        if model.multi_latent_attention:
+            width = (model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)
+        index_bytes = each.indexer.token_bytes if each.indexer else 0.0
+        total += float(cached_layers(each, tokens, computed)) * (width * element_bytes + index_bytes)
+    return total
 
 
 def min_devices(task: Task) -> int:

@@ -135,7 +135,7 @@ class Kinds:
 def _layer_modules(train: Training, layout: Layout, sizes: Sizes, *, experts: bool) -> list[Module]:
     """Return the modules of the mean layer of a model (see `mean_layer`)."""
     mean = mean_layer(train.model, experts=experts)
-    parts = [(mean.attention, attention(train, layout, sizes) if mean.attention else [])]
+    parts = [(share, attention(replace(train, model=each), layout, sizes)) for each, share in mean.attentions]
     parts += [(share, mixer(train, layout, sizes, each)) for each, share in mean.mixers]
     if mean.dense:
         parts.append((mean.dense, ffn(train, layout, sizes)))

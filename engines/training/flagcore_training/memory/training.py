@@ -250,8 +250,10 @@ def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> Flo
     """Return the bytes of the placeholders for gradients: one 16-bit tensor for each distinct weight shape."""
     model, tensor, h = train.model, layout.tensor, train.model.hidden_size
     gate_factor = 2.0 if model.gated_linear_unit else 1.0
-    compression, projection = projection_weights(model)
-    weights = h * attended(model) / tensor + compression + projection / tensor
+    weights = np.zeros_like(tensor)
+    for each in model.by_attention:
+        compression, projection = projection_weights(each)
+        weights = weights + (h * attended(each) / tensor + compression + projection / tensor)
     for mixer in model.other_mixers:
         split, whole = mixer_weights(mixer, h)
         weights = weights + split / tensor + whole

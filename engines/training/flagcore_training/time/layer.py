@@ -7,9 +7,9 @@ from operator import add
 import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs
-from flagcore.domain.model import Indexer, Mixer
+from flagcore.domain.model import Indexer, Mixer, Model
 from flagcore.domain.space import FloatArray
-from flagcore.physics.transformer import latent_widths, mean_layer, paired_layers, widths
+from flagcore.physics.transformer import attended, latent_widths, mean_layer, own_key_width, paired_layers, widths
 from flagcore_training.layout import Layout, Training
 from flagcore_training.stages import padded_vocab
 from flagcore_training.time.passes import (
@@ -45,7 +45,7 @@ products, copies)."""
 def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
     """Return the time of one layer without recompute. `repeated` is the time that selective recompute would add."""
     tp, mean = TensorCollectives.from_layout(train, layout, costs), mean_layer(train.model, experts=moe)
-    blocks = [(mean.attention, attention_block)] if mean.attention else []
+    blocks = [(share, partial(_attention_of, model)) for model, share in mean.attentions]
     blocks += [(share, partial(mixer_block, mixer)) for mixer, share in mean.mixers]
     blocks += [(mean.dense, ffn_block)] if mean.dense else []
     blocks += [(mean.experts, moe_block)] if mean.experts else []
@@ -98,6 +98,10 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
 
 SQUARE = 8192.0
 """Rows and columns of a large matrix product."""
+
+
+def _attention_of(model: Model, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+    return attention_block(replace(train, model=model), layout, costs, tp)
 
 
 def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
@@ -221,11 +225,11 @@ def _ffn_products(
 def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
     """Return the linear layers of attention: input projections, latent up-projections, output projection."""
     model, tokens, kernels = train.model, layout.tokens(train.sequence), costs.kernels
-    h, (query, key, value), tensor = model.hidden_size, widths(model), layout.tensor
+    h, (query, _, value), tensor = model.hidden_size, widths(model), layout.tensor
     if not model.multi_latent_attention:
-        gate = model.attention_output_gate * query
-        qkv = linear(kernels, tokens, h, (query + gate + key + value) / tensor, train.precision)
-        return qkv, qkv * 0.0, linear(kernels, tokens, query / tensor, h, train.precision)
+        outputs = query + model.attention_output_gate * query + model.num_query_groups * own_key_width(model)
+        qkv = linear(kernels, tokens, h, outputs / tensor, train.precision)
+        return qkv, qkv * 0.0, linear(kernels, tokens, attended(model) / tensor, h, train.precision)
     q_rank, kv_rank, rope = latent_widths(model)
     heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
     down = linear(kernels, layout.token_rows(train.sequence), h, float(q_rank + kv_rank + rope), train.precision)
@@ -245,8 +249,7 @@ def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[Floa
     model, length = train.model, float(train.sequence)
     heads = model.num_attention_heads / layout.tensor
     groups = np.maximum(model.num_query_groups / layout.tensor, 1.0)
-    query, _, value = widths(model)
-    size = (query + value) / 2 / model.num_attention_heads if model.multi_latent_attention else model.kv_channels
+    size = (widths(model)[0] + attended(model)) / 2 / model.num_attention_heads
     if model.multi_latent_attention:
         groups = heads
     precision = _unquantised(train.precision)
