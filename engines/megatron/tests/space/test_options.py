@@ -116,9 +116,7 @@ def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], 
     assert refused.value.key == f"train.settings.{key}"
 
 
-@pytest.mark.parametrize(
-    ("module", "needed"), [("mla_up_proj", {}), ("moe_act", {"moe_grouped_gemm": True})], ids=str
-)
+@pytest.mark.parametrize(("module", "needed"), [("mla_up_proj", {}), ("moe_act", {"moe_grouped_gemm": True})], ids=str)
 def test_a_module_needs_a_model_that_has_it(module: str, needed: dict[str, Any]) -> None:
     settings = {"recompute_modules": module}
     assert options_of({**settings, **needed}).recompute_modules == {module}
