@@ -14,14 +14,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import ValidatorFunctionWrapHandler, WrapValidator
 
 from flagcore.domain.model import Model
 from flagcore.errors import NoDevice, SpecError
 from flagcore.i18n import _
 from flagcore.spec.plain_data import package_yaml, plain, read_mapping, spec_error
 from flagcore.spec.shapes import Shape, model_of_shape
-from flagcore.spec.validate import Context, ModelPath, Section, Word, checked, rule
+from flagcore.spec.validate import Context, ModelPath, Section, checked, rule
 
 
 def model_from(source: object, *, base: Path) -> Model:
@@ -49,19 +49,8 @@ def _or_keys(value: object, validate: ValidatorFunctionWrapHandler) -> object:
     return value if isinstance(value, Mapping) and "model_type" in value else validate(value)
 
 
-class ConfigKeys(BaseModel):
-    """Keys of a config.json."""
-
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
-
-    name: Word = "inline"
-    """Name of the model in reports."""
-    model_type: str
-    """The family of models."""
-
-
 ModelInput = Annotated[
-    Annotated[ModelPath | Shape, WrapValidator(_or_keys, json_schema_input_type=ModelPath | Shape | ConfigKeys)],
+    Annotated[ModelPath | Shape, WrapValidator(_or_keys, json_schema_input_type=ModelPath | dict[str, Any] | Shape)],
     rule(model_of),
 ]
 """The type of a key with a path, an inline shape or keys of a config.json. Validation replaces it with a `Model`."""

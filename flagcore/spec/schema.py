@@ -169,7 +169,7 @@ class CommonSection(Section):
 
     model: ModelInput
     """Path of a directory with a config.json, of that file or of a GGUF file, relative to the spec; or the name of a
-    public model; or an inline shape."""
+    public model; or an inline shape; or the keys of a config.json, with its model_type."""
     cluster: Annotated[Literal["auto"] | ClusterSection, rule(cluster_of)] = ClusterSection()
     """The hardware; absent: detected on this machine; auto: all hosts of the allocation that flagcore runs in."""
     envs: Envs = Field(default={})

@@ -93,9 +93,8 @@ def spec_of_command(
     if start.prefill:
         _add_prefill(engine, data, spec_of_command(engine, start.prefill, directory, path)[0], notes)
     elif half := start.role or role(engine, start.words):
-        for name in _of_role(engine, engine_args):
-            _leave_out(name, f"dropped: a {half} half that runs alone transfers nothing", "serve.engine_args", notes)
-            del engine_args[name]
+        for name in _without_role(engine, engine_args, notes):
+            notes.note(f"--{name}", f"dropped: a {half} half that runs alone transfers nothing", "serve.engine_args")
         notes.note("command", f"is only the {half} half of a pair: give both halves in one file to tune them", "serve")
     return data, notes.notes
 
@@ -172,25 +171,22 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     data["cluster"] |= {"nodes": -(-total // width), "devices_per_node": width}
     arguments = data["serve"]["engine_args"]
     transfers = next((knob.words for knob in engine.knobs if knob.name == TRANSFER), ())
-    for name in _of_role(engine, arguments):
-        if word := next((each for each in transfers[1:] if each in str(arguments[name])), ""):  # not the default
+    for name, value in _without_role(engine, arguments, notes).items():
+        if word := next((each for each in transfers[1:] if each in str(value)), ""):  # not the default
             baseline[TRANSFER] = word
-        _leave_out(name, f"dropped ({arguments.pop(name)}): {PREFILL_DECODE} sets it", PREFILL_DECODE, notes)
+        notes.note(f"--{name}", f"dropped ({value}): {PREFILL_DECODE} sets it", PREFILL_DECODE)
     baseline[PREFILL_DECODE] = parse_roles("+".join(kinds), PREFILL_DECODE)
     text = "servers that only prefill or decode: other arguments are those of the servers that decode"
     notes.note(PREFILL_DECODE, text, f"auto_tuner.baseline.{PREFILL_DECODE}")
 
 
-def _of_role(engine: EngineProfile, arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names of the flags that only servers of a pair need."""
+def _without_role(engine: EngineProfile, arguments: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    """Remove the flags that only servers of a pair need, with the notes that they are passed. Return the flags."""
     is_of_role = re.compile(engine.program.role_flags).fullmatch
-    return [each for each in arguments if is_of_role(strip_dashes(each).replace("_", "-"))]
-
-
-def _leave_out(name: str, text: str, at: str, notes: Notes) -> None:
-    """Replace the notes on a flag, such as that it is passed to the engine, by one that it is left out."""
-    notes.notes = [each for each in notes.notes if each.key != f"--{name}"]
-    notes.note(f"--{name}", text, at)
+    names = [each for each in arguments if is_of_role(strip_dashes(each).replace("_", "-"))]
+    passed = {f"serve.engine_args.{name}" for name in names}
+    notes.notes = [each for each in notes.notes if each.at not in passed]
+    return {name: arguments.pop(name) for name in names}
 
 
 def _lengths(baseline: Mapping[str, Any]) -> dict[str, int]:
