@@ -105,8 +105,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     shared = exchanged = np.zeros_like(local)
     if moe:
         if model.moe_shared_expert_intermediate_size:
-            width = model.moe_shared_expert_intermediate_size / column.tensor
-            local = local + moe * _ffn(serving, kernels, tokens, width)
+            shared_width = model.moe_shared_expert_intermediate_size / column.tensor
+            local = local + moe * _ffn(serving, kernels, tokens, shared_width)
         if model.moe_latent_size:
             latent, h = float(model.moe_latent_size), float(model.hidden_size)
             local = local + moe * (

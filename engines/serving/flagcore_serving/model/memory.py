@@ -152,7 +152,8 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
     groups = np.maximum(model.num_query_groups / tensor, 1.0) * own_key_width(model)
     queries = (1 + model.attention_output_gate) * query
     index = model.indexer.weights(model.hidden_size, model.hidden_size) if model.indexer else 0
-    return h * ((queries + attended(model)) / tensor + groups) + index
+    weights: FloatArray = h * ((queries + attended(model)) / tensor + groups) + index
+    return weights
 
 
 def mixer_weights(mixer: Mixer, hidden_size: int, tensor: FloatArray | float = 1.0) -> FloatArray | float:

@@ -58,8 +58,9 @@ def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     pairs = (torch.cat((each[:, :, :-1], each[:, :, 1:]), dim=3) for each in (key, value))
     places = torch.arange(window, device=query.device)[:, None], torch.arange(2 * window, device=query.device)
     mask = (places[1] > places[0]) & (places[1] <= places[0] + window)
+    keys, values = map(flat, pairs)
     rest = functional.scaled_dot_product_attention(
-        flat(query[:, :, 1:]), *map(flat, pairs), attn_mask=mask, enable_gqa=shared
+        flat(query[:, :, 1:]), keys, values, attn_mask=mask, enable_gqa=shared
     )
     rest = rest.unflatten(0, (batch, blocks - 1)).transpose(1, 2).flatten(2, 3)
     return torch.cat((first, rest), dim=2)[:, :, :length]

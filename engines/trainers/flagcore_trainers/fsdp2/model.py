@@ -206,7 +206,8 @@ class Layer(nn.Module):  # type: ignore[misc]
 
     def __init__(self, model: Model, kind: domain.Layer, context: DeviceMesh | None, expert: DeviceMesh) -> None:
         super().__init__()
-        self.attention_norm = self.ffn_norm = self.attention = self.feed_forward = None
+        parts: dict[str, Any] = dict.fromkeys(("attention_norm", "attention", "ffn_norm", "feed_forward"))
+        self.attention_norm, self.attention, self.ffn_norm, self.feed_forward = parts.values()
         if kind.mixer is not None:
             self.attention_norm = Norm(model.hidden_size)
             self.attention = _mixer(model, kind.mixer, context)

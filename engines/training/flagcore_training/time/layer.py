@@ -1,5 +1,6 @@
 """Time of one layer for one micro-batch, dense or with experts: kernels and collectives, forward and backward."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
 from operator import add
@@ -45,7 +46,8 @@ products, copies)."""
 def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
     """Return the time of one layer without recompute. `repeated` is the time that selective recompute would add."""
     tp, mean = TensorCollectives.from_layout(train, layout, costs), mean_layer(train.model, experts=moe)
-    blocks = [(share, partial(_attention_of, model)) for model, share in mean.attentions]
+    blocks: list[tuple[float, Callable[[Training, Layout, Costs, TensorCollectives], Block]]] = []
+    blocks += [(share, partial(_attention_of, model)) for model, share in mean.attentions]
     blocks += [(share, partial(mixer_block, mixer)) for mixer, share in mean.mixers]
     blocks += [(mean.dense, ffn_block)] if mean.dense else []
     blocks += [(mean.experts, moe_block)] if mean.experts else []

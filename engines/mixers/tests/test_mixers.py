@@ -1,0 +1,79 @@
+"""Kinds of layers: weights, and what models of config.json have them."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flagcore_mixers.gated_delta_net import GatedDeltaNet
+from flagcore_mixers.mamba2 import Mamba2
+
+from flagcore.domain.model import Mixer
+from flagcore.errors import SpecError
+from flagcore.spec import huggingface
+from flagcore.spec.huggingface import mixers, model_of_config
+
+NEXT = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "vocab_size": 151936,
+}
+
+
+def weights(mixer: Mixer, hidden_size: int) -> int:
+    return sum(each.inputs * each.outputs for each in mixer.products(hidden_size)) + mixer.other_weights
+
+
+def test_layers_with_states_have_no_cache() -> None:
+    model = model_of_config({**NEXT, "linear_num_value_heads": 64}, name="next", file="")
+    states = GatedDeltaNet(key_heads=16, value_heads=64, key_dim=128, value_dim=128, kernel=4)
+    assert model.other_mixers == {states: 36}
+    assert (model.attention_layers, model.attention_output_gate) == (12, True)
+
+
+def test_a_missing_size_of_a_mixer_is_named() -> None:
+    with pytest.raises(SpecError, match="linear_key_head_dim is missing"):
+        model_of_config({**NEXT, "linear_key_head_dim": None}, name="next", file="")
+
+
+def test_letters_list_layers_that_are_a_mixer_or_a_network() -> None:
+    config = {**NEXT, "model_type": "nemotron_h", "num_hidden_layers": 5, "hybrid_override_pattern": "MEM*-"}
+    config |= {"mamba_num_heads": 64, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    model = model_of_config(config, name="hybrid", file="")
+    assert {type(mixer): number for mixer, number in model.other_mixers.items()} == {Mamba2: 2}
+    assert [model.feed_forward_layers(kind) for kind in ("dense", "experts")] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("mixer", "hidden", "count"),
+    [
+        (GatedDeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128), 2048, 33_718_464),
+        (Mamba2(num_heads=64, head_dim=64, state_size=128, groups=8), 2688, 38_742_208),
+    ],
+    ids=["Qwen3NextGatedDeltaNet", "NemotronHMamba2Mixer"],
+)
+def test_a_mixer_has_the_weights_of_the_module_in_transformers(mixer: Mixer, hidden: int, count: int) -> None:
+    assert weights(mixer, hidden) == count
+
+
+def test_the_guide_adds_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[3] / "docs" / "write-a-layer.md"
+    found = re.search(r"```python\n(\"\"\"Echo.*?)```", page.read_text("utf-8"), re.DOTALL)
+    assert found is not None
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(found[1], names)
+    tables: dict[str, Mapping[str, Any]] = {
+        "KINDS": {"echo": "echo"},
+        "MIXERS": {"echo": {"num_heads": "echo_num_heads", "head_dim": "echo_head_dim"}},
+        "FAMILIES": {"echo": {"echo_num_heads": 8, "echo_head_dim": 64, "layer_types": None}},
+    }
+    for table, added in tables.items():
+        monkeypatch.setattr(huggingface, table, {**getattr(huggingface, table), **added})
+    known = {**mixers(), "echo": names["Echo"]}
+    monkeypatch.setattr(huggingface, "mixers", lambda: known)
+    model = model_of_config({**NEXT, "model_type": "echo", "layer_types": ["echo"] * 48}, name="echo", file="")
+    assert model.other_mixers == {names["Echo"](num_heads=8, head_dim=64): 48}
