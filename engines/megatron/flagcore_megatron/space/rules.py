@@ -345,12 +345,15 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
 def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:
     """Yield a rule that rejects every candidate, for each setting that requires another setting that is off."""
     is_flex = settings.get("moe_token_dispatcher_type") == "flex"
-    is_ncclep = is_flex and settings.get("moe_flex_dispatcher_backend") == "ncclep"
+    narrow: tuple[str, bool] = ("moe_token_dispatcher_type: flex", is_flex)
+    if release(task.spec):  # other programs of published runs have such a dispatch, too
+        is_ncclep = is_flex and settings.get("moe_flex_dispatcher_backend") == "ncclep"
+        narrow = ("moe_flex_dispatcher_backend: ncclep", is_ncclep)
     requirements = {
         "overlap_param_gather": ("overlap_grad_reduce", settings.get("overlap_grad_reduce")),
         "moe_flex_dispatcher_backend": ("moe_token_dispatcher_type: flex", is_flex),
-        "moe_dispatch_fwd_dtype": ("moe_flex_dispatcher_backend: ncclep", is_ncclep),
-        "moe_combine_bwd_dtype": ("moe_flex_dispatcher_backend: ncclep", is_ncclep),
+        "moe_dispatch_fwd_dtype": narrow,
+        "moe_combine_bwd_dtype": narrow,
         "fp8_recipe": ("fp8_format", "fp8" in precision(task.spec.train, settings)),
         "cuda_graph_scope": ("cuda_graph_impl", settings.get("cuda_graph_impl", "none") != "none"),
     }

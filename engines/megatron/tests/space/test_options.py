@@ -287,7 +287,7 @@ SAYS: dict[str, dict[str, Any]] = {
         "moe_grouped_gemm": True,
     },
     "CE fusion": {"cross_entropy_loss_fusion": True},
-    "cross-entropy fusion (TE)": {"cross_entropy_loss_fusion": True},
+    "cross-entropy fusion (TE)": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
     "activation offload expert_fc1+moe_act": {
         "fine_grained_activation_offloading": True,
         "offload_modules": "expert_fc1,moe_act",
