@@ -166,8 +166,9 @@ class DeepSpeed(Trainer, Commands):
 
         Below ZeRO 3, buckets are all-reduced: by ZeRO 2 for each micro-batch, by others for the last one. Only
         `overlap_comm` does so beside the backward. Then ranks gather the weights that they updated. Source: DeepSpeed
-        0.19 `runtime/zero/stage_1_and_2.py`, `process_gradients` and `average_tensor`. ZeRO 3 runs hooks of each module
-        on the host, for which small micro-batches wait.
+        0.19 `runtime/zero/stage_1_and_2.py`, `process_gradients` and `average_tensor`. ZeRO 3 without
+        `overlap_comm` reduces gradients on the stream of the backward (0.19 `runtime/zero/stage3.py`). It runs hooks of
+        each module on the host, for which small micro-batches wait.
         """
         layout, zero = layout_of(numbers), numbers[ZERO]
         weights = weights_of_rank(training(task, 0, 0, self.described.state_bytes), layout)
@@ -180,9 +181,10 @@ class DeepSpeed(Trainer, Commands):
         hidden = np.where(beside, np.minimum(reduce, backward), 0.0)
         alone = reduce - hidden + costs.collectives.compute_share(*ring) * hidden
         seconds = np.where(zero == 2, layout.microbatches, 1.0) * alone + gather * (zero > 0)
-        sharded = found.time_s[EXCHANGE]
+        scatter = costs.collectives.seconds("reduce_scatter", u * weights, *ring)
+        inline = np.where(columns.get(OVERLAP, np.ones_like(zero)) == 0, layout.microbatches * scatter, 0.0)
+        sharded = np.maximum(found.time_s[EXCHANGE], inline)
         if costs.synchronous:  # the host computes and sends
-            scatter = costs.collectives.seconds("reduce_scatter", u * weights, *ring)
             sharded = layout.microbatches * (2.0 * gather + scatter)
         passes = np.where(layout.uniform > 0, 1.5, 1.0)  # checkpoints run the hooks of a forward again
         host = HOOK_SECONDS * MODULES * task.spec.model.num_layers * passes

@@ -226,11 +226,12 @@ def test_gradients_are_hidden_only_if_asked() -> None:
         (stage, overlap): DEEPSPEED.predict(
             job, {**plain, ZERO: np.array([stage]), OVERLAP: np.array([overlap])}, costs(job)
         ).time_s["dp_comm_exposed_s"][0]
-        for stage in (1, 2)
+        for stage in (1, 2, 3)
         for overlap in (0, 1)
     }
     assert found[1, 1] < found[1, 0] < found[2, 0]  # stage 2 reduces each micro-batch
     assert found[2, 1] < found[2, 0]
+    assert found[3, 1] < found[3, 0]
 
 
 @pytest.mark.parametrize(("release", "warnings"), [("banana", 1), ("9.9", 1), ("0.19.8", 0), (None, 0)])
