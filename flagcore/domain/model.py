@@ -99,9 +99,18 @@ class Mixer:
     chunk: ClassVar[int] = 64
     """Tokens between two states, where kernels process a sequence in chunks."""
 
+    recurrent: ClassVar[bool] = True
+    """Whether the state holds all tokens before, so that it cannot be cut. Otherwise it is the cache of a window."""
+
     def products(self, hidden_size: int) -> tuple[Product, ...]:
         """Return the matrix products of a layer between residual streams of `hidden_size` elements."""
         raise NotImplementedError
+
+    def weights(self, hidden_size: int) -> tuple[int, int]:
+        """Return the number of weights that tensor-parallel ranks divide, and of those that each rank has whole."""
+        products = self.products(hidden_size)
+        split = sum(each.inputs * each.outputs for each in products if each.split)
+        return split + self.other_weights, sum(each.inputs * each.outputs for each in products if not each.split)
 
     @property
     def heads(self) -> int:
@@ -306,8 +315,8 @@ class Model:
 
     @property
     def state_bytes(self) -> float:
-        """The bytes of the largest state that a layer has for a sequence. 0 if no layer has one."""
-        return max((mixer.state_bytes for mixer in self.other_mixers), default=0.0)
+        """The bytes of the largest recurrent state that a layer has for a sequence. 0 if no layer has one."""
+        return max((mixer.state_bytes for mixer in self.other_mixers if mixer.recurrent), default=0.0)
 
     @property
     def expert_hidden_size(self) -> int:

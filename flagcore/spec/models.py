@@ -49,11 +49,12 @@ def _or_keys(value: object, validate: ValidatorFunctionWrapHandler) -> object:
     return value if isinstance(value, Mapping) and "model_type" in value else validate(value)
 
 
-ModelInput = Annotated[
-    Annotated[ModelPath | Shape, WrapValidator(_or_keys, json_schema_input_type=ModelPath | dict[str, Any] | Shape)],
-    rule(model_of),
+ModelSource = Annotated[
+    ModelPath | Shape, WrapValidator(_or_keys, json_schema_input_type=ModelPath | dict[str, Any] | Shape)
 ]
-"""The type of a key with a path, an inline shape or keys of a config.json. Validation replaces it with a `Model`."""
+"""The type of a key with a path, an inline shape, or keys of a config.json."""
+ModelInput = Annotated[ModelSource, rule(model_of)]
+"""The same, which validation replaces with a `Model`."""
 
 
 class _Holder(Section):

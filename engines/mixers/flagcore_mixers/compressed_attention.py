@@ -16,6 +16,7 @@ class CompressedAttention(Mixer):
     """
 
     label = "Compressed attention"
+    recurrent = False
 
     num_heads: int
     head_dim: int

@@ -21,7 +21,7 @@ from flagcore.domain.spec import AUTO, COST, SERVING
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.knobs import knobs_of_engine, listed_type, section_of, value_type
-from flagcore.spec.models import find_public, model_of
+from flagcore.spec.models import ModelSource, find_public, model_of
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, with_fields
 from flagcore.spec.shapes import Shape
@@ -31,7 +31,6 @@ from flagcore.spec.validate import (
     Factor,
     Folder,
     Fraction,
-    ModelPath,
     NoSize,
     Seconds,
     Section,
@@ -370,7 +369,7 @@ class ServeTunerSection(SearchSection):
     that of an output token on the devices that a configuration uses, so it maximizes output_tokens_per_s_per_device."""
 
 
-def _model_or_weights(source: str | Shape | None, context: Context) -> object:
+def _model_or_weights(source: str | Shape | Mapping[str, Any] | None, context: Context) -> object:
     """Return the model of a spec or, if it names none, the model of its weights. Raises SpecError without either."""
     serve, weights = context.given("serve"), context.given("serve", "weights")
     if source is not None:
@@ -389,9 +388,9 @@ def _model_or_weights(source: str | Shape | None, context: Context) -> object:
 class ServeDocument(CommonSection):
     """A tuning task: model, cluster, server with its load, and search."""
 
-    model: Annotated[ModelPath | Shape | None, rule(_model_or_weights)] = None  # type: ignore[assignment]
+    model: Annotated[ModelSource | None, rule(_model_or_weights)] = None  # type: ignore[assignment]
     """Path of a directory with a config.json, of that file or of a GGUF file, relative to the spec; or the name of a
-    public model; or an inline shape; null: that of the weights."""
+    public model; or an inline shape; or the keys of a config.json, with its model_type; null: that of the weights."""
     serve: Annotated[ServeSection, rule(serve_of)]
     """The serving job: the engine, its load, and the latency limits."""
     auto_tuner: ServeTunerSection = ServeTunerSection()

@@ -100,15 +100,14 @@ class Options:
     of a step that one graph launches: "", "layer" or "iteration". The flex `dispatcher` sends a token to a rank once,
     for all of its experts there, and over the network to `linked_devices` once. `dispatch_share` is the share of the
     bytes of 16-bit tokens that the experts' dispatch sends in forward, `combine_gradient_share` that of the gradients
-    of their outputs in backward. With `assumed_fp8_gather`, only
-    candidates with the distributed optimizer have fp8 weights. With `shard_gradients` (ZeRO-2), its ranks also share
-    the gradients, which are scattered for each micro-batch. Without `gradient_fusion`, weight gradients are added to
-    their buffers by kernels of their own. With `sparse_kernels`, sparse attention computes only the chosen scores. With
-    `fused_adam`, Adam is a kernel that works in place. `second_moments` are
-    the parameters with a second moment: "all", "others" (than the matrices of linear layers) or "none". With
-    `whole_matrices`, a distributed optimizer shards no matrix of a linear layer: each is on one rank. With
-    `stores_core_copy`, context parallelism keeps the attention core's output before its collective, too. With
-    `frees_mtp_logits`, the logits of multi-token prediction are freed before those of the model are computed. With
+    of their outputs in backward. With `assumed_fp8_gather`, only candidates with the distributed optimizer have fp8
+    weights. With `shard_gradients` (ZeRO-2), its ranks also share the gradients, which are scattered for each
+    micro-batch. Without `gradient_fusion`, weight gradients are added to their buffers by kernels of their own. With
+    `sparse_kernels`, sparse attention computes only the chosen scores. With `fused_adam`, Adam is a kernel that works
+    in place. `second_moments` are the parameters with a second moment: "all", "others" (than the matrices of linear
+    layers) or "none". With `whole_matrices`, a distributed optimizer shards no matrix of a linear layer: each is on one
+    rank. With `stores_core_copy`, context parallelism keeps the attention core's output before its collective, too.
+    With `frees_mtp_logits`, the logits of multi-token prediction are freed before those of the model are computed. With
     `in_place_loss`, the loss works in place on 16-bit logits.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.model import Mixer, Model
+from flagcore.domain.model import Model
 from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.transformer import (
@@ -305,7 +305,7 @@ def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
     norm_share = mean.attention + sum(share for _, share in mean.mixers) + mean.feed_forward
     parts["norms"] = np.full_like(tensor, norms + norm_share * h)
     if mean.mixers:
-        mixers = [(share, *mixer_weights(mixer, h)) for mixer, share in mean.mixers]
+        mixers = [(share, *mixer.weights(h)) for mixer, share in mean.mixers]
         weights = (share * (split / tensor + whole) for share, split, whole in mixers)
         parts["mixers"] = sum(weights, np.zeros_like(tensor))
     if mean.dense:
@@ -338,13 +338,6 @@ def _attention_weights(model: Model, tensor: FloatArray, *, compressed: bool) ->
         qkv = (projection + gate + model.add_qkv_bias * sum(widths(model))) / tensor
         norms = 2 * model.kv_channels * model.qk_layernorm
     return qkv + _indexer_weights(model), norms
-
-
-def mixer_weights(mixer: Mixer, hidden_size: int) -> tuple[float, float]:
-    """Return the number of weights of a mixer that tensor-parallel ranks divide, and of those that each rank has."""
-    products = mixer.products(hidden_size)
-    split = sum(each.inputs * each.outputs for each in products if each.split) + mixer.other_weights
-    return float(split), float(sum(each.inputs * each.outputs for each in products if not each.split))
 
 
 def edge_parameters(
@@ -428,7 +421,7 @@ def model_flops(train: Training) -> float:
     dense_layers, depths = model.feed_forward_layers("dense"), model.mtp_num_layers
     layers = attentions + dense_layers * ffn + model.feed_forward_layers("experts") * moe
     for mixer, number in model.other_mixers.items():
-        layers += number * sum(mixer_weights(mixer, h))
+        layers += number * sum(mixer.weights(h))
         scores = scores + number * mixer.core_flops(float(train.sequence)) / 2.0
     mtp = depths * (attention + (ffn if model.num_moe_experts is None else moe) + 2 * h * h + 3 * h)
     weights = layers + mtp + h * model.vocab_size * (1 + depths)
@@ -466,7 +459,7 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
         attention = _layer_weights(replace(train, model=replace(each, layers=())), layout, moe=False)[0]
         parts.append(ModelPart(name, attention + _indexer_weights(each), each.attention_layers))
     for mixer, number in model.other_mixers.items():
-        parts.append(ModelPart(mixer.label, sum(mixer_weights(mixer, model.hidden_size)) + model.hidden_size, number))
+        parts.append(ModelPart(mixer.label, sum(mixer.weights(model.hidden_size)) + model.hidden_size, number))
     if moe_layers:
         moe_weights = _layer_weights(plain, layout, moe=True)[1]
         parts.append(ModelPart("MoE", moe_weights, moe_layers))

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_mixers.mamba2 import Mamba2
+from flagcore_testing.examples import mixed
 from flagcore_training import stages as pipeline
 from flagcore_training.layout import DEFAULTS, Layout, Options, StageLayers, Training
 from flagcore_training.memory import training as memory
@@ -39,6 +41,20 @@ def parameters(model: Model, split: Layout, stage: int, options: Options = DEFAU
 
 def test_parameters_of_a_7b_model_are_exact() -> None:
     assert parameters(LLAMA, layout(), 0) == 6_738_415_616
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_a_layer_with_another_mixer_has_its_weights_and_stores_what_its_kernels_do(tensor: int) -> None:
+    mixer, split = Mamba2(num_heads=128, head_dim=64, state_size=128), layout(tensor=tensor)
+    model, other = (mixed(LLAMA, mixer, number) for number in (16, 17))
+    divided, whole = mixer.weights(LLAMA.hidden_size)
+    attention = 4 * LLAMA.hidden_size**2
+    added = parameters(other, split, 0) - parameters(model, split, 0)
+    assert added == pytest.approx((divided - attention) / tensor + whole)
+    stored = [float(Kinds.from_layout(train(each), split).dense.parts["mixers"][0]) for each in (model, other)]
+    tokens = 4096
+    of_layers = 2 * tokens * LLAMA.hidden_size + 2 * tokens * mixer.saved / tensor
+    assert stored[1] - stored[0] == pytest.approx(of_layers / 32)
 
 
 def test_a_tied_head_is_a_separate_copy_only_on_another_stage() -> None:

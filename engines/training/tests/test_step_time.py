@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_mixers.mamba2 import Mamba2
 from flagcore_testing.examples import mixed
 from flagcore_training.layout import Layout, Options, Training, distinct
 from flagcore_training.stages import model_flops
@@ -15,7 +16,7 @@ from engines.training.tests.candidates import layout as layout_of
 from engines.training.tests.candidates import train as train_of
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Topology
-from flagcore.domain.model import Attention
+from flagcore.domain.model import Attention, Indexer, Model
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.roofline import Curve, PlainMemory, Roofline
 from tests.product import tasks
@@ -220,3 +221,26 @@ def test_layers_with_windows_compute_only_the_scores_within_them() -> None:
     assert total(windowed) < 0.5 * total(full)
     assert model_flops(windowed) < 0.5 * model_flops(full)
     assert total(whole) == pytest.approx(total(full))
+
+
+MAMBA = Mamba2(num_heads=128, head_dim=64, state_size=128)
+
+
+def test_a_layer_with_a_state_takes_its_products_and_no_longer_in_longer_sequences() -> None:
+    def step(model: Model, sequence: int) -> float:
+        return total(replace(TRAIN, model=model, sequence=sequence)) / sequence
+
+    half, whole = (mixed(DENSE, MAMBA, number) for number in (16, 32))
+    assert step(half, 4096) == pytest.approx((step(whole, 4096) + step(DENSE, 4096)) / 2, rel=0.05)
+    assert step(whole, 65536) == pytest.approx(step(whole, 8192), rel=0.05)
+    assert step(DENSE, 65536) > 1.5 * step(DENSE, 8192)
+
+
+def test_sparse_attention_without_its_kernels_computes_all_scores() -> None:
+    sparse = mixed(DENSE, Attention(indexer=Indexer(heads=32, head_dim=128, top_k=256)), 32)
+    fused, unfused = (
+        total(replace(TRAIN, model=sparse, options=replace(TRAIN.options, sparse_kernels=each)))
+        for each in (True, False)
+    )
+    assert fused < total(TRAIN)
+    assert unfused > 1.5 * total(TRAIN)

@@ -13,6 +13,7 @@ from flagcore import api
 from flagcore.api.inputs import open_spec
 from flagcore.contracts import ImportedSpec
 from flagcore.errors import SpecError, UsageError
+from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import commented_yaml
 
 CONFIG = {
@@ -197,3 +198,30 @@ def test_a_given_model_with_another_shape_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         api.read_command("megatron", words, model="model")
     assert {each.key for each in caught.value.problems} == {"--num-layers", "--num-experts"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--hybrid-layer-pattern MEM*|EMEM/*E --num-experts 8 --moe-router-topk 2 --moe-latent-size 256",
+            {"hybrid_override_pattern": "MEM*EMEM", "mamba_num_heads": 32, "moe_latent_size": 256}
+            | {"num_hidden_layers": 8, "num_nextn_predict_layers": 1},
+        ),
+        (
+            "--experimental-attention-variant gdn --linear-attention-freq 4 --linear-num-value-heads 16",
+            {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2, "linear_num_value_heads": 16},
+        ),
+        (
+            "--window-size 128,0 --window-attn-skip-freq 2",
+            {"layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 128},
+        ),
+    ],
+    ids=["pattern", "linear", "windows"],
+)
+def test_other_kinds_of_layers_are_keys_of_a_configuration(words: str, expected: dict[str, Any]) -> None:
+    command = f"torchrun --nproc-per-node=4 pretrain_gpt.py {TRAINING} {words}"
+    model = api.read_command("megatron", [command], chip="H100-SXM").data["model"]
+    assert model["model_type"] == "hybrid"
+    assert {key: model[key] for key in expected} == expected
+    assert model_from(model, base=Path()).layers

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.contracts import Costs, communicator_bytes
-from flagcore.domain.model import Mixer, Model
+from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import BYTES
 from flagcore.physics.transformer import (
@@ -73,7 +73,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     token = token_bytes(model, settings, serving.tokens, frees_windows=frees)
     longest = settings.context_len.astype(np.float64)
     longest_token = token_bytes(model, settings, longest, batched_tokens, frees_windows=frees)
-    state = _state_bytes(model, settings)
+    state = _state_bytes(model, settings, recurrent=True)
     aside = (settings.state_share > 0.0) & (state > 0.0)
     tokens = np.maximum(serving.tokens, 1.0)
     token = np.where(aside, token - state / tokens, token)
@@ -114,7 +114,8 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     kinds = (each.attention_layers * attention_weights(each, settings.tensor) for each in model.by_attention)
     total = sum(kinds, np.zeros_like(settings.tensor, dtype=np.float64)) * attention_width
     for mixer, number in model.other_mixers.items():
-        total = total + number * mixer_weights(mixer, model.hidden_size, settings.tensor) * attention_width
+        split, whole = mixer.weights(model.hidden_size)
+        total = total + number * (split / settings.tensor + whole) * attention_width
     total = total + serving.dense_layers * gates * h * model.ffn_hidden_size / settings.tensor * dense_width
     if moe:
         count = model.num_moe_experts or 0
@@ -154,13 +155,6 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
     index = model.indexer.weights(model.hidden_size, model.hidden_size) if model.indexer else 0
     weights: FloatArray = h * ((queries + attended(model)) / tensor + groups) + index
     return weights
-
-
-def mixer_weights(mixer: Mixer, hidden_size: int, tensor: FloatArray | float = 1.0) -> FloatArray | float:
-    """Return the number of weights of one layer's mixer on each of `tensor` ranks."""
-    products = mixer.products(hidden_size)
-    split = sum(each.inputs * each.outputs for each in products if each.split) + mixer.other_weights
-    return split / tensor + sum(each.inputs * each.outputs for each in products if not each.split)
 
 
 def token_bytes(
@@ -203,10 +197,11 @@ def _mixer_bytes(
     return total
 
 
-def _state_bytes(model: Model, settings: Settings) -> FloatArray:
-    """Return the bytes of a sequence's states on a device, over all layers."""
+def _state_bytes(model: Model, settings: Settings, *, recurrent: bool = False) -> FloatArray:
+    """Return the bytes of a sequence's states on a device, over all layers, or only of those that are recurrent."""
     layers = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
-    total = sum((number * mixer.state_bytes for mixer, number in model.other_mixers.items()), 0.0)
+    mixers = model.other_mixers.items()
+    total = sum((number * each.state_bytes for each, number in mixers if each.recurrent or not recurrent), 0.0)
     return layers * total / settings.tensor / settings.cores
 
 

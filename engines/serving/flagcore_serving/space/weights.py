@@ -236,8 +236,7 @@ def _parts(model: Model) -> dict[str, float]:
     shared_width = moe_layers * (model.moe_shared_expert_intermediate_size or 0) if experts else 0
     attention = sum((each.attention_layers * _attention_weights(each) for each in model.by_attention), 0.0)
     for mixer, number in model.other_mixers.items():
-        products = sum(each.inputs * each.outputs for each in mixer.products(model.hidden_size))
-        attention += number * float(products + mixer.other_weights)
+        attention += number * float(sum(mixer.weights(model.hidden_size)))
     tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * hidden + layer_embeddings(model)
     return {
         ATTENTION: attention,

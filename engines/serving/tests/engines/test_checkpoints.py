@@ -129,3 +129,16 @@ def test_a_baseline_that_does_not_fit_is_replaced(tmp_path: Path) -> None:
     found = estimate(str(tmp_path), "H20", 8)
     assert found.baseline["memory"]["fits"]
     assert "baseline" in found.unmet
+
+
+def test_sglang_runs_as_many_sequences_as_the_states_that_it_sets_aside_allow() -> None:
+    sizes = {"tensor_model_parallel_size": [1]}
+
+    def running(**args: Any) -> float:
+        load = {"concurrency": 1024, "input_len": 8192, "output_len": 1024}
+        options = {"engine": "sglang", "engine_version": "0.5.23", "engine_args": args, "profile": load}
+        (found,) = estimate("Qwen/Qwen3.6-35B-A3B", "B200", 1, sizes, **options).candidates
+        return float(found["objective"]["value"])
+
+    few, usual = running(**{"mamba-full-memory-ratio": 0.1}), running()
+    assert few < 0.7 * usual

@@ -26,7 +26,6 @@ from flagcore_training.stages import (
     Stage,
     depths_received,
     layer_parameters,
-    mixer_weights,
     padded_vocab,
     stage,
     stage_parameters,
@@ -255,7 +254,7 @@ def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> Flo
         compression, projection = projection_weights(each)
         weights = weights + (h * attended(each) / tensor + compression + projection / tensor)
     for mixer in model.other_mixers:
-        split, whole = mixer_weights(mixer, h)
+        split, whole = mixer.weights(h)
         weights = weights + split / tensor + whole
     weights = weights + (1.0 + gate_factor) * h * model.ffn_hidden_size / tensor * (stage.dense > 0)
     if model.num_moe_experts is not None:

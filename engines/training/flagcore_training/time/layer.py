@@ -280,8 +280,9 @@ def _unfused_sparse_core(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of sparse attention without fused kernels, forward and backward.
 
-    It computes all scores of the attention and of the indexer in 32 bits, and masks those that are not chosen. Source:
-    megatron-core 0.16 `experimental_attention_variant/dsa.py` (`unfused_dsa_fn`, `_compute_index_scores`).
+    It computes all scores of the attention and of the indexer in 32 bits, and masks those that are not chosen. On chips
+    without a known rate of 32-bit products, that of 16 bits is a lower bound. Source: megatron-core 0.16
+    `experimental_attention_variant/dsa.py` (`unfused_dsa_fn`, `_compute_index_scores`).
     """
     kernels, length = costs.kernels, float(train.sequence)
     rows, keys = layout.micro_batch * length / layout.context, np.full_like(heads, length)
@@ -289,7 +290,9 @@ def _unfused_sparse_core(
     index_heads = np.full_like(heads, float(indexer.heads))
     parts = ((heads, size, SPARSE_PASSES), (index_heads, float(indexer.head_dim), INDEX_PASSES))
     for count, width, (passes, passes_back) in parts:
-        product = kernels.gemm_seconds(rows * count, keys, np.full_like(heads, width), "fp32")
+        shape = rows * count, keys, np.full_like(heads, width)
+        product = kernels.gemm_seconds(*shape, "fp32")
+        product = np.where(np.isnan(product), kernels.gemm_seconds(*shape, _unquantised(train.precision)), product)
         scores = 4.0 * rows * count * length
         forward = forward + product + kernels.memory_seconds(passes * scores)
         backward = backward + 2.0 * product + kernels.memory_seconds(passes_back * scores)
