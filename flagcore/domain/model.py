@@ -97,7 +97,7 @@ class Mixer:
 
     label: ClassVar[str] = ""
     chunk: ClassVar[int] = 64
-    """Tokens between two states, where kernels process a sequence in chunks."""
+    """Tokens between two states that kernels store, where they process a sequence in chunks."""
 
     recurrent: ClassVar[bool] = True
     """Whether the state holds all tokens before, so that it cannot be cut. Otherwise it is the cache of a window."""
@@ -126,6 +126,11 @@ class Mixer:
     def moved(self) -> float:
         """Elements of 16 bits per token that kernels other than products read and write in a forward pass."""
         return 0.0
+
+    @property
+    def moved_back(self) -> float:
+        """The same in a backward pass. The default is an estimate."""
+        return 2.5 * self.moved
 
     @property
     def saved(self) -> float:
@@ -224,6 +229,7 @@ class Model:
     the query projection.
     `key_value_projections`: see `Attention.projections`.
     `layer_embedding_size`: the width of the embeddings that each layer has of its own (Gemma 3n). 0: none.
+    `mtp_use_repeated_layer`: whether all depths of multi-token prediction share the weights of one.
     `unread`: the names and values of the keys of config.json that the other fields do not contain.
     """
 
@@ -254,6 +260,7 @@ class Model:
     qk_pos_emb_head_dim: int | None = None
     v_head_dim: int | None = None
     mtp_num_layers: int = 0
+    mtp_use_repeated_layer: bool = False
     vision: Vision | None = None
     layers: tuple[Layer, ...] = field(default=(), repr=False)
     attention_output_gate: bool = False
@@ -322,6 +329,16 @@ class Model:
     def expert_hidden_size(self) -> int:
         """The width of the input and output of routed experts."""
         return self.moe_latent_size or self.hidden_size
+
+    @property
+    def mtp_layer(self) -> "Model":
+        """This model with only the layer of a depth of multi-token prediction. Its mixer is the last attention."""
+        if not self.layers:
+            return self
+        mixers = [each.mixer for each in self.layers if each.mixer is not None]
+        mixer = next((each for each in reversed(mixers) if isinstance(each, Attention)), mixers[-1])
+        layer = Layer(mixer=mixer, feed_forward="dense" if self.num_moe_experts is None else "experts")
+        return replace(self, num_layers=1, moe_first_dense_layers=0, layers=(layer,))
 
     def feed_forward_layers(self, kind: str) -> int:
         """Return the number of layers with a feed-forward network of one kind, "dense" or "experts"."""

@@ -90,6 +90,7 @@ class Config(BaseModel):
     qk_rope_head_dim: Size | None = None
     v_head_dim: Size | None = None
     num_nextn_predict_layers: NoLayers | None = None
+    mtp_use_repeated_layer: bool = False
     layer_types: str | list[str] | list[int] | None = None
     full_attention_interval: Size | None = None
     full_attention_offset: NoLayers | None = None
@@ -125,13 +126,14 @@ class Config(BaseModel):
         """
         if self.mlp_bias:
             raise spec_error("mlp_bias", "is not supported", value=True, fix="use a model without biases in the FFN")
-        same = ("num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "gated_linear_unit")
+        same = {"num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "gated_linear_unit", "q_lora_rank"}
+        same |= {"attention_output_gate", "mtp_use_repeated_layer", "kv_lora_rank", "v_head_dim"}
         layers = self._layers(kinds, keys)
         width, shared = self.intermediate_size, self.num_kv_shared_layers
         if self.use_double_wide_mlp:  # the mean of all layers
             width = round(width * (1 + shared / self.num_hidden_layers))
         return {
-            **self.model_dump(include={*same, "attention_output_gate", "q_lora_rank", "kv_lora_rank", "v_head_dim"}),
+            **self.model_dump(include=same),
             "num_layers": len(layers.get("layers", ())) or self.num_hidden_layers,
             "ffn_hidden_size": width,
             "layer_embedding_size": self.hidden_size_per_layer_input,

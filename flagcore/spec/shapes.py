@@ -64,6 +64,8 @@ class Shape(Section):
     """MLA: width of a value head."""
     mtp_num_layers: NoLayers | None = None
     """Number of multi-token prediction layers."""
+    mtp_use_repeated_layer: bool = False
+    """Whether all of them share the weights of one."""
 
 
 _MLA_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")

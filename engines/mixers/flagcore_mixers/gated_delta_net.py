@@ -45,9 +45,27 @@ class GatedDeltaNet(Mixer):
 
     @property
     def moved(self) -> float:
-        """The convolution reads and writes its channels; the recurrence reads them and writes values; the gated norm
-        reads values and gates, and writes values."""
-        return 3.0 * self.channels + 4.0 * self.values
+        """Convolution; queries and keys repeated for each value head, and normalized; four kernels of the recurrence,
+        which write the states of chunks and read them; gated norm.
+
+        Source: flash-linear-attention 0.6 `ops/gated_delta_rule/chunk.py`, counted kernel by kernel.
+        """
+        keys, states, matrices = self._recurrence
+        own = 2.0 * self.channels + 2.0 * self.key_heads * self.key_dim
+        return own + 12.0 * keys + 9.0 * self.values + 2.0 * states + matrices
+
+    @property
+    def moved_back(self) -> float:
+        """As `moved`. Kernels repeat the states of chunks, and six more compute gradients."""
+        keys, states, matrices = self._recurrence
+        own = 3.0 * self.channels + 2.0 * self.key_heads * self.key_dim
+        return own + 29.0 * keys + 20.0 * self.values + 4.0 * states + 2.0 * matrices
+
+    @property
+    def _recurrence(self) -> tuple[float, float, float]:
+        """The elements per token of repeated keys, of states, and of the matrices of chunks."""
+        keys = float(self.value_heads * self.key_dim)
+        return keys, keys * self.value_dim / self.chunk, float(self.value_heads * self.chunk)
 
     @property
     def saved(self) -> float:

@@ -44,8 +44,15 @@ class KimiDeltaAttention(Mixer):
 
     @property
     def moved(self) -> float:
-        """As in a gated DeltaNet, and the decays are read, in 32 bits."""
-        return 9.0 * self.width + 4.0 * self.width + 2.0 * self.width
+        """As in a gated DeltaNet without repeated keys. Five kernels also read the decays of channels, in 32 bits."""
+        states, matrices = self.width * self.head_dim / self.chunk, self.num_heads * self.chunk
+        return (6.0 + 10.0 + 9.0 + 10.0) * self.width + 2.0 * states + 2.0 * matrices
+
+    @property
+    def moved_back(self) -> float:
+        """As `moved`. Nine kernels also read the decays, or write their gradients."""
+        states, matrices = self.width * self.head_dim / self.chunk, self.num_heads * self.chunk
+        return (9.0 + 27.0 + 20.0 + 18.0) * self.width + 4.0 * states + 4.0 * matrices
 
     @property
     def saved(self) -> float:

@@ -40,8 +40,8 @@ class LightningAttention(Mixer):
     @property
     def moved(self) -> float:
         """The activation function reads and writes queries, keys and values; the recurrence reads them and writes
-        values; norm and gate read values and gates, and write values."""
-        return 6.0 * self.width + 4.0 * self.width + 4.0 * self.width
+        values and the states of chunks; norm and gate read values and gates, and write values."""
+        return 6.0 * self.width + 4.0 * self.width + 4.0 * self.width + 4.0 * self.width * self.head_dim / self.chunk
 
     @property
     def saved(self) -> float:

@@ -47,10 +47,22 @@ class Mamba2(Mixer):
 
     @property
     def moved(self) -> float:
-        """The convolution reads and writes its channels. The scan reads them and decays, writes and reads the states of
-        chunks, and writes heads. The gated norm reads heads and gates, and writes heads."""
-        states = 2.0 * 2.0 * self.width * self.state_size / self.chunk
-        return 3.0 * self.channels + self.width + states + 3.0 * self.width
+        """Convolution; four kernels of the scan, which write the states of chunks and the scores inside chunks, and
+        read them; gated norm. Counted kernel by kernel, with 2 elements for one of 32 bits."""
+        inputs, states, scores = self._scan
+        return 2.0 * self.channels + 6.0 * self.width + 4.0 * inputs + 6.0 * states + 4.0 * scores
+
+    @property
+    def moved_back(self) -> float:
+        """As `moved`. Kernels repeat convolution, scores and states, and nine more compute gradients."""
+        inputs, states, scores = self._scan
+        return 5.0 * self.channels + 16.5 * self.width + 19.0 * inputs + 17.0 * states + 14.0 * scores
+
+    @property
+    def _scan(self) -> tuple[float, float, float]:
+        """The elements per token of inputs of states, of states, and of scores inside chunks."""
+        inputs, states = self.groups * self.state_size, self.width * self.state_size / self.chunk
+        return float(inputs), states, float(self.groups * self.chunk)
 
     @property
     def saved(self) -> float:

@@ -107,8 +107,9 @@ class Options:
     in place. `second_moments` are the parameters with a second moment: "all", "others" (than the matrices of linear
     layers) or "none". With `whole_matrices`, a distributed optimizer shards no matrix of a linear layer: each is on one
     rank. With `stores_core_copy`, context parallelism keeps the attention core's output before its collective, too.
-    With `frees_mtp_logits`, the logits of multi-token prediction are freed before those of the model are computed. With
-    `in_place_loss`, the loss works in place on 16-bit logits.
+    In a job of fewer than 16 bits, `wide_layers` is the number of layers in 16 bits, and with `wide_mtp`, multi-token
+    prediction is in 16 bits. With `frees_mtp_logits`, the logits of multi-token prediction are freed before those of
+    the model are computed. With `in_place_loss`, the loss works in place on 16-bit logits.
     """
 
     schedule: str | None = None
@@ -154,6 +155,8 @@ class Options:
     cuda_graph: str = ""
     cross_entropy_fusion: bool = False
     in_place_loss: bool = False
+    wide_layers: int = 0
+    wide_mtp: bool = False
     frees_mtp_logits: bool = False
     dropout: bool = False
 
@@ -186,6 +189,20 @@ class Training:
     def value_bytes(self) -> int:
         """The bytes of one activation or weight. With 8-bit formats, activations between layers have 16 bits."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def unquantised(self) -> str:
+        """The precision of attention, router and head, which never run in 8 or 4 bits."""
+        return self.precision if self.precision in ("fp32", "fp16", "bf16") else "bf16"
+
+    @property
+    def mtp_layer(self) -> Training:
+        """The inputs for the layer of multi-token prediction. These inputs themselves, if it is like other layers."""
+        model = self.model.mtp_layer
+        if model is self.model and not self.options.wide_mtp:
+            return self
+        precision = self.unquantised if self.options.wide_mtp else self.precision
+        return replace(self, model=model, precision=precision, options=replace(self.options, wide_layers=0))
 
     @property
     def weight_share(self) -> float:

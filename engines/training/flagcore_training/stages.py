@@ -369,10 +369,11 @@ def edge_parameters(
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
     """Return the number of weights of all multi-token prediction depths, by component. Source: megatron-core 0.16."""
     model, depths = train.model, train.model.mtp_num_layers
-    plain = replace(train, model=replace(model, layers=()))
-    layer = layer_parameters(plain, layout, moe=model.num_moe_experts is not None)
+    own = replace(train, model=model.mtp_layer)
+    layer = layer_parameters(own, layout, moe=model.num_moe_experts is not None)
     extra_weights = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size
     dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS), extra_weights)
+    depths = 1 if model.mtp_use_repeated_layer else depths
     return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}
 
 

@@ -57,6 +57,13 @@ def test_a_layer_with_another_mixer_has_its_weights_and_stores_what_its_kernels_
     assert stored[1] - stored[0] == pytest.approx(of_layers / 32)
 
 
+@pytest.mark.parametrize(("repeated", "times"), [(False, 2), (True, 1)])
+def test_depths_of_multi_token_prediction_have_weights_of_their_own_or_share_them(repeated: bool, times: int) -> None:
+    mtp = {"mtp_num_layers": 1, "mtp_use_repeated_layer": repeated}
+    counts = [parameters(dataclasses.replace(LLAMA, **{**mtp, "mtp_num_layers": n}), layout(), 0) for n in (0, 1, 2)]
+    assert counts[2] - counts[0] == times * (counts[1] - counts[0])
+
+
 def test_a_tied_head_is_a_separate_copy_only_on_another_stage() -> None:
     tied = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False)
     table = 32000 * 4096

@@ -236,6 +236,22 @@ def test_a_layer_with_a_state_takes_its_products_and_no_longer_in_longer_sequenc
     assert step(DENSE, 65536) > 1.5 * step(DENSE, 8192)
 
 
+def test_multi_token_prediction_takes_a_layer_with_attention_and_not_the_mean_layer() -> None:
+    def depth(layers: int, **options: object) -> float:
+        model = mixed(DENSE, MAMBA, layers)
+        train = replace(with_options(replace(TRAIN, model=model), **options), precision="fp8")
+        return total(replace(train, model=replace(model, mtp_num_layers=1))) - total(train)
+
+    assert depth(16) == pytest.approx(depth(31), rel=0.01)
+    assert depth(16, wide_mtp=True) > 1.05 * depth(16)
+
+
+def test_layers_in_16_bits_take_their_share_of_a_job_in_8_bits() -> None:
+    narrow, half, whole = (total(with_options(replace(TRAIN, precision="fp8"), wide_layers=n)) for n in (0, 16, 32))
+    assert half == pytest.approx((narrow + whole) / 2, rel=0.01)
+    assert whole == pytest.approx(total(), rel=0.01)
+
+
 def test_sparse_attention_without_its_kernels_computes_all_scores() -> None:
     sparse = mixed(DENSE, Attention(indexer=Indexer(heads=32, head_dim=128, top_k=256)), 32)
     fused, unfused = (

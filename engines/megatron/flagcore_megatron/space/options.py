@@ -118,11 +118,18 @@ def options(task: Task) -> Options:
         cp_comm=cp_comm,
         stores_core_copy="a2a" in cp_comm or (cp_comm == "all_gather" and not in_versions(NO_CORE_COPY_SINCE, version)),
         in_place_loss=settings.get("cross_entropy_fusion_impl") == "te" and bool(settings.get(LOSS_FUSION)),
+        wide_layers=_wide_layers(settings),
         frees_mtp_logits=in_versions(FREED_MTP_LOGITS_SINCE, version),
         attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
         cuda_graph=_graph(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )
+
+
+def _wide_layers(settings: Settings) -> int:
+    names = "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"
+    counts = [settings.get(name) for name in names]
+    return sum(1 if each is None else int(each) for each in counts) if settings.get("first_last_layers_bf16") else 0
 
 
 def is_emerging_optimizer(settings: Settings) -> bool:

@@ -28,8 +28,9 @@ from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.flags import release_problem
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
 from flagcore_megatron.space.meshes import CP, EP, MESHES, PP, TP, Meshes
-from flagcore_megatron.space.options import check, release, settings_in_force
+from flagcore_megatron.space.options import check, is_hybrid, release, settings_in_force, words
 from flagcore_megatron.space.rules import EXPERT_OVERLAP, settings_with_rules
+from flagcore_megatron.space.split import EXPERT_TENSOR
 from flagcore_megatron.space.stages import (
     LAYOUT,
     SPLIT_SETTINGS,
@@ -39,6 +40,8 @@ from flagcore_megatron.space.stages import (
 )
 
 IMPLEMENTATION = "transformer_engine"
+NARROW = ("fp8", "mxfp8", "nvfp4")
+"""Precisions below 16 bits."""
 
 
 def overlaps(
@@ -50,7 +53,7 @@ def overlaps(
     """
     precision, dense = task.spec.train.precision, task.spec.model.num_moe_experts is None
     overlap_reduce = bool(settings.get("overlap_grad_reduce", sharded))
-    is_eight_bit = precision in ("fp8", "mxfp8", "nvfp4") and "accumulate_allreduce_grads_in_fp32" not in settings
+    is_eight_bit = precision in NARROW and "accumulate_allreduce_grads_in_fp32" not in settings
     narrow_gradients = overlap_reduce and sharded and kind == IMPLEMENTATION and is_eight_bit
     flash = task.spec.train.attention == "flash" and kind == IMPLEMENTATION
     return {
@@ -61,6 +64,21 @@ def overlaps(
         "moe_grouped_gemm": kind != "local",
         "tp_comm_overlap": flash and sharded and sequence_parallel and dense,
     }
+
+
+def narrow_hybrids(task: Task) -> dict[str, SettingValue]:
+    """Return the parts that stay in 16 bits when models with patterns of layers are trained with fewer bits.
+
+    These are multi-token prediction and, of NVFP4 models with latent experts, the first and the last 16% of the layers
+    (Megatron-Bridge `nemotron_h_bridge.py`, `mixed_precision.py` @067f987d: 14 of 88).
+    """
+    model, precision = task.spec.model, task.spec.train.precision
+    if not is_hybrid(model) or precision not in NARROW:
+        return {}
+    settings: dict[str, SettingValue] = {"keep_mtp_spec_in_bf16": True} if model.mtp_num_layers else {}
+    if precision == "nvfp4" and model.moe_latent_size:
+        settings |= {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": round(0.16 * model.num_layers)}
+    return settings
 
 
 def as_in_production(platform: Platform) -> Platform:
@@ -144,14 +162,14 @@ TIE = 0.1
 def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
     """Return the settings of published recipes. MoE models recompute cheap modules that store many bytes."""
     model, settings = task.spec.model, task.spec.train.settings
-    recipe = overlaps(task, kind, settings, sharded=True, sequence_parallel=True)
+    recipe = overlaps(task, kind, settings, sharded=True, sequence_parallel=True) | narrow_hybrids(task)
     recipe |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     if model.num_moe_experts is None:
         return {**recipe, "moe_grouped_gemm": False}
     modules = "layernorm,moe_act" + (",mla_up_proj" if model.multi_latent_attention else "")
     if task.spec.train.precision == "fp8":
         recipe["fp8_recipe"] = "blockwise"  # the default, delayed scaling, cannot be combined with such recompute
-    recipe |= {"expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "flex"}
+    recipe |= {EXPERT_TENSOR: 1, "moe_token_dispatcher_type": "flex"}
     return {**recipe, EXPERT_OVERLAP: True, "recompute_modules": modules}
 
 
@@ -193,11 +211,24 @@ def published(
 def _defaults(
     task: Task, kind: str, settings: Mapping[str, SettingValue], values: Mapping[str, KnobValue]
 ) -> dict[str, SettingValue]:
+    """Return the settings that a job record omits.
+
+    Experts over several nodes use the flex dispatcher, whose exchange overlaps other micro-batches where stages are
+    interleaved, as in recipes. Experts are split like other layers, unless such a run could not have been made.
+    """
     flash, sharded = task.spec.train.attention == "flash", bool(values.get("use_distributed_optimizer"))
-    split = bool(values.get("sequence_parallel")) and int(values.get("tensor_model_parallel_size") or 1) > 1
+    tensor, experts, stages = (int(values.get(knob) or 1) for knob in (TP, EP, PP))
+    split, devices = bool(values.get("sequence_parallel")) and tensor > 1, task.cluster.devices
+    whole = experts > 1 and devices % (tensor * experts * stages) and not devices % (experts * stages)
+    is_wide, modules = experts > task.cluster.linked_devices, words(settings.get("recompute_modules"))
+    is_repeated = values.get("recompute_granularity") == "full" or "moe" in modules
+    is_interleaved = stages > 1 and int(values.get(VIRTUAL_STAGES) or 1) > 1 and task.spec.model.mtp_num_layers < 2
     return {
+        **({EXPERT_TENSOR: 1} if whole and EXPERT_TENSOR not in values else {}),
+        **narrow_hybrids(task),
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "flex" if is_wide else "alltoall",
+        **({EXPERT_OVERLAP: True} if is_wide and is_interleaved and not is_repeated else {}),
         "cp_comm_type": "p2p",
         "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default: older models had dropout
         "hidden_dropout": 0.0 if flash else 0.1,

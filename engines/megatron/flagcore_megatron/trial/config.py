@@ -99,6 +99,8 @@ def transformer_config(job: TrialJob) -> Any:
         "sequence_parallel": candidate.sequence_parallel and candidate.tensor_model_parallel_size > 1,
         "pipeline_model_parallel_layout": candidate.pipeline_model_parallel_layout,
     }
+    if model.mtp_use_repeated_layer:
+        values["mtp_use_repeated_layer"] = True
     if candidate.cross_entropy_fusion_impl is not None:
         values["cross_entropy_fusion_impl"] = candidate.cross_entropy_fusion_impl
     if candidate.recomputes:

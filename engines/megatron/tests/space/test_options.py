@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.predict import layout_of, training
+from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_megatron.space.options import options
 from flagcore_megatron.space.production import read_notes
 from flagcore_training.layout import Options
 
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.model import Layer
 from flagcore.errors import NotModelled, SpecError
 from flagcore.tuner.stages.build import check
 from tests.product import tasks
@@ -18,6 +21,10 @@ from tests.product import tasks
 SHARDED = {"use_distributed_optimizer": True, "data_parallel_size": 4}
 AWARE = {"use_precision_aware_optimizer": True}
 LATENT = dataclasses.replace(tasks.EXPERTS, **tasks.LATENT)
+
+
+WIDE = dataclasses.replace(tasks.EXPERTS, num_moe_experts=16)
+INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 
 
 def options_of(settings: dict[str, Any] | None = None, **train: Any) -> Options:
@@ -191,6 +198,40 @@ def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -
     assert not published(tuned).tp_comm_overlap
     assert not published(tuned, model=tasks.DENSE, implementation="local").tp_comm_overlap
     assert not published(tuned, model=tasks.DENSE, attention="unfused").tp_comm_overlap
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"expert_model_parallel_size": 4}, ("alltoall", False)),
+        ({"expert_model_parallel_size": 8}, ("flex", False)),
+        ({"expert_model_parallel_size": 8, **INTERLEAVED}, ("flex", True)),
+        ({"expert_model_parallel_size": 8, **INTERLEAVED, "recompute_granularity": "full"}, ("flex", False)),
+    ],
+)
+def test_published_run_sends_tokens_to_experts_on_other_nodes_once(
+    values: dict[str, Any], found: tuple[str, bool]
+) -> None:
+    cluster = Cluster(groups=(NodeGroup(chip=tasks.CHIP, nodes=4, devices_per_node=4),))
+    task, *_ = ENGINE.published(dataclasses.replace(tasks.task(WIDE), cluster=cluster), values, "")
+    assert (options(task).dispatcher, options(task).overlap_expert_comm) == found
+
+
+@pytest.mark.parametrize(("tensor", "size"), [(1, 1), (2, 2), (4, 1)])
+def test_published_run_splits_experts_like_other_layers_if_it_can(tensor: int, size: int) -> None:
+    values = {"expert_model_parallel_size": 8, "tensor_model_parallel_size": tensor}
+    task, values, _ = ENGINE.published(tasks.task(WIDE, devices=16), values, "")
+    assert layout_of(task, candidate_columns(values)).expert_tensor.tolist() == [size]
+
+
+@pytest.mark.parametrize(
+    ("precision", "latent", "layers"), [("bf16", 64, 0), ("mxfp8", 64, 0), ("nvfp4", None, 0), ("nvfp4", 64, 1 + 8)]
+)
+def test_published_run_of_a_hybrid_keeps_some_parts_in_16_bits(precision: str, latent: int | None, layers: int) -> None:
+    layer = Layer(mixer=None, feed_forward="experts")
+    model = dataclasses.replace(WIDE, num_layers=50, layers=(layer,) * 50, mtp_num_layers=2, moe_latent_size=latent)
+    options = published({}, model=model, precision=precision)
+    assert (options.wide_layers, options.wide_mtp) == (layers, precision != "bf16")
 
 
 def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:

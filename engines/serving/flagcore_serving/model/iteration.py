@@ -235,15 +235,14 @@ def _projections(serving: Serving, settings: Settings, kernels: KernelCosts, tok
 
 def _mixer(mixer: Mixer, serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
     """Return the time of a layer with another mixer than attention, in seconds: matrix products, and memory traffic of
-    other kernels, which write and read states once per chunk of a prompt.
+    other kernels.
     """
     products = np.zeros_like(tokens)
     for each in mixer.products(serving.model.hidden_size):
         inner = each.inputs / (settings.tensor if each.split == "inputs" else 1.0)
         outer = each.outputs / (settings.tensor if each.split == "outputs" else 1.0)
         products = products + linear(kernels, tokens, inner, outer, serving, attention=True)
-    traffic = 2.0 * mixer.moved + 2.0 * mixer.state_bytes / mixer.chunk
-    return products + kernels.memory_seconds(tokens * traffic / settings.tensor)
+    return products + kernels.memory_seconds(tokens * (2.0 * mixer.moved) / settings.tensor)
 
 
 def _ffn(serving: Serving, kernels: KernelCosts, tokens: FloatArray, width: FloatArray) -> FloatArray:

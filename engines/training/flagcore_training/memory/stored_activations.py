@@ -48,6 +48,7 @@ class Kinds:
     offloaded: Collection[str]
     dense: Layer
     moe: Layer
+    mtp: Layer
     head: Layer
 
     @classmethod
@@ -62,9 +63,13 @@ class Kinds:
             recomputed = dict.fromkeys(sorted(options.recompute_modules), layout.selective)
         offloaded = {name for module in options.offload_modules for name in OFFLOADED.get(module, ())}
         layers = _layers(train, sizes, rows, recomputed, () if options.offload_stages else offloaded)
+        own, mtp = train.mtp_layer, layers[-1]
+        if own.model is not train.model:
+            experts = train.model.num_moe_experts is not None
+            (mtp,) = _layers(own, sizes, [_layer_modules(own, layout, sizes, experts=experts)], recomputed, ())
         head_row = head(train, layout, sizes)
         last, ends = Layer.from_modules(head_row), (embedding(train, layout, sizes), head_row)
-        return cls(train, layout, sizes, tuple(rows), *ends, recomputed, offloaded, layers[0], layers[-1], last)
+        return cls(train, layout, sizes, tuple(rows), *ends, recomputed, offloaded, layers[0], layers[-1], mtp, last)
 
     def stored_layers(self, offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0) -> tuple[Layer, Layer]:
         """Return the bytes of a dense and of an MoE layer.
@@ -92,7 +97,7 @@ class Kinds:
         train, depth = self.train, self.train.model.mtp_num_layers
         if not depth:
             return self.head
-        last = self.stored_layers()[1] if self.offloaded else self.moe
+        last = self.stored_layers()[1] if self.offloaded and self.mtp is self.moe else self.mtp
         layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
         layers = layers * (not self.offloaded)
         above = last.above(depth + layers, self.crossed(stage))

@@ -44,7 +44,15 @@ products, copies)."""
 
 
 def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
-    """Return the time of one layer without recompute. `repeated` is the time that selective recompute would add."""
+    """Return the time of one layer without recompute. `repeated` is the time that selective recompute would add.
+
+    Layers in 16 bits among those of fewer bits count as a share of each layer.
+    """
+    if train.options.wide_layers and train.precision != train.unquantised:
+        share = min(train.options.wide_layers / train.model.num_layers, 1.0)
+        narrow = replace(train, options=replace(train.options, wide_layers=0))
+        wide = layer_time(replace(narrow, precision=train.unquantised), layout, costs, moe=moe)
+        return layer_time(narrow, layout, costs, moe=moe) * (1.0 - share) + wide * share
     tp, mean = TensorCollectives.from_layout(train, layout, costs), mean_layer(train.model, experts=moe)
     blocks: list[tuple[float, Callable[[Training, Layout, Costs, TensorCollectives], Block]]] = []
     blocks += [(share, partial(_attention_of, model)) for model, share in mean.attentions]
@@ -55,7 +63,7 @@ def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> B
 
 
 CORE_SHARE, CORE_BACKWARD = 0.3, 2.5
-"""The share of the rate of large matrix products that kernels of mixers reach, and their time in the backward pass
+"""The share of the rate of large matrix products that kernels of mixers reach, and their flops in the backward pass
 relative to forward. Estimates: flash-linear-attention and mamba-ssm publish a third to half of the rates of fused
 attention."""
 
@@ -78,10 +86,11 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
     assert products is not None
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
     square = np.full_like(tokens, SQUARE)
-    per_flop = kernels.gemm_seconds(square, square, square, _unquantised(train.precision)) / (2.0 * SQUARE**3)
-    flops = mixer.core_flops(float(train.sequence)) * tokens / tensor
-    traffic = (unit * mixer.moved + 2.0 * mixer.state_bytes / mixer.chunk) * tokens / tensor
-    core = kernels.memory_seconds(traffic) + flops * per_flop / CORE_SHARE
+    per_flop = kernels.gemm_seconds(square, square, square, train.unquantised) / (2.0 * SQUARE**3)
+    arithmetic = mixer.core_flops(float(train.sequence)) * tokens / tensor * per_flop / CORE_SHARE
+    traffic = unit * tokens / tensor
+    core = kernels.memory_seconds(traffic * mixer.moved) + arithmetic
+    core_back = kernels.memory_seconds(traffic * mixer.moved_back) + CORE_BACKWARD * arithmetic
     payload = unit * width * tokens / tensor
     exchange = collective(costs, "all_to_all", payload, layout.context, tensor) * (layout.context > 1.0)
     launches = np.full_like(tensor, LAUNCHES[train.transformer_engine][0])
@@ -89,7 +98,7 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
         products.forward + core + norm + residual, tensor=tp.forward, context=exchange, launches=launches
     )
     backward = Seconds.from_compute(
-        products.input_gradient + CORE_BACKWARD * core + norm_back + residual,
+        products.input_gradient + core_back + norm_back + residual,
         tensor=tp.backward(products),
         context=exchange,
         launches=2.0 * launches,
@@ -176,7 +185,7 @@ def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
     model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
     tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
     vocab = padded_vocab(model, layout.tensor) / layout.tensor
-    product = linear(kernels, tokens, model.hidden_size, vocab, _unquantised(train.precision))
+    product = linear(kernels, tokens, model.hidden_size, vocab, train.unquantised)
     norm, norm_back = norm_seconds(kernels, unit * model.hidden_size * rows)
     traffic = (8.0 if train.options.cross_entropy_fusion else 16.0) * vocab * tokens
     loss, loss_back = kernels.memory_seconds(traffic), kernels.memory_seconds(0.5 * traffic)
@@ -254,7 +263,7 @@ def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[Floa
     size = (widths(model)[0] + attended(model)) / 2 / model.num_attention_heads
     if model.multi_latent_attention:
         groups = heads
-    precision = _unquantised(train.precision)
+    precision = train.unquantised
     lengths, width = np.full_like(heads, length), np.full_like(heads, size)
     if model.indexer and not train.options.sparse_kernels:
         return _unfused_sparse_core(train, layout, costs, model.indexer, heads, size)
@@ -292,11 +301,11 @@ def _unfused_sparse_core(
     for count, width, (passes, passes_back) in parts:
         shape = rows * count, keys, np.full_like(heads, width)
         product = kernels.gemm_seconds(*shape, "fp32")
-        product = np.where(np.isnan(product), kernels.gemm_seconds(*shape, _unquantised(train.precision)), product)
+        product = np.where(np.isnan(product), kernels.gemm_seconds(*shape, train.unquantised), product)
         scores = 4.0 * rows * count * length
         forward = forward + product + kernels.memory_seconds(passes * scores)
         backward = backward + 2.0 * product + kernels.memory_seconds(passes_back * scores)
-    values = kernels.gemm_seconds(rows * heads, np.full_like(heads, size), keys, _unquantised(train.precision))
+    values = kernels.gemm_seconds(rows * heads, np.full_like(heads, size), keys, train.unquantised)
     return forward + values, backward + 2.0 * values
 
 
@@ -316,11 +325,6 @@ def _fused_core(
     rescaling = ring * kernels.memory_seconds(3.0 * output)
     forward = share * kernels.attention_seconds(shape, precision) / context + rescaling
     return forward, share * kernels.attention_backward_seconds(shape, precision) / context + 2.0 * rescaling
-
-
-def _unquantised(precision: str) -> str:
-    """Return the precision of attention, router and head in a job: they never run in 8 or 4 bits."""
-    return precision if precision in ("fp32", "fp16", "bf16") else "bf16"
 
 
 MOE_LAUNCHES = {True: (70.0, 25.0, 10.0), False: (150.0, 33.0, 20.0)}
@@ -346,7 +350,7 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     up, down = _ffn_products(train, costs, copies / local_experts, width, latent)
     experts = (up + down) * local_experts
     activation, activation_back = activation_seconds(train, kernels, train.value_bytes * width * copies)
-    router = linear(kernels, rows, h, float(experts_total), _unquantised(train.precision))
+    router = linear(kernels, rows, h, float(experts_total), train.unquantised)
     if model.moe_latent_size:
         router = router + linear(kernels, rows, h, latent, train.precision)
         router = router + linear(kernels, rows, latent, h, train.precision)

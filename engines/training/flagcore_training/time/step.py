@@ -60,17 +60,19 @@ estimate."""
 
 @dataclass(frozen=True, slots=True)
 class Parts(ArrayRecord):
-    """The times of a model's parts: a dense layer, an MoE layer, the embedding and the head."""
+    """The times of a model's parts: a dense layer, an MoE layer, the layer of multi-token prediction, and the ends."""
 
     dense: Block
     moe: Block
+    mtp: Block
     embedding: StageTime
     head: StageTime
 
     def __getitem__(self, rows: slice | IntArray) -> Parts:
         dense = self.dense[rows]
         moe = dense if self.moe is self.dense else self.moe[rows]
-        return Parts(dense, moe, self.embedding[rows], self.head[rows])
+        mtp = moe if self.mtp is self.moe else self.mtp[rows]
+        return Parts(dense, moe, mtp, self.embedding[rows], self.head[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,11 @@ class Blocks:
 def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
     dense = _layer_block(train, layout, costs, moe=False)
     moe = _layer_block(train, layout, costs, moe=True) if train.model.num_moe_experts is not None else dense
+    own, mtp = train.mtp_layer, moe
+    if train.model.mtp_num_layers and own is not train:
+        mtp = _layer_block(own, layout, costs, moe=train.model.num_moe_experts is not None)
     ends = embedding_time(train, layout, costs), head_time(train, layout, costs)
-    return Parts(dense, moe, *(StageTime(end.forward, end.backward, end.weight) for end in ends))
+    return Parts(dense, moe, mtp, *(StageTime(end.forward, end.backward, end.weight) for end in ends))
 
 
 def _layer_block(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
@@ -297,12 +302,15 @@ def _stage_time(
         return StageTime(block.forward, backward, block.weight)
 
     experts = train.model.num_moe_experts is not None
-    routed, plain = stage.moe + stage.mtp * experts, stage.dense + stage.mtp * (not experts)
+    depths = stage.mtp * (parts.mtp is parts.moe)  # those that are like other layers
+    routed, plain = stage.moe + depths * experts, stage.dense + depths * (not experts)
     total = layers(parts.dense) * plain
     for block, count in ((parts.embedding, stage.first), (parts.head, stage.last)):
         total = total + block * count if count.any() else total
     if experts and routed.any():
         total = total + layers(parts.moe) * routed
+    if parts.mtp is not parts.moe and stage.mtp.any():
+        total = total + layers(parts.mtp) * stage.mtp
     added = params[0] + params[1]
     if _fused(train):
         added = added - plain * _layer_weights(train, layout, moe=False)
@@ -370,8 +378,8 @@ class _Blocks(ArrayRecord):
     """The seconds and the kernel launches of the passes through each part of a model.
 
     `layer` is an MoE layer if the model has any, `leading_layer` a leading dense layer, and `mtp` multi-token
-    prediction without its layers. `once_s` is added once per stage, in seconds. `recomputed_layers` is the number of
-    layers of a stage that are recomputed in full, inf for all.
+    prediction beyond its layers, which count as `layer`. `once_s` is added once per stage, in seconds.
+    `recomputed_layers` is the number of layers of a stage that are recomputed in full, inf for all.
     """
 
     layer: _Passes
@@ -432,12 +440,16 @@ class Pace:
             repeated = _Passes(zeros, zeros, block.repeated.total[index], block.repeated.launches[index])
             return passes(block, weights)[index] + repeated * layout.selective
 
+        layer = layers(parts.moe if has_experts else parts.dense, layer_weights)
+        mtp = _Passes(zeros, zeros, gradients(mtp_weights)[index], zeros)
+        if parts.mtp is not parts.moe:
+            mtp = mtp + (layers(parts.mtp, layer_weights) + layer * -1.0) * depths
         passes_by_block = _Blocks(
-            layer=layers(parts.moe if has_experts else parts.dense, layer_weights),
+            layer=layer,
             leading_layer=layers(parts.dense, dense_weights),
             embedding=passes(parts.embedding, embedding)[index],
             head=passes(parts.head, head_weights)[index],
-            mtp=_Passes(zeros, zeros, gradients(mtp_weights)[index], zeros),
+            mtp=mtp,
             once_s=is_trained * (2.0 * one_pass - two_passes)[index],
             recomputed_layers=np.where(layout.uniform > 0, np.inf, layout.block * layout.virtual),
         )
