@@ -1,6 +1,11 @@
 """The plugin for NVIDIA GPUs, with the memory that a rank takes in addition to its tensors."""
 
+from dataclasses import replace
+
+from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.engine import EngineSupport
+from flagcore.hooks import hookimpl
 from flagcore.physics.roofline import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_nvidia.discover import DETECTOR
@@ -33,4 +38,23 @@ def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
     return PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES + collective, workspace=workspace)
 
 
-plugin: VendorPlugin = VendorPlugin(package="flagcore_nvidia", vendor="nvidia", detector=DETECTOR, memory=memory_of)
+GRAPHS_ON = ("sm_100", "sm_103")
+"""Architectures on which published training runs launch parts of layers as CUDA graphs (Megatron-Bridge
+`perf_recipes/*/{b200,b300,gb200,gb300}` @067f987d: all but one of the models with experts, and most others)."""
+
+
+class NvidiaPlugin(VendorPlugin):
+    """Adds CUDA graphs to the settings of production jobs on the newest chips."""
+
+    @hookimpl
+    def flagcore_engine_support(
+        self, chip: Chip, engine: str, engine_version: str | None, kind: str
+    ) -> EngineSupport | None:
+        support = super().flagcore_engine_support(chip, engine, engine_version, kind)
+        if support is None or support.stack is None or chip.architecture not in GRAPHS_ON:
+            return support
+        settings = {**support.stack.settings, "cuda_graph_impl": "transformer_engine"}
+        return replace(support, stack=replace(support.stack, settings=settings))
+
+
+plugin: VendorPlugin = NvidiaPlugin(package="flagcore_nvidia", vendor="nvidia", detector=DETECTOR, memory=memory_of)

@@ -1,5 +1,6 @@
 """Rules, costs and serving of NVIDIA's chips."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from flagcore_nvidia.hooks import plugin
 from flagcore.api import estimate_jobs
 from flagcore.contracts import CollectiveCosts
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.space import KnobValue
 from flagcore.plugins import LoadedPlugins
 
 
@@ -70,6 +72,18 @@ def test_a_rack_of_gb300_is_one_domain_and_two_are_joined_by_the_network() -> No
     assert seconds(costs, "all_gather", 2**30, 64) < 2.5e-3
     assert seconds(costs, "all_to_all", 2**30, 128) > 2.5 * seconds(costs, "all_to_all", 2**30, 64)
     assert costs.compute_share(np.array([64, 2]), np.array([1, 72])).tolist() == [0.15, 0.02]
+
+
+def test_only_recipes_of_the_newest_chips_have_graphs() -> None:
+    def settings(name: str) -> Mapping[str, KnobValue]:
+        (chip,) = (each for each in plugin.flagcore_chips() if each.name == name)
+        support = plugin.flagcore_engine_support(chip, "megatron", None, "train")
+        assert support
+        assert support.stack
+        return support.stack.settings
+
+    assert "cuda_graph_impl" in settings("GB300")
+    assert "cuda_graph_impl" not in settings("H100-SXM")
 
 
 def test_chips_with_equal_links_share_times() -> None:

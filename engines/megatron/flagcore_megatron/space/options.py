@@ -121,7 +121,7 @@ def options(task: Task) -> Options:
         wide_layers=_wide_layers(settings),
         frees_mtp_logits=in_versions(FREED_MTP_LOGITS_SINCE, version),
         attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
-        cuda_graph=_graph(settings),
+        cuda_graph=graph(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )
 
@@ -281,7 +281,8 @@ def _imbalance(settings: Settings) -> float:
     return float(capacity) if settings.get("moe_pad_expert_input_to_capacity") else min(load, max(1.0, float(capacity)))
 
 
-def _graph(settings: Settings) -> str:
+def graph(settings: Settings) -> str:
+    """Return the part of a step that one CUDA graph launches: "", "layer" or "iteration"."""
     scope, kind = words(settings.get("cuda_graph_scope")), settings.get("cuda_graph_impl", "none")
     if kind == "none":
         return ""

@@ -40,6 +40,8 @@ from flagcore_megatron.space.stages import (
 )
 
 IMPLEMENTATION = "transformer_engine"
+GRAPHS = "attn,moe_router,moe_preprocess"
+"""The parts of a layer with experts that recipes launch as graphs."""
 NARROW = ("fp8", "mxfp8", "nvfp4")
 """Precisions below 16 bits."""
 
@@ -98,7 +100,10 @@ def as_in_production(platform: Platform) -> Platform:
     train = replace(train, implementation=stack.implementation)
     is_dense, set_keys = spec.model.num_moe_experts is None, {*train.settings, *spec.space, *(spec.baseline or {})}
     known = {name for name, knob in BY_NAME.items() if not (is_dense and knob.experts_only)}
-    for key, value in {**_recipe(task, stack.implementation), **stack.settings}.items():
+    recipe = {**_recipe(task, stack.implementation), **stack.settings}
+    if recipe.get("cuda_graph_impl") and not is_dense:  # experts have a size that graphs cannot have
+        recipe["cuda_graph_scope"] = "attn,mamba,moe_router,moe_preprocess" if is_hybrid(spec.model) else GRAPHS
+    for key, value in recipe.items():
         if key in set_keys or key not in known or not value or _refuses(platform.value_rules, f"settings.{key}", value):
             continue
         if train.engine_version and release_problem(BY_NAME[key], value, train.engine_version):
@@ -170,7 +175,7 @@ def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
     if task.spec.train.precision == "fp8":
         recipe["fp8_recipe"] = "blockwise"  # the default, delayed scaling, cannot be combined with such recompute
     recipe |= {EXPERT_TENSOR: 1, "moe_token_dispatcher_type": "flex"}
-    return {**recipe, EXPERT_OVERLAP: True, "recompute_modules": modules}
+    return {**recipe, EXPERT_OVERLAP: not is_hybrid(model), "recompute_modules": modules}
 
 
 def _refuses(rules: Sequence[ValueRule], knob: str, value: SettingValue) -> bool:
@@ -222,13 +227,14 @@ def _defaults(
     whole = experts > 1 and devices % (tensor * experts * stages) and not devices % (experts * stages)
     is_wide, modules = experts > task.cluster.linked_devices, words(settings.get("recompute_modules"))
     is_repeated = values.get("recompute_granularity") == "full" or "moe" in modules
-    is_interleaved = stages > 1 and int(values.get(VIRTUAL_STAGES) or 1) > 1 and task.spec.model.mtp_num_layers < 2
+    is_interleaved = stages > 1 and int(values.get(VIRTUAL_STAGES) or 1) > 1
+    can_overlap = is_interleaved and task.spec.model.mtp_num_layers < 2 and not is_hybrid(task.spec.model)
     return {
         **({EXPERT_TENSOR: 1} if whole and EXPERT_TENSOR not in values else {}),
         **narrow_hybrids(task),
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
         "moe_token_dispatcher_type": "flex" if is_wide else "alltoall",
-        **({EXPERT_OVERLAP: True} if is_wide and is_interleaved and not is_repeated else {}),
+        **({EXPERT_OVERLAP: True} if is_wide and can_overlap and not is_repeated else {}),
         "cp_comm_type": "p2p",
         "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default: older models had dropout
         "hidden_dropout": 0.0 if flash else 0.1,

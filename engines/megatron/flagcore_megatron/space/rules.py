@@ -21,6 +21,7 @@ from flagcore_megatron.space.meshes import CP, DP, EP, MBS, PP, SP, TP
 from flagcore_megatron.space.options import (
     MUON_SHARDED_SINCE,
     Settings,
+    graph,
     is_hybrid,
     numbers,
     precision,
@@ -286,6 +287,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
     piped_depths = 0 if in_versions(UNPIPED_MTP_OVERLAP_SINCE, release(task.spec)) else depths
     is_muon = "muon" in str(settings.get("optimizer"))
     is_unsharded = is_muon and not in_versions(MUON_SHARDED_SINCE, release(task.spec))
+    has_parts = graph(settings) == "layer"
 
     rules = (
         *(
@@ -313,16 +315,27 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name=EXPERT_OVERLAP,
             knobs=(PP, SPLIT, EP, LAYERS_PER_VIRTUAL, RECOMPUTE, GRANULARITY),
-            message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute; with "
-            f"multi-token prediction also mtp_num_layers: 1, and {PP} > 1 before Megatron "
+            message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, no full recompute, and no "
+            f"pattern of layers; with multi-token prediction also mtp_num_layers: 1, and {PP} > 1 before Megatron "
             f"{UNPIPED_MTP_OVERLAP_SINCE.lstrip('>=')}",
             broken=lambda c: (
-                (c[EP] == 1)
+                is_hybrid(task.spec.model)
+                | (c[EP] == 1)
                 | recomputes(c, FULL)
                 | ((c[PP] > 1) & (split.virtual(c) == 1))
                 | ((c[PP] == 1) & (piped_depths > 0))
                 | (depths > 1)
             ),
+        ),
+        *(
+            Rule(
+                name=name,
+                knobs=(RECOMPUTE, GRANULARITY),
+                message="graphs of parts of an iteration (cuda_graph_impl) exclude full recompute",
+                broken=lambda c: recomputes(c, FULL) & has_parts,
+            )
+            for name in ("cuda_graph_impl", "cuda_graph_scope")
+            if name == "cuda_graph_impl" or name in task.spec.train.assumed
         ),
         Rule(
             name="offload_stages",

@@ -15,7 +15,7 @@ from engines.megatron.tests.mixed.test_brute_force import job
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Source
 from flagcore.domain.engine import RefusedValues, Stack
-from flagcore.domain.model import Model
+from flagcore.domain.model import Attention, Layer, Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.tuner.stages.build import build, legality
@@ -55,8 +55,11 @@ def typed(task: Task, settings: dict[str, SettingValue]) -> Task:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("model", [tasks.DENSE, tasks.EXPERTS, TWO_TOKENS], ids=["dense", "experts", "mtp"])
-def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(model: Model, precision: str) -> None:
-    task = plan(model, precision=precision)
+@pytest.mark.parametrize("own", [{}, {"cuda_graph_impl": "transformer_engine"}], ids=["plain", "graphs"])
+def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(
+    own: dict[str, str], model: Model, precision: str
+) -> None:
+    task = plan(model, precision=precision, own=own)
     legal = legality(tasks.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
     bare = legality(tasks.platform(typed(task, {"expert_tensor_parallel_size": 1} if model.num_moe_experts else {})))
@@ -94,6 +97,23 @@ def test_settings_that_the_chip_or_the_release_lacks_are_left_out() -> None:
     assert not assumed(own=alltoall).keys() & alltoall.keys()
     none = RefusedValues(name="old", knob="implementation", values=("transformer_engine",), reason="too old")
     assert plan(tasks.EXPERTS, none).spec.train.implementation is None
+
+
+def test_graphs_of_a_model_with_experts_leave_the_experts_out() -> None:
+    own = {"cuda_graph_impl": "transformer_engine"}
+    scope = str(assumed(tasks.EXPERTS, own=own)["cuda_graph_scope"]).split(",")
+    assert "attn" in scope
+    assert "moe" not in scope
+    assert "cuda_graph_scope" not in {**assumed(own=own), **assumed(tasks.EXPERTS)}
+
+
+def test_a_model_with_a_pattern_of_layers_does_not_overlap_its_experts() -> None:
+    layers = (Layer(mixer=Attention()), Layer(mixer=None, feed_forward="experts")) * 2
+    hybrid = replace(tasks.EXPERTS, layers=layers)
+    assert OVERLAP in assumed(tasks.EXPERTS)
+    assert OVERLAP not in assumed(hybrid)
+    task = tasks.task(hybrid, settings={OVERLAP: True})
+    assert OVERLAP in {rule.name for rule in legality(tasks.platform(task)).rules}
 
 
 def test_naming_the_layers_that_are_assumed_changes_nothing() -> None:

@@ -78,7 +78,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     tokens = np.maximum(serving.tokens, 1.0)
     token = np.where(aside, token - state / tokens, token)
     longest_token = np.where(aside, longest_token - state / np.maximum(longest, 1.0), longest_token)
-    slots = settings.state_share * cache / np.where(aside, state, 1.0)
+    slots = np.where(aside, settings.state_share, 1.0) * cache / np.where(aside, state, 1.0)
     sequences = np.where(aside, np.maximum(np.floor(slots / settings.state_slots), 0.0), np.inf)
     cache = np.where(aside, (1.0 - settings.state_share) * cache, cache)
     cache_tokens = cache / token * settings.data
