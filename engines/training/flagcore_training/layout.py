@@ -103,13 +103,14 @@ class Options:
     of their outputs in backward. With `assumed_fp8_gather`, only candidates with the distributed optimizer have fp8
     weights. With `shard_gradients` (ZeRO-2), its ranks also share the gradients, which are scattered for each
     micro-batch. Without `gradient_fusion`, weight gradients are added to their buffers by kernels of their own. With
-    `sparse_kernels`, sparse attention computes only the chosen scores. With `fused_adam`, Adam is a kernel that works
-    in place. `second_moments` are the parameters with a second moment: "all", "others" (than the matrices of linear
-    layers) or "none". With `whole_matrices`, a distributed optimizer shards no matrix of a linear layer: each is on one
-    rank. With `stores_core_copy`, context parallelism keeps the attention core's output before its collective, too.
-    In a job of fewer than 16 bits, `wide_layers` is the number of layers in 16 bits, and with `wide_mtp`, multi-token
-    prediction is in 16 bits. With `frees_mtp_logits`, the logits of multi-token prediction are freed before those of
-    the model are computed. With `in_place_loss`, the loss works in place on 16-bit logits.
+    `sparse_kernels`, sparse attention computes only the chosen scores. With `indexer_loss`, its indexer is trained.
+    With `fused_adam`, Adam is a kernel that works in place. `second_moments` are the parameters with a second moment:
+    "all", "others" (than the matrices of linear layers) or "none". With `whole_matrices`, a distributed optimizer
+    shards no matrix of a linear layer: each is on one rank. With `stores_core_copy`, context parallelism keeps the
+    attention core's output before its collective, too. In a job of fewer than 16 bits, `wide_layers` is the number of
+    layers in 16 bits, and with `wide_mtp`, multi-token prediction is in 16 bits. With `frees_mtp_logits`, the logits of
+    multi-token prediction are freed before those of the model are computed. With `in_place_loss`, the loss works in
+    place on 16-bit logits.
     """
 
     schedule: str | None = None
@@ -137,6 +138,7 @@ class Options:
     fused_adam: bool = False
     gradient_fusion: bool = True
     sparse_kernels: bool = False
+    indexer_loss: bool = False
     adapters: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False

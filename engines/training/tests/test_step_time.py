@@ -260,3 +260,5 @@ def test_sparse_attention_without_its_kernels_computes_all_scores() -> None:
     )
     assert fused < total(TRAIN)
     assert unfused > 1.5 * total(TRAIN)
+    trained = with_options(replace(TRAIN, model=sparse), indexer_loss=True)
+    assert total(trained) > 1.3 * unfused

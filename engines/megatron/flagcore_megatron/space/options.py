@@ -108,6 +108,7 @@ def options(task: Task) -> Options:
         offload_layers=int(settings.get("cpu_offloading_num_layers") or 0),
         adapters=settings.get("trainable") == "adapters",
         sparse_kernels=settings.get("dsa_kernel_backend", "none") != "none",
+        indexer_loss=bool(settings.get("dsa_indexer_loss_coeff")),
         gradient_fusion=bool(settings.get("gradient_accumulation_fusion", True)),
         overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
         dispatcher=str(settings["moe_token_dispatcher_type"]),

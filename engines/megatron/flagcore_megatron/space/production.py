@@ -168,6 +168,7 @@ def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
     """Return the settings of published recipes. MoE models recompute cheap modules that store many bytes."""
     model, settings = task.spec.model, task.spec.train.settings
     recipe = overlaps(task, kind, settings, sharded=True, sequence_parallel=True) | narrow_hybrids(task)
+    recipe["dsa_indexer_loss_coeff"] = 0.001 if model.indexer else None
     recipe |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     if model.num_moe_experts is None:
         return {**recipe, "moe_grouped_gemm": False}
@@ -232,6 +233,7 @@ def _defaults(
     return {
         **({EXPERT_TENSOR: 1} if whole and EXPERT_TENSOR not in values else {}),
         **narrow_hybrids(task),
+        **({"dsa_indexer_loss_coeff": 0.001} if task.spec.model.indexer else {}),  # `glm5_bridge.py`
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
         "moe_token_dispatcher_type": "flex" if is_wide else "alltoall",
         **({EXPERT_OVERLAP: True} if is_wide and can_overlap and not is_repeated else {}),

@@ -279,9 +279,11 @@ def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[Floa
     return product + traffic_s, 2.0 * product + traffic_back_s
 
 
-SPARSE_PASSES, INDEX_PASSES = (9.0, 12.0), (6.0, 9.0)
+SPARSE_PASSES, INDEX_PASSES, LOSS_PASSES = (9.0, 12.0), (6.0, 20.0), (11.0, 11.0)
 """Passes over 32-bit scores, forward and backward: of attention (product, scale, mask, softmax, cast, product with the
-values), and of the indexer (product, activation function, weights, sum). Counted in the source."""
+values), of the indexer (product, activation function, weights, sum; backward only with a loss), and of the attention's
+scores in the indexer's loss, which are computed again in both (product, scale, two masks, softmax, sum). Counted in the
+source."""
 
 
 def _unfused_sparse_core(
@@ -290,21 +292,25 @@ def _unfused_sparse_core(
     """Return the seconds of sparse attention without fused kernels, forward and backward.
 
     It computes all scores of the attention and of the indexer in 32 bits, and masks those that are not chosen. On chips
-    without a known rate of 32-bit products, that of 16 bits is a lower bound. Source: megatron-core 0.16
-    `experimental_attention_variant/dsa.py` (`unfused_dsa_fn`, `_compute_index_scores`).
+    without a known rate of 32-bit products, that of 16 bits is a lower bound. Source: megatron-core 0.16 to 0.18
+    `experimental_attention_variant/dsa.py` (`unfused_dsa_fn`, `_compute_index_scores`, `compute_dsa_indexer_loss`,
+    `bwd_fused_indexer_loss_naive`).
     """
     kernels, length = costs.kernels, float(train.sequence)
     rows, keys = layout.micro_batch * length / layout.context, np.full_like(heads, length)
     forward = backward = np.zeros_like(heads)
     index_heads = np.full_like(heads, float(indexer.heads))
-    parts = ((heads, size, SPARSE_PASSES), (index_heads, float(indexer.head_dim), INDEX_PASSES))
-    for count, width, (passes, passes_back) in parts:
+    has_loss = train.options.indexer_loss
+    index_passes = INDEX_PASSES if has_loss else (INDEX_PASSES[0], 0.0)
+    parts = [(heads, size, SPARSE_PASSES, 2.0), (index_heads, float(indexer.head_dim), index_passes, 4.0 * has_loss)]
+    parts += [(heads, size, LOSS_PASSES, 1.0)] * has_loss
+    for count, width, (passes, passes_back), products_back in parts:
         shape = rows * count, keys, np.full_like(heads, width)
         product = kernels.gemm_seconds(*shape, "fp32")
         product = np.where(np.isnan(product), kernels.gemm_seconds(*shape, train.unquantised), product)
         scores = 4.0 * rows * count * length
         forward = forward + product + kernels.memory_seconds(passes * scores)
-        backward = backward + 2.0 * product + kernels.memory_seconds(passes_back * scores)
+        backward = backward + products_back * product + kernels.memory_seconds(passes_back * scores)
     values = kernels.gemm_seconds(rows * heads, np.full_like(heads, size), keys, train.unquantised)
     return forward + values, backward + 2.0 * values
 
