@@ -38,22 +38,24 @@ def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
     return PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES + collective, workspace=workspace)
 
 
-GRAPHS_ON = ("sm_100", "sm_103")
-"""Architectures on which published training runs launch parts of layers as CUDA graphs (Megatron-Bridge
-`perf_recipes/*/{b200,b300,gb200,gb300}` @067f987d: all but one of the models with experts, and most others)."""
+SPARSE = {"dsa_kernel_backend": "cudnn"}
+RECIPES = {"sm_90": SPARSE, **dict.fromkeys(("sm_100", "sm_103"), SPARSE | {"cuda_graph_impl": "transformer_engine"})}
+"""Settings of published training runs by architecture: kernels of sparse attention (Megatron-Bridge
+`perf_recipes/glm_moe_dsa` @067f987d), and parts of layers as CUDA graphs (`perf_recipes/*/{b200,b300,gb200,gb300}`: all
+but one of the models with experts, and most others)."""
 
 
 class NvidiaPlugin(VendorPlugin):
-    """Adds CUDA graphs to the settings of production jobs on the newest chips."""
+    """Adds what recipes set on newer architectures to the settings of production jobs."""
 
     @hookimpl
     def flagcore_engine_support(
         self, chip: Chip, engine: str, engine_version: str | None, kind: str
     ) -> EngineSupport | None:
         support = super().flagcore_engine_support(chip, engine, engine_version, kind)
-        if support is None or support.stack is None or chip.architecture not in GRAPHS_ON:
+        if support is None or support.stack is None:
             return support
-        settings = {**support.stack.settings, "cuda_graph_impl": "transformer_engine"}
+        settings = {**support.stack.settings, **RECIPES.get(chip.architecture, {})}
         return replace(support, stack=replace(support.stack, settings=settings))
 
 

@@ -103,6 +103,8 @@ def as_in_production(platform: Platform) -> Platform:
     recipe = {**_recipe(task, stack.implementation), **stack.settings}
     if recipe.get("cuda_graph_impl") and not is_dense:  # experts have a size that graphs cannot have
         recipe["cuda_graph_scope"] = "attn,mamba,moe_router,moe_preprocess" if is_hybrid(spec.model) else GRAPHS
+    if not spec.model.indexer:
+        recipe["dsa_kernel_backend"] = None
     for key, value in recipe.items():
         if key in set_keys or key not in known or not value or _refuses(platform.value_rules, f"settings.{key}", value):
             continue
