@@ -47,7 +47,7 @@ class Settings:
     """The content of a `settings.yaml`. Names are separated by spaces, and may end with `*`, for any ending.
 
     A dash and an underscore are the same in names. A name also stands for its keys after a dot. In `costs`,
-    `NAME=VALUE` gives the default of a name: VALUE changes nothing, and off does.
+    `NAME=VALUE` gives the default of a name: VALUE changes nothing, and off does. `NAME.VALUE` is the effect of VALUE.
 
     - `prefixes`: the starts of environment variables that are listed. Other variables have no class, and no effect.
     - `modelled`: settings that predictions include.
@@ -90,7 +90,8 @@ class Settings:
         """
         if value is False and self._by_key.get(_key(f"no-{name}")):
             name, value = f"no-{name}", True
-        key = self._find(name)
+        of_value = _key(f"{name}.{value}".lower())
+        key = of_value if of_value in self._by_key else self._find(name)
         if key is None and name.startswith("no-"):
             return self.unmodelled(name.removeprefix("no-"), False, shown or name)
         if key is None:
