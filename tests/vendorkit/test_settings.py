@@ -78,6 +78,13 @@ def test_variables_of_other_software_have_no_effect() -> None:
     assert not [*CLASSES.of_environment(replace(job, envs={"TOY_RAW": "1"}))]
 
 
+def test_a_default_elsewhere_is_named_if_predictions_assume_another_value() -> None:
+    job = replace(task().spec, envs={"TOY_RAW": "1"})
+    for usual, named in (({}, []), ({"TOY_RAW": "1"}, []), ({"TOY_RAW": "2"}, ["TOY_RAW"])):
+        assert [each.name for each in CLASSES.of_environment(job, usual)] == named
+        assert [*CLASSES.harmless_in(job, usual)] == ([] if named else ["TOY_RAW"])
+
+
 def test_names_without_a_class_are_listed() -> None:
     assert CLASSES.unclassed(["depth", "cache.size", "no-adapters", "log-file", "strange"]) == ["strange"]
 

@@ -79,7 +79,8 @@ class TorchTitan(Trainer, Commands):
         message = f"{key} = {replicas} must divide the data-parallel ranks"
 
         def broken(columns: Columns) -> BoolArray:
-            return self.numbers(task, columns)["data_parallel_size"] % replicas != 0
+            remains: BoolArray = self.numbers(task, columns)["data_parallel_size"] % replicas != 0
+            return remains
 
         return (*rules, Rule(name="replicas", knobs=knobs, message=message, broken=broken))
 
