@@ -14,7 +14,7 @@ from flagcore.vendorkit.fields import read_as
 
 UNKNOWN_TIME = (0.8, 1.25)
 """The bounds of the time factor of a setting that is in no class. Chosen by hand."""
-UNCHANGED = ("", "none", "false", "0", "no", "off", "auto", "default", "[]", "{}")
+UNCHANGED = ("", "none", "false", "0", "no", "off", "auto", "default", "[]")
 """Values with which a setting usually changes nothing, in lower case."""
 OTHER = "another value"
 """Stands for a value that is not the one that predictions assume."""
