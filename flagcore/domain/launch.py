@@ -75,6 +75,7 @@ class Start:
     `job`: the environment variables that the batch system sets for the script.
     `left_out`: the options and keys beside the command that are not read, with their values. `absent`: those of these
     that name objects outside of the input, which set variables.
+    `files`: the text of files that are mounted into the program's container, by path.
     `role`: `prefill` or `decode` if the program does only that; `prefill`: the program that prefills for this one.
     """
 
@@ -90,6 +91,7 @@ class Start:
     job: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
     role: str = ""
     prefill: Start | None = None
 

@@ -142,8 +142,12 @@ def read_mapping(path: Path, *, file: str, key: str = "file") -> dict[str, Any]:
     `file`: the name of the file in errors.
     `key`: the key of the spec that names the file, for errors.
     """
-    text = read_text(path, file=file, key=key)
-    if path.suffix.lower() == ".json":
+    return mapping_of(read_text(path, file=file, key=key), file=file, key=key)
+
+
+def mapping_of(text: str, *, file: str, key: str = "file") -> dict[str, Any]:
+    """Return the mapping in the text of a file, as `read_mapping` does. Raises SpecError."""
+    if file.lower().endswith(".json"):
         try:
             data = plain(load_json(text.strip() or "null"), file=file)
         except ValueError as error:

@@ -263,6 +263,9 @@ def _suggest_key(root: Schema, path: KeyPath) -> tuple[str, str]:
         sections = _join_with_or([key_text(key[:-1]) for key in same_name[:2]])
         return _("it belongs under {section}", section=sections), ""
     aliased = [key for key in section_keys if name.lower() in (*ALIASES.get(key, ()), *_initials(key))]
+    words = "[a-z0-9]*_".join(map(re.escape, re.split("[-_]", name.lower())))  # dist-opt: use_distributed_optimizer
+    shortened = [key for key in section_keys if re.search(f"(^|_){words}", key)]
+    aliased = aliased or (shortened if len(shortened) == 1 else [])
     cutoff = 0.6 if max(map(len, section_keys), default=0) > 4 else 1.0  # short keys such as p50 are all similar
     if close := aliased or difflib.get_close_matches(name, section_keys, n=1, cutoff=cutoff):
         return _(DID_YOU_MEAN, name=close[0]), close[0]

@@ -138,7 +138,7 @@ class VendorPlugin:
             preferred=of_chips(quirks.preferred),
             warmup=max((each.count for each in slow), default=0),
             failures=of_chips(quirks.failures),
-            unmodelled=tuple(settings.of_environment(task.spec)),
+            unmodelled=tuple(settings.of_environment(task.spec, usual)),
             harmless=settings.harmless_in(task.spec, usual),
             notes=(
                 *(f"the first {each.count} {unit} are not measured: {each.reason}" for each in slow),

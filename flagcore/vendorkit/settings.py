@@ -14,8 +14,10 @@ from flagcore.vendorkit.fields import read_as
 
 UNKNOWN_TIME = (0.8, 1.25)
 """The bounds of the time factor of a setting that is in no class. Chosen by hand."""
-UNCHANGED = ("", "none", "false", "0", "no", "off", "auto", "default")
+UNCHANGED = ("", "none", "false", "0", "no", "off", "auto", "default", "[]")
 """Values with which a setting usually changes nothing, in lower case."""
+OTHER = "another value"
+"""Stands for a value that is not the one that predictions assume."""
 SWITCHES = {**dict.fromkeys(("true", "yes", "on"), "1"), **dict.fromkeys(("false", "no", "off"), "0")}
 """Other words for 1 and 0, in lower case."""
 
@@ -47,7 +49,7 @@ class Settings:
     """The content of a `settings.yaml`. Names are separated by spaces, and may end with `*`, for any ending.
 
     A dash and an underscore are the same in names. A name also stands for its keys after a dot. In `costs`,
-    `NAME=VALUE` gives the default of a name: VALUE changes nothing, and off does.
+    `NAME=VALUE` gives the default of a name: VALUE changes nothing, and off does. `NAME.VALUE` is the effect of VALUE.
 
     - `prefixes`: the starts of environment variables that are listed. Other variables have no class, and no effect.
     - `modelled`: settings that predictions include.
@@ -90,7 +92,8 @@ class Settings:
         """
         if value is False and self._by_key.get(_key(f"no-{name}")):
             name, value = f"no-{name}", True
-        key = self._find(name)
+        of_value = _key(f"{name}.{value}".lower())
+        key = of_value if of_value in self._by_key else self._find(name)
         if key is None and name.startswith("no-"):
             return self.unmodelled(name.removeprefix("no-"), False, shown or name)
         if key is None:
@@ -103,24 +106,32 @@ class Settings:
             name=shown or name, why=f"{cost.why} ({cost.source})" if cost.source else cost.why, time=cost.time
         )
 
-    def of_environment(self, spec: Spec) -> Iterator[Unmodelled]:
-        """Yield the effects of environment variables in a spec that predictions do not include."""
-        variables = chain.from_iterable(each.items() for each in spec.variables)
-        return self.of_variables(variables, nodes=spec.cluster.nodes)
+    def of_environment(self, spec: Spec, usual: Mapping[str, str] | None = None) -> Iterator[Unmodelled]:
+        """Yield the effects of environment variables in a spec that predictions do not include.
 
-    def of_variables(self, variables: Iterable[tuple[str, str]], *, nodes: int = 2) -> Iterator[Unmodelled]:
+        `usual`: the values that predictions assume. Others have an effect, even if they are the default elsewhere.
+        """
+        variables = chain.from_iterable(each.items() for each in spec.variables)
+        return self.of_variables(variables, nodes=spec.cluster.nodes, usual=usual)
+
+    def of_variables(
+        self, variables: Iterable[tuple[str, str]], *, nodes: int = 2, usual: Mapping[str, str] | None = None
+    ) -> Iterator[Unmodelled]:
         """Yield the effects of environment variables, given with their values, that predictions do not include."""
-        prefixes = tuple(self.prefixes.split())
+        prefixes, usual = tuple(self.prefixes.split()), usual or {}
         for name, value in variables:
             is_listed = name in self.names or name.startswith(prefixes)
+            value = value if usual.get(name, value) == value else OTHER
             if is_listed and (found := self.unmodelled(name, value, nodes=nodes)):
                 yield found
 
     def harmless_in(self, spec: Spec, usual: Mapping[str, str]) -> tuple[str, ...]:
         """Return the environment variables of a spec that are in a class and change nothing, or that are as `usual`."""
         variables = {item for each in spec.variables for item in each.items()}
-        classed = (item for item in variables if not self.unmodelled(*item, nodes=spec.cluster.nodes))
-        return tuple(name for name, _ in {*classed, *(variables & usual.items())})
+        named = {each.name for each in self.of_environment(spec, usual)}
+        return tuple(
+            name for name, value in variables if usual.get(name) == value or (name not in named and self._find(name))
+        )
 
     def _find(self, name: str) -> str | None:
         """Return the key of a setting's class, or None."""

@@ -29,6 +29,7 @@ UNKNOWN = "is not a known key"
         ("cluster: {node: 1}", "cluster.node", UNKNOWN, "did you mean nodes?"),
         ("cluster: {groups: [{chip: a}, {chip: b, node: 1}]}", "cluster.groups[1].node", UNKNOWN, "mean nodes?"),
         ("cluster: {gpus: 8}", "cluster.gpus", UNKNOWN, "did you mean devices_per_node?"),
+        ("auto_tuner: {control: {warm-it: 1}}", "auto_tuner.control.warm-it", UNKNOWN, "did you mean warmup_iters?"),
         ("cluster: {type: x}", "cluster.type", UNKNOWN, "did you mean chip?"),
         ("cluster: {groups: [{chip: a, spares: 1}]}", "cluster.groups[0].spares", UNKNOWN, "it belongs under cluster"),
         ("auto_tuner: {space: {tensor_parallel_size: 2}}", SPACE + "tensor_parallel_size", UNKNOWN, "tensor_model"),

@@ -17,6 +17,7 @@ CLASSES = Settings(
         "no-graphs": SLOWER,
         "cache": SLOWER,
         "lists names": Cost(why="faster", time=(0.9, 1.0), unless=("two", "1e9")),
+        "lists.four": SLOWER,
         "limit=32 share=0.5 switch=true": SLOWER,
         "TOY_RAW": Cost(why="other kernels", unless=("1",)),
     },
@@ -43,6 +44,7 @@ CLASSES = Settings(
         ("no-log-level", True, None),
         ("lists", "two", None),
         ("lists", "three", (0.9, 1.0)),
+        ("lists", "Four", (1.0, 1.5)),
         ("names", "three", (0.9, 1.0)),
         ("names", 1_000_000_000, None),
         ("limit", 32, None),
@@ -74,6 +76,13 @@ def test_variables_of_other_software_have_no_effect() -> None:
     job = replace(task().spec, envs={"TOY_RAW": "0", "TOY_LOG_LEVEL": "info", "TOY_NEW": "x", "HOME": "/root"})
     assert [each.name for each in CLASSES.of_environment(job)] == ["TOY_RAW", "TOY_NEW"]
     assert not [*CLASSES.of_environment(replace(job, envs={"TOY_RAW": "1"}))]
+
+
+def test_a_default_elsewhere_is_named_if_predictions_assume_another_value() -> None:
+    job = replace(task().spec, envs={"TOY_RAW": "1"})
+    for usual, named in (({}, []), ({"TOY_RAW": "1"}, []), ({"TOY_RAW": "2"}, ["TOY_RAW"])):
+        assert [each.name for each in CLASSES.of_environment(job, usual)] == named
+        assert [*CLASSES.harmless_in(job, usual)] == ([] if named else ["TOY_RAW"])
 
 
 def test_names_without_a_class_are_listed() -> None:

@@ -429,6 +429,13 @@ def _check_degrees(command: UserCommand, content: Mapping[str, Any], cluster: di
         notes.note("parallelism", text, "cluster")
 
 
+def replicas_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the key with the number of copies of the sharded weights, and the number: 1 without such a key."""
+    given = ((key, option(words, key) or files.value_at(content, key)) for key in TABLES["replicate_keys"])
+    key, value = next((each for each in given if each[1] is not None), ("", 1))
+    return key, number(value) or 1
+
+
 def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
     """Return the effects of a file's keys and of a command's options that predictions do not include."""
     options = (_option_of_torchtitan(words, place) for place, word in enumerate(words) if word.startswith("--"))

@@ -42,8 +42,8 @@ MEMORY_GIB = rf"MaxMemAllocated=({NUMBER})GB"
 """The pattern of DeepSpeed's line with the peak of allocated memory."""
 TIMED = tuple(name for name, pattern in FORMATS.items() if re.compile(pattern).groupindex.keys() & {*UNITS})
 """The formats whose lines have times. The lines of other formats are timed by `flagcore_trainers.clock`."""
-ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\0\ufeff]")
-"""Colours of a terminal, and the zero bytes of UTF-16."""
+ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\ufeff")
+"""Colours of a terminal."""
 ARRIVAL = re.compile(r"^\[at (\d+\.\d{6})\] ?")
 """The prefix that `flagcore_trainers.clock` adds to a line: the seconds at which the line arrived."""
 GIB = 1 << 30
@@ -134,6 +134,11 @@ class Log:
             self.too_slow = f"{problem}; repeat no group that contains a repeat"
 
     def _add(self, line: str) -> None:
+        line = line.strip("\0")
+        if 3 * line.count("\0") > len(line):  # UTF-16
+            line = line.replace("\0", "")
+        if "\0" in line:  # a damaged line: its numbers may be parts of others
+            return
         line = ANSI.sub("", line)
         at = ARRIVAL.match(line)
         text = line[at.end() :] if at else line

@@ -19,7 +19,7 @@ from flagcore.contracts.capabilities import Commands
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
+from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import package_yaml
@@ -33,6 +33,7 @@ from flagcore_trainers.importing import (
     effects_of_torchtitan,
     option,
     read_toml,
+    replicas_of_torchtitan,
     spec_of_torchtitan,
     starts_torchtitan,
 )
@@ -40,6 +41,7 @@ from flagcore_trainers.trainer import Trainer
 
 CHECKPOINTING = "activation-checkpoint:"
 """The start of the subcommand of activation checkpointing."""
+_REPLICAS = "replicas share weights and states among fewer ranks than predicted: more memory, other exchange"
 COMPILE_FLAG = "--compile.enable"
 PROGRAM: Mapping[str, Any] = package_yaml(__package__, "torchtitan.yaml")
 
@@ -62,10 +64,37 @@ class TorchTitan(Trainer, Commands):
         return spec_of_torchtitan(start, directory, model, list(PROGRAM["knobs"]))
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
-        command, train = self.command(task.spec), task.spec.train
+        given = self._given(task.spec)
+        key, replicas = replicas_of_torchtitan(*given)
+        effects = effects_of_torchtitan(*given)
+        if replicas > 1 and self._is_like_zero(task):
+            effects.append(Unmodelled(name=key, why=_REPLICAS, time=(0.8, 1.2)))
+        return effects
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        key, replicas = replicas_of_torchtitan(*self._given(task.spec))
+        rules, knobs = super().rules(task), tuple(knob.name for knob in self.knobs if knob.layout)
+        if replicas == 1:
+            return rules
+        message = f"{key} = {replicas} must divide the data-parallel ranks"
+
+        def broken(columns: Columns) -> BoolArray:
+            remains: BoolArray = self.numbers(task, columns)["data_parallel_size"] % replicas != 0
+            return remains
+
+        return (*rules, Rule(name="replicas", knobs=knobs, message=message, broken=broken))
+
+    def _given(self, spec: Spec) -> tuple[Sequence[str], Mapping[str, Any]]:
+        """Return the words of the command and of the spec's flags, and the content of the command's TOML file."""
+        command = self.command(spec)
         file = option(command.words, CONFIG_FILE)
         content = {} if file is None else read_toml(str(file), Path(command.directory))
-        return effects_of_torchtitan((*command.words, *train.flags), content)
+        return (*command.words, *spec.train.flags), content
+
+    def _is_like_zero(self, task: Task) -> bool:
+        """Return whether predictions are those of ZeRO 3, as the model has parts that the engine `fsdp2` has not."""
+        model, pipeline = task.spec.model, self.described.numbers.get("pipeline_model_parallel_size", 1)
+        return bool(fs.missing_parts(model) or model.mtp_num_layers or model.num_moe_experts or pipeline > 1)
 
     def command(self, spec: Spec) -> start.Command:
         """Return the user's command. Raises SpecError if its TOML file cannot be read, or the program has no options
@@ -83,12 +112,11 @@ class TorchTitan(Trainer, Commands):
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         """Return the predictions of the engine `fsdp2`, or those of ZeRO 3 for models that it does not have."""
-        model, numbers = task.spec.model, self.numbers(task, columns)
+        numbers = self.numbers(task, columns)
         pipeline = numbers["pipeline_model_parallel_size"]
-        has_more = fs.missing_parts(model) or model.mtp_num_layers or model.num_moe_experts
-        if has_more or (pipeline > 1).any():
+        if self._is_like_zero(task) or (pipeline > 1).any():
             return super().predict(task, columns, costs)
-        ones = np.ones_like(pipeline)
+        ones, replicas = np.ones_like(pipeline), replicas_of_torchtitan(*self._given(task.spec))[1]
 
         def is_value(name: str, value: KnobValue) -> IntArray:
             knob = next((each for each in self.knobs if each.name == name), None)
@@ -98,8 +126,8 @@ class TorchTitan(Trainer, Commands):
             return np.where(columns[name] == code, ones, 0)
 
         given = {
-            fs.REPLICATE: ones,
-            fs.SHARD: numbers["data_parallel_size"],
+            fs.REPLICATE: replicas * ones,
+            fs.SHARD: np.maximum(numbers["data_parallel_size"] // replicas, 1),
             fs.TP: numbers[fs.TP],
             fs.CP: numbers[fs.CP],
             fs.PP: ones,

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from flagcore_training.commands import environment
+from flagcore_training.commands import environment, unknown_placeholders
 from flagcore_training.reading import FAILURES, measurement
 
 from flagcore.contracts import Costs, Engine, Platform
@@ -39,12 +39,8 @@ from flagcore_trainers.program import (
     values_of,
 )
 
-FILLED = {
-    *("global_batch_size", "seq_length", "steps", "folder", "flags", "config"),
-    *("node_rank", "nnodes", "master_addr", "master_port", "node_ports"),
-    *("interface", "address", "adapters", "hostfile", "type", "slots"),
-}
-"""The placeholders of commands that are neither meanings nor knobs."""
+FILLED = {"global_batch_size", "seq_length", "steps", "config"}
+"""The placeholders of commands that are neither meanings nor knobs, nor those of all commands."""
 
 
 def _whole_number(value: object) -> int | None:
@@ -164,13 +160,7 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         train, program = spec.train, self.described
         words = " ".join((*(train.command or ()), *train.flags, *program.trial_args))
-        known = {*FILLED, *MEANINGS, *program.knobs}
-        strange = [each for each in re.findall(r"\{([a-z]\w*)\}", words) if each not in known]
-        unused = [
-            f"train.command has {{{name}}}, which stands for nothing: it is passed as it is; placeholders are "
-            f"{', '.join(sorted(known))}"
-            for name in dict.fromkeys(strange)
-        ]
+        unused = [*unknown_placeholders([words], (*FILLED, *MEANINGS, *program.knobs))]
         unused += [
             f"train.program.knobs.{name} has neither `flag` nor `key`, and train.command has no {{{name}}}: "
             f"only the variable FLAGCORE_{name.upper()} has its value"

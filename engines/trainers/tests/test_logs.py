@@ -51,7 +51,8 @@ def test_a_comma_is_a_decimal_one_unless_it_separates_thousands(stated: str, sec
 def test_colours_and_utf_16_are_read_and_two_times_are_not_guessed() -> None:
     step = r"step (?P<step>\d+) (?:(?P<ms>[\d.]+) ms)?(?: or )?(?:(?P<s>[\d.]+) s)?"
     log = Log.of(task(), Patterns(steps=[Pattern(step)]))
-    for line in ("step \x1b[32m1\x1b[0m 60 ms", "\0".join("step 2 0.06 s"), "step 3 60 ms or 60 s"):
+    damaged = "step 4 0.0\x001 s"
+    for line in ("step \x1b[32m1\x1b[0m 60 ms", "\0".join("step 2 0.06 s"), damaged, "\0step 3 60 ms or 60 s"):
         log.add(line)
     assert list(log.times.values()) == pytest.approx([0.06, 0.06])
     assert (log.unusable, log.last) == (["60 s and 60 ms"], "step 3 60 ms or 60 s")

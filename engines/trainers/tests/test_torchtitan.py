@@ -77,6 +77,22 @@ def test_predictions_are_those_of_fsdp2() -> None:
     assert found.peak_allocated_bytes <= expected.peak_allocated_bytes
 
 
+def test_the_commands_checkpoints_are_the_baseline() -> None:
+    job = task(engine="torchtitan", command=(*COMMAND, "activation-checkpoint:full"))
+    assert TORCHTITAN.usual_space(job)[AC] == ("full",)
+
+
+def test_replicas_share_their_weights_among_fewer_ranks() -> None:
+    key = "--parallelism.data_parallel_replicate_degree"
+    plain, halves, thirds = (task(engine="torchtitan", command=(*COMMAND, key, each)) for each in ("1", "2", "3"))
+    row = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in TORCHTITAN.knobs}
+    all_ranks, replicas = (TORCHTITAN.predict(job, row, costs(job)) for job in (plain, halves))
+    assert replicas.static_bytes > 1.5 * all_ranks.static_bytes
+    assert not TORCHTITAN.unmodelled(halves)
+    broken = ([rule.name for rule in TORCHTITAN.rules(job) if rule.broken(row).any()] for job in (halves, thirds))
+    assert [*broken] == [[], ["replicas"]]
+
+
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
 def test_torchtitan_parses_the_options(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A user's own command that starts a Python program: its launcher, program and arguments."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -13,6 +13,11 @@ from flagcore.spec.plain_data import Notes
 
 PLACEHOLDER = "{flags}"
 """A word of a command that is replaced by the flags of a trial. Commands that start Megatron-LM do not need it."""
+FILLED = {
+    *("folder", "flags", "node_rank", "nnodes", "master_addr", "master_port", "node_ports"),
+    *("interface", "address", "adapters", "hostfile", "type", "slots"),
+}
+"""The placeholders of all commands: those of a trial, and of a host."""
 TORCHRUN_SWITCHES = {"standalone", "m", "module", "no-python", "run-path", "use-env", "virtual-local-rank"}
 """Options of torchrun without a value. Source: torch 2.13 `distributed/run.py`."""
 TRAINING_FLAGS = {"--num-layers", "--micro-batch-size", "--global-batch-size", "--seq-length", "--train-iters"}
@@ -182,6 +187,17 @@ def expand_command(
             argument = argument.replace(placeholder, value)
         argv.append(argument)
     return tuple(argv if "{flags}" in command else [*argv, *arguments])
+
+
+def unknown_placeholders(words: Iterable[str], known: Iterable[str]) -> Iterator[str]:
+    """Yield a warning for each placeholder in the words of a command that is neither `known` nor in `FILLED`."""
+    names = {*FILLED, *known}
+    for name in dict.fromkeys(re.findall(r"(?<!\$)\{([a-z]\w*)\}", " ".join(words))):
+        if name not in names:
+            yield (
+                f"train.command has {{{name}}}, which stands for nothing: it is passed as it is; placeholders are "
+                f"{', '.join(sorted(names))}"
+            )
 
 
 def environment(candidate: Mapping[str, KnobValue]) -> dict[str, str]:

@@ -17,6 +17,8 @@ from flagcore_importers.values import KEYS, count_devices, left_out, literal_var
 _SCALERS = (
     "HorizontalPodAutoscaler", "VerticalPodAutoscaler", "ScaledObject", "AutoscalingRunner", "PodAutoscaler"
 )  # fmt: skip
+MOUNTED = "mountedFiles"
+"""The key, in a container, of the text of the files that it mounts, by path. It is none of Kubernetes."""
 HALVES = ("prefill", "decode")
 _HALF = re.compile(r"(?:^|[-_.])(prefill|decode)(?:er|r)?(?=$|[-_.])")
 """The name, or a label, of the pods of a half of a pair, such as `llm-d.ai/role: prefill` or `app: model-decode`."""
@@ -81,6 +83,7 @@ def _containers(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator
             instances=pod.instances * (positive(node.get("minReplicas")) or 1),  # a predictor of KServe
             left_out=left_out(KEYS.pod, node) | left_out(KEYS.container, each) | absent | secrets,
             absent=tuple(absent),
+            files=each.get(MOUNTED) or {},
         )
         yield container(start, each.get("image") or "", each.get("command"), each.get("args"), images)
 
@@ -176,7 +179,7 @@ def _filled_in(node: Any, maps: Mapping[str, Mapping[str, Any]], scripts: Mappin
         return node
     if isinstance(node.get("containers"), list):  # its own scripts, whatever has the same name elsewhere
         volumes = {str(each.get("name")): each for each in node.get("volumes") or () if isinstance(each, Mapping)}
-        node = {**node, "containers": [_with_scripts(each, volumes, maps) for each in node["containers"]]}
+        node = {**node, "containers": [_with_files(each, volumes, maps) for each in node["containers"]]}
     node = {key: _filled_in(value, maps, scripts) for key, value in node.items()}
     if isinstance(reference := node.get("configMapKeyRef"), Mapping) and reference.get("name") in maps:
         return {"value": maps[reference["name"]].get(str(reference.get("key")))}  # of `valueFrom`
@@ -195,11 +198,11 @@ def _words_in(container: Mapping[str, Any]) -> list[str]:
     return [str(word) for words in given if isinstance(words, list) for word in words]
 
 
-def _with_scripts(container: Any, volumes: Mapping[str, Any], maps: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return a container with the text of the scripts that it mounts from ConfigMaps in place of their paths."""
+def _with_files(container: Any, volumes: Mapping[str, Any], maps: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return a container with the files that it mounts from ConfigMaps. The text of scripts replaces their paths."""
     files = dict[str, str]()
     for mount in container.get("volumeMounts") or () if isinstance(container, Mapping) else ():
-        volume, place = volumes.get(str(mount.get("name"))) or {}, str(mount.get("mountPath"))
+        volume, place = volumes.get(str(mount.get("name"))) or {}, str(mount.get("mountPath")).rstrip("/")
         sources = [{"configMap": volume.get("configMap")}, *((volume.get("projected") or {}).get("sources") or ())]
         for source in (each["configMap"] for each in sources if each.get("configMap")):
             data = maps.get(str(source.get("name"))) or {}
@@ -209,9 +212,12 @@ def _with_scripts(container: Any, volumes: Mapping[str, Any], maps: Mapping[str,
             files |= (
                 {place: names[part]} if part in names else {f"{place}/{name}": text for name, text in names.items()}
             )
-    scripts = {name: str(text) for name, text in files.items() if is_shell_script(name, str(text))}
+    if not files:
+        return container
+    texts = {name: str(text) for name, text in files.items()}
+    scripts = {name: text for name, text in texts.items() if is_shell_script(name, text)}
     found = inlined(_words_in(container), scripts) if scripts else []
-    return {**container, "command": found, "args": None} if found else container
+    return {**container, MOUNTED: texts, **({"command": found, "args": None} if found else {})}
 
 
 def _add_variables(container: dict[str, Any], maps: Mapping[str, Mapping[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flagcore_training.commands import TORCHRUN_SWITCHES, UserCommand, environment
+from flagcore_training.commands import TORCHRUN_SWITCHES, UserCommand, environment, unknown_placeholders
 from packaging.version import Version
 
 from flagcore.contracts import Platform
@@ -285,7 +285,8 @@ def spec_warnings(spec: Spec) -> list[str]:
     known = [Version(each) for each in known_releases()]
     releases = f">={known[0].major}.{known[0].minor},<{known[-1].major}.{known[-1].minor + 1}"
     unknown = unknown_release("train.engine_version", spec.train.engine, spec.train.engine_version, releases)
-    return [*_unused_settings(spec), *unknown, *command_warnings(spec)]
+    strange = unknown_placeholders(spec.train.command or (), BY_NAME)
+    return [*_unused_settings(spec), *unknown, *strange, *command_warnings(spec)]
 
 
 def _unused_settings(spec: Spec) -> list[str]:

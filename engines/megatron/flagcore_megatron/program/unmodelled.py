@@ -25,22 +25,29 @@ def unmodelled(spec: Spec) -> list[Unmodelled]:
     train, command = spec.train, readable_command(spec)
     table = release_table(None)
     arguments, problems = table.parse([*program_arguments(spec), *train.flags])
-    given: dict[str, tuple[str, Any]] = {"num-experts": ("", spec.model.num_moe_experts)}
+    sizes = {"num-experts": spec.model.num_moe_experts, "linear-attention-freq": len(spec.model.other_mixers)}
+    given: dict[str, tuple[str, Any]] = {name: ("", size) for name, size in sizes.items()}
     given |= {_name(key): (f"train.settings.{key}", value) for key, value in train.settings.items()}
     given = {name: each for name, each in given.items() if not SETTINGS.unclassed([name])}  # others are modelled
     if command is not None or train.command is None:  # otherwise the arguments are those of another program
         given |= {_name(each.flag): (each.flag, each.value or True) for each in problems if each.flag.startswith("--")}
     given |= {_name(each.flag): (each.flag, " ".join(each.values) or True) for each in arguments}
     script = replace(spec, envs={**(command.environment if command else {}), **spec.envs})
-    return [*not_predicted(given), *joined(SETTINGS.of_environment(script))]
+    on = _turned_on(given)
+    variables = (each for each in SETTINGS.of_environment(script) if not _is_idle(each.name, on))
+    return [*not_predicted(given), *joined(variables)]
 
 
 def not_predicted(given: Given) -> list[Unmodelled]:
     """Return the effects of arguments that predictions do not include. Those with the same effect are one."""
-    on = {name for name, (_, value) in given.items() if is_on(name, value)}
+    on = _turned_on(given)
     in_use = ((name, *given[name]) for name in given if name in on and not _is_idle(name, on))
     effects = (SETTINGS.unmodelled(name, _text(value), shown) for name, shown, value in in_use)
     return joined(filter(None, effects))
+
+
+def _turned_on(given: Given) -> set[str]:
+    return {name for name, (_, value) in given.items() if is_on(name, value)}
 
 
 def is_on(name: str, value: object) -> bool:

@@ -107,6 +107,7 @@ def test_setting_that_the_found_release_lacks_is_refused_before_any_trial(tmp_pa
         ("--bf16 --seq-length 4096", "--seq-length 4096"),
         ("--bf16 --global-batch-size 64", "--global-batch-size 64"),
         ("--bf16 --tensor-model-parallel-size 4", "--tensor-model-parallel-size"),
+        ("--bf16 --tensorboard-dir {folde}", "{folde}, which stands for nothing"),
     ],
 )
 def test_contradiction_of_the_spec_is_a_warning(arguments: str, words: str, tmp_path: Path) -> None:

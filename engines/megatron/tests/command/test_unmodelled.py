@@ -40,6 +40,8 @@ def test_only_arguments_with_a_cost_have_conditions() -> None:
     [
         ("--deterministic-mode", ["--deterministic-mode"]),
         ("--optimizer muon", ["--optimizer"]),
+        ("--disable-mamba-mem-eff-path", []),
+        ("--disable-mamba-mem-eff-path --hybrid-layer-pattern M-M*", ["--disable-mamba-mem-eff-path"]),
         ("--optimizer adam --adam-beta1 0.95 --lr 1e-4 --save here --log-interval 1", []),
         ("--window-size 128,0 --linear-num-key-heads 8 --dsa-indexer-topk-freq 2", ["--dsa-indexer-topk-freq"]),
         ("--rotary-base 500000 --mlp-chunks-for-training 1", []),
@@ -65,5 +67,5 @@ def test_arguments_that_change_cost_are_named_where_they_do_something(words: str
 
 def test_settings_and_variables_are_named() -> None:
     assert named(optimizer="sgd", pipeline_schedule="zb-h1") == ["train.settings.optimizer"]
-    envs = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_DEBUG_LEVEL": "2"}
+    envs = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_DEBUG_LEVEL": "2", "FLA_TRIL_PRECISION": "tf32"}
     assert named(envs=envs) == ["NVTE_FLASH_ATTN"]

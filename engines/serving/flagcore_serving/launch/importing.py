@@ -17,7 +17,7 @@ from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import find_public
-from flagcore.spec.plain_data import Notes, read_mapping
+from flagcore.spec.plain_data import Notes, mapping_of, read_mapping
 from flagcore.vendorkit.programs import strip_dashes
 from flagcore_serving.job import CLIENTS_PER_DEVICE, Load
 from flagcore_serving.launch.start import EngineProfile
@@ -56,7 +56,7 @@ def spec_of_command(
     program, words = _program(engine, start, notes)
     is_default = tuple(program) == tuple(engine.program.program)
     flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
-    pairs = _with_config(engine, list(_split(engine, words)), directory, notes)
+    pairs = _with_config(engine, list(_split(engine, words)), start, directory, notes)
     pairs = [*_of_variables(engine, start.envs), *pairs]
     pairs = [*pairs, ("", [model])] if model else _with_model(engine, pairs, notes)
     found = _Arguments(engine, pairs, flags, version, notes)
@@ -246,7 +246,7 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
     return None
 
 
-def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, notes: Notes) -> list[Pair]:
+def _with_config(engine: EngineProfile, pairs: list[Pair], start: Start, directory: Path, notes: Notes) -> list[Pair]:
     """Return the flags of a command, preceded by the flags in its configuration file. Raises SpecError."""
     name = engine.program.config_flag
     found = next((values for flag, values in pairs if name and values and strip_dashes(flag) == name), None)
@@ -254,8 +254,9 @@ def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, note
         return pairs
     file, *model = found  # the model may follow the file
     notes.note(f"--{name}", f"the flags of {file} are part of the command", "serve")
-    added = list[Pair]()
-    for key, value in read_mapping(directory / file, file=file).items():
+    mounted, added = start.files.get(file), list[Pair]()
+    content = read_mapping(directory / file, file=file) if mounted is None else mapping_of(mounted, file=file)
+    for key, value in content.items():
         if value is False:
             problem = f"dropped: as in {engine.program.title}, false in a configuration file has no effect"
             notes.note(f"--{key}", problem, "serve")

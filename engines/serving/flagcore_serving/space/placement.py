@@ -210,8 +210,9 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
         return Rule(name=name, knobs=(PREFILL_DECODE,), message=message, broken=lambda c: table[c[PREFILL_DECODE]])
 
     def of_kinds(rule: Rule) -> Rule:
-        message = f"in {PREFILL_DECODE}, {rule.message}"
-        return replace(of_each_kind(task, rule), name=f"{rule.name}_of_kinds", message=message)
+        own, message = of_each_kind(task, rule), f"in {PREFILL_DECODE}, {rule.message}"
+        name = f"{rule.name}_of_kinds"
+        return replace(own, name=name, message=message, broken=lambda c: (c[PREFILL_DECODE] > 0) & own.broken(c))
 
     cards = f"both kinds of {PREFILL_DECODE} must not exceed the {hardware.cards} devices"
     hosts = f"each instance of {PREFILL_DECODE} must fit on a host, or use all devices of several hosts"

@@ -317,7 +317,9 @@ class Program:
         if not self.abbreviations or self.knows_flag(name) or not in_versions(self.releases, version):
             return name
         longer = [each for each in {*self.flags, *chain.from_iterable(self.removed.values())} if each.startswith(name)]
-        return longer[0] if len(longer) == 1 else name
+        flags = (knob.flags if (knob := self.knob_of(each)[0]) else () for each in longer)
+        meant = {strip_dashes(own[0].name) if own else each for each, own in zip(longer, flags, strict=True)}
+        return meant.pop() if len(meant) == 1 else name
 
     def installed_flags(self, command: Sequence[str]) -> Collection[str]:
         """Return the flags of the engine that a command with an absolute path starts, without dashes.
