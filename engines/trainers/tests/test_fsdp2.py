@@ -197,7 +197,7 @@ def test_memory_of_layers_with_states_is_what_torch_counts(mixer: Mixer) -> None
     from engines.trainers.tests import counted
 
     layers = Layer(mixer=mixer), Layer(mixer=Attention())
-    job = counted.job({"num_layers": 2, "layers": layers, "vocab_size": 1024}, {"shard": 4, "micro_batch": 2}, 128)
+    job = counted.job({"num_layers": 2, "layers": layers}, {"shard": 4}, length=256)
     static, peak = counted.counted(job)
     assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
 
