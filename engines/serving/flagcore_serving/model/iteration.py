@@ -4,17 +4,18 @@ The times of matrix products, small kernels and messages depend only on the numb
 table over a grid of token counts. Attention adds a time per cached token that is read, and per query-key pair.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import Mixer
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.physics.roofline import cast_bytes
 from flagcore.physics.transformer import attended, own_key_width, paired_layers, read_layers, widths
 from flagcore_serving.model.memory import offloaded_bytes
-from flagcore_serving.model.work import Serving
+from flagcore_serving.model.work import Serving, SparseKernel
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import ATTENTION, parameters
 
@@ -88,8 +89,9 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         attention = _projections(replace(serving, model=each), column, kernels, tokens) + overheads.attention + reduce
         if model.multi_latent_attention:
             attention = attention + overheads.latent
-        if each.indexer and each.indexer.heads:
-            attention = attention + overheads.indexer
+        if each.indexer:
+            attention = attention + _last_blocks(replace(serving, model=each), settings)[:, None]
+            attention = attention + (overheads.indexer if each.indexer.heads else 0.0)
         local = local + each.attention_layers * attention
     if width := float(model.layer_embedding_size):
         h, layers = float(model.hidden_size), float(model.num_layers)
@@ -356,6 +358,8 @@ def _rates_of_attention(serving: Serving, settings: Settings, kernels: KernelCos
         0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS
     )
     cached, pair = read_layers(model, serving.tokens) * cached, paired_layers(model, serving.prompt) * pair
+    if model.indexer:
+        cached, pair = _rates_of_selected(serving, settings, cached, pair)
     if (index := model.indexer) and index.heads:  # it computes only scores, in 8 bits: a quarter of the time
         keys_s = kernels.memory_seconds(64.0 * REFERENCE_TOKENS * index.token_bytes * np.ones_like(heads))
         cached = cached + model.attention_layers * keys_s / (64.0 * REFERENCE_TOKENS)
@@ -363,6 +367,52 @@ def _rates_of_attention(serving: Serving, settings: Settings, kernels: KernelCos
         scores = seconds(1.0, REFERENCE_TOKENS, REFERENCE_TOKENS, np.ones_like(heads), index.head_dim, count)
         pair = pair + model.attention_layers * 0.25 * scores / (0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS)
     return cached, pair
+
+
+def _rates_of_selected(
+    serving: Serving, settings: Settings, cached: FloatArray, pair: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Return the rates of `_attention_rates` if the engine has kernels of its own for selected tokens, else the given
+    ones. Such a kernel computes latent attention in its absorbed form, for prompts, too."""
+    model, context = serving.model, 0.5 * (serving.prompt + serving.tokens)
+    layers, top_k = float(model.attention_layers), float(model.indexer.top_k) if model.indexer else 0.0
+    for kernel, applies, _, seconds in _sparse_kernels(serving, settings):
+        if kernel.answers:
+            selected = min(top_k, context) if kernel.skips else top_k
+            cached = np.where(applies, layers * seconds * selected / context, cached)
+        if kernel.prompts and not (serving.overheads.dense_prompts and serving.prompt <= top_k):
+            part = min(top_k / serving.prompt, 1.0)
+            selected = 0.5 * part * (2.0 - part) * serving.prompt if kernel.skips else top_k
+            pair = np.where(applies, layers * seconds * selected * 2.0 / serving.prompt, pair)
+    return cached, pair
+
+
+def _last_blocks(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the seconds that the blocks of a layer's last answers take beyond their even share of all units: half of
+    the time of a block, as a mean over numbers of blocks."""
+    top_k, wait = float(serving.model.indexer.top_k) if serving.model.indexer else 0.0, np.zeros(settings.tensor.shape)
+    for kernel, applies, blocks, seconds in _sparse_kernels(serving, settings):
+        if kernel.answers:
+            selected = min(top_k, 0.5 * (serving.prompt + serving.tokens)) if kernel.skips else top_k
+            wait = np.where(applies, 0.5 * seconds * selected * kernel.units / blocks, wait)
+    return wait
+
+
+def _sparse_kernels(
+    serving: Serving, settings: Settings
+) -> Iterator[tuple[SparseKernel, BoolArray, FloatArray, FloatArray]]:
+    """Yield each kernel for sparse attention on this chip, the last one first: for which candidates it applies, and on
+    a rank its blocks of heads, and the seconds of a token and a selected token."""
+    model = serving.model
+    if not model.multi_latent_attention:
+        return
+    heads = model.num_attention_heads / settings.tensor * settings.sharing
+    width = 2.0 * (model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)
+    for kernel in reversed(serving.overheads.sparse):
+        if kernel.architecture == serving.architecture and np.isfinite(serving.peak):
+            blocks = np.ceil(heads / kernel.heads)
+            applies = (settings.cache_element_bytes == kernel.cache) & (heads >= kernel.least)
+            yield kernel, applies, blocks, blocks * kernel.heads * 2.0 * width / (kernel.rate * serving.peak)
 
 
 def linear(

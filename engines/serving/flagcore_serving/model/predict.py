@@ -1,5 +1,6 @@
 """Combines memory, iteration times and simulated loads into the predictions of candidates."""
 
+import math
 import os
 from dataclasses import fields, replace
 from typing import TypeVar
@@ -183,6 +184,8 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
     link = group.chip.link
     on_bus = link is not None and link.topology == "pcie"
     serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt)
+    peak = group.chip.dense_flops_per_second.get("bf16")
+    serving = replace(serving, architecture=group.chip.architecture, peak=peak.value if peak else math.nan)
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
     serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
     serving = replace(serving, host_rate=host.value if host else HOST_RATE)
