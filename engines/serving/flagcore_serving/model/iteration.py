@@ -41,6 +41,7 @@ class IterationCosts:
     - `local`: work of an attention rank on its own tokens.
     - `shared`: work of the experts on the tokens of all ranks.
     - `messages`, `exchanged`: the communication that `local` and `shared` include.
+    - `summed`: what `shared` takes longer for prompts.
     - `sampled`: the output head and messages about a shared cache, for sequences that get a token.
 
     Arrays with one element per candidate:
@@ -55,6 +56,7 @@ class IterationCosts:
     shared: FloatArray
     messages: FloatArray
     exchanged: FloatArray
+    summed: FloatArray
     sampled: FloatArray
     cached: FloatArray
     pair: FloatArray
@@ -104,7 +106,7 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         ffn = _ffn(serving, kernels, tokens, model.ffn_hidden_size / column.tensor)
         local = local + dense * (ffn + overheads.ffn + reduce)
         messages = messages + dense * reduce
-    shared = exchanged = np.zeros_like(local)
+    shared = exchanged = summed = np.zeros_like(local)
     if moe:
         if model.moe_shared_expert_intermediate_size:
             shared_width = model.moe_shared_expert_intermediate_size / column.tensor
@@ -116,6 +118,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
             )
         busiest = imbalance(serving, column)
         exchanged = moe * exchange(serving, column, costs, tokens) * busiest
+        if overheads.sums_prompts:
+            summed = moe * _summed(serving, column, costs, tokens)
         shared = moe * experts(serving, column, kernels, tokens) * busiest + exchanged
         moe_reduce = moe * np.where(column.data > 1.0, 0.0, reduce)
         local, messages = local + moe_reduce, messages + moe_reduce
@@ -126,7 +130,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     passes = NODES / tokens
     cached, pair = _attention_rates(serving, settings, kernels)
     pace, expert_pace = _paces(serving, settings)
-    local, shared, exchanged = local * pace[:, None], shared * expert_pace[:, None], exchanged * expert_pace[:, None]
+    local = local * pace[:, None]
+    shared, exchanged, summed = (each * expert_pace[:, None] for each in (shared, exchanged, summed))
     cached, pair, head = cached * pace, pair * pace, head * column.pipeline
     if (settings.sharing > 1.0).any():
         head = head + model.attention_layers * _shared_cache(serving, column, costs, tokens)
@@ -146,6 +151,7 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         shared=shared * passes / column.cores,
         messages=messages * passes / column.cores,
         exchanged=exchanged * passes / column.cores,
+        summed=summed * passes / column.cores,
         sampled=head / column.cores,
         cached=cached / settings.cores,
         pair=pair / settings.cores,
@@ -523,6 +529,16 @@ def exchange(serving: Serving, settings: Settings, costs: Costs, tokens: FloatAr
     if settings.exchanges.any():
         sent = _sent_to_experts(serving, ranks.astype(np.float64), costs, tokens / ranks)
     return np.where(settings.data > 1.0, np.where(settings.exchanges, sent, gathered), 0.0)
+
+
+def _summed(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
+    """Return the seconds that one layer takes longer than in `exchange` if the ranks exchange `tokens` in two
+    all-reduces: of tokens that each rank copies into zeros and out of the result, and of the experts' results."""
+    ranks = (settings.tensor * settings.data).astype(np.int64)
+    payload = tokens * (2.0 * serving.model.hidden_size)
+    sums = 2.0 * costs.collectives.seconds("all_reduce", payload, ranks, np.ones(ranks.shape, dtype=np.int64))
+    longer = sums + costs.kernels.memory_seconds(3.0 * payload) - exchange(serving, settings, costs, tokens)
+    return np.where((settings.data > 1.0) & ~settings.exchanges, np.maximum(longer, 0.0), 0.0)
 
 
 def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, tokens: FloatArray) -> FloatArray:

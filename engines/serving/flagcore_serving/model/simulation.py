@@ -73,6 +73,7 @@ class Price:
         self._parts = lane.ranks * lane.stages
         self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()
         self._sampled = costs.sampled[row].tolist()
+        self._prompts = (costs.shared[row] + costs.summed[row]).tolist()
         self._fixed, self._sequence = float(costs.fixed[row]), float(costs.sequence[row])
         self._floor, self._captured = float(costs.floor[row]), float(costs.captured[row])
         self._decode: dict[int, float] = {}
@@ -117,7 +118,7 @@ class Price:
         longest = max(min(longest, self.lane.budget / ranks), longest / stages)
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
         time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
-        time += _interpolate(self._shared, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
+        time += _interpolate(self._prompts, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
         if batch / self.lane.ranks > self._captured or not self.overheads.mixes:
             time = max(time, self._floor)
         return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self.lane.ranks

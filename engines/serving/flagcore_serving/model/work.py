@@ -82,6 +82,7 @@ class Overheads:
     - `grouped_share`, `grouped_work`: rates at which the experts' weights are read and multiplied, relative to other
       matrix products.
     - `exchanged_share`: factor on both rates if attention ranks exchange their tokens.
+    - `sums_prompts`: whether attention ranks exchange prompts by all-reduces of the tokens of all ranks.
     - `spread`: share of an iteration's tokens that choose experts independently of each other.
 
     Kernels that an iteration launches if it is not a captured graph; the host may then be slower than the device:
@@ -120,6 +121,7 @@ class Overheads:
     grouped_share: float = 1.0
     grouped_work: float = 1.0
     exchanged_share: float = 1.0
+    sums_prompts: bool = False
     spread: float = 1.0
     eager_kernels: float = 0.0
     eager_experts: float = 0.0

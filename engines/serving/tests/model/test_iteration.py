@@ -119,6 +119,13 @@ def test_states_of_linear_attention_are_read_and_written_per_token() -> None:
     assert seconds("cached", **LINEAR) == pytest.approx(seconds("cached") / 4 + states_s, rel=0.1)
 
 
+def test_only_ranks_that_exchange_all_prompts_may_sum_them() -> None:
+    sums = {"overheads": replace(OVER, sums_prompts=True), "model": EXPERTS, "at": LARGE}
+    assert seconds("summed", **sums, data=8) > 0.25 * seconds("exchanged", **sums, data=8)
+    for other in ({"tensor": 8}, {"data": 8, "exchanges": True}, {"data": 8, "overheads": OVER}):
+        assert seconds("summed", **{**sums, **other}) == 0.0
+
+
 BLOCKS = SparseKernel(architecture="new", heads=64, rate=0.5)
 
 
