@@ -55,8 +55,8 @@ NARROW_BYTES = 1.9
 """A file with fewer bytes per weight than this stores weights in fewer than 16 bits."""
 
 WIDTH_FACTOR = 2.0
-"""Factor on both ends of an interval if the chip was not measured, the engine or its kind of attention (linear or
-sparse) was not fitted, or weights are read from the host."""
+"""Factor on both ends of an interval if the chip was not measured, the engine was not fitted, or weights are read from
+the host."""
 
 NETWORK_FACTOR = 1.2
 """An additional factor on both ends if the rate of the network between hosts is assumed. A choice."""
@@ -98,7 +98,7 @@ def predict(
     figures["kv_cache_tokens"] = kinds.total((kinds.role != 1) * np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.guessed or costs.synchronous or untested
-    unmeasured |= bool(task.spec.model.other_mixers or task.spec.model.indexer or settings.offloaded.any())
+    unmeasured |= bool(settings.offloaded.any())
     width_factor = (WIDTH_FACTOR if unmeasured else 1.0) * (NETWORK_FACTOR if costs.assumed_network else 1.0)
     few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
     return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
