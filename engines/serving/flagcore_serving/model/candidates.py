@@ -194,7 +194,7 @@ def _highest(
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     times = context.times
-    costs = times.local[row].tobytes() + times.shared[row].tobytes() + times.cached[row].tobytes()
+    costs = b"".join(each[row].tobytes() for each in (times.local, times.shared, times.summed, times.cached))
     other_costs = np.array([times.floor[row], times.captured[row], times.fixed[row], times.crowding[row]]).tobytes()
     if context.encoder is not None:
         other_costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
@@ -444,12 +444,12 @@ def _iterations(
     chunk = np.maximum(loop.budget - decoding * overheads.mixes, 1.0)
     arrived = np.maximum(decoding * loop.prompt / loop.output, waiting)
     prompt_tokens = np.minimum(np.maximum(loop.prompt, arrived), chunk)
-    piece = np.minimum(loop.prompt, prompt_tokens)
+    piece = np.minimum(np.minimum(loop.prompt, prompt_tokens), loop.budget / loop.ranks)
     piece = np.maximum(np.minimum(piece, loop.budget / ranks), piece / loop.stages)
     longest = np.maximum(prompt_tokens / ranks, piece)
     mixed_in = decoding if overheads.mixes else np.zeros_like(decoding)
     tokens = mixed_in / loop.stages + np.maximum(prompt_tokens / loop.stages, longest)
-    mixed = interpolate(costs.local, mixed_in / ranks + longest) + interpolate(costs.shared, tokens)
+    mixed = interpolate(costs.local, mixed_in / ranks + longest) + interpolate(costs.shared + costs.summed, tokens)
     mixed = mixed + interpolate(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
     mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if overheads.mixes else 0.0)
     mixed = mixed + loop.encode * longest / loop.prompt
@@ -477,8 +477,8 @@ def parts(loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
     launch_wait = np.where(batch / loop.ranks > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
     piece = np.minimum(loop.prompt, np.maximum(loop.budget, 1.0))
     pieces = np.where(role == 2, 0.0, loop.prompt / piece)
-    prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged, piece))
-    prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared, piece))
+    prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged + costs.summed, piece))
+    prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared + costs.summed, piece))
     prompt = prompt + interpolate(costs.sampled, np.ones_like(piece))
     prompt = np.where(role == 2, 0.0, prompt + costs.pair * 0.5 * loop.prompt**2 + loop.encode)
     is_eager = (piece > costs.captured) | (not loop.overheads.mixes)
