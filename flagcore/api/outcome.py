@@ -239,4 +239,5 @@ def heading(plan: Plan) -> str:
         ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
     }[plan.fidelity]
     hardware = hardware_text(plan.devices, plan.chip)
-    return f"Best of {commands} on {hardware}: {candidate_text(plan.best.candidate, plan.knobs)}"
+    word = "Recommended" if plan.fidelity == ESTIMATE else "Best"
+    return f"{word} of {commands} on {hardware}: {candidate_text(plan.best.candidate, plan.knobs)}"

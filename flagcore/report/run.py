@@ -22,7 +22,7 @@ from flagcore.domain.spec import SERVING, is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.i18n import _, printable
 from flagcore.report.blocks import Cell
-from flagcore.report.formats import hardware_text
+from flagcore.report.formats import NAMES, hardware_text
 from flagcore.report.result import number, read_plan, stop_reason
 from flagcore.report.text import candidate_text, heading, state_name
 
@@ -221,7 +221,7 @@ class RunData(Plan):
         if trial.fidelity != self.fidelity:
             role = trial.fidelity
         imported = _("imported") if trial.source and role != "imported" else ""
-        best = _("best") if self.best and trial.number == self.best.number else ""
+        best = _(NAMES["best_row"][self.fidelity]) if self.best and trial.number == self.best.number else ""
         return " ".join(filter(None, [str(trial.number), _(role), imported, best]))
 
     def cell(self, trial: Trial) -> Cell:

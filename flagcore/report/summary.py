@@ -231,7 +231,7 @@ def _gain(run: RunData, best: Trial) -> Cell:
     if best.candidate == baseline.candidate:
         text = N_("the baseline is the best: no trial was faster")
         if run.fidelity == ESTIMATE:
-            text = N_("the baseline is the best: no candidate is predicted to be faster")
+            text = N_("the baseline is recommended: no candidate is predicted to be clearly faster")
         elif not any(each.measurement and each.candidate != baseline.candidate for each in run.trials):
             text = N_("the baseline is the best: no other candidate was measured")
         return Cell(_(text), run.gain)

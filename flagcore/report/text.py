@@ -122,7 +122,8 @@ def candidate_text(candidate: Candidate, knobs: Knobs) -> str:
 
 def best_text(best: Trial | None, speedup: Speedup | None, knobs: Knobs) -> str:
     """Return the best trial of a run and its speedup in one line of English."""
-    text = f"best trial {best.number}: {candidate_text(best.candidate, knobs)}" if best else "no best"
+    word = "recommended" if best and best.state is TrialState.PREDICTED else "best trial"
+    text = f"{word} {best.number}: {candidate_text(best.candidate, knobs)}" if best else "no best"
     if speedup is None:
         return text
     return f"{text}, gain {speedup.median:+.1%}" if speedup.significant else f"{text}, no significant gain"

@@ -31,9 +31,9 @@ from flagcore.report.explanation import Explanation, needs_text, used_text
 from flagcore.report.formats import shown
 from flagcore.report.result import stop_reason
 from flagcore.report.result import trial as trial_record
-from flagcore.report.text import candidate_text, scaled_text, state_name
+from flagcore.report.text import candidate_text, knob_of, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
-from flagcore.tuner.problem import lacks_margin, rows_by_time
+from flagcore.tuner.problem import lacks_margin, recommended_row, rows_by_time
 from flagcore.tuner.search_state import count
 from flagcore.tuner.stages.build import PLANNED_SHARE
 from flagcore.tuner.stages.predict import predict_columns, with_figures
@@ -168,6 +168,8 @@ def _why_open(subject: Subject) -> list[str]:
     order, run = rows_by_time(subject.snapshot.problem), subject.snapshot.run
     places = (np.flatnonzero(order == subject.row) + 1).tolist()
     lines = [_("number {place:,} of {count:,} in `flag estimate`", place=place, count=order.size) for place in places]
+    if subject.row is not None and subject.row == recommended_row(subject.snapshot.problem):
+        lines.append(_("recommended"))
     if places and lacks_margin(subject.snapshot.task, subject.snapshot.problem.predictions)[subject.row]:
         text = N_("plans list it last, because it leaves less than {share:.1%} of the memory free")
         lines.append(_(text, share=1.0 - PLANNED_SHARE))
@@ -217,9 +219,9 @@ def explain_candidate(
 ) -> CandidateReport:
     """Explain one candidate of a spec, or of the run in a folder.
 
-    `candidate` is one of: `best`; `baseline`; a number; knobs with values such as `tp=2, pp=4, micro_batch_size=1`. In
-    a run, the number is of a trial. In a spec, it is the position in the list of `estimate`, from 1. Raises the errors
-    of `flagcore.errors`.
+    `candidate` is one of: `best` (of a spec: `recommended`); `baseline`; a number; knobs with values, such as `tp=2,
+    pp=4`, which mean the fastest candidate that has them. In a run, the number is of a trial. In a spec, it is the
+    position in the list of `estimate`, from 1. Raises the errors of `flagcore.errors`.
     """
     return candidate_report(load_snapshot(where, chip, without), candidate)
 
@@ -245,20 +247,23 @@ def explain_like(
     snapshot = load_snapshot(spec, chip, without)
     if "=" in name:
         return candidate_report(snapshot, name)
-    problem, order = snapshot.problem, rows_by_time(snapshot.problem)
+    problem, plan_row = snapshot.problem, recommended_row(snapshot.problem)
     title, job = published_job(problem, snapshot.plugins, name)
     layout = optional(problem.engine, Layouts).in_space(job.candidate, job.model)
-    knobs = [axis.knob for axis in problem.space.axes if axis.knob != optional(problem.engine, Shortening).replicas]
-    values = {knob: layout[knob] for knob in knobs if layout.get(knob) is not None}
+    axes = [axis for axis in problem.space.axes if axis.knob != optional(problem.engine, Shortening).replicas]
+    sizes = {axis.knob: axis.neutral for axis in axes if knob_of(axis.knob, problem.knobs).layout}
+    known = {axis.knob: layout.get(axis.knob, sizes.get(axis.knob)) for axis in axes}
+    values = {knob: value for knob, value in known.items() if value is not None}
     report = candidate_report(snapshot, ", ".join(f"{knob}={value}" for knob, value in values.items()))
     prediction = predicted_like(problem, job)
-    if prediction is None or prediction.step_time_s is None or not order.size:
+    if prediction is None or prediction.step_time_s is None or plan_row is None:
         return replace(report, name=title)
     published = with_figures(problem.task, prediction)
-    best_s = float(problem.predictions.step_time_s[order[0]])
+    best_s = float(problem.predictions.step_time_s[plan_row])
     figures = {"seconds": prediction.step_time_s, "used": used_text(published, ".4g")}
     text = N_(
-        "with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the best, ~{used} GiB"
+        "with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the recommended "
+        "candidate, ~{used} GiB"
     )
     line = _(text, gain=prediction.step_time_s / best_s - 1.0, **figures)
     line += ", " + _("does not fit") if prediction.fits is False else ""
