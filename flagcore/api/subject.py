@@ -87,13 +87,12 @@ class Subject:
 
     @cached_property
     def believed(self) -> Belief | None:
-        """The prediction corrected by trials of this and of earlier runs.
+        """The prediction corrected by the trials of the run.
 
         It is None for a spec, or if the run has no trials.
         """
         snapshot, row = self.snapshot, self.row
-        has_trials = snapshot.has_trials or len(snapshot.context.past.time)
-        return believed(snapshot.context, row) if snapshot.run and row is not None and has_trials else None
+        return believed(snapshot.context, row) if snapshot.has_trials and row is not None else None
 
     @cached_property
     def scaled_s(self) -> float | None:

@@ -12,7 +12,7 @@ import numpy as np
 from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.contracts.capabilities import Servers, optional
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.plan import Plan, SearchTime
+from flagcore.domain.plan import Plan, SearchTime, Speedup
 from flagcore.domain.prediction import MEMORY_ERROR
 from flagcore.domain.space import DOES_NOT_FIT, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, PRECISIONS, Task
@@ -229,12 +229,15 @@ def dry_run(problem: Problem) -> Plan:
         for number, each in enumerate(rows)
     ]
     best, base = (problem.predictions.row(each) for each in (plan_row, row))
-    gains: tuple[float, ...] = ()
+    speedup = None
     if best.step_time_s and base.step_time_s and base.fits is not False:
-        gains = (base.step_time_s / best.step_time_s - 1.0,)
+        gain = base.step_time_s / best.step_time_s - 1.0
+        speedup = Speedup.of(gain, (gain,))
     stopped_because = N_("fidelity = estimate runs no trials")
     plan = summarize(task, problem.space, problem.pruned, SearchState(), stopped_because, problem.knobs)
-    return replace(plan, trials=tuple(trials), baseline=trials[0], best=trials[list(rows).index(plan_row)], gains=gains)
+    return replace(
+        plan, trials=tuple(trials), baseline=trials[0], best=trials[list(rows).index(plan_row)], speedup=speedup
+    )
 
 
 CALIBRATE = "`flag calibrate` measures it on such a device"

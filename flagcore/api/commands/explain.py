@@ -15,7 +15,7 @@ from flagcore.api.runs import Snapshot, all_trials, load_snapshot, no_best_error
 from flagcore.api.subject import Subject, best_of
 from flagcore.contracts.capabilities import Layouts, Production, Shortening, optional
 from flagcore.domain.plan import failed_repeats
-from flagcore.domain.space import DOES_NOT_FIT
+from flagcore.domain.space import DOES_NOT_FIT, Candidate
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import N_, _
@@ -109,30 +109,37 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
         return line + ", " + _("on another machine ({source})", source=trial.source)
     if measured.broken:
         line += "; " + _("over a limit: {limits}", limits=", ".join(measured.broken))
-    if state.best is not None:
-        runs, best_s = len(state.runs_of(state.best.candidate)), 1.0 / state.speed_of(state.best.candidate)
-        if state.best.candidate != trial.candidate:
-            best = f"{_('trial')} {state.best.number}: {seconds_text(objective, best_s)}"
-            best += "" if runs == 1 else ", " + _("median of {count} runs", count=runs)
-            share = measured.step_time_s / best_s - 1.0
-            line += ", " + _("{share:+.1%} in time vs the best ({trial})", share=share, trial=best)
-        elif runs == 1:
-            line += "; " + _("it is the best")
+    runs = state.all_runs(trial.candidate)
+    if trial.state is TrialState.MEASURED and trial.number in runs.left_out:
+        line += "; " + _("not counted: {why}", why=_(runs.left_out[trial.number]))
+    elif len(runs.counted) < 2:
+        line += _against_best(snapshot, trial.candidate, measured.step_time_s)
     if not trial.reason:
         return line
     was_stopped = trial.state is TrialState.STOPPED
     return line + "; " + (_("stopped early: {reason}", reason=trial.reason) if was_stopped else trial.reason)
 
 
+def _against_best(snapshot: Snapshot, candidate: Candidate, seconds: float) -> str:
+    """Return how a candidate's time compares with the best, to be appended to a line. Empty if there is no best."""
+    state, objective = snapshot.search_state, snapshot.task.spec.objective
+    if state.best is None or state.best.candidate == candidate:
+        return "; " + _("it is the best") if state.best else ""
+    runs, best_s = len(state.runs_of(state.best.candidate)), 1.0 / state.speed_of(state.best.candidate)
+    best = f"{_('trial')} {state.best.number}: {seconds_text(objective, best_s)}"
+    best += "" if runs == 1 else ", " + _("median of {count} runs", count=runs)
+    return ", " + _("{share:+.1%} in time vs the best ({trial})", share=seconds / best_s - 1.0, trial=best)
+
+
 def _all_runs(subject: Subject) -> Iterator[str]:
-    """Yield the median time over the candidate's runs, as text. If the best was repeated, also yield whether the
-    candidate may be as fast as the best.
+    """Yield the median time over the candidate's runs that count, as text. If the best was repeated, also yield whether
+    the candidate may be as fast as the best.
     """
     state, best = subject.snapshot.search_state, subject.snapshot.search_state.best
     if len(subject.runs) > 1 and subject.measured_s:
         seconds = seconds_text(subject.snapshot.task.spec.objective, subject.measured_s)
         line = _("the median of its {count} runs: {value}", count=len(subject.runs), value=seconds)
-        yield line + ("; " + _("it is the best") if best and best.candidate == subject.candidate else "")
+        yield line + _against_best(subject.snapshot, subject.candidate, subject.measured_s)
     has_repeats = best is not None and len(state.runs_of(best.candidate)) > 1
     if has_repeats and any(trial.candidate == subject.candidate for trial in state.rivals):
         yield _("not significantly slower than the best")
