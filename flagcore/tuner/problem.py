@@ -165,27 +165,22 @@ def listed_last(problem: Problem) -> IntArray:
     return np.asarray(last)
 
 
-def recommended(problem: Problem, order: IntArray) -> tuple[int, bool]:
-    """Return the place in `order` (part of `rows_by_time`) of the candidate that a plan recommends, and whether it has
-    the layout of a published run near the task, which the fastest has not.
+def recommended(problem: Problem, order: IntArray) -> int:
+    """Return the place in `order` (part of `rows_by_time`) of the candidate that a plan recommends.
 
-    It is the fastest, where each unusual property counts as UNUSUAL_SHARE of the time and a published layout as minus
-    one property: predictions do not tell smaller differences.
+    It is the fastest, where each unusual property counts as UNUSUAL_SHARE of the time, and the layout of a published
+    run near the task as minus one property.
     """
-    seconds = problem.predictions.step_time_s
+    seconds, last = problem.predictions.step_time_s, listed_last(problem)[order]
 
-    def handicapped(rows: IntArray) -> tuple[FloatArray, BoolArray]:
+    def handicapped(rows: IntArray) -> FloatArray:
         columns = problem.space.columns(rows)
         unusual = optional(problem.engine, Production).unusual(problem.task, columns, problem.predictions.take(rows))
-        is_published = _is_published(problem, columns)
-        return seconds[rows] * (1.0 + UNUSUAL_SHARE * (unusual - is_published)), is_published
+        return seconds[rows] * (1.0 + UNUSUAL_SHARE * (unusual - _is_published(problem, columns)))
 
-    most = handicapped(order[:1])[0][0] / (1.0 - UNUSUAL_SHARE)
-    last = listed_last(problem)[order]
+    most = handicapped(order[:1])[0] / (1.0 - UNUSUAL_SHARE)
     near = order[: max(1, int(((last == last[0]) & (seconds[order] <= most)).sum()))]
-    time, is_published = handicapped(near)
-    place = int(np.lexsort((problem.predictions.device_used_bytes[near], time))[0])
-    return place, bool(is_published[place] and not is_published[0])
+    return int(np.lexsort((problem.predictions.device_used_bytes[near], handicapped(near)))[0])
 
 
 UNUSUAL_SHARE = 0.02
@@ -195,7 +190,7 @@ UNUSUAL_SHARE = 0.02
 def recommended_row(problem: Problem) -> int | None:
     """Return the row that a plan recommends, or None if all were pruned."""
     order = rows_by_time(problem)
-    return int(order[recommended(problem, order)[0]]) if order.size else None
+    return int(order[recommended(problem, order)]) if order.size else None
 
 
 def _is_published(problem: Problem, columns: Columns) -> BoolArray:

@@ -81,7 +81,7 @@ def estimate(
         change = None if is_detected else partial(cheapest_change, problem, loaded)
         raise NothingFits(nothing_fits_text(problem, change))
     published = published_runs(problem, loaded, None if evidence else NEAREST)
-    place, is_published = recommended(problem, order)
+    place = recommended(problem, order)
     expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[place]]), loaded)
     if len(groups) > 1:
         mixing = mixing_of(opened.spec, problem, loaded)
@@ -106,7 +106,6 @@ def estimate(
         unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
         candidates=tuple(candidates),
         objective=task.spec.objective,
-        as_published=is_published,
         model=tuple(model_table(optional(problem.engine, Details).parts(task))),
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
@@ -277,7 +276,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     if not known_plans:
         return None
     (mixed, rows), *other_plans = sorted(known_plans, key=lambda pair: pair[0].step_time_s)
-    row = rows[[recommended(problem, rows)[0]]]
+    row = rows[[recommended(problem, rows)]]
     alone = {title: _alone(spec, problem, group, plugins) for group, title in enumerate(titles)}
     columns = problem.space.columns(row)
     task = problem.task.for_engine(effects_of_row(problem.task, columns))
@@ -316,7 +315,7 @@ def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> Ch
 def _plan(problem: Problem, rows: IntArray, split: str = "") -> ChipPlan | None:
     """Return the recommended one of `rows` as a plan, or None if there are no rows or its time is unknown."""
     cluster, train = problem.task.cluster, problem.task.spec.train
-    for row in rows[[recommended(problem, rows)[0]]].tolist() if rows.size else ():
+    for row in rows[[recommended(problem, rows)]].tolist() if rows.size else ():
         prediction = problem.predictions.row(row)
         if (seconds := prediction.step_time_s) is not None:
             tokens = train.step_tokens
