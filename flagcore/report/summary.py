@@ -295,7 +295,8 @@ def _engines(run: RunData) -> Table:
         if isinstance(found, str):
             rows.append([Cell(engine), cell(None), found])
         else:
-            figure = cell(found.figure(found.best) if found.best else None)
+            figures = found.figures(found.best) if found.best else None
+            figure = cell(figures[0] if figures else None)
             rows.append([Cell(engine, None, f"{engine}/report.html"), figure, found.stop_reason])
     return table(_("Tuned engines"), [_("engine"), run.unit, _("stopped")], rows)
 
