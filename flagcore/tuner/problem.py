@@ -30,7 +30,7 @@ from flagcore.domain.space import (
 from flagcore.domain.spec import JobRecord, Spec, Task
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import FlagError, NothingFits, SpecError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.effects import plugin_columns
 from flagcore.tuner.shorten import SmallerTask
@@ -149,20 +149,19 @@ def rows_by_time(problem: Problem) -> IntArray:
     return np.asarray(rows[np.lexsort((problem.predictions.device_used_bytes[rows], time, last[rows]))])
 
 
-WITHOUT_MARGIN, OVER_LIMIT, NOT_LISTED = 1, 2, 4
+LAST = ("", N_("little memory left"), N_("latency limit"), N_("not in the space"))
+"""Why a plan lists a candidate after all others: it has a predicted time, but leaves no margin of memory; it exceeds a
+limit; or it is a baseline that the space of the spec does not contain."""
 
 
 def listed_last(problem: Problem) -> IntArray:
-    """Return for each row why a plan proposes it only after all others, as a sum, or 0 if it does not.
-
-    WITHOUT_MARGIN: it has a predicted time, but leaves no margin of memory (`lacks_margin`). OVER_LIMIT: it exceeds a
-    latency limit. NOT_LISTED: it is a baseline that the space of the spec does not contain.
-    """
+    """Return the place in LAST of each row. It is 0 for rows that are not listed last."""
     predictions = problem.predictions
-    is_crowded = lacks_margin(problem.task, predictions) & np.isfinite(predictions.step_time_s)
-    last = WITHOUT_MARGIN * is_crowded + OVER_LIMIT * ~predictions.keeps_limits(problem.task.spec.work.slo)
-    last[problem.row_of(problem.baseline)] += NOT_LISTED * problem.adds_baseline
-    return np.asarray(last)
+    last = 1 * (lacks_margin(problem.task, predictions) & np.isfinite(predictions.step_time_s))
+    last[~predictions.keeps_limits(problem.task.spec.work.slo)] = 2
+    if problem.adds_baseline:
+        last[problem.row_of(problem.baseline)] = 3
+    return last
 
 
 def recommended(problem: Problem, order: IntArray) -> int:

@@ -21,7 +21,7 @@ from flagcore.domain.records import model_table, prediction_record
 from flagcore.domain.space import IntArray, KnobValue, Space
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
-from flagcore.i18n import N_, _
+from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.text import candidate_line
@@ -35,8 +35,7 @@ from flagcore.tuner.feasibility import (
     unmet_text,
 )
 from flagcore.tuner.problem import (
-    OVER_LIMIT,
-    WITHOUT_MARGIN,
+    LAST,
     build_problem,
     candidate_columns,
     lacks_margin,
@@ -150,25 +149,17 @@ def _listed(
         places[layouts[plan]], variants = plan, counts[layouts] - 1
         places = np.sort(places)
     places = places[:top] if plan in places[:top] else np.append(places[: top - 1], plan)
-    last = listed_last(problem)[order[places]].tolist()
-    more: list[dict[str, Any]] = [{"recommended": place == plan} for place in places.tolist()]
-    if distinct:
-        more = [{**each, "variants": count} for each, count in zip(more, variants[places].tolist(), strict=True)]
-    more = [{**each, **({"last": _why_last(why)} if why else {})} for each, why in zip(more, last, strict=True)]
+    columns = (places.tolist(), variants[places].tolist(), listed_last(problem)[order[places]].tolist())
+    more: list[dict[str, Any]] = [
+        {"recommended": place == plan}
+        | ({"variants": count} if distinct else {})
+        | ({"last": LAST[why]} if why else {})
+        for place, count, why in zip(*columns, strict=True)
+    ]
     if PER_DEVICE in figures and (latency := figures.get("tpot_s.p50")) is not None:
         front = set(pareto(figures[PER_DEVICE][order], -latency[order]).tolist())
         more = [{**each, "pareto": place in front} for place, each in zip(places.tolist(), more, strict=True)]
     return places, more
-
-
-def _why_last(why: int) -> str:
-    return (
-        N_("latency limit")
-        if why & OVER_LIMIT
-        else N_("little memory left")
-        if why & WITHOUT_MARGIN
-        else N_("not in the space")
-    )
 
 
 def _layouts(problem: Problem, rows: IntArray) -> IntArray:
