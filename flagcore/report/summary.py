@@ -242,8 +242,8 @@ def _gain(run: RunData, best: Trial) -> Cell:
     )
     note, count = f"({value})" if not speedup.significant else "", len(speedup.rounds)
     if speedup.low < speedup.high:
-        text, low, high = N_("({count} rounds: {low} to {high})"), low.split()[0], high.split()[0]
-        note = _(text, count=count, low=low, high=high)
+        text = N_("({count} rounds: {low} to {high})") if count > 1 else N_("({low} to {high})")
+        note = _(text, count=count, low=low.split()[0], high=high.split()[0])
     verdict = (
         _("no significant gain") if speedup.conclusive else _("not conclusive, rounds differ by more than the gain")
     )
