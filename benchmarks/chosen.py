@@ -17,7 +17,7 @@ from typing import Any
 from flagcore import api
 from flagcore.api.inputs import loaded_plugins, open_spec
 from flagcore.api.jobs import CHOSEN
-from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.problem import recommended_row
 
 BOUNDS = ("not_likely", "far_too_slow", "far_too_large")
 """The rules that leave out legal candidates of a large space."""
@@ -34,9 +34,12 @@ def main() -> None:
         nodes = {"nodes": cluster["devices"] // per_node, "devices_per_node": per_node}
         spec = {"model": record["model"], "cluster": network | nodes, "train": {"engine": "megatron", **train}}
         problem = open_spec(spec, None, (), plan=True).problem
-        times = problem.predictions.step_time_s[rows_by_time(problem)]
+        times = problem.predictions.step_time_s[problem.pruned.open_rows]
         (answer,) = api.estimate_jobs([record])
-        step, layout_s = float(times[0]), answer["step_time_s"]["value"]
+        step, layout_s = (
+            float(problem.predictions.step_time_s[recommended_row(problem)]),
+            answer["step_time_s"]["value"],
+        )
         legal = len(problem.space) + sum(problem.space.illegal.get(name, 0) for name in BOUNDS)
         place = float((times < layout_s).sum()) / legal
         fitted = "unseen" if record.get("unseen") else "fitted"

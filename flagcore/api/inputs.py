@@ -42,7 +42,7 @@ from flagcore.spec.models import absolute_model, model_from, public_name
 from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
-from flagcore.tuner.problem import OnUsual, build_problem, rows_by_time
+from flagcore.tuner.problem import OnUsual, build_problem, recommended_row
 
 
 @dataclass(frozen=True)
@@ -448,7 +448,7 @@ def _task_notes(task: Task) -> Iterator[str]:
 def _idle_devices(problem: Problem) -> list[str]:
     """Return a warning if no candidate of a server uses all devices that a trial may use.
 
-    If all are used by some candidate, but not by the fastest predicted one, return a warning about that.
+    If all are used by some candidate, but not by the recommended one, return a warning about that.
     """
     work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
     columns = problem.space.columns(rows) if rows.size else problem.space.columns()
@@ -461,11 +461,11 @@ def _idle_devices(problem: Problem) -> list[str]:
         listed = [name for name in DEVICE_KNOBS if name in problem.knobs and task.spec.space.get(name) != AUTO]
         change = _("set {knobs} to auto in auto_tuner.space, or ", knobs=", ".join(listed)) if listed else ""
         return [text + change + _("set auto_tuner.cards: {most}", most=max_used)]
-    first = int(rows_by_time(problem)[0]) if rows.size else None
+    first = recommended_row(problem)
     if first is not None and np.isfinite(problem.predictions.step_time_s[first]):
-        fastest = int(used[rows == first][0])
-        text = _("the fastest predicted candidate uses {used} of {usable} devices", used=fastest, usable=usable_count)
-        return [text] if fastest < usable_count else []
+        of_plan = int(used[rows == first][0])
+        text = _("the recommended candidate uses {used} of {usable} devices", used=of_plan, usable=usable_count)
+        return [text] if of_plan < usable_count else []
     return []
 
 

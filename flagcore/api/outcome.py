@@ -83,7 +83,8 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     if earlier.get("stopped_because") == data["stopped_because"] and "stopped_message" in earlier:
         data["stopped_message"] = earlier["stopped_message"]
     for each in filter(None, (data["baseline"], data["best"])):
-        each["cost"] = _cost(problem, each, plan.medians.get(each["number"]) if is_rate(plan.objective) else None)
+        median_s = plan.runs_of(Candidate.of(each["candidate"])).median_s
+        each["cost"] = _cost(problem, each, median_s if is_rate(plan.objective) else None)
     run_best = problem.task.spec.control.run_best and plan.fidelity == RUN
     outcome = Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best)
     private = bool(secrets_in_data(spec))
@@ -239,4 +240,5 @@ def heading(plan: Plan) -> str:
         ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
     }[plan.fidelity]
     hardware = hardware_text(plan.devices, plan.chip)
-    return f"Best of {commands} on {hardware}: {candidate_text(plan.best.candidate, plan.knobs)}"
+    word = "Recommended" if plan.fidelity == ESTIMATE else "Best"
+    return f"{word} of {commands} on {hardware}: {candidate_text(plan.best.candidate, plan.knobs)}"

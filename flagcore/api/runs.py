@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.api.inputs import UNNAMED, LoadedSpec, OpenedSpec, SpecLike, knobs_of_spec, open_spec, warn
-from flagcore.api.jobs import detailed_predictions, past_of_problem
+from flagcore.api.jobs import detailed_predictions
 from flagcore.contracts import Problem, SearchContext
 from flagcore.domain.files import open_regular, read_regular
 from flagcore.domain.knob import Knobs
@@ -33,7 +33,7 @@ from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.journal import JOURNAL, MAX_GAP, Journal, read_journal
 from flagcore.tuner.run_folder import IDENTITY, RunDirectory
-from flagcore.tuner.search_state import SearchState, gains
+from flagcore.tuner.search_state import SearchState, speedup
 from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.stages.predict import predict_columns
 from flagcore.tuner.stages.prune import prune_by_trials
@@ -57,7 +57,7 @@ class Run(Notebook):
     - `repeats`: the final repeated runs of the baseline, the best and its rivals.
     - `probes`: the trials of a lower fidelity.
     - `imported`: the trials of another tool.
-    - `gains`: the speed of the best over the baseline minus one, for each round of repeats.
+    - `speedup`: the speedup of the best over the baseline. None if unknown.
     - `engines`: the runs of each engine if several were tuned; the other fields are then from the run of the best
       engine.
     - `search_state`: the state of the search after all trials.
@@ -71,7 +71,7 @@ class Run(Notebook):
     trials: tuple[Trial, ...]
     baseline: Trial | None
     best: Trial | None
-    gains: tuple[float, ...]
+    speedup: Speedup | None
     search_state: SearchState
     repeats: tuple[Trial, ...] = ()
     probes: tuple[Trial, ...] = ()
@@ -81,14 +81,8 @@ class Run(Notebook):
 
     @property
     def gain(self) -> float | None:
-        """The lowest gain over the rounds; 0.25 means a quarter more tokens per second. None if unknown."""
-        return min(self.gains, default=None)
-
-    @property
-    def speedup(self) -> Speedup | None:
-        """The median speedup of the best over the baseline, with its range. None if unknown."""
-        indistinct = {trial.candidate for trial in self.search_state.rivals}
-        return Speedup.of(self.gains, is_significant=not self.baseline or self.baseline.candidate not in indistinct)
+        """The speed of the best over that of the baseline, minus one: 0.25 is 25% faster. None if unknown."""
+        return self.speedup.value if self.speedup else None
 
     @property
     def knobs(self) -> Knobs:
@@ -201,7 +195,7 @@ def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
         "imported": tuple(trial for trial in stored if trial.source),
         "baseline": search_state.reported_trial(search_state.baseline),
         "best": search_state.reported_trial(search_state.best),
-        "gains": gains(search_state),
+        "speedup": speedup(search_state),
         "search_state": search_state,
     }
 
@@ -301,7 +295,7 @@ def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
         plan = read_plan(data)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise unreadable_error(path / RESULT, error) from None
-    fields = {name: plan[name] for name in ("trials", "gains", "baseline", "best")}
+    fields = {name: plan[name] for name in ("trials", "speedup", "baseline", "best")}
     return Run(folder=path, spec={}, data=data, fidelity=ESTIMATE, search_state=SearchState(), **fields)
 
 
@@ -355,7 +349,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, (Mapping, LoadedSpec)) or not place.is_dir():
-        return _snapshot(place, open_spec(where, chip, without, plan=True), None, PastMeasurements.empty())
+        return _snapshot(place, open_spec(where, chip, without, plan=True), None)
     run = load_run(place)
     if chip is not None:
         raise UsageError(_("--chip {chip} works only with a spec, but {run} is a run directory", chip=chip, run=place))
@@ -363,7 +357,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
     opened = open_spec(home / SPEC, None, without, change=partial(_with_its_hardware, stored=identity))
     run = _with_known_values(run, opened.problem.space.axes)
-    return _snapshot(place, opened, run, past_of_problem(opened.problem, opened.plugins, identity["run"]))
+    return _snapshot(place, opened, run)
 
 
 def run_home(run: Run) -> Path:
@@ -423,8 +417,9 @@ def with_known_values(folder: Path, stored: Sequence[Trial], axes: Sequence[Axis
     return complete
 
 
-def _snapshot(where: Path, opened: OpenedSpec, run: Run | None, past: PastMeasurements) -> Snapshot:
+def _snapshot(where: Path, opened: OpenedSpec, run: Run | None) -> Snapshot:
+    """Return the state of a spec or run, without other runs: they would change the predictions of a finished run."""
     problem, state = opened.problem, run.search_state if run else SearchState()
     pruned = prune_by_trials(problem, state.trials, state.probes)
-    context = search_context(replace(problem, pruned=pruned), state, past)
+    context = search_context(replace(problem, pruned=pruned), state, PastMeasurements.empty())
     return Snapshot(where=where, plugins=opened.plugins, problem=problem, search_state=state, context=context, run=run)

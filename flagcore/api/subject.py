@@ -15,7 +15,7 @@ from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.report.candidate_report import causes_text
-from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.problem import listed_last, recommended_row, rows_by_time
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.strategies.learned import believed
 
@@ -68,9 +68,9 @@ class Subject:
     @classmethod
     def of(cls, snapshot: Snapshot, name: str) -> Subject:
         """Return the candidate `name`, in a form that `explain_candidate` accepts. Raises UsageError."""
-        columns, named = named_columns(snapshot, name)
-        columns, others = _completed(snapshot, columns, named)
+        columns, named, others = named_columns(snapshot, name)
         typed, kind = name.strip().casefold(), "trial" if snapshot.run else "candidate"
+        typed = "recommended" if typed == "best" and snapshot.run is None else typed
         shown_name = "the candidate" if named else f"{kind} {typed}" if typed.isdecimal() else typed
         return cls(snapshot, columns, shown_name, named, others.tolist())
 
@@ -87,13 +87,12 @@ class Subject:
 
     @cached_property
     def believed(self) -> Belief | None:
-        """The prediction corrected by trials of this and of earlier runs.
+        """The prediction corrected by the trials of the run.
 
         It is None for a spec, or if the run has no trials.
         """
         snapshot, row = self.snapshot, self.row
-        has_trials = snapshot.has_trials or len(snapshot.context.past.time)
-        return believed(snapshot.context, row) if snapshot.run and row is not None and has_trials else None
+        return believed(snapshot.context, row) if snapshot.has_trials and row is not None else None
 
     @cached_property
     def scaled_s(self) -> float | None:
@@ -124,13 +123,14 @@ class Subject:
 
     @property
     def causes(self) -> str:
-        """A paragraph that compares the candidate with the best, or the best with the baseline.
+        """A paragraph that compares the candidate with the best (or recommended) one, or that with the baseline.
 
         It is empty if the reasons for the difference are unknown.
         """
         best, baseline = best_of(self.snapshot), self.snapshot.problem.baseline
         is_best = self.candidate == best
-        candidate, name = (baseline, _("the baseline")) if is_best else (best, _("the best"))
+        best_name = _("the best") if self.snapshot.run else _("the recommended candidate")
+        candidate, name = (baseline, _("the baseline")) if is_best else (best, best_name)
         known = None if candidate == self.candidate else candidate
         row = None if known is None else self.snapshot.problem.space.find(known)
         if row is None or self.predicted is None or self.expected_s is None:
@@ -172,15 +172,19 @@ class Subject:
         return {kind: int(rows[place]) for kind, place in places.items()}
 
 
-def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str]]:
-    """Return the columns (one row) of the candidate with this name, and the knobs that the name contains.
+def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str], IntArray]:
+    """Return the columns (one row) of the candidate with this name, the knobs that the name contains, and the rows of
+    the next candidates with these knobs.
 
+    Knobs mean the fastest candidate that has them or, in a run, the trial that tables show with exactly these knobs.
     Raises UsageError.
     """
     candidate = _by_name(snapshot, name.strip().casefold())
-    if candidate is None:
-        return parse_candidate(name, snapshot.problem)
-    return columns_of(snapshot, candidate), frozenset()
+    if candidate is not None:
+        return columns_of(snapshot, candidate), frozenset(), np.array([], dtype=np.int64)
+    columns, named = parse_candidate(name, snapshot.problem)
+    whole, others = _completed(snapshot, columns, named)
+    return whole, named, others
 
 
 def columns_of(snapshot: Snapshot, candidate: Candidate) -> Columns:
@@ -190,14 +194,14 @@ def columns_of(snapshot: Snapshot, candidate: Candidate) -> Columns:
 
 
 def best_of(snapshot: Snapshot) -> Candidate | None:
-    """Return the best candidate of a run, or the fastest predicted candidate of a spec.
+    """Return the best candidate of a run, or the recommended candidate of a spec.
 
     Returns None if there is none.
     """
     if snapshot.run is not None:
         return snapshot.run.best.candidate if snapshot.run.best else None
-    order = rows_by_time(snapshot.problem)
-    return snapshot.problem.space.candidate(int(order[0])) if order.size else None
+    row = recommended_row(snapshot.problem)
+    return None if row is None else snapshot.problem.space.candidate(row)
 
 
 def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
@@ -205,7 +209,7 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     run, where = snapshot.run, snapshot.where
     if name == "baseline":
         return snapshot.problem.baseline
-    if name == "best":
+    if name in ("best", "recommended"):
         if best := best_of(snapshot):
             return best
         if run is not None:
@@ -232,11 +236,11 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
 def _completed(snapshot: Snapshot, columns: Columns, named: frozenset[str]) -> tuple[Columns, IntArray]:
     """Return the columns of the fastest candidate in the space with the named knobs, and the rows of the next ones.
 
-    The columns are returned unchanged if they already are a candidate of the space, or if no candidate matches.
+    The columns are returned unchanged if they have a trial, or if no candidate matches.
     """
     space, rows = snapshot.problem.space, np.array([], dtype=np.int64)
-    canonical_columns = canonical(columns, snapshot.problem.legality.merges)
-    if not named or space.find(as_candidate(space.axes, canonical_columns)) is not None:
+    exact = as_candidate(space.axes, canonical(columns, snapshot.problem.legality.merges))
+    if any(trial.candidate == exact for trial in all_trials(snapshot.run)):
         return columns, rows
     for chunk in space.chunks(CHUNK):
         values = space.columns(chunk)
@@ -244,7 +248,8 @@ def _completed(snapshot: Snapshot, columns: Columns, named: frozenset[str]) -> t
         rows = np.concatenate((rows, chunk.start + found))
     if not rows.size:
         return columns, rows
-    order = rows[np.lexsort((scaled_times(snapshot)[rows], snapshot.pruned.rule[rows] != 0))]
+    last = listed_last(snapshot.problem)[rows]
+    order = rows[np.lexsort((scaled_times(snapshot)[rows], last, snapshot.pruned.rule[rows] != 0))]
     return space.columns(order[:1]), order[1 : 1 + MAX_MATCHES]
 
 
@@ -263,15 +268,17 @@ def _distances(axes: Iterable[Axis], candidate: Columns, others: Columns) -> Flo
 def allowed_rows(snapshot: Snapshot) -> IntArray:
     """Return the rows that could be the best: measured rows, and rows that no rule or trial excluded.
 
-    All of them meet the latency limits. A measured row stays even if a rule that follows from a later trial removes it.
+    All of them meet the latency limits, and none is `listed_last`, except for measured rows, which also stay if a rule
+    that follows from a later trial removes them.
     """
     space, state, rows = snapshot.problem.space, snapshot.search_state, snapshot.pruned.open_rows
     failed = [each for each in state.trials if each.state.failed and each.state is not TrialState.INTERRUPTED]
     excluded = [row for trial in failed if (row := space.find(trial.candidate)) is not None]
     measured = [(state.keeps_limits(trial.candidate), row) for trial, row in _measured(snapshot)]
     excluded += [row for is_kept, row in measured if not is_kept]
-    within_limits = snapshot.problem.predictions.keeps_limits(snapshot.task.spec.work.slo)
-    open_rows: IntArray = np.setdiff1d(rows[within_limits[rows]], np.array(excluded, dtype=np.int64))
+    open_rows: IntArray = np.setdiff1d(
+        rows[listed_last(snapshot.problem)[rows] == 0], np.array(excluded, dtype=np.int64)
+    )
     return np.union1d(open_rows, np.array([row for is_kept, row in measured if is_kept], dtype=np.int64))
 
 

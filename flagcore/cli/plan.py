@@ -93,10 +93,12 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         if number > len(estimate.candidates):
             count = len(estimate.candidates)
             raise click.UsageError(_("--explain {id}: there are {count} candidates", id=explain, count=count))
-        record = estimate.candidates[number - 1] if number else estimate.baseline
+        of_name = {PLAN: estimate.recommended, 0: estimate.baseline}
+        record = of_name[number] if number in of_name else estimate.candidates[number - 1]
         details = {"chip": estimate.chip, "devices": estimate.devices, **record, "model": list(estimate.model)}
         details |= {"notes": list(estimate.notes)} if estimate.notes else {}
-        title = _("Candidate {number}", number=number) if number else _("Baseline")
+        titles = {PLAN: _("Recommended"), 0: _("Baseline")}
+        title = titles.get(number) or _("Candidate {number}", number=number)
         if form == "table":
             from flagcore.report.explanation import detail_text
 
@@ -123,16 +125,22 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
 
 
 def _number(explain: str | None) -> int | None:
-    """Return the number of the candidate to explain: 0 for the baseline or none, None for one named by its knobs."""
+    """Return the number of the candidate to explain: 0 for the baseline or none, PLAN for the recommended one, and None
+    for one named by its knobs."""
     if explain in (None, "baseline"):
         return 0
     name = str(explain).strip()
-    if not name.lstrip("-").isdecimal() and name != "best":
+    if name in ("best", "recommended"):
+        return PLAN
+    if not name.lstrip("-").isdecimal():
         return None
-    number = 1 if name == "best" else int(name[:10])
+    number = int(name[:10])
     if number < 1:
         raise click.UsageError(_("--explain {id}: expected the number of a candidate, or baseline", id=explain))
     return number
+
+
+PLAN = -1
 
 
 def _is_pipe(file: str) -> bool:

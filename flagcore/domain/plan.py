@@ -6,13 +6,15 @@ Costs are in the currency of `cluster.price_per_device_hour`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from flagcore.domain.knob import Knobs
+from flagcore.domain.metrics import RATES
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import RUN, Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, Message
 
 MAX_SLOWDOWN = 0.05
@@ -118,8 +120,7 @@ class Counts:
 class Plan:
     """The result of `flag tune`.
 
-    - `gains`: the relative speedups of the best over the baseline, one per round: the first runs, then each repeat.
-    - `medians`: the median step times of candidates that ran more than once, by the number of their first trial.
+    - `speedup`: the speedup of the best over the baseline. None if it is unknown.
     - `rivals`: the candidates that do not differ significantly from the best.
     - `fastest`: the fastest measured candidate, even if it exceeds `limits`.
     - `drift`: the relative speedup from the first to the last run of the baseline. None if it ran once.
@@ -138,9 +139,8 @@ class Plan:
     repeats: tuple[Trial, ...]
     baseline: Trial | None
     best: Trial | None
-    gains: tuple[float, ...]
+    speedup: Speedup | None
     stopped_because: str
-    medians: Mapping[int, float] = field(default_factory=dict)
     rivals: tuple[Trial, ...] = ()
     drift: float | None = None
     drifted: bool = False
@@ -153,14 +153,16 @@ class Plan:
 
     @property
     def gain(self) -> float | None:
-        """The lowest of `gains`, because other load on the machine can make a gain look larger than it is."""
-        return min(self.gains, default=None)
+        """The speed of the best over that of the baseline, minus one: 0.25 is 25% faster. None if unknown."""
+        return self.speedup.value if self.speedup else None
 
-    @property
-    def speedup(self) -> Speedup | None:
-        """The speedup of the best over the baseline, with its range. None if it is unknown."""
-        is_rival = any(each.candidate == self.baseline.candidate for each in self.rivals) if self.baseline else False
-        return Speedup.of(self.gains, is_significant=not is_rival)
+    def runs_of(self, candidate: Candidate) -> Runs:
+        """Return the runs of a candidate, and which of them count."""
+        return Runs.of(each for each in (*self.trials, *self.repeats) if each.candidate == candidate)
+
+    def median_s(self, trial: Trial) -> float | None:
+        """Return the median step time in seconds over the runs of a trial's candidate, or that of an estimate."""
+        return trial.predicted_step_s if self.fidelity == ESTIMATE else self.runs_of(trial.candidate).median_s
 
     @property
     def prediction_error(self) -> PredictionError | None:
@@ -174,25 +176,84 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speedup:
-    """The relative speedup of the best over the baseline: the median, lowest and highest value of `rounds` rounds.
+class Runs:
+    """The measured runs of one candidate that count, and why each of its other runs does not, by trial number.
 
-    `significant`: whether the speedup exceeds the noise of the runs, and the best was faster in every round.
+    The figures of a candidate are medians over those that count. A run without a measurement has its state as reason.
     """
 
-    median: float
+    counted: tuple[Trial, ...]
+    left_out: Mapping[int, str]
+
+    @classmethod
+    def of(cls, runs: Iterable[Trial]) -> Runs:
+        """Return which of a candidate's runs count: those without a flaw of FLAWS, or else those with the least one."""
+        runs, left_out = tuple(runs), dict[int, str]()
+        counted = [each for each in runs if each.state is TrialState.MEASURED and each.measurement]
+        for flaw, has_flaw in FLAWS.items():
+            if better := [each for each in counted if not has_flaw(each)]:
+                left_out |= {each.number: flaw for each in counted if has_flaw(each)}
+                counted = better
+        left_out |= {
+            each.number: each.state.value for each in runs if each not in counted and each.number not in left_out
+        }
+        return cls(counted=tuple(counted), left_out=left_out)
+
+    @property
+    def median_s(self) -> float | None:
+        """The median step time in seconds, or None if no run counts."""
+        times = [each.measurement.step_time_s for each in self.counted if each.measurement]
+        return median(times) if times else None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The medians of a server's figures. Those of rates are over times, as those of the objective."""
+        runs = [each.measurement.figures for each in self.counted if each.measurement]
+        shared = [name for name in runs[0] if all(name in each for each in runs)] if runs else ()
+        return {name: typical([each[name] for each in runs], is_rate=name in RATES) for name in shared}
+
+
+def typical(values: Sequence[float], *, is_rate: bool) -> float:
+    """Return the median of figures. That of rates is over times."""
+    return 1.0 / median(1.0 / each if each else math.inf for each in values) if is_rate else median(values)
+
+
+FLAWS: Mapping[str, Callable[[Trial], bool]] = {
+    N_("disturbed by another trial"): lambda trial: trial.inconclusive,
+    N_("imported"): lambda trial: bool(trial.source),
+    N_("shortened steps, or other trials at the same time"): lambda trial: not trial.is_final,
+    N_("other programs used its cores"): lambda trial: bool(trial.share_of_others),
+}
+"""Why a measured run does not count if the candidate has runs without this flaw, the worst flaw first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup:
+    """The speedup of the best over the baseline.
+
+    - `value`: the ratio of their median speeds, minus one.
+    - `rounds`: the same for each round, which is a run of the baseline and the next run of the best.
+    - `low`, `high`: the range of these.
+    - `conclusive`: whether the rounds differ by less than the speedup.
+    - `significant`: whether it is also larger than the noise of the runs, and the best was faster in every round.
+    """
+
+    value: float
     low: float
     high: float
-    rounds: int
+    rounds: tuple[float, ...]
+    conclusive: bool
     significant: bool
 
     @classmethod
-    def of(cls, gains: Sequence[float], *, is_significant: bool = True) -> Speedup | None:
-        """Return the speedup from the gain of each round, or None if there are no rounds."""
-        if not gains:
-            return None
-        low, significant = min(gains), is_significant and min(gains) > 0.0
-        return cls(median=median(gains), low=low, high=max(gains), rounds=len(gains), significant=significant)
+    def of(cls, value: float, rounds: Sequence[float], *, is_significant: bool = True) -> Speedup:
+        """Return the speedup with the range of its rounds."""
+        low, high = min(value, *rounds), max(value, *rounds)
+        conclusive = high - low <= abs(value)
+        significant = is_significant and conclusive and low > 0.0
+        return cls(
+            value=value, low=low, high=high, rounds=tuple(rounds), conclusive=conclusive, significant=significant
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

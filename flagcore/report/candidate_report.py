@@ -83,7 +83,8 @@ class CandidateReport(Notebook):
     - `trials`: the trials of the candidate.
     - `expected_s`: the step time as measured, else believed, else predicted.
     - `changes`: up to three other candidates: `allowed` is the nearest valid one, `faster` a faster one nearby, and
-      `fastest` the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and `measured`.
+      `fastest` the fastest of all that a plan proposes. Each has `differs`, `candidate`, `predicted`, `expected_s`,
+      `trial` and `measured`.
     - `causes`: a paragraph on where the candidate spends more or less time than the best; the best is compared with the
       baseline.
     - `matches`: if `name` does not determine a candidate of the space, the fastest matching one is reported, and these
@@ -138,6 +139,7 @@ def _title(name: str) -> str:
     if number.isdecimal():
         return _("Trial {number}", number=number) if kind == "trial" else _("Candidate {number}", number=number)
     titles = {"the candidate": N_("The candidate"), "best": N_("Best"), "baseline": N_("Baseline")}
+    titles["recommended"] = N_("Recommended")
     return _(titles[name]) if name in titles else name[:1].upper() + name[1:]
 
 

@@ -17,6 +17,7 @@ from flagcore.report.text import (
     bottleneck_text,
     candidate_columns,
     funnel,
+    heading,
     interval_text,
     part_name,
     record_line,
@@ -102,6 +103,10 @@ class Estimate(Notebook):
     """The fastest predicted candidates of a spec, and the counts of all combinations by outcome.
 
     - `number` of a candidate: its position among all candidates, from 1.
+    - `recommended` of a candidate: whether a plan uses it; `recommended` of the estimate is this candidate.
+    - `last` of a candidate: why it is listed after all others, although it may be faster.
+    - `objective`: what the candidates are sorted by.
+    - `as_published`: whether it has the layout of a published run near the job, which the fastest has not.
     - `model`: the weights of each part of the model.
     - `untimed`: the number of candidates without a predicted time.
     - `no_time`: the reason for it.
@@ -111,9 +116,9 @@ class Estimate(Notebook):
     - `notes`: the plugins' notes on engine and chip.
     - `unmodelled`: the names of settings that change the cost and are not predicted.
     - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
-    - `expected_s`: the time of a step that the first candidate is expected to take, and an 80% interval.
+    - `expected_s`: the time of a step that the recommended candidate is expected to take, and an 80% interval.
     - `expected_here`: whether such runs are published on these chips, not only on others.
-    - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than the first one.
+    - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than those that do.
     - `slo` of a candidate: the figures that exceed the latency limits.
     - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits, or does not.
     - `published`: published runs on the same chip, the nearest to the job first.
@@ -129,6 +134,8 @@ class Estimate(Notebook):
     baseline: Mapping[str, Any]
     candidates: tuple[Mapping[str, Any], ...]
     model: tuple[Mapping[str, Any], ...]
+    objective: str = ""
+    as_published: bool = False
     defaults: Mapping[str, Any] | None = None
     expected_s: tuple[float, float, float] | None = None
     expected_here: bool = True
@@ -148,9 +155,14 @@ class Estimate(Notebook):
     knobs: Knobs = field(default_factory=dict)
     labels: Labels = field(default_factory=Labels)
 
+    @property
+    def recommended(self) -> Mapping[str, Any]:
+        """The record of the candidate that a plan uses."""
+        return next(each for each in self.candidates if each["recommended"])
+
     def __repr__(self) -> str:
-        best = record_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
-        return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
+        line = record_line("recommended", self.recommended, self.knobs)
+        return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {line}>"
 
     def __str__(self) -> str:
         return _candidates_table(self)
@@ -160,8 +172,11 @@ def estimate_columns(estimate: Estimate) -> dict[str, str]:
     """Return the columns of the candidates' table: for each heading, the dotted key of the value in a candidate's
     record."""
     rows = estimate.candidates
-    figures = table_columns("predicted_serving" if any("objective" in each for each in rows) else "predicted")
-    optional = known_columns(rows, "layouts", "highest", "cost")
+    is_served = any("objective" in each for each in rows)
+    figures = table_columns("predicted_serving" if is_served else "predicted")
+    if is_served and estimate.objective not in figures.values():
+        figures = {f"~{heading(estimate.objective)}": "objective.value", **figures}
+    optional = known_columns(rows, "layouts", "highest", "cost", "last")
     return {"#": "number", **candidate_columns(rows, estimate.knobs), **figures, **optional}
 
 
@@ -175,8 +190,9 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     else:
         yield _("Candidates with the least memory on {hardware}:", hardware=hardware), False
     yield _candidates_table(estimate), True
+    yield "\n" + _recommended_text(estimate), True
     if estimate.expected_s:
-        factor = estimate.expected_s[0] / estimate.candidates[0]["step_time_s"]["value"]
+        factor = estimate.expected_s[0] / estimate.recommended["step_time_s"]["value"]
         mean, low, high = (f"{each:.4g}" for each in estimate.expected_s)
         text = N_(
             "Expected: ~{mean} s/step (80%: {low} to {high}): published runs took {factor} times their plan on average."
@@ -189,7 +205,7 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         yield "\n" + _(text, mean=mean, low=low, high=high, factor=f"{factor:.2f}"), False
     if estimate.assumed:
         yield "\n" + assumed_text(estimate.assumed), True
-    if bottleneck := bottleneck_text(read_prediction(estimate.candidates[0])):
+    if bottleneck := bottleneck_text(read_prediction(estimate.recommended)):
         yield "\n" + bottleneck, False
     lines = [record_line(_("baseline"), estimate.baseline, estimate.knobs)]
     if estimate.defaults:
@@ -205,7 +221,7 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     if ceiling := _ceiling_text(estimate):
         yield ceiling, False
     yield "\n" + _("Predicted {for_what}.", for_what=estimate.runs), False
-    if interval := interval_text(estimate.candidates[0]):
+    if interval := interval_text(estimate.recommended):
         yield interval, False
         if estimate.unmodelled:
             text = N_("It is wider because of settings that are not predicted: {names}.")
@@ -238,8 +254,8 @@ def published_table(runs: Sequence[PublishedRun]) -> str:
 
 
 def _ceiling_text(estimate: Estimate) -> str:
-    """Return a warning if the MFU of the first candidate is above the best published one in the same precision."""
-    mfu, precision = estimate.candidates[0].get("mfu"), estimate.precision
+    """Return a warning if the recommended candidate has a higher MFU than published runs in the same precision."""
+    mfu, precision = estimate.recommended.get("mfu"), estimate.precision
     published = [(each.mfu, each.run) for each in estimate.published if each.mfu and each.is_bound]
     if estimate.best_mfu:
         published.append((estimate.best_mfu.value, estimate.best_mfu.source.detail))
@@ -255,7 +271,22 @@ def _candidates_table(estimate: Estimate) -> str:
     if any("slo" in each for each in rows):
         columns |= {"SLO": "slo_text"}
         rows = tuple({**each, "slo_text": slo_text(each["slo"])} for each in rows)
-    return render(rows, "table", columns)
+    width = len(str(rows[-1]["number"]))
+    marks = ({"number": f"{each['number']:>{width}}{'*' * each['recommended']}"} for each in rows)
+    return render([{**each, **mark} for each, mark in zip(rows, marks, strict=True)], "table", columns)
+
+
+def _recommended_text(estimate: Estimate) -> str:
+    """Return why the marked candidate is recommended."""
+    times = [
+        each["step_time_s"]["value"] for each in (estimate.recommended, estimate.candidates[0]) if "step_time_s" in each
+    ]
+    if not times or times[0] <= times[1]:
+        return _(N_("* recommended: the fastest") if times else N_("* recommended: the one with the least memory"))
+    text = N_("* recommended: {behind} slower than the fastest, which is less than predictions can tell; {reason}")
+    published, usual = N_("it has the layout of a published run"), N_("its layout is simpler or more usual")
+    reason = _(published if estimate.as_published else usual)
+    return _(text, behind=f"{times[0] / times[1] - 1.0:.2%}", reason=reason)
 
 
 def probed_text(number: int | None, probed: Mapping[str, Any], knobs: Knobs) -> str:

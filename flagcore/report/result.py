@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.metrics import PER_DEVICE, PER_USER, HighestLoad, flat_statistics, nest_statistics
-from flagcore.domain.plan import Counts, Plan
+from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.records import GIB, prediction_record, read_prediction
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SERVING, is_rate, objective_value, pareto
@@ -47,14 +47,15 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
       shortened steps or side by side. `best` is null if no trial met the limits of the SLO.
     - `limits`, `fastest`: The limits of `serve.slo` in seconds, and the number of the trial that is fastest regardless
       of them. Absent without an SLO.
-    - `gain`: The lowest of `gains`: 0.25 is 25% more throughput than the baseline. Null if unknown.
-    - `gains`: The throughput of the best over the baseline, minus one: of the first runs, then of each round of
-      repeats. For a latency, the value of the baseline over that of the best, minus one.
-    - `speedup`: `median`, `low` and `high` of `gains`, the number of `rounds`, and whether it is `significant`: every
-      round is faster, and the difference exceeds the noise. Null if unknown.
+    - `gain`: The median speed of the best over that of the baseline, minus one: 0.25 is 25% more throughput, or for a
+      latency, a baseline of 1.25 times the latency of the best. Null if unknown.
+    - `speedup`: The same as `value`, and of each of the `rounds` (a run of the baseline and the next run of the best),
+      with the range `low` to `high` of these. `conclusive`: whether the range is smaller than the gain. `significant`:
+      whether every round is also faster, and the difference exceeds the noise. Null if unknown.
+    - `runs`: For each measured candidate, the number of its first `trial`, the numbers of the runs that are `counted`,
+      why others are `not_counted`, and the medians of those counted: the objective and, of servers, all `figures`.
     - `noise`: The results of the repeats: `drift` (last run of the baseline over its first, minus one), `drifted`
-      (whether it exceeds the noise), `not_told_apart` (numbers of trials that may be as fast as the best), `medians`
-      (of candidates with several runs).
+      (whether it exceeds the noise), `not_told_apart` (numbers of trials that may be as fast as the best).
     - `side_by_side`: The interference of trials that run at once: `slowdown` of a step as a fraction of its time alone,
       `noise` of the run alone, `quiet` (whether trials run at once), `trials` (numbers of both runs), and `text`, with
       `message` for translation. Null if unknown.
@@ -86,12 +87,11 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "best": trial(plan.best) if plan.best else None,
         **({"limits": dict(plan.limits), "fastest": fastest} if plan.limits else {}),
         "gain": plan.gain,
-        "gains": list(plan.gains),
         "speedup": asdict(plan.speedup) if plan.speedup else None,
+        "runs": list(_runs(plan)),
         "noise": {
             **{name: getattr(plan, name) for name in NOISE},
             "not_told_apart": [each.number for each in plan.rivals],
-            "medians": list(_medians(plan)),
         },
         "side_by_side": _side_by_side(plan),
         "predictions_off": asdict(plan.prediction_error) if plan.prediction_error else None,
@@ -235,12 +235,13 @@ def _read_measured(data: Mapping[str, Any]) -> Measurement:
 
 
 def read_plan(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the plan in a result.json, except for `medians`, `interference` and `knobs`.
+    """Return the fields of the plan in a result.json, except for `interference` and `knobs`.
 
     Raises TypeError, LookupError, ValueError, AttributeError for other data.
     """
     lists = {name: tuple(map(read_trial, data.get(name) or ())) for name in ("trials", "repeats", "probes")}
     by_number, noise = {each.number: each for each in lists["trials"]}, data.get("noise") or {}
+    speedup = data.get("speedup")
     return {
         **{name: data[name] for name in ("chip", "devices", "fidelity")},
         **{name: read_trial(data[name]) if data.get(name) else None for name in ("best", "baseline")},
@@ -248,7 +249,7 @@ def read_plan(data: Mapping[str, Any]) -> dict[str, Any]:
         "objective": data["objective"]["name"],
         "counts": Counts(**data["counts"]),
         "stopped_because": data.get("stopped_because") or "",
-        "gains": tuple(data.get("gains") or ()),
+        "speedup": Speedup(**{**speedup, "rounds": tuple(speedup["rounds"])}) if speedup else None,
         "rivals": tuple(each for each in lists["trials"] if each.number in noise.get("not_told_apart", ())),
         **{name: noise[name] for name in NOISE if name in noise},
         "fastest": by_number.get(data.get("fastest", -1)),
@@ -309,8 +310,17 @@ def slow_devices(plan: Plan) -> dict[str, list[int]]:
     return trials_by_device
 
 
-def _medians(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield the median of the objective of each repeated candidate, with the number of its first trial."""
-    by_number = {each.number: each.measurement for each in (*plan.trials, *plan.repeats)}
-    for first, step in plan.medians.items():
-        yield {"trial": first, plan.objective: objective_value(plan.objective, step, by_number[first])}
+def _runs(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield the runs of each measured candidate with their medians."""
+    for first in plan.trials:
+        runs = plan.runs_of(first.candidate)
+        if (median_s := runs.median_s) is None:
+            continue
+        figures = nest_statistics(runs.figures)
+        yield {
+            "trial": first.number,
+            "counted": [each.number for each in runs.counted],
+            "not_counted": {str(number): why for number, why in runs.left_out.items()},
+            plan.objective: objective_value(plan.objective, median_s, runs.counted[0].measurement),
+            **({"figures": figures} if figures else {}),
+        }

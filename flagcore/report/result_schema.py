@@ -98,6 +98,15 @@ class _Objective(_Object):
     name: str
 
 
+class _Speedup(_Object):
+    value: float
+    low: float
+    high: float
+    rounds: list[float]
+    conclusive: bool
+    significant: bool
+
+
 class _Result(_Object):
     schema_version: Literal[1]
     chip: str
@@ -111,8 +120,7 @@ class _Result(_Object):
     trials: Trials
     repeats: Trials
     probes: Trials
-    gains: Numbers
-    speedup: dict[str, float | int | bool] | None = None
+    speedup: _Speedup | None = None
     noise: Annotated[Data, EMPTY]
     fastest: int | None = None
     limits: Annotated[dict[str, float], EMPTY]

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from errno import ENOENT
 from math import inf
 from pathlib import Path
@@ -15,14 +15,14 @@ from statistics import median, median_high
 from typing import Any, TypeAlias
 
 from flagcore.domain.files import open_regular, read_regular
-from flagcore.domain.plan import Plan
+from flagcore.domain.plan import Plan, typical
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import SERVING, is_rate, objective_value
-from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, RUN, Measurement, Role, Trial, TrialState
 from flagcore.i18n import _, printable
 from flagcore.report.blocks import Cell
-from flagcore.report.formats import hardware_text
+from flagcore.report.formats import NAMES, hardware_text
 from flagcore.report.result import number, read_plan, stop_reason
 from flagcore.report.text import candidate_text, heading, state_name
 
@@ -142,44 +142,32 @@ class RunData(Plan):
         interval = found and (found.objective if self.serves else found.tokens_per_second_per_device)
         return (interval.value, interval.low, interval.high) if interval else None
 
-    def runs(self, trial: Trial) -> list[Trial]:
-        """Return a trial followed by its repeats."""
-        same_candidate = (each for each in self.repeats if each.candidate == trial.candidate)
-        return [trial, *(each for each in same_candidate if each.number != trial.number)]
-
-    def final_runs(self, trial: Trial) -> list[Trial]:
-        """Return the measured runs of a trial's configuration. Scaled runs are returned only if there are no others."""
-        runs = [each for each in self.runs(trial) if each.state is TrialState.MEASURED]
-        whole_step_runs = [each for each in runs if each.measurement and each.measurement.scaled_from is None]
-        return whole_step_runs or [each for each in runs if each.measurement]
+    def counted(self, trial: Trial) -> tuple[Trial, ...]:
+        """Return the runs of a trial's configuration that count, or the trial alone if none does."""
+        return self.runs_of(trial.candidate).counted or (trial,)
 
     def figures(self, trial: Trial) -> Figures | None:
-        """Return the median objective over a configuration's runs, the lowest and the highest.
+        """Return the median objective over the runs of a configuration that count, the lowest and the highest.
 
         For an estimate, they are the predicted objective and the bounds of its 80% interval. None if unknown.
         """
         if self.fidelity == ESTIMATE:
             return self.predicted(trial)
-        values = [value for each in self.final_runs(trial) if (value := self.figure(each)) is not None]
-        if not values:
-            return None
-        # the median is over times, as in the search
-        middle = 1.0 / median(1.0 / each for each in values) if self.is_rate else median(values)
-        return middle, min(values), max(values)
+        values = [value for each in self.runs_of(trial.candidate).counted if (value := self.figure(each)) is not None]
+        return (typical(values, is_rate=self.is_rate), min(values), max(values)) if values else None
 
-    def median_s(self, trial: Trial) -> float | None:
-        """Return the median step time over the runs of a trial's configuration, or else its predicted step time."""
-        if self.fidelity == ESTIMATE:
-            return seconds(trial)
-        times = [time for each in self.final_runs(trial) if (time := seconds(each))]
-        return median(times) if times else None
+    def measured(self, trial: Trial) -> Measurement | None:
+        """Return the measurement of a trial, of a server with the medians of its figures over the runs that count."""
+        figures = self.runs_of(trial.candidate).figures
+        return replace(trial.measurement, figures=figures) if trial.measurement and figures else trial.measurement
 
     def broken_limits(self, trial: Trial) -> str:
         """Return the limits that a trial exceeded, or else the limits that its repeats exceeded.
 
         It is empty if there are none.
         """
-        broken = {each.number: "; ".join(each.measurement.broken) for each in self.runs(trial) if each.measurement}
+        runs = (trial, *self.counted(trial))
+        broken = {each.number: "; ".join(each.measurement.broken) for each in runs if each.measurement}
         if own := broken.pop(trial.number, ""):
             return own
         texts = [_("trial {number}: {reason}", number=number, reason=why) for number, why in broken.items() if why]
@@ -197,7 +185,7 @@ class RunData(Plan):
         for trial in self.trials:
             missed_limits = [
                 max((each.measurement.figures.get(name) or inf) / most for name, most in self.limits.items())
-                for each in self.runs(trial)
+                for each in self.counted(trial)
                 if each.measurement
             ]
             if trial.measurement and missed_limits:
@@ -221,7 +209,7 @@ class RunData(Plan):
         if trial.fidelity != self.fidelity:
             role = trial.fidelity
         imported = _("imported") if trial.source and role != "imported" else ""
-        best = _("best") if self.best and trial.number == self.best.number else ""
+        best = _(NAMES["best_row"][self.fidelity]) if self.best and trial.number == self.best.number else ""
         return " ".join(filter(None, [str(trial.number), _(role), imported, best]))
 
     def cell(self, trial: Trial) -> Cell:
@@ -233,8 +221,10 @@ class RunData(Plan):
         return candidate_text(trial.candidate, self.knobs)
 
     def state_text(self, trial: Trial) -> str:
-        """Return the name of a trial's state as it is shown to users."""
-        return state_name(trial.state.value, trial.fidelity)
+        """Return the name of a trial's state as it is shown to users, with why a measured trial does not count."""
+        state, why = state_name(trial.state.value, trial.fidelity), self.runs_of(trial.candidate).left_out
+        is_left_out = trial.state is TrialState.MEASURED and trial.number in why
+        return _("{state}, not counted: {why}", state=state, why=_(why[trial.number])) if is_left_out else state
 
     def public_text(self, text: str) -> str:
         """Return text without the secrets of the run and without absolute paths."""

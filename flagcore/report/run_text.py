@@ -3,7 +3,7 @@
 from flagcore.domain.metrics import PER_DEVICE, PER_USER, load_text
 from flagcore.domain.plan import failed_repeats
 from flagcore.domain.records import GIB
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.i18n import _, ngettext
 from flagcore.report.blocks import Cell, Table, Text, cell, percent, plain_table, plain_text, table
 from flagcore.report.result import front
@@ -23,9 +23,9 @@ FRONT = {
 def trial_table(run: RunData, *, whole: bool = False) -> Table:
     """Return a table with one row per trial. With `whole`, it also has durations and reasons, but no empty columns."""
     if run.serves:
-        figures = [run.unit, _("spread"), f"~{run.unit}", _("vs base"), *LATENCIES]
+        figures = [run.unit, _("spread"), f"~{run.unit}", _("median"), _("vs base"), *LATENCIES]
     else:
-        figures = [_("step s"), _("spread"), _("~step s"), "tok/s/dev", _("vs base"), "GiB", "~GiB"]
+        figures = [_("step s"), _("spread"), _("~step s"), "tok/s/dev", _("median"), _("vs base"), "GiB", "~GiB"]
     headings = [_("trial"), _("configuration"), _("state"), *figures, *([_("duration s"), _("reason")] * whole)]
     rows, listed = [], run.listed
     for trial in (each for each in run.all_trials if each.number in listed):
@@ -52,6 +52,7 @@ def _training_row(run: RunData, trial: Trial) -> list[Cell]:
         cell(measured.spread_s if measured else None),
         cell(trial.predicted_step_s, "~"),
         cell(speed, mark),
+        cell(_median(run, trial), mark),
         percent(_gain(run, trial), mark, signed=True),
         cell(used and used / GIB),
         cell(predicted.device_used_bytes / GIB if predicted else None, "~"),
@@ -65,15 +66,23 @@ def _serving_row(run: RunData, trial: Trial) -> list[Cell]:
         Cell(value.text + (" !" if step and step.broken else ""), value.value),
         percent(step.spread_s / step.step_time_s if step and len(step.step_times_s) > 1 else None),
         cell(predicted[0] if predicted else None, "~"),
+        cell(_median(run, trial)),
         Cell("-") if gain is None else Cell(gain_text(run.objective, gain).split()[0], gain),
         *(cell(served(trial, name)) for name in LATENCIES.values()),
     ]
 
 
+def _median(run: RunData, trial: Trial) -> float | None:
+    """Return the median objective of a candidate, in the row of its first trial. None in the rows of its repeats."""
+    figures = run.figures(trial) if trial.role is not Role.REPEAT and trial.fidelity == run.fidelity else None
+    return figures[0] if figures else None
+
+
 def _gain(run: RunData, trial: Trial) -> float | None:
-    base, own = seconds(run.baseline) if run.baseline else None, seconds(trial)
+    """Return the gain of a candidate's median over the baseline or, if it was stopped early, the highest possible."""
+    base, own = run.median_s(run.baseline) if run.baseline else None, run.median_s(trial) or seconds(trial)
     compared = (TrialState.MEASURED, TrialState.STOPPED, TrialState.PREDICTED)
-    is_compared = trial.fidelity == run.fidelity and trial.state in compared
+    is_compared = trial.fidelity == run.fidelity and trial.state in compared and trial.role is not Role.REPEAT
     return base / own - 1.0 if base and own and is_compared else None
 
 

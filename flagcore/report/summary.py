@@ -143,7 +143,7 @@ def _mark(run: RunData) -> str:
 
 def _speed(run: RunData, best: Trial) -> Cell:
     """Return the median objective of the best with the range over its runs, or the 80% interval if it was not run."""
-    figures, count, note = run.figures(best), len(run.final_runs(best)), ""
+    figures, count, note = run.figures(best), len(run.runs_of(best.candidate).counted), ""
     predicted = run.predicted(best)
     value = figures[0] if figures else run.figure(best) or (predicted[0] if predicted else None)
     name, points = figure_name(run.objective), best.measurement.points if best.measurement else ()
@@ -153,12 +153,14 @@ def _speed(run: RunData, best: Trial) -> Cell:
         note = _("(80%: {low} to {high})", low=shown(figures[1]), high=shown(figures[2]))
     elif figures and count > 1:
         note = _("({count} runs: {low} to {high})", count=count, low=shown(figures[1]), high=shown(figures[2]))
+    elif count == 1:
+        note = _("(ran once)")
     text = "-" if value is None else f"{shown(value)} {run.unit}"
     return Cell(_mark(run) + at_load(text, load), value, note=note)
 
 
 def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
-    measured, predicted = best.measurement, best.predicted
+    measured, predicted = run.measured(best), best.predicted
     if run.serves and measured:
         yield _("Also measured"), Cell(figures_text(measured, run.objective))
     if not run.serves:
@@ -195,7 +197,7 @@ def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
 def _step(run: RunData, best: Trial) -> Cell:
     """Return the step time of the best with its uncertainty: the range over runs, the spread, or the 80% interval."""
     step = best.measurement
-    runs = [measured_s(each) or 0.0 for each in run.final_runs(best)]
+    runs = [measured_s(each) or 0.0 for each in run.runs_of(best.candidate).counted]
     if len(runs) > 1 and step is not None and step.scaled_from is None and step.modelled_s is None:
         note = _("({count} runs: {low} to {high})", count=len(runs), low=shown(min(runs)), high=shown(max(runs)))
         return Cell(f"{shown(run.median_s(best))} s", run.median_s(best), note=note)
@@ -231,17 +233,22 @@ def _gain(run: RunData, best: Trial) -> Cell:
     if best.candidate == baseline.candidate:
         text = N_("the baseline is the best: no trial was faster")
         if run.fidelity == ESTIMATE:
-            text = N_("the baseline is the best: no candidate is predicted to be faster")
+            text = N_("the baseline is recommended: no candidate is predicted to be clearly faster")
         elif not any(each.measurement and each.candidate != baseline.candidate for each in run.trials):
             text = N_("the baseline is the best: no other candidate was measured")
         return Cell(_(text), run.gain)
-    low, high = (_mark(run) + gain_text(run.objective, each).split()[0] for each in (speedup.low, speedup.high))
-    note = _("({count} rounds: {low} to {high})", count=speedup.rounds, low=low, high=high)
-    if speedup.rounds == 1:
-        note = "" if speedup.significant else f"({low})"
-    text = _mark(run) + gain_text(run.objective, speedup.median) if speedup.significant else _("no significant gain")
+    value, low, high = (
+        _mark(run) + gain_text(run.objective, each) for each in (speedup.value, speedup.low, speedup.high)
+    )
+    note, count = f"({value})" if not speedup.significant else "", len(speedup.rounds)
+    if speedup.low < speedup.high:
+        text, low, high = N_("({count} rounds: {low} to {high})"), low.split()[0], high.split()[0]
+        note = _(text, count=count, low=low, high=high)
+    verdict = (
+        _("no significant gain") if speedup.conclusive else _("not conclusive, rounds differ by more than the gain")
+    )
     over = _("over {baseline}", baseline=values)
-    return Cell(text, speedup.median, note=f"{note} {over}".strip())
+    return Cell(value if speedup.significant else verdict, speedup.value, note=f"{note} {over}".strip())
 
 
 def _fastest_without_limits(run: RunData, best: Trial) -> str:
@@ -249,7 +256,7 @@ def _fastest_without_limits(run: RunData, best: Trial) -> str:
     name = figure_name(run.objective)
     points = [(trial, point) for trial in run.trials if trial.measurement for point in trial.measurement.points]
     by_speed = [(seconds(run.objective, value), trial, point) for trial, point in points if (value := point.get(name))]
-    best_s = measured_s(best) or 0.0
+    best_s = run.median_s(best) or 0.0
     step, trial, point = min(by_speed, key=lambda each: each[0], default=(best_s, best, {}))
     if best_s <= step:
         return _("no trial was better")

@@ -122,10 +122,12 @@ def candidate_text(candidate: Candidate, knobs: Knobs) -> str:
 
 def best_text(best: Trial | None, speedup: Speedup | None, knobs: Knobs) -> str:
     """Return the best trial of a run and its speedup in one line of English."""
-    text = f"best trial {best.number}: {candidate_text(best.candidate, knobs)}" if best else "no best"
+    word = "recommended" if best and best.state is TrialState.PREDICTED else "best trial"
+    text = f"{word} {best.number}: {candidate_text(best.candidate, knobs)}" if best else "no best"
     if speedup is None:
         return text
-    return f"{text}, gain {speedup.median:+.1%}" if speedup.significant else f"{text}, no significant gain"
+    verdict = "no significant gain" if speedup.conclusive else "gain not conclusive"
+    return f"{text}, gain {speedup.value:+.1%}" if speedup.significant else f"{text}, {verdict}"
 
 
 def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
@@ -334,10 +336,7 @@ def notes(plan: Plan) -> list[str]:
     best, base = plan.best or plan.fastest, plan.baseline
     measurement = best.measurement if best else None
     noted = [*(measurement.notes if measurement else ()), *_slow_trials(plan)]
-    runs = (
-        [each for each in (plan.baseline, *plan.repeats) if each and each.candidate == base.candidate] if base else []
-    )
-    if plan.gains and is_disturbed(runs):
+    if plan.speedup and base and is_disturbed(plan.runs_of(base.candidate).counted):
         noted.append("other programs used cores in all runs of the baseline: it may be faster, and the gain smaller")
     points = measurement.points if measurement else ()
     answered_counts = [point["answered"] for point in points if "answered" in point]

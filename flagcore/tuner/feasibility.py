@@ -12,7 +12,7 @@ import numpy as np
 from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.contracts.capabilities import Servers, optional
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.plan import Plan, SearchTime
+from flagcore.domain.plan import Plan, SearchTime, Speedup
 from flagcore.domain.prediction import MEMORY_ERROR
 from flagcore.domain.space import DOES_NOT_FIT, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, PRECISIONS, Task
@@ -20,7 +20,7 @@ from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.tuner.budget import SLACK, UNKNOWN_SECONDS
-from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.problem import recommended, rows_by_time
 from flagcore.tuner.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, summarize
 from flagcore.tuner.stages.predict import with_figures
 
@@ -208,11 +208,15 @@ def search_time(problem: Problem) -> SearchTime:
 
 
 def dry_run(problem: Problem) -> Plan:
-    """Return a plan without trials: the predictions of the baseline and of the `max_trials` fastest candidates."""
+    """Return a plan without trials: the predictions of the baseline and of the `max_trials` fastest candidates.
+
+    Its best is the recommended candidate.
+    """
     task, row = problem.task, problem.space.find(problem.baseline)
     assert row is not None, "the baseline is in the space"
     order = [int(each) for each in rows_by_time(problem)]
-    rows = dict.fromkeys([row, *order[: task.spec.control.max_trials]])
+    plan_row = order[recommended(problem, np.array(order))[0]]
+    rows = dict.fromkeys([row, *order[: task.spec.control.max_trials], plan_row])
     trials = [
         Trial(
             number=number,
@@ -224,13 +228,16 @@ def dry_run(problem: Problem) -> Plan:
         )
         for number, each in enumerate(rows)
     ]
-    best, base = (problem.predictions.row(each) for each in (order[0], row))
-    gains: tuple[float, ...] = ()
+    best, base = (problem.predictions.row(each) for each in (plan_row, row))
+    speedup = None
     if best.step_time_s and base.step_time_s and base.fits is not False:
-        gains = (base.step_time_s / best.step_time_s - 1.0,)
+        gain = base.step_time_s / best.step_time_s - 1.0
+        speedup = Speedup.of(gain, (gain,))
     stopped_because = N_("fidelity = estimate runs no trials")
     plan = summarize(task, problem.space, problem.pruned, SearchState(), stopped_because, problem.knobs)
-    return replace(plan, trials=tuple(trials), baseline=trials[0], best=trials[list(rows).index(order[0])], gains=gains)
+    return replace(
+        plan, trials=tuple(trials), baseline=trials[0], best=trials[list(rows).index(plan_row)], speedup=speedup
+    )
 
 
 CALIBRATE = "`flag calibrate` measures it on such a device"

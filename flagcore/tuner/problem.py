@@ -16,7 +16,17 @@ from flagcore.contracts.capabilities import Production, Pruning, RuleOfThumb, Se
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Legality, Space, as_candidate
+from flagcore.domain.space import (
+    BoolArray,
+    Candidate,
+    Columns,
+    FloatArray,
+    IntArray,
+    KnobValue,
+    Legality,
+    Space,
+    as_candidate,
+)
 from flagcore.domain.spec import JobRecord, Spec, Task
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import FlagError, NothingFits, SpecError
@@ -131,25 +141,61 @@ def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
 def rows_by_time(problem: Problem) -> IntArray:
     """Return the rows that were not pruned, sorted by predicted time, with ties sorted by predicted memory.
 
-    Each unusual property counts as UNUSUAL_SHARE of the time, and the layout of a published run near the task as minus
-    one property, so that usual candidates come first if they are about as fast. Then come candidates that leave no
-    margin of memory (`lacks_margin`), those without a predicted time, those that exceed a limit, and a baseline that
-    the space of the spec does not contain.
+    Last come the candidates without a predicted time, and those of `listed_last`.
     """
-    rows, predictions = problem.pruned.open_rows, problem.predictions
-    columns = problem.space.columns(rows)
-    unusual = optional(problem.engine, Production).unusual(problem.task, columns, predictions.take(rows))
-    unusual = unusual - _is_published(problem, columns)
-    time = np.nan_to_num(predictions.step_time_s[rows] * (1.0 + UNUSUAL_SHARE * unusual), nan=np.inf)
-    breaks_limit = ~predictions.keeps_limits(problem.task.spec.work.slo)[rows]
-    is_added = np.full(rows.size, problem.adds_baseline)
-    is_added &= rows == problem.row_of(problem.baseline)
-    last = (lacks_margin(problem.task, predictions)[rows] & np.isfinite(time), breaks_limit, is_added)
-    return np.asarray(rows[np.lexsort((predictions.device_used_bytes[rows], time, *last))])
+    rows = problem.pruned.open_rows
+    time = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
+    last = listed_last(problem)
+    return np.asarray(rows[np.lexsort((problem.predictions.device_used_bytes[rows], time, last[rows]))])
+
+
+WITHOUT_MARGIN, OVER_LIMIT, NOT_LISTED = 1, 2, 4
+
+
+def listed_last(problem: Problem) -> IntArray:
+    """Return for each row why a plan proposes it only after all others, as a sum, or 0 if it does not.
+
+    WITHOUT_MARGIN: it has a predicted time, but leaves no margin of memory (`lacks_margin`). OVER_LIMIT: it exceeds a
+    latency limit. NOT_LISTED: it is a baseline that the space of the spec does not contain.
+    """
+    predictions = problem.predictions
+    is_crowded = lacks_margin(problem.task, predictions) & np.isfinite(predictions.step_time_s)
+    last = WITHOUT_MARGIN * is_crowded + OVER_LIMIT * ~predictions.keeps_limits(problem.task.spec.work.slo)
+    last[problem.row_of(problem.baseline)] += NOT_LISTED * problem.adds_baseline
+    return np.asarray(last)
+
+
+def recommended(problem: Problem, order: IntArray) -> tuple[int, bool]:
+    """Return the place in `order` (part of `rows_by_time`) of the candidate that a plan recommends, and whether it has
+    the layout of a published run near the task, which the fastest has not.
+
+    It is the fastest, where each unusual property counts as UNUSUAL_SHARE of the time and a published layout as minus
+    one property: predictions do not tell smaller differences.
+    """
+    seconds = problem.predictions.step_time_s
+
+    def handicapped(rows: IntArray) -> tuple[FloatArray, BoolArray]:
+        columns = problem.space.columns(rows)
+        unusual = optional(problem.engine, Production).unusual(problem.task, columns, problem.predictions.take(rows))
+        is_published = _is_published(problem, columns)
+        return seconds[rows] * (1.0 + UNUSUAL_SHARE * (unusual - is_published)), is_published
+
+    most = handicapped(order[:1])[0][0] / (1.0 - UNUSUAL_SHARE)
+    last = listed_last(problem)[order]
+    near = order[: max(1, int(((last == last[0]) & (seconds[order] <= most)).sum()))]
+    time, is_published = handicapped(near)
+    place = int(np.lexsort((problem.predictions.device_used_bytes[near], time))[0])
+    return place, bool(is_published[place] and not is_published[0])
 
 
 UNUSUAL_SHARE = 0.02
 """Chosen by hand, well below the errors of predictions: predicted differences of this size do not decide."""
+
+
+def recommended_row(problem: Problem) -> int | None:
+    """Return the row that a plan recommends, or None if all were pruned."""
+    order = rows_by_time(problem)
+    return int(order[recommended(problem, order)[0]]) if order.size else None
 
 
 def _is_published(problem: Problem, columns: Columns) -> BoolArray:
@@ -158,7 +204,7 @@ def _is_published(problem: Problem, columns: Columns) -> BoolArray:
     task, engine = problem.task, problem.engine
     names = {name for name, knob in problem.knobs.items() if knob.layout} - {optional(engine, Shortening).replicas}
     axes = [axis for axis in problem.legality.axes if axis.knob in names]
-    found = np.zeros(problem.pruned.open_rows.size, dtype=np.bool_)
+    found = np.zeros(next(iter(columns.values())).size, dtype=np.bool_)
     for job, _record in problem.published if len(task.cluster.groups) == 1 else ():
         if distance(task, job) <= NEAR and job.work.engine == engine.name:
             codes = ((axis.knob, axis.encode(job.candidate.get(axis.knob, axis.neutral))) for axis in axes)

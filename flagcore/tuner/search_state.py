@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.plan import Counts, Interference, Plan
+from flagcore.domain.plan import Counts, Interference, Plan, Runs, Speedup
 from flagcore.domain.space import DOES_NOT_FIT, Candidate, Pruned, Space
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import RUN, Role, Trial, TrialState, is_disturbed
@@ -41,18 +41,15 @@ class SearchState:
         """Return the conclusive repeats of a candidate, in order."""
         return tuple(trial for trial in self.repeats if trial.is_conclusive and trial.candidate == candidate)
 
-    def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
-        """Return the measured runs of a candidate, including repeats.
-
-        Imported runs are returned only if there are no other runs. Runs that are not final (see `Trial.is_final`), and
-        runs on cores that other programs used, are returned only if there are no others.
-        """
+    def all_runs(self, candidate: Candidate) -> Runs:
+        """Return the runs of a candidate, and which of them count."""
         first = self.by_candidate.get(candidate)
-        runs = (*((first,) if first else ()), *self.repeats_of(candidate))
-        measured = tuple(trial for trial in runs if trial.state is TrialState.MEASURED and trial.measurement)
-        preferred = tuple(trial for trial in measured if not trial.source) or measured
-        preferred = tuple(trial for trial in preferred if trial.is_final) or preferred
-        return tuple(trial for trial in preferred if not trial.share_of_others) or preferred
+        repeats = (each for each in self.repeats if each.candidate == candidate)
+        return Runs.of((*((first,) if first else ()), *repeats))
+
+    def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
+        """Return the measured runs of a candidate that count."""
+        return self.all_runs(candidate).counted
 
     def reported_trial(self, trial: Trial | None) -> Trial | None:
         """Return the run that reports show for a trial's candidate.
@@ -67,8 +64,8 @@ class SearchState:
 
     def speed_of(self, candidate: Candidate) -> float:
         """Return a candidate's steps per second, from the median step time of its runs. 0 if it was not measured."""
-        speeds = [trial.speed for trial in self.runs_of(candidate)]
-        return 1.0 / median(1.0 / each if each else math.inf for each in speeds) if speeds else 0.0
+        seconds = self.all_runs(candidate).median_s
+        return 1.0 / seconds if seconds else 0.0
 
     def keeps_limits(self, candidate: Candidate) -> bool:
         """Return whether more than half of a candidate's measured runs met all limits."""
@@ -301,13 +298,8 @@ def summarize(
         repeats=search_state.repeats,
         baseline=search_state.reported_trial(search_state.baseline),
         best=search_state.reported_trial(search_state.best),
-        gains=gains(search_state),
+        speedup=speedup(search_state),
         stopped_because=stopped_because,
-        medians={
-            runs[0].number: 1.0 / search_state.speed_of(trial.candidate)
-            for trial in search_state.trials
-            if len(runs := search_state.runs_of(trial.candidate)) > 1
-        },
         rivals=search_state.rivals,
         drift=search_state.drift,
         drifted=search_state.drifted,
@@ -344,26 +336,27 @@ def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
     )
 
 
-def gains(search_state: SearchState) -> tuple[float, ...]:
-    """Return the relative speedup of the best over the baseline in each round, such as 0.25 for 25% more tokens/s.
+def speedup(search_state: SearchState) -> Speedup | None:
+    """Return the speedup of the best over the baseline. None if one of them has no measurement of whole steps.
 
-    A round is a run of the baseline and the first run of the best after it and before the next run of the baseline.
-    Rounds in which one of them has no measurement of whole steps are skipped, and those in which other programs used
-    the cores of the baseline, if there are others. Empty if the baseline was not measured.
+    A round is a run of the baseline and the first run of the best after it and before the next run of the baseline,
+    both of those that count. Without such runs, there is one round with all of them.
     """
     best, baseline = search_state.best, search_state.baseline
-    if best is None or baseline is None or baseline.state is not TrialState.MEASURED:
-        return ()
+    if best is None or baseline is None:
+        return None
     if best.candidate == baseline.candidate:
-        return (0.0,)
-    baseline_runs = (baseline, *search_state.repeats_of(baseline.candidate))
-    best_runs = (*(() if best.source else (best,)), *search_state.repeats_of(best.candidate))
+        return Speedup.of(0.0, (0.0,))
+    baseline_runs, best_runs = (search_state.runs_of(each.candidate) for each in (baseline, best))
+    runs = (*baseline_runs, *best_runs)
+    if not (baseline_runs and best_runs) or any(each.source or not each.is_final for each in runs):
+        return None
+    value = search_state.speed_of(best.candidate) / search_state.speed_of(baseline.candidate) - 1.0
     ends = (*(run.number for run in baseline_runs[1:]), math.inf)
     rounds = [
-        (baseline_run, best_run)
-        for baseline_run, end in zip(baseline_runs, ends, strict=True)
-        if (best_run := next((run for run in best_runs if baseline_run.number < run.number < end), None))
-        and all(run.state is TrialState.MEASURED and run.is_final for run in (best_run, baseline_run))
+        best_run.speed / run.speed - 1.0
+        for run, end in zip(baseline_runs, ends, strict=True)
+        if (best_run := next((each for each in best_runs if run.number < each.number < end), None))
     ]
-    quiet = [each for each in rounds if not is_disturbed(each[:1])] or rounds
-    return tuple(best_run.speed / baseline_run.speed - 1 for baseline_run, best_run in quiet)
+    is_rival = baseline.candidate in {each.candidate for each in search_state.rivals}
+    return Speedup.of(value, rounds or [value], is_significant=not is_rival)

@@ -50,11 +50,11 @@ def copied(made: flagcore.Outcome, tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_run_the_outcome_and_its_result_agree(made: flagcore.Outcome) -> None:
     outcome, run = made, flagcore.load_run(made.run_dir)
-    assert (run.trials, run.repeats, run.best, run.gains) == (
+    assert (run.trials, run.repeats, run.best, run.speedup) == (
         outcome.plan.trials,
         outcome.plan.repeats,
         outcome.plan.best,
-        outcome.plan.gains,
+        outcome.plan.speedup,
     )
     assert run.gain == outcome.data["gain"]
     assert run.data == json.loads(json.dumps(outcome.data))

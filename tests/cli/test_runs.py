@@ -137,7 +137,7 @@ def test_runs_are_listed_with_their_best_and_state(flag: Flag, two_runs: Path) -
     assert set(records) == {"first", "second"}
     result = json.loads((two_runs / "first" / "result.json").read_text())
     assert records["first"]["state"] == "finished"
-    assert records["first"]["speedup"] == result["speedup"]["median"]
+    assert records["first"]["speedup"] == result["speedup"]["value"]
     assert records["first"]["candidate"] == result["best"]["candidate"]
     assert records["first"]["trials"] == len(result["trials"]) + len(result["repeats"])
     assert records["second"]["state"] == "interrupted"
@@ -162,5 +162,5 @@ def test_a_run_that_a_process_holds_is_running(flag: Flag, two_runs: Path) -> No
         running.close()
     facts = {"state": "running", "model": "tiny", "hardware": f"{result['devices']} x {result['chip']}"}
     assert {name: record[name] for name in facts} == facts
-    assert record["speedup"] == pytest.approx(result["speedup"]["median"])
+    assert record["speedup"] == pytest.approx(result["speedup"]["value"])
     assert record["seconds_left"] >= 0.0

@@ -4,20 +4,29 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.domain.plan import Counts, Plan
+from flagcore.domain.chip import CORES, OTHERS_CORES
+from flagcore.domain.plan import Counts, Plan, Runs, Speedup
 from flagcore.domain.trial import PROBE, Role, Trial, TrialState
-from flagcore.tuner.search_state import gains, interference
+from flagcore.tuner.search_state import interference, speedup
 from flagcore.tuner.stages.learn import learn
 from tests import tasks
+from tests.checks import given
 from tests.tuner.test_search_state import trial
 
 FIRST = (trial(0, "baseline", 100.0, Role.BASELINE), trial(1, "best", 150.0, Role.SEARCH))
 REPEATS = (trial(2, "baseline", 100.0, Role.REPEAT), trial(3, "best", 130.0, Role.REPEAT))
 
 
-def test_each_round_of_both_gives_a_gain() -> None:
-    assert gains(learn(FIRST)) == (0.5,)
-    assert gains(learn((*FIRST, *REPEATS))) == (0.5, pytest.approx(0.3))
+def found(*trials: Trial) -> tuple[float | None, tuple[float, ...]]:
+    """The speedup of the best over the baseline, and that of each round."""
+    known = speedup(learn(trials))
+    return (known.value, known.rounds) if known else (None, ())
+
+
+def test_the_speedup_is_that_of_the_medians_and_each_round_of_both_gives_another() -> None:
+    assert found(*FIRST) == (0.5, (0.5,))
+    ratio = 1 / 100 / (0.5 / 150 + 0.5 / 130) - 1
+    assert found(*FIRST, *REPEATS) == (pytest.approx(ratio), (0.5, pytest.approx(0.3)))
 
 
 @pytest.mark.parametrize(
@@ -27,19 +36,47 @@ def test_each_round_of_both_gives_a_gain() -> None:
         ((replace(FIRST[0], state=TrialState.OUT_OF_MEMORY, measurement=None), FIRST[1]), [], ()),
         ((), [], ()),
         ((trial(0, "baseline", 200.0, Role.BASELINE), FIRST[1]), [], (0.0,)),
+        ((trial(2, "baseline", 100.0, Role.BASELINE), FIRST[1]), [], (0.5,)),
     ],
-    ids=["late rival", "baseline failed", "no trials", "baseline is best"],
+    ids=["late rival", "baseline failed", "no trials", "baseline is best", "baseline ran last"],
 )
 def test_gains_are_those_over_the_last_measured_baseline(
     first: tuple[Trial, ...], repeats: list[tuple[int, str, float]], expected: tuple[float, ...]
 ) -> None:
-    assert gains(learn((*first, *(trial(*each, Role.REPEAT) for each in repeats)))) == pytest.approx(expected)
+    assert found(*first, *(trial(*each, Role.REPEAT) for each in repeats))[1] == pytest.approx(expected)
 
 
 def test_an_incomplete_round_does_not_count() -> None:
     failed = replace(REPEATS[0], state=TrialState.FAILED, measurement=None)
     incomplete_round = (trial(4, "baseline", 110.0, Role.REPEAT), trial(5, "best", 121.0, Role.REPEAT))
-    assert gains(learn((*FIRST, failed, REPEATS[1], *incomplete_round))) == (0.5, pytest.approx(0.1))
+    assert found(*FIRST, failed, REPEATS[1], *incomplete_round)[1] == (0.5, pytest.approx(0.1))
+
+
+def test_only_the_runs_with_the_least_flaw_count_and_the_others_have_a_reason() -> None:
+    measured = replace(given(FIRST[0].measurement), telemetry={CORES: 2.0, OTHERS_CORES: 1.2})
+    disturbed = replace(FIRST[0], measurement=measured)
+    failed = replace(REPEATS[0], state=TrialState.FAILED, measurement=None)
+    beside = replace(trial(4, "baseline", 90.0, Role.REPEAT), group=0)
+    quiet = trial(5, "baseline", 80.0, Role.REPEAT)
+    runs = Runs.of((disturbed, failed, beside, quiet))
+    assert (runs.counted, runs.median_s) == ((quiet,), pytest.approx(1 / 80))
+    assert runs.left_out.keys() == {0, 2, 4}
+    assert (runs.left_out[0], runs.left_out[2]) == ("other programs used its cores", "failed")
+    assert Runs.of((disturbed, failed)).counted == (disturbed,)
+    assert Runs.of((disturbed, beside)).counted == (disturbed,)  # it ran alone and whole
+
+
+@pytest.mark.parametrize(
+    ("rounds", "conclusive", "significant"),
+    [((0.2,), True, True), ((0.15, 0.25), True, True), ((0.05, 0.3), False, False), ((0.2, -0.01), False, False)],
+)
+def test_rounds_that_differ_by_more_than_the_speedup_are_not_conclusive(
+    rounds: tuple[float, ...], conclusive: bool, significant: bool
+) -> None:
+    known = Speedup.of(0.2, rounds)
+    assert (known.conclusive, known.significant) == (conclusive, significant)
+    assert (known.low, known.high) == (min(0.2, *rounds), max(0.2, *rounds))
+    assert not Speedup.of(0.2, rounds, is_significant=False).significant
 
 
 def reported(predicted: float | None, believed: float | None, measured: float = 1.0) -> Trial:
@@ -70,13 +107,13 @@ PLAN = Plan(
     repeats=(),
     baseline=None,
     best=None,
-    gains=(),
+    speedup=None,
     stopped_because="",
 )
 
 
-def test_the_gain_is_the_lowest_of_the_rounds() -> None:
-    assert replace(PLAN, gains=(0.5, 0.3, 0.4)).gain == 0.3
+def test_a_plan_without_a_speedup_has_no_gain() -> None:
+    assert replace(PLAN, speedup=Speedup.of(0.3, (0.5, 0.2))).gain == 0.3
     assert PLAN.gain is None
 
 

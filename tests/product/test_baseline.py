@@ -8,7 +8,7 @@ from flagcore_megatron.engine import ENGINE
 
 from flagcore.contracts import Problem
 from flagcore.tuner.feasibility import crowded_baseline_text
-from flagcore.tuner.problem import UNUSUAL_SHARE, build_problem, rows_by_time
+from flagcore.tuner.problem import UNUSUAL_SHARE, build_problem, recommended_row, rows_by_time
 from flagcore.tuner.stages.build import PLANNED_SHARE
 from tests.product import tasks
 from tests.tuner.stages.test_discover import loaded, plugin, spec
@@ -48,17 +48,19 @@ def test_a_baseline_that_is_predicted_not_to_fit_is_tried_with_a_reason() -> Non
     assert f"{used / 2**30:.4g} of" in crowded_baseline_text(small_device)
 
 
-def test_a_usual_candidate_that_is_about_as_fast_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_usual_candidate_that_is_about_as_fast_is_recommended_and_listed_by_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = problem()
     first, second = rows_by_time(found)[:2]
-    unusual = np.array([1 if row == first else 0 for row in found.pruned.open_rows])
-    monkeypatch.setattr(type(ENGINE), "unusual", lambda *_: unusual)
+    monkeypatch.setattr(type(ENGINE), "unusual", lambda _engine, _task, _columns, rows: 1.0 * (rows.step_time_s == 1))
     step_time_s = 10 + found.predictions.step_time_s
     step_time_s[first] = 1
     for faster, expected in ((0.5, second), (1.5, first)):
         step_time_s[second] = 1 + faster * UNUSUAL_SHARE
         changed = replace(found, predictions=replace(found.predictions, step_time_s=step_time_s))
-        assert rows_by_time(changed)[0] == expected
+        assert rows_by_time(changed)[:2].tolist() == [first, second]
+        assert recommended_row(changed) == expected
 
 
 def test_a_baseline_that_the_spec_excludes_comes_last() -> None:

@@ -15,7 +15,7 @@ from flagcore.report.run import RunData
 from flagcore.report.run_text import result_text
 from flagcore.report.summary import MAX_RIVALS, no_best
 from flagcore.report.text import candidate_line, highest_text
-from flagcore.tuner.search_state import gains
+from flagcore.tuner.search_state import speedup
 from flagcore.tuner.stages.learn import learn
 from tests import tasks
 from tests.serving_trials import LIMITS, OBJECTIVE, trial
@@ -57,7 +57,7 @@ def plan(*trials: Trial, objective: str = OBJECTIVE, limits: dict[str, float] = 
         repeats=search_state.repeats,
         baseline=search_state.baseline,
         best=search_state.best,
-        gains=gains(search_state),
+        speedup=speedup(search_state),
         stopped_because="all is tried",
         fastest=search_state.fastest,
         limits=limits,

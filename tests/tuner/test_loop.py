@@ -28,7 +28,7 @@ def test_the_baseline_runs_first_then_the_rest_then_both_again_in_alternation(be
     assert [trial.role for trial in plan.trials] == [Role.BASELINE] + [Role.SEARCH] * (len(plan.trials) - 1)
     pair = [plan.baseline.candidate, plan.best.candidate]
     assert [trial.candidate for trial in plan.repeats] == [*pair, pair[1]]  # the baseline is clearly slower
-    assert plan.gains == pytest.approx((0.95,) * 2)
+    assert plan.speedup.rounds == pytest.approx((0.95,) * 2)
     assert plan.stopped_because == "all candidates have been tried or pruned"
     assert sound(plan)
 
@@ -97,7 +97,7 @@ def test_a_run_interrupted_at_any_trial_resumes_to_the_same_result(bench: Bench,
     assert knobs(second.plan.best.candidate) == (2, 2)
     assert {trial.state for trial in second.plan.trials} <= {TrialState.MEASURED, TrialState.STOPPED}
     assert len([trial for trial in second.plan.repeats if trial.state is TrialState.MEASURED]) == 2
-    assert len(second.plan.gains) == 2
+    assert len(second.plan.speedup.rounds) == 2
     assert sound(second.plan)
 
 

@@ -8,7 +8,7 @@ from flagcore.domain.chip import CORES, OTHERS_CORES
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.tuner.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, gains, next_repeat, noise, significant
+from flagcore.tuner.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, next_repeat, noise, significant, speedup
 from flagcore.tuner.stages.learn import learn
 from tests import tasks
 from tests.checks import given
@@ -196,5 +196,5 @@ def test_a_disturbed_baseline_runs_again_and_its_round_does_not_count() -> None:
     known = [replace(base, measurement=measured), best]
     order, state = again(known, Control(repeats=2), base=[50.0], a=[100.0])
     assert "base" in order
-    assert gains(learn(known)) == pytest.approx((4.0,))
-    assert gains(state) == pytest.approx((1.0,) * len(gains(state)))
+    assert speedup(learn(known)).rounds == pytest.approx((4.0,))
+    assert (speedup(state).value, speedup(state).low) == pytest.approx((1.0, 1.0))

@@ -74,6 +74,7 @@ class Load:
     - `range_spread`: if given, lengths are uniformly distributed from (1 - spread) x length to (1 + spread) x length.
     - `distribution`: uniform or lognormal. With lognormal, `input_len` and `output_len` are the means of clipped
       log-normal distributions, as in conversations.
+    - `longest`: the longest of log-normal lengths in tokens. None means `MAX_LENGTH_RATIO` times the mean.
     - `prefix_len`: the number of first tokens that are the same in all requests.
     - `trace`: a file with lengths, and optionally arrival times and texts.
     - `turns`: the maximum number of requests of a conversation. The prompt of each request continues the previous
@@ -89,6 +90,7 @@ class Load:
     range_ratio: float = 1.0
     range_spread: float | None = None
     distribution: str = "uniform"
+    longest: int | None = None
     num_prompts: int | None = 128
     least_s: float = 0.0
     is_steady: bool = False
@@ -102,6 +104,10 @@ class Load:
     images: Images | None = None
     warmup: int = 0
     seed: int = 0
+
+    def longest_of(self, mean: int) -> int:
+        """Return the longest of log-normal lengths with this mean, in tokens."""
+        return max(self.longest or MAX_LENGTH_RATIO * mean, mean)
 
     def at(self, key: str, value: float) -> Load:
         """Return the load with another value of `key`, which is `concurrency` or `request_rate`."""

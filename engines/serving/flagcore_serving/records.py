@@ -15,6 +15,10 @@ from flagcore_serving.job import Load, ServePrecision, ServeSpec
 
 CHAT_DATASETS = ("ShareGPT",)
 """Values of `dataset` with log-normal lengths. The lengths in the record are the means."""
+FILTERED_ANSWER, LONGEST_CHAT = 250, 4096
+"""vLLM's client leaves out chats of more than 2,048 tokens (`benchmarks/datasets.py`). The mean answer then has about
+200 tokens. If it has more than the first value, all chats are assumed to be sent, the longest with the second value:
+the context of the model that wrote the answers (GPT-3.5)."""
 
 
 class _Serve(Section):
@@ -26,6 +30,7 @@ class _Serve(Section):
     prefix_len: NoTokens = 0
     range_ratio: Fraction = 1.0
     distribution: Distribution = "uniform"
+    longest: Tokens | None = None
     concurrency: Clients | None = None
     request_rate: PerSecond | None = None
     num_prompts: Requests | None = None
@@ -44,7 +49,8 @@ def _serve_of(serve: _Serve, _context: Context) -> ServeSpec:
     if serve.weights is not None and not Path(serve.weights).is_file():
         fix = "give a GGUF file, or leave it out"
         raise spec_error("weights", "is not a file", value=serve.weights, fix=fix)
-    same = {"input_len", "output_len", "prefix_len", "range_ratio", "distribution", "concurrency", "num_prompts"}
+    same = {"input_len", "output_len", "prefix_len", "range_ratio", "distribution", "longest", "concurrency"}
+    same |= {"num_prompts"}
     load = Load(**serve.model_dump(include=same), request_rate=None if rate is None else float(rate))
     return ServeSpec(
         engine=serve.engine,
@@ -74,7 +80,8 @@ def read_record(
     if section.get("precision") == "fp4":  # sources mean nvfp4, which is the only supported 4-bit format
         data["serve"] = {**section, "precision": "nvfp4"}
     if section and data.get("dataset") in CHAT_DATASETS:
-        data["serve"] = {**data["serve"], "distribution": "lognormal"}
+        is_whole = isinstance(answer := section.get("output_len"), int) and answer > FILTERED_ANSWER
+        data["serve"] = {"longest": LONGEST_CHAT if is_whole else None, **data["serve"], "distribution": "lognormal"}
     record = checked(Record, data)
     candidate = {key: str(value) if isinstance(value, float) else value for key, value in record.candidate.items()}
     return record, {"work": record.serve, "candidate": candidate}

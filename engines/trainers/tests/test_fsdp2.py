@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_mixers.gated_delta_net import GatedDeltaNet
+from flagcore_mixers.mamba2 import Mamba2
 from flagcore_mixers.short_convolution import ShortConvolution
 from flagcore_trainers.fsdp2.engine import FIELDS, FSDP2
 from flagcore_trainers.fully_shard import (
@@ -34,7 +36,7 @@ from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.model import Attention, Layer, Model
+from flagcore.domain.model import Attention, Layer, Mixer, Model
 from flagcore.domain.space import Candidate
 from flagcore.errors import LaunchError, SpecError
 from flagcore.launchers.local import LocalLauncher
@@ -179,6 +181,25 @@ def test_memory_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str,
     job = counted.job({"num_layers": 2, **shape}, candidate)
     static, peak = counted_stages.counted(job, 1) if "pipeline" in candidate else counted.counted(job)
     assert counted.predicted(job) == (pytest.approx(static, rel=0.01), pytest.approx(peak, rel=0.05))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        GatedDeltaNet(key_heads=1, value_heads=2, key_dim=256, value_dim=256),
+        Mamba2(num_heads=2, head_dim=256, state_size=128, groups=1),
+    ],
+    ids=["delta", "mamba2"],
+)
+def test_memory_of_layers_with_states_is_what_torch_counts(mixer: Mixer) -> None:
+    pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
+    from engines.trainers.tests import counted
+
+    layers = Layer(mixer=mixer), Layer(mixer=Attention())
+    job = counted.job({"num_layers": 2, "layers": layers}, {"shard": 4}, length=256)
+    static, peak = counted.counted(job)
+    assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from flagcore.report.blocks import Table, Text, cell, percent, table
 from flagcore.report.explanation import by_component, memory_parts
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.result import number
-from flagcore.report.run import Record, RunData, measured_s, served
+from flagcore.report.run import Record, RunData, measured_s
 from flagcore.report.text import (
     SHORT_LATENCIES,
     SHORT_RATES,
@@ -214,7 +214,8 @@ def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Iterator[Block]:
         cells = [(cell(spent), percent(spent / total)) for spent, total in seconds]
         rows.append([_(part_name(part)), *(each for pair in cells for each in pair)])
     # for a server, the mean time of a request
-    measured = [served(trial, "e2e_s.mean") if run.serves else measured_s(trial) for trial in trials.values()]
+    runs = [run.runs_of(trial.candidate) for trial in trials.values()]
+    measured = [each.figures.get("e2e_s.mean") if run.serves else each.median_s for each in runs]
     for text, figures in ((_("predicted"), totals.values()), (_("measured"), measured)):
         rows.append([text, *(each for figure in figures for each in (cell(figure), cell(None)))])
     yield table(_(title), [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows)
@@ -346,10 +347,10 @@ def _statistics(run: RunData) -> Iterator[Table]:
     if first and baseline and baseline.candidate == first.candidate:
         baseline = None
     runs = [
-        (who if each is trial else f"{who}, {_('repeat')}", each)
+        (who if each.number == trial.number else f"{who}, {_('repeat')}", each)
         for who, trial in ((_("best") if run.best else _("nearest"), first), (_("baseline"), baseline))
         if trial and trial.measurement
-        for each in run.runs(trial)
+        for each in run.counted(trial)
     ]
     for latency in LATENCIES:
         rows = []

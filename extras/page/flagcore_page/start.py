@@ -49,7 +49,7 @@ def _flags(run: RunData, best: Trial) -> list[str]:
 
 
 def configurations(run: RunData) -> Chart | None:
-    """Return a chart with a bar for each of the fastest configurations, the best first. None for fewer than two."""
+    """Return a chart with a bar for each of the fastest configurations, the fastest first. None for fewer than two."""
     best = run.best
     if best is None:
         return None
@@ -61,7 +61,7 @@ def configurations(run: RunData) -> Chart | None:
     other_trials.sort(key=lambda pair: sign * pair[1][0])
     chosen = [(trial, figures) for trial in main_trials.values() if (figures := run.figures(trial))]
     chosen += other_trials[: MAX_BARS - len(chosen)]
-    chosen.sort(key=lambda pair: (pair[0].number != best.number, sign * pair[1][0]))
+    chosen.sort(key=lambda pair: sign * pair[1][0])
     if len(chosen) < 2:
         return None
     kinds = {each.number: kind for kind, each in ((BASELINE, run.baseline), (BEST, best)) if each}
@@ -69,12 +69,12 @@ def configurations(run: RunData) -> Chart | None:
         Bar(f"{run.name(trial)}: {run.configuration(trial)}", kinds.get(trial.number, OTHER), *figures)
         for trial, figures in chosen
     ]
-    first = chosen[0][1][0]
+    of_best = next(figures[0] for trial, figures in chosen if trial.number == best.number)
     rows = [
-        [run.cell(trial), run.configuration(trial), *figures, percent(figures[0] / first - 1.0, signed=True)]
+        [run.cell(trial), run.configuration(trial), *figures, percent(figures[0] / of_best - 1.0, signed=True)]
         for trial, figures in chosen
     ]
-    summary = [_("{count} of {total} configurations, the best first.", count=len(chosen), total=len(run.trials))]
+    summary = [_("{count} of {total} configurations, the fastest first.", count=len(chosen), total=len(run.trials))]
     if missing := len(run.trials) - len(figures_by_number):
         summary.append(ngettext("{count} has no measurement.", "{count} have no measurement.", missing))
     if run.fidelity == ESTIMATE:

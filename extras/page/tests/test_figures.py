@@ -4,16 +4,16 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 
 from extras.page.tests.conftest import FINISHED, KINDS, SERVED, Runs
 from flagcore import api
-from flagcore.domain.plan import Counts
+from flagcore.domain.plan import Counts, Speedup
 from flagcore.report.formats import lookup, shown, size_text
 from flagcore.report.run import MAX_LISTED
 from tests.page_reading import Read, read
@@ -29,28 +29,33 @@ def test_the_answer_contains_the_best_and_its_gain(runs: Runs, kind: str) -> Non
     report = runs(kind)
     best, facts = report.result["best"], report.page.facts("summary")
     speedup = report.result["speedup"]
-    assert facts["Speedup over the baseline"].value == speedup["median"] == median(report.result["gains"])
-    if kind in SERVED:
-        reported = best["measured"]["figures"]["output_tokens_per_s"]
-    elif kind == "estimate":
+    assert facts["Speedup over the baseline"].value == speedup["value"] == report.result["gain"]
+    if kind == "estimate":
         reported = best["predicted"]["tokens_per_second_per_device"]["value"]
     else:
-        reported = best["measured"]["tokens_per_second_per_device"]
-        assert facts["Step time"].value == best["measured"]["step_time_s"]["median"]
+        runs_of_best = next(each for each in report.result["runs"] if best["number"] in each["counted"])
+        reported = runs_of_best["output_tokens_per_s" if kind in SERVED else "tokens_per_second_per_device"]
     assert facts["Speed"].value == pytest.approx(reported, rel=1e-12)
     assert shown(reported) in facts["Speed"].text
 
 
 @pytest.mark.parametrize(
-    ("gains", "text"),
+    ("gain", "rounds", "text"),
     [
-        ([0.25, 0.125, 0.5], "+25.0% tokens/s (3 rounds: +12.5% to +50.0%)"),
-        ([0.125, -0.041, 0.25], "no significant gain (3 rounds: -4.1% to +25.0%)"),
-        ([-0.041], "no significant gain (-4.1%)"),
+        (0.5, [0.375, 0.5, 0.625], "+50.0% tokens/s (3 rounds: +37.5% to +62.5%)"),
+        (
+            0.125,
+            [0.125, -0.041, 0.25],
+            "not conclusive, rounds differ by more than the gain (3 rounds: -4.1% to +25.0%)",
+        ),
+        (-0.041, [-0.041], "no significant gain (-4.1% tokens/s)"),
     ],
 )
-def test_the_headline_is_the_median_of_rounds_with_their_range(edited: Edited, gains: list[float], text: str) -> None:
-    facts = edited("dense", lambda data: data.update(gains=gains)).facts("summary")
+def test_the_headline_is_the_gain_with_the_range_of_its_rounds(
+    edited: Edited, gain: float, rounds: list[float], text: str
+) -> None:
+    speedup = asdict(Speedup.of(gain, rounds))
+    facts = edited("dense", lambda data: data.update(speedup=speedup)).facts("summary")
     assert facts["Speedup over the baseline"].text.startswith(text)
 
 
@@ -187,7 +192,7 @@ def test_latencies_are_reported_by_their_statistics(runs: Runs) -> None:
 
 def test_if_no_trial_meets_the_limits_the_nearest_is_reported(runs: Runs, edited: Edited) -> None:
     def late(data: dict[str, Any]) -> None:
-        data |= {"best": None, "gain": None, "gains": [], "limits": {"ttft_s.p99": 1e-6}}
+        data |= {"best": None, "gain": None, "speedup": None, "limits": {"ttft_s.p99": 1e-6}}
         for trial in data["trials"]:
             trial["measured"]["broken"] = ["ttft_s.p99 is over 1e-06 s"]
 
@@ -308,13 +313,12 @@ def test_sizes_have_the_unit_that_fits() -> None:
     assert {gib: size_text(gib and gib * 2**30) for gib in sizes} == sizes
 
 
-def test_a_chart_compares_the_configurations_best_first(runs: Runs) -> None:
+def test_a_chart_compares_the_configurations_fastest_first(runs: Runs) -> None:
     report = runs("dense")
     rows = report.page.rows("summary", "The fastest configurations")
-    best, others = rows[0], rows[1:]
-    assert best["trial"].value == report.result["best"]["number"]
-    medians = {each["trial"]: each["tokens_per_second_per_device"] for each in report.result["noise"]["medians"]}
-    assert best["tokens/s/device"].value == pytest.approx(medians[report.result["best"]["number"]])
-    speeds = [row["tokens/s/device"].value or 0.0 for row in others]
+    medians = {each["trial"]: each["tokens_per_second_per_device"] for each in report.result["runs"]}
+    for row in rows:
+        assert row["tokens/s/device"].value == pytest.approx(medians[row["trial"].value])
+    speeds = [row["tokens/s/device"].value or 0.0 for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     assert all((row["lowest"].value or 0) <= (row["highest"].value or 0) for row in rows)

@@ -1,5 +1,6 @@
 """Predictions without trials: candidates of a spec, the gain of mixing chips, and changes that make a candidate fit."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from flagcore.domain.records import model_table, prediction_record
 from flagcore.domain.space import IntArray, KnobValue, Space
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.text import candidate_line
@@ -33,7 +34,18 @@ from flagcore.tuner.feasibility import (
     search_time,
     unmet_text,
 )
-from flagcore.tuner.problem import build_problem, candidate_columns, lacks_margin, no_launch_reason, rows_by_time
+from flagcore.tuner.problem import (
+    OVER_LIMIT,
+    WITHOUT_MARGIN,
+    build_problem,
+    candidate_columns,
+    lacks_margin,
+    listed_last,
+    no_launch_reason,
+    recommended,
+    recommended_row,
+    rows_by_time,
+)
 from flagcore.tuner.search_state import SearchState, count
 from flagcore.tuner.stages.predict import limit, with_figures
 
@@ -51,10 +63,11 @@ def estimate(
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
-    With `distinct`, only the fastest candidate of each layout is returned, and its `variants` is the number of other
-    candidates with the layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published`
-    contains all published runs on the chip. `on_first` receives a line with the fastest usual candidate, before the
-    whole space is predicted. Raises the errors of `flagcore.errors`.
+    They are in the order of their predicted time or objective, and one of them is `recommended`. With `distinct`, only
+    the fastest candidate of each layout is returned, and its `variants` is the number of other candidates with the
+    layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published` contains all published
+    runs on the chip. `on_first` receives a line with the fastest usual candidate, before the whole space is predicted.
+    Raises the errors of `flagcore.errors`.
     """
     if objective is not None:
         spec = changed_spec(spec, {"auto_tuner.objective": objective})
@@ -68,16 +81,18 @@ def estimate(
         change = None if is_detected else partial(cheapest_change, problem, loaded)
         raise NothingFits(nothing_fits_text(problem, change))
     published = published_runs(problem, loaded, None if evidence else NEAREST)
-    expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[0]]), loaded)
+    place, is_published = recommended(problem, order)
+    expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[place]]), loaded)
     if len(groups) > 1:
         mixing = mixing_of(opened.spec, problem, loaded)
-    listed, more = _listed(problem, order, top, distinct=distinct)
+    listed, more = _listed(problem, order, top, place, distinct=distinct)
     others = [np.array([problem.row_of(problem.baseline)]), _crowded(problem, order)]
     found = iter(_records(problem, np.concatenate((*others, order[listed]))))  # at once, because each call takes long
     baseline, crowded = (next(found) if rows.size else None for rows in others)
     assert baseline is not None
     numbered = zip(listed.tolist(), found, more, strict=True)
     candidates = [{"number": place + 1, **each, **counted} for place, each, counted in numbered]
+    candidates.sort(key=lambda each: ("last" in each, each.get("step_time_s", {}).get("value", math.inf)))
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
     return Estimate(
         chip=task.cluster.chips,
@@ -90,6 +105,8 @@ def estimate(
         crowded=crowded,
         unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
         candidates=tuple(candidates),
+        objective=task.spec.objective,
+        as_published=is_published,
         model=tuple(model_table(optional(problem.engine, Details).parts(task))),
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
@@ -118,22 +135,41 @@ def _first_line(report: Callable[[str], object], platform: Platform, space: Spac
         report(candidate_line(name, candidate.as_dict(), found, knobs))
 
 
-def _listed(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[IntArray, list[dict[str, Any]]]:
+def _listed(
+    problem: Problem, order: IntArray, top: int, plan: int, *, distinct: bool
+) -> tuple[IntArray, list[dict[str, Any]]]:
     """Return the first `top` places of `order`, or the first with different layouts, and what their records also have.
 
-    For servers, `pareto` is whether no other candidate is predicted to be better both in rate per device and in rate
-    per user.
+    The place `plan` of the recommended candidate replaces the first of its layout, or the last one. `last` is why a
+    candidate is listed after all others. For servers, `pareto` is whether no other candidate is predicted to be better
+    both in rate per device and in rate per user.
     """
-    places, figures = np.arange(min(top, order.size)), problem.predictions.figures
-    more: list[dict[str, Any]] = [{} for _place in places]
+    places, figures = np.arange(order.size), problem.predictions.figures
+    variants = np.zeros(order.size, dtype=np.int64)
     if distinct:
-        _layouts_found, first, counts = np.unique(_layouts(problem, order), return_index=True, return_counts=True)
-        fastest = np.argsort(first)[:top]
-        places, more = first[fastest], [{"variants": int(count) - 1} for count in counts[fastest]]
+        _found, places, layouts, counts = np.unique(_layouts(problem, order), True, True, True)
+        places[layouts[plan]], variants = plan, counts[layouts] - 1
+        places = np.sort(places)
+    places = places[:top] if plan in places[:top] else np.append(places[: top - 1], plan)
+    last = listed_last(problem)[order[places]].tolist()
+    more: list[dict[str, Any]] = [{"recommended": place == plan} for place in places.tolist()]
+    if distinct:
+        more = [{**each, "variants": count} for each, count in zip(more, variants[places].tolist(), strict=True)]
+    more = [{**each, **({"last": _why_last(why)} if why else {})} for each, why in zip(more, last, strict=True)]
     if PER_DEVICE in figures and (latency := figures.get("tpot_s.p50")) is not None:
         front = set(pareto(figures[PER_DEVICE][order], -latency[order]).tolist())
         more = [{**each, "pareto": place in front} for place, each in zip(places.tolist(), more, strict=True)]
     return places, more
+
+
+def _why_last(why: int) -> str:
+    return (
+        N_("latency limit")
+        if why & OVER_LIMIT
+        else N_("little memory left")
+        if why & WITHOUT_MARGIN
+        else N_("not in the space")
+    )
 
 
 def _layouts(problem: Problem, rows: IntArray) -> IntArray:
@@ -236,11 +272,12 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     order, titles = rows_by_time(problem), problem.task.cluster.names
     ways = optional(problem.engine, MixedClusters).splits(problem.task, problem.space.columns(order))
     rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
-    plans = [(rows[:1], _plan(problem, rows, name)) for name, rows in rows_of_ways.items()]
+    plans = [(rows, _plan(problem, rows, name)) for name, rows in rows_of_ways.items()]
     known_plans = [(plan, row) for row, plan in plans if plan]
     if not known_plans:
         return None
-    (mixed, row), *other_plans = sorted(known_plans, key=lambda pair: pair[0].step_time_s)
+    (mixed, rows), *other_plans = sorted(known_plans, key=lambda pair: pair[0].step_time_s)
+    row = rows[[recommended(problem, rows)[0]]]
     alone = {title: _alone(spec, problem, group, plugins) for group, title in enumerate(titles)}
     columns = problem.space.columns(row)
     task = problem.task.for_engine(effects_of_row(problem.task, columns))
@@ -277,9 +314,9 @@ def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> Ch
 
 
 def _plan(problem: Problem, rows: IntArray, split: str = "") -> ChipPlan | None:
-    """Return the first of `rows` as a plan, or None if there are no rows or its time is unknown."""
+    """Return the recommended one of `rows` as a plan, or None if there are no rows or its time is unknown."""
     cluster, train = problem.task.cluster, problem.task.spec.train
-    for row in rows[:1].tolist():
+    for row in rows[[recommended(problem, rows)[0]]].tolist() if rows.size else ():
         prediction = problem.predictions.row(row)
         if (seconds := prediction.step_time_s) is not None:
             tokens = train.step_tokens
@@ -311,7 +348,7 @@ def cheapest_change(problem: Problem, plugins: LoadedPlugins) -> str:
         with suppress(FlagError):
             changed = build_problem(spec, plugins, problem.engine, plan=True)
             if changed.pruned.open_rows.size:
-                candidate = changed.set_knobs(changed.space.candidate(int(rows_by_time(changed)[0])))
+                candidate = changed.set_knobs(changed.space.candidate(recommended_row(changed) or 0))
                 return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)
     if problem.predictions.fits.any():  # rules, and not memory, remove the candidates
         return ""

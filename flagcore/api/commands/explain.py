@@ -15,7 +15,7 @@ from flagcore.api.runs import Snapshot, all_trials, load_snapshot, no_best_error
 from flagcore.api.subject import Subject, best_of
 from flagcore.contracts.capabilities import Layouts, Production, Shortening, optional
 from flagcore.domain.plan import failed_repeats
-from flagcore.domain.space import DOES_NOT_FIT
+from flagcore.domain.space import DOES_NOT_FIT, Candidate
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import N_, _
@@ -31,9 +31,9 @@ from flagcore.report.explanation import Explanation, needs_text, used_text
 from flagcore.report.formats import shown
 from flagcore.report.result import stop_reason
 from flagcore.report.result import trial as trial_record
-from flagcore.report.text import candidate_text, scaled_text, state_name
+from flagcore.report.text import candidate_text, knob_of, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
-from flagcore.tuner.problem import lacks_margin, rows_by_time
+from flagcore.tuner.problem import lacks_margin, recommended_row, rows_by_time
 from flagcore.tuner.search_state import count
 from flagcore.tuner.stages.build import PLANNED_SHARE
 from flagcore.tuner.stages.predict import predict_columns, with_figures
@@ -109,30 +109,37 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
         return line + ", " + _("on another machine ({source})", source=trial.source)
     if measured.broken:
         line += "; " + _("over a limit: {limits}", limits=", ".join(measured.broken))
-    if state.best is not None:
-        runs, best_s = len(state.runs_of(state.best.candidate)), 1.0 / state.speed_of(state.best.candidate)
-        if state.best.candidate != trial.candidate:
-            best = f"{_('trial')} {state.best.number}: {seconds_text(objective, best_s)}"
-            best += "" if runs == 1 else ", " + _("median of {count} runs", count=runs)
-            share = measured.step_time_s / best_s - 1.0
-            line += ", " + _("{share:+.1%} in time vs the best ({trial})", share=share, trial=best)
-        elif runs == 1:
-            line += "; " + _("it is the best")
+    runs = state.all_runs(trial.candidate)
+    if trial.state is TrialState.MEASURED and trial.number in runs.left_out:
+        line += "; " + _("not counted: {why}", why=_(runs.left_out[trial.number]))
+    elif len(runs.counted) < 2:
+        line += _against_best(snapshot, trial.candidate, measured.step_time_s)
     if not trial.reason:
         return line
     was_stopped = trial.state is TrialState.STOPPED
     return line + "; " + (_("stopped early: {reason}", reason=trial.reason) if was_stopped else trial.reason)
 
 
+def _against_best(snapshot: Snapshot, candidate: Candidate, seconds: float) -> str:
+    """Return how a candidate's time compares with the best, to be appended to a line. Empty if there is no best."""
+    state, objective = snapshot.search_state, snapshot.task.spec.objective
+    if state.best is None or state.best.candidate == candidate:
+        return "; " + _("it is the best") if state.best else ""
+    runs, best_s = len(state.runs_of(state.best.candidate)), 1.0 / state.speed_of(state.best.candidate)
+    best = f"{_('trial')} {state.best.number}: {seconds_text(objective, best_s)}"
+    best += "" if runs == 1 else ", " + _("median of {count} runs", count=runs)
+    return ", " + _("{share:+.1%} in time vs the best ({trial})", share=seconds / best_s - 1.0, trial=best)
+
+
 def _all_runs(subject: Subject) -> Iterator[str]:
-    """Yield the median time over the candidate's runs, as text. If the best was repeated, also yield whether the
-    candidate may be as fast as the best.
+    """Yield the median time over the candidate's runs that count, as text. If the best was repeated, also yield whether
+    the candidate may be as fast as the best.
     """
     state, best = subject.snapshot.search_state, subject.snapshot.search_state.best
     if len(subject.runs) > 1 and subject.measured_s:
         seconds = seconds_text(subject.snapshot.task.spec.objective, subject.measured_s)
         line = _("the median of its {count} runs: {value}", count=len(subject.runs), value=seconds)
-        yield line + ("; " + _("it is the best") if best and best.candidate == subject.candidate else "")
+        yield line + _against_best(subject.snapshot, subject.candidate, subject.measured_s)
     has_repeats = best is not None and len(state.runs_of(best.candidate)) > 1
     if has_repeats and any(trial.candidate == subject.candidate for trial in state.rivals):
         yield _("not significantly slower than the best")
@@ -168,6 +175,8 @@ def _why_open(subject: Subject) -> list[str]:
     order, run = rows_by_time(subject.snapshot.problem), subject.snapshot.run
     places = (np.flatnonzero(order == subject.row) + 1).tolist()
     lines = [_("number {place:,} of {count:,} in `flag estimate`", place=place, count=order.size) for place in places]
+    if subject.row is not None and subject.row == recommended_row(subject.snapshot.problem):
+        lines.append(_("recommended"))
     if places and lacks_margin(subject.snapshot.task, subject.snapshot.problem.predictions)[subject.row]:
         text = N_("plans list it last, because it leaves less than {share:.1%} of the memory free")
         lines.append(_(text, share=1.0 - PLANNED_SHARE))
@@ -217,9 +226,9 @@ def explain_candidate(
 ) -> CandidateReport:
     """Explain one candidate of a spec, or of the run in a folder.
 
-    `candidate` is one of: `best`; `baseline`; a number; knobs with values such as `tp=2, pp=4, micro_batch_size=1`. In
-    a run, the number is of a trial. In a spec, it is the position in the list of `estimate`, from 1. Raises the errors
-    of `flagcore.errors`.
+    `candidate` is one of: `best` (of a spec: `recommended`); `baseline`; a number; knobs with values, such as `tp=2,
+    pp=4`, which mean the fastest candidate that has them. In a run, the number is of a trial. In a spec, it is the
+    position in the list of `estimate`, from 1. Raises the errors of `flagcore.errors`.
     """
     return candidate_report(load_snapshot(where, chip, without), candidate)
 
@@ -245,20 +254,23 @@ def explain_like(
     snapshot = load_snapshot(spec, chip, without)
     if "=" in name:
         return candidate_report(snapshot, name)
-    problem, order = snapshot.problem, rows_by_time(snapshot.problem)
+    problem, plan_row = snapshot.problem, recommended_row(snapshot.problem)
     title, job = published_job(problem, snapshot.plugins, name)
     layout = optional(problem.engine, Layouts).in_space(job.candidate, job.model)
-    knobs = [axis.knob for axis in problem.space.axes if axis.knob != optional(problem.engine, Shortening).replicas]
-    values = {knob: layout[knob] for knob in knobs if layout.get(knob) is not None}
+    axes = [axis for axis in problem.space.axes if axis.knob != optional(problem.engine, Shortening).replicas]
+    sizes = {axis.knob: axis.neutral for axis in axes if knob_of(axis.knob, problem.knobs).layout}
+    known = {axis.knob: layout.get(axis.knob, sizes.get(axis.knob)) for axis in axes}
+    values = {knob: value for knob, value in known.items() if value is not None}
     report = candidate_report(snapshot, ", ".join(f"{knob}={value}" for knob, value in values.items()))
     prediction = predicted_like(problem, job)
-    if prediction is None or prediction.step_time_s is None or not order.size:
+    if prediction is None or prediction.step_time_s is None or plan_row is None:
         return replace(report, name=title)
     published = with_figures(problem.task, prediction)
-    best_s = float(problem.predictions.step_time_s[order[0]])
+    best_s = float(problem.predictions.step_time_s[plan_row])
     figures = {"seconds": prediction.step_time_s, "used": used_text(published, ".4g")}
     text = N_(
-        "with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the best, ~{used} GiB"
+        "with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the recommended "
+        "candidate, ~{used} GiB"
     )
     line = _(text, gain=prediction.step_time_s / best_s - 1.0, **figures)
     line += ", " + _("does not fit") if prediction.fits is False else ""

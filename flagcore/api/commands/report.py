@@ -147,7 +147,7 @@ def _run_facts(run: RunData, state: str) -> dict[str, Any]:
         "value": value,
         "low": low,
         "high": high,
-        "speedup": None if speedup is None else speedup.median,
+        "speedup": None if speedup is None else speedup.value,
         "significant": None if speedup is None else speedup.significant,
         "stopped_because": run.data.get("stopped_because"),
         "no_best": None if best else no_best(run),

@@ -353,7 +353,7 @@ def _budget_share(data: dict[str, Any], parts: int) -> dict[str, Any]:
 def _best_s(plan: Plan) -> float:
     """Return the median step time of the best in seconds. If the objective is a rate, it is the inverse of the rate."""
     best = plan.best
-    times = (plan.medians.get(best.number), best.step_seen_s, best.predicted_step_s) if best else ()
+    times = (plan.median_s(best), best.step_seen_s, best.predicted_step_s) if best else ()
     return next(filter(None, times), math.inf)
 
 

@@ -39,7 +39,11 @@ def outcome(data: dict[str, Any], run_dir: Path) -> Any:
     (run_dir / "best").mkdir()
     (run_dir / "best" / "launch.json").write_text(engine)
     best = SimpleNamespace(number=0, step_seen_s=1 / RATES[engine], predicted_step_s=None)
-    return Found(SimpleNamespace(best=best, medians={}, stopped_because=""), {"given": data}, run_dir)
+    return Found(
+        SimpleNamespace(best=best, median_s=lambda trial: trial.step_seen_s, stopped_because=""),
+        {"given": data},
+        run_dir,
+    )
 
 
 def test_the_best_engine_wins_and_an_unavailable_one_is_skipped(tmp_path: Path) -> None:

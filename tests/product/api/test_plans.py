@@ -17,7 +17,7 @@ from flagcore.errors import NothingFits, UsageError
 from flagcore.plugins import load_plugins
 from flagcore.report.estimate import Estimate, estimate_texts
 from flagcore.report.text import bottleneck_text
-from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.problem import recommended_row
 from flagcore.tuner.stages import build as build_module
 from tests.checks import given
 from tests.product.tasks import LLAMA_8B
@@ -58,9 +58,33 @@ def test_each_layout_is_listed_once_with_its_number_among_all_candidates() -> No
         assert every[each["number"] - 1]["candidate"] == each["candidate"]
 
 
-def test_the_bottleneck_of_the_fastest_candidate_is_named() -> None:
+SERVER = {
+    "model": LLAMA_8B,
+    "cluster": {"chip": "H100-SXM", "devices_per_node": 8},
+    "serve": {"engine": "vllm", "profile": {"input_len": 2048, "output_len": 128, "concurrency": 64}},
+}
+
+
+@pytest.mark.parametrize("job", [spec(), SERVER], ids=["training", "serving"])
+def test_plans_list_candidates_by_their_time_and_partial_knobs_mean_the_fastest_of_them(job: Any) -> None:
+    found = api.estimate(job, top=10_000)
+    seconds, plan = [each["step_time_s"]["value"] for each in found.candidates], found.recommended
+    listed = [time for time, each in zip(seconds, found.candidates, strict=True) if "last" not in each]
+    assert listed == sorted(listed) == seconds[: len(listed)]
+    assert plan["step_time_s"]["value"] <= 1.1 * seconds[0]
+    assert [each["recommended"] for each in found.candidates].count(True) == 1
+    assert api.estimate(job, top=1).candidates[0]["candidate"] == plan["candidate"]
+    explained = api.explain_candidate(job, "recommended")
+    assert explained.candidate == plan["candidate"]
+    fastest = explained.changes.get("fastest")
+    assert (fastest.candidate if fastest else plan["candidate"]) == found.candidates[0]["candidate"]
+    with_tp_8 = [each for each in found.candidates if each["candidate"]["tensor_model_parallel_size"] == 8]
+    assert api.explain_candidate(job, "TP 8").candidate == with_tp_8[0]["candidate"]
+
+
+def test_the_bottleneck_of_the_recommended_candidate_is_named() -> None:
     found = api.estimate(spec())
-    assert str(found.candidates[0]["limit"]) in bottleneck_text(read_prediction(found.candidates[0]))
+    assert str(found.recommended["limit"]) in bottleneck_text(read_prediction(found.recommended))
 
 
 def test_a_family_name_means_one_chip_in_specs_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -261,12 +285,13 @@ def test_a_plan_comes_with_the_nearest_published_runs(estimate: Estimate) -> Non
     assert not api.estimate(SPEC, chip="910B1").published
 
 
-def test_of_equally_fast_candidates_layouts_of_near_published_runs_come_first_and_then_the_simplest() -> None:
+def test_of_equally_fast_candidates_layouts_of_near_published_runs_are_recommended_and_then_the_simplest() -> None:
     problem = open_spec({**SPEC, "auto_tuner": {}}, None, (), plan=True).problem
     equal = replace(problem.predictions, step_time_s=np.ones(len(problem.space)))
-    orders = [rows_by_time(replace(problem, predictions=equal, published=runs)) for runs in (problem.published[:1], ())]
+    runs_of = (problem.published[:1], ())
+    plans = [recommended_row(replace(problem, predictions=equal, published=runs)) for runs in runs_of]
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    first, usual = ([problem.space.candidate(int(rows[0])).as_dict()[name] for name in sizes] for rows in orders)
+    first, usual = ([problem.space.candidate(given(row)).as_dict()[name] for name in sizes] for row in plans)
     assert (first, usual) == ([1, 1, 2], [1, 1, 1])
 
 
@@ -276,7 +301,7 @@ def test_plans_are_expected_to_be_slower_where_such_runs_are_published(estimate:
     assert (estimate.expected_here, others.expected_here) == (True, False)
     for plan in (estimate, api.estimate(spec), others):
         mean, low, high = given(plan.expected_s)
-        assert low < plan.candidates[0]["step_time_s"]["value"] < mean < high
+        assert low < plan.recommended["step_time_s"]["value"] < mean < high
 
 
 def test_flags_mean_what_the_engine_makes_of_them() -> None:
@@ -317,7 +342,7 @@ def test_the_layout_of_a_published_run_is_compared_with_the_best() -> None:
 def test_an_mfu_above_the_published_ones_is_reported(estimate: Estimate) -> None:
     best, (first, *others) = max(each.mfu or 0 for each in estimate.published), estimate.candidates
     for mfu, warns in ((best - 0.01, False), (best + 0.01, True)):
-        changed = replace(estimate, candidates=({**first, "mfu": mfu}, *others))
+        changed = replace(estimate, candidates=({**first, "mfu": mfu, "recommended": True}, *others))
         assert any(f"{mfu:.1%}" in text for text, is_result in estimate_texts(changed) if not is_result) == warns
 
 

@@ -36,7 +36,7 @@ def test_the_example_of_1024_devices_is_estimated_without_any_of_them(
     flag: Flag, answer: Answer, project: Project
 ) -> None:
     completed = flag("tune", EXAMPLE, "--fidelity", "estimate", "--run-dir", str(project.run_dir)).worked()
-    assert "Best predicted configuration on 1024 x H100-SXM: " in completed.out
+    assert "Recommended on 1024 x H100-SXM: " in completed.out
     assert any(line.startswith("  Speed: ~") for line in completed.out.splitlines())
     assert completed.out.strip() == (project.run_dir / "report.txt").read_text().strip()
     result = project.result()

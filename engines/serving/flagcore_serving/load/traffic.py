@@ -13,7 +13,7 @@ import numpy as np
 
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.errors import SpecError
-from flagcore_serving.job import DEFAULT_CONCURRENCY, MAX_LENGTH_RATIO, Load
+from flagcore_serving.job import DEFAULT_CONCURRENCY, Load
 from flagcore_serving.load.images import data_uri, draw_images, random_text
 from flagcore_serving.load.result import CHAT, COMPLETIONS, GENERATE
 from flagcore_serving.load.traces import BLOCK, Traffic, trace_of
@@ -79,7 +79,7 @@ PROMPT_SIGMA, ANSWER_SIGMA = 1.4, 1.1
 def _lengths(rng: np.random.Generator, length: int, load: Load, sigma: float) -> IntArray:
     """Draw lengths from the distribution or the range of `load`, rounded as in the engines' own clients."""
     if load.distribution == "lognormal":
-        return _lognormal(rng, length, load.num_prompts or 0, sigma)
+        return _lognormal(rng, length, load.num_prompts or 0, sigma, load.longest_of(length))
     if load.range_spread is not None:
         low, high = math.floor(length * (1 - load.range_spread)), math.ceil(length * (1 + load.range_spread))
     else:
@@ -87,13 +87,13 @@ def _lengths(rng: np.random.Generator, length: int, load: Load, sigma: float) ->
     return rng.integers(max(low, 1), max(high, 1), size=load.num_prompts, endpoint=True)
 
 
-def _lognormal(rng: np.random.Generator, mean: int, count: int, sigma: float) -> IntArray:
-    """Draw log-normal lengths from 1 to `MAX_LENGTH_RATIO` x `mean`, scaled so that their mean is `mean`."""
+def _lognormal(rng: np.random.Generator, mean: int, count: int, sigma: float, longest: int) -> IntArray:
+    """Draw log-normal lengths from 1 to `longest`, scaled so that their mean is `mean`."""
     values = rng.lognormal(sigma=sigma, size=count)
-    low, high = 0.0, MAX_LENGTH_RATIO * mean / float(values.min())
+    low, high = 0.0, longest / float(values.min())
     for _ in range(50):
         scale = (low + high) / 2
-        lengths = np.clip(np.rint(values * scale), 1, MAX_LENGTH_RATIO * mean)
+        lengths = np.clip(np.rint(values * scale), 1, longest)
         low, high = (scale, high) if lengths.mean() < mean else (low, scale)
     return lengths.astype(np.int64)
 

@@ -194,7 +194,7 @@ def _highest(
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     times = context.times
-    costs = times.local[row].tobytes() + times.shared[row].tobytes() + times.cached[row].tobytes()
+    costs = b"".join(each[row].tobytes() for each in (times.local, times.shared, times.summed, times.cached))
     other_costs = np.array([times.floor[row], times.captured[row], times.fixed[row], times.crowding[row]]).tobytes()
     if context.encoder is not None:
         other_costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
@@ -245,7 +245,9 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     """Return the mean seconds of a request by part (see PARTS), averaged over all instances of a candidate.
 
     If a candidate has prefill and decode instances, a request visits one of each. `figures`: the metrics of the
-    candidates. The parts add up to the mean time of a request; the queue is the remainder.
+    candidates. The parts before the first token add up to the mean TTFT; `queue_s` is what a prompt alone does not
+    take. Those after it add up to the rest of the mean time; `shared_s` is what an answer takes longer because the
+    steps also compute other requests' prompts.
     """
     kinds = context.kinds
     load = context.draw(context.serve.loads[0])
@@ -254,17 +256,22 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)
     visits = np.where(kinds.role > 0, 1.0 / kinds.count, 1.0)
     count = kinds.total(np.where(visits < 1.0, 0.0, 1.0))
-    raw = parts(loop, running)
-    mean_parts = {name: kinds.total(visits * seconds) / np.maximum(count, 1.0) for name, seconds in raw.items()}
+    before, after = (
+        {name: kinds.total(visits * seconds) / np.maximum(count, 1.0) for name, seconds in each.items()}
+        for each in parts(loop, running)
+    )
     if kinds.role.any():
         caches = np.where(kinds.role == 2, context.transfer * load.means[0], 0.0)
-        mean_parts["transfer_s"] = kinds.total(visits * caches)
-    total = sum(mean_parts.values(), np.zeros(kinds.size))
-    request_seconds = figures["e2e_s.mean"]
-    share = np.minimum(1.0, request_seconds / total)
-    return {"queue_s": np.maximum(request_seconds - total, 0.0)} | {
-        name: each * share for name, each in mean_parts.items()
-    }
+        before["transfer_s"] = kinds.total(visits * caches)
+    first_token, end = figures["ttft_s.mean"], figures["e2e_s.mean"]
+    found = dict[str, FloatArray]()
+    for rest, alone, whole in (("queue_s", before, first_token), ("shared_s", after, end - first_token)):
+        total = sum(alone.values(), np.zeros(kinds.size))
+        share = np.minimum(1.0, whole / np.maximum(total, 1e-12))
+        found[rest] = np.maximum(whole - total, 0.0)
+        for name, each in alone.items():
+            found[name] = found.get(name, 0.0) + each * share
+    return {name: found[name] for name in (*PARTS, *(found.keys() - PARTS))}
 
 
 def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
@@ -444,12 +451,12 @@ def _iterations(
     chunk = np.maximum(loop.budget - decoding * overheads.mixes, 1.0)
     arrived = np.maximum(decoding * loop.prompt / loop.output, waiting)
     prompt_tokens = np.minimum(np.maximum(loop.prompt, arrived), chunk)
-    piece = np.minimum(loop.prompt, prompt_tokens)
+    piece = np.minimum(np.minimum(loop.prompt, prompt_tokens), loop.budget / loop.ranks)
     piece = np.maximum(np.minimum(piece, loop.budget / ranks), piece / loop.stages)
     longest = np.maximum(prompt_tokens / ranks, piece)
     mixed_in = decoding if overheads.mixes else np.zeros_like(decoding)
     tokens = mixed_in / loop.stages + np.maximum(prompt_tokens / loop.stages, longest)
-    mixed = interpolate(costs.local, mixed_in / ranks + longest) + interpolate(costs.shared, tokens)
+    mixed = interpolate(costs.local, mixed_in / ranks + longest) + interpolate(costs.shared + costs.summed, tokens)
     mixed = mixed + interpolate(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
     mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if overheads.mixes else 0.0)
     mixed = mixed + loop.encode * longest / loop.prompt
@@ -459,12 +466,13 @@ def _iterations(
     return plain + host, mixed + mixed_host, prompt_tokens
 
 
-PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")
+PARTS = ("queue_s", "prefill_s", "decode_s", "shared_s", "collectives_s", "host_s")
 """Parts of a request's time, in the order in which reports list them."""
 
 
-def parts(loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
-    """Return the seconds that a request spends in each part of its time, without waits for a slot or other prompts.
+def parts(loop: ClosedLoop, decoding: FloatArray) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
+    """Return the seconds that a request spends in each part of its time before and after the first token, without waits
+    for a slot or other prompts.
 
     `decoding`: the mean number of decoding sequences of a lane. A prompt is assumed to run alone, and an answer to run
     only with other decoding sequences.
@@ -477,18 +485,19 @@ def parts(loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
     launch_wait = np.where(batch / loop.ranks > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
     piece = np.minimum(loop.prompt, np.maximum(loop.budget, 1.0))
     pieces = np.where(role == 2, 0.0, loop.prompt / piece)
-    prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged, piece))
-    prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared, piece))
+    prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged + costs.summed, piece))
+    prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared + costs.summed, piece))
     prompt = prompt + interpolate(costs.sampled, np.ones_like(piece))
     prompt = np.where(role == 2, 0.0, prompt + costs.pair * 0.5 * loop.prompt**2 + loop.encode)
     is_eager = (piece > costs.captured) | (not loop.overheads.mixes)
     prefill_wait = np.where(is_eager, np.maximum(pieces * costs.floor - prompt, 0.0), 0.0)
+    host = costs.fixed + costs.sequence * decoding / loop.ranks + launch_wait
     return {
         "prefill_s": prompt - prefill_comm,
+        "collectives_s": prefill_comm,
+        "host_s": loop.front_end + prefill_wait + pieces * costs.fixed,
+    }, {
         "decode_s": decode_steps * (device - decode_comm),
-        "collectives_s": prefill_comm + decode_steps * decode_comm,
-        "host_s": loop.front_end
-        + prefill_wait
-        + pieces * costs.fixed
-        + decode_steps * (costs.fixed + costs.sequence * decoding / loop.ranks + launch_wait),
+        "collectives_s": decode_steps * decode_comm,
+        "host_s": decode_steps * host,
     }

@@ -4,17 +4,18 @@ The times of matrix products, small kernels and messages depend only on the numb
 table over a grid of token counts. Attention adds a time per cached token that is read, and per query-key pair.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import Mixer
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.physics.roofline import cast_bytes
 from flagcore.physics.transformer import attended, own_key_width, paired_layers, read_layers, widths
 from flagcore_serving.model.memory import offloaded_bytes
-from flagcore_serving.model.work import Serving
+from flagcore_serving.model.work import Serving, SparseKernel
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import ATTENTION, parameters
 
@@ -40,6 +41,7 @@ class IterationCosts:
     - `local`: work of an attention rank on its own tokens.
     - `shared`: work of the experts on the tokens of all ranks.
     - `messages`, `exchanged`: the communication that `local` and `shared` include.
+    - `summed`: what `shared` takes longer for prompts.
     - `sampled`: the output head and messages about a shared cache, for sequences that get a token.
 
     Arrays with one element per candidate:
@@ -54,6 +56,7 @@ class IterationCosts:
     shared: FloatArray
     messages: FloatArray
     exchanged: FloatArray
+    summed: FloatArray
     sampled: FloatArray
     cached: FloatArray
     pair: FloatArray
@@ -88,8 +91,9 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         attention = _projections(replace(serving, model=each), column, kernels, tokens) + overheads.attention + reduce
         if model.multi_latent_attention:
             attention = attention + overheads.latent
-        if each.indexer and each.indexer.heads:
-            attention = attention + overheads.indexer
+        if each.indexer:
+            attention = attention + _last_blocks(replace(serving, model=each), settings)[:, None]
+            attention = attention + (overheads.indexer if each.indexer.heads else 0.0)
         local = local + each.attention_layers * attention
     if width := float(model.layer_embedding_size):
         h, layers = float(model.hidden_size), float(model.num_layers)
@@ -102,7 +106,7 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         ffn = _ffn(serving, kernels, tokens, model.ffn_hidden_size / column.tensor)
         local = local + dense * (ffn + overheads.ffn + reduce)
         messages = messages + dense * reduce
-    shared = exchanged = np.zeros_like(local)
+    shared = exchanged = summed = np.zeros_like(local)
     if moe:
         if model.moe_shared_expert_intermediate_size:
             shared_width = model.moe_shared_expert_intermediate_size / column.tensor
@@ -114,6 +118,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
             )
         busiest = imbalance(serving, column)
         exchanged = moe * exchange(serving, column, costs, tokens) * busiest
+        if overheads.sums_prompts:
+            summed = moe * _summed(serving, column, costs, tokens)
         shared = moe * experts(serving, column, kernels, tokens) * busiest + exchanged
         moe_reduce = moe * np.where(column.data > 1.0, 0.0, reduce)
         local, messages = local + moe_reduce, messages + moe_reduce
@@ -124,7 +130,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     passes = NODES / tokens
     cached, pair = _attention_rates(serving, settings, kernels)
     pace, expert_pace = _paces(serving, settings)
-    local, shared, exchanged = local * pace[:, None], shared * expert_pace[:, None], exchanged * expert_pace[:, None]
+    local = local * pace[:, None]
+    shared, exchanged, summed = (each * expert_pace[:, None] for each in (shared, exchanged, summed))
     cached, pair, head = cached * pace, pair * pace, head * column.pipeline
     if (settings.sharing > 1.0).any():
         head = head + model.attention_layers * _shared_cache(serving, column, costs, tokens)
@@ -144,6 +151,7 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         shared=shared * passes / column.cores,
         messages=messages * passes / column.cores,
         exchanged=exchanged * passes / column.cores,
+        summed=summed * passes / column.cores,
         sampled=head / column.cores,
         cached=cached / settings.cores,
         pair=pair / settings.cores,
@@ -356,6 +364,8 @@ def _rates_of_attention(serving: Serving, settings: Settings, kernels: KernelCos
         0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS
     )
     cached, pair = read_layers(model, serving.tokens) * cached, paired_layers(model, serving.prompt) * pair
+    if model.indexer:
+        cached, pair = _rates_of_selected(serving, settings, cached, pair)
     if (index := model.indexer) and index.heads:  # it computes only scores, in 8 bits: a quarter of the time
         keys_s = kernels.memory_seconds(64.0 * REFERENCE_TOKENS * index.token_bytes * np.ones_like(heads))
         cached = cached + model.attention_layers * keys_s / (64.0 * REFERENCE_TOKENS)
@@ -363,6 +373,52 @@ def _rates_of_attention(serving: Serving, settings: Settings, kernels: KernelCos
         scores = seconds(1.0, REFERENCE_TOKENS, REFERENCE_TOKENS, np.ones_like(heads), index.head_dim, count)
         pair = pair + model.attention_layers * 0.25 * scores / (0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS)
     return cached, pair
+
+
+def _rates_of_selected(
+    serving: Serving, settings: Settings, cached: FloatArray, pair: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Return the rates of `_attention_rates` if the engine has kernels of its own for selected tokens, else the given
+    ones. Such a kernel computes latent attention in its absorbed form, for prompts, too."""
+    model, context = serving.model, 0.5 * (serving.prompt + serving.tokens)
+    layers, top_k = float(model.attention_layers), float(model.indexer.top_k) if model.indexer else 0.0
+    for kernel, applies, _, seconds in _sparse_kernels(serving, settings):
+        if kernel.answers:
+            selected = min(top_k, context) if kernel.skips else top_k
+            cached = np.where(applies, layers * seconds * selected / context, cached)
+        if kernel.prompts and not (serving.overheads.dense_prompts and serving.prompt <= top_k):
+            part = min(top_k / serving.prompt, 1.0)
+            selected = 0.5 * part * (2.0 - part) * serving.prompt if kernel.skips else top_k
+            pair = np.where(applies, layers * seconds * selected * 2.0 / serving.prompt, pair)
+    return cached, pair
+
+
+def _last_blocks(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the seconds that the blocks of a layer's last answers take beyond their even share of all units: half of
+    the time of a block, as a mean over numbers of blocks."""
+    top_k, wait = float(serving.model.indexer.top_k) if serving.model.indexer else 0.0, np.zeros(settings.tensor.shape)
+    for kernel, applies, blocks, seconds in _sparse_kernels(serving, settings):
+        if kernel.answers:
+            selected = min(top_k, 0.5 * (serving.prompt + serving.tokens)) if kernel.skips else top_k
+            wait = np.where(applies, 0.5 * seconds * selected * kernel.units / blocks, wait)
+    return wait
+
+
+def _sparse_kernels(
+    serving: Serving, settings: Settings
+) -> Iterator[tuple[SparseKernel, BoolArray, FloatArray, FloatArray]]:
+    """Yield each kernel for sparse attention on this chip, the last one first: for which candidates it applies, and on
+    a rank its blocks of heads, and the seconds of a token and a selected token."""
+    model = serving.model
+    if not model.multi_latent_attention:
+        return
+    heads = model.num_attention_heads / settings.tensor * settings.sharing
+    width = 2.0 * (model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)
+    for kernel in reversed(serving.overheads.sparse):
+        if kernel.architecture == serving.architecture and np.isfinite(serving.peak):
+            blocks = np.ceil(heads / kernel.heads)
+            applies = (settings.cache_element_bytes == kernel.cache) & (heads >= kernel.least)
+            yield kernel, applies, blocks, blocks * kernel.heads * 2.0 * width / (kernel.rate * serving.peak)
 
 
 def linear(
@@ -473,6 +529,16 @@ def exchange(serving: Serving, settings: Settings, costs: Costs, tokens: FloatAr
     if settings.exchanges.any():
         sent = _sent_to_experts(serving, ranks.astype(np.float64), costs, tokens / ranks)
     return np.where(settings.data > 1.0, np.where(settings.exchanges, sent, gathered), 0.0)
+
+
+def _summed(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
+    """Return the seconds that one layer takes longer than in `exchange` if the ranks exchange `tokens` in two
+    all-reduces: of tokens that each rank copies into zeros and out of the result, and of the experts' results."""
+    ranks = (settings.tensor * settings.data).astype(np.int64)
+    payload = tokens * (2.0 * serving.model.hidden_size)
+    sums = 2.0 * costs.collectives.seconds("all_reduce", payload, ranks, np.ones(ranks.shape, dtype=np.int64))
+    longer = sums + costs.kernels.memory_seconds(3.0 * payload) - exchange(serving, settings, costs, tokens)
+    return np.where((settings.data > 1.0) & ~settings.exchanges, np.maximum(longer, 0.0), 0.0)
 
 
 def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, tokens: FloatArray) -> FloatArray:

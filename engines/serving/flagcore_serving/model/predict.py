@@ -1,5 +1,6 @@
 """Combines memory, iteration times and simulated loads into the predictions of candidates."""
 
+import math
 import os
 from dataclasses import fields, replace
 from typing import TypeVar
@@ -54,8 +55,8 @@ NARROW_BYTES = 1.9
 """A file with fewer bytes per weight than this stores weights in fewer than 16 bits."""
 
 WIDTH_FACTOR = 2.0
-"""Factor on both ends of an interval if the chip was not measured, the engine or its kind of attention (linear or
-sparse) was not fitted, or weights are read from the host."""
+"""Factor on both ends of an interval if the chip was not measured, the engine was not fitted, or weights are read from
+the host."""
 
 NETWORK_FACTOR = 1.2
 """An additional factor on both ends if the rate of the network between hosts is assumed. A choice."""
@@ -97,7 +98,7 @@ def predict(
     figures["kv_cache_tokens"] = kinds.total((kinds.role != 1) * np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.guessed or costs.synchronous or untested
-    unmeasured |= bool(task.spec.model.other_mixers or task.spec.model.indexer or settings.offloaded.any())
+    unmeasured |= bool(settings.offloaded.any())
     width_factor = (WIDTH_FACTOR if unmeasured else 1.0) * (NETWORK_FACTOR if costs.assumed_network else 1.0)
     few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
     return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
@@ -183,6 +184,8 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
     link = group.chip.link
     on_bus = link is not None and link.topology == "pcie"
     serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt)
+    peak = group.chip.dense_flops_per_second.get("bf16")
+    serving = replace(serving, architecture=group.chip.architecture, peak=peak.value if peak else math.nan)
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
     serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
     serving = replace(serving, host_rate=host.value if host else HOST_RATE)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from itertools import islice
 from math import ceil, inf
 
 from flagcore_serving.model.iteration import NODES, IterationCosts
@@ -72,6 +73,7 @@ class Price:
         self._parts = lane.ranks * lane.stages
         self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()
         self._sampled = costs.sampled[row].tolist()
+        self._prompts = (costs.shared[row] + costs.summed[row]).tolist()
         self._fixed, self._sequence = float(costs.fixed[row]), float(costs.sequence[row])
         self._floor, self._captured = float(costs.floor[row]), float(costs.captured[row])
         self._decode: dict[int, float] = {}
@@ -116,19 +118,23 @@ class Price:
         longest = max(min(longest, self.lane.budget / ranks), longest / stages)
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
         time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
-        time += _interpolate(self._shared, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
+        time += _interpolate(self._prompts, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
         if batch / self.lane.ranks > self._captured or not self.overheads.mixes:
             time = max(time, self._floor)
         return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self.lane.ranks
 
-    def pieces(self, sequences: int, tokens: float, pairs: float, count: int) -> float:
-        """Return the time of `count` iterations in seconds, each of which computes `tokens` tokens of one long prompt.
+    def pieces(self, sequences: int, tokens: float, pairs: float, count: int, prompts: float = 1.0) -> float:
+        """Return the time of `count` iterations in seconds, each of which computes `tokens` tokens of long prompts, one
+        on each of `prompts` attention DP ranks.
 
-        `sequences`: sequences that decode at the same time. `pairs`: query-key pairs of the first iteration; each
-        further iteration has `tokens` squared more than the one before.
+        `sequences`: sequences that decode at the same time. `pairs`: query-key pairs of the first iteration; in each
+        further one, each prompt has the square of its tokens more.
         """
-        first, last = (self.mixed(sequences, tokens, tokens, pairs + each * tokens**2, 0) for each in (0, count - 1))
-        growth = self.pair * tokens**2
+        piece = tokens / prompts
+        first, last = (
+            self.mixed(sequences, tokens, piece, pairs + each * prompts * piece**2, 0) for each in (0, count - 1)
+        )
+        growth = self.pair * piece**2
         if count < 3 or growth <= 0.0:
             return 0.5 * count * (first + last)
         host_bound = max(0, ceil(count - 1 - (last - first) / growth - 1e-6))  # iterations that wait for the host
@@ -313,23 +319,31 @@ class Simulation:
         return True
 
     def _prompts(self) -> bool:
-        """Compute an iteration with pieces of prompts; return False if there are no prompts to compute."""
+        """Compute an iteration with pieces of prompts; return False if there are no prompts to compute.
+
+        A prompt belongs to one attention DP rank, which has a scheduler and a budget of its own (vLLM
+        `docs/serving/data_parallel_deployment.md`; SGLang `managers/data_parallel_controller.py`).
+        """
         decoding = self.running if self.overheads.mixes else 0
         budget = self.lane.budget - decoding
-        if self.partial and self._pieces(self.partial[0], decoding, budget):
+        if self._pieces(decoding, budget):
             return True
         tokens = pairs = longest = encode = 0.0
         ended: list[Request] = []
-        while budget > 0 and (self.partial or self._admit(len(ended))):
-            request = self.partial[0]
+        most, continued = budget / self.lane.ranks, 0
+        while budget > 0 and (continued < len(self.partial) or self._admit(len(ended))):
+            request = self.partial[continued]
             total = request.prompt + request.made
             encode, request.encode = encode + request.encode, 0.0
-            piece = min(budget, total - request.done)
+            piece = min(budget, most, total - request.done)
             pairs += piece * (request.done + 0.5 * piece)
             request.done += piece
             tokens, budget, longest = tokens + piece, budget - piece, max(longest, piece)
             if request.done >= total:
-                ended.append(self.partial.popleft())
+                ended.append(request)
+                del self.partial[continued]
+            else:
+                continued += 1
         if not tokens:
             return False
         time = self.price.mixed(decoding, tokens, longest, pairs, len(ended), encode)
@@ -344,19 +358,27 @@ class Simulation:
         self._finish()
         return True
 
-    def _pieces(self, request: Request, decoding: int, budget: float) -> bool:
-        """Compute in one step all iterations that one long prompt fills. Return False if they are at most `MIN_PIECES`.
+    def _pieces(self, decoding: int, budget: float) -> bool:
+        """Compute in one step all iterations in which each attention DP rank computes a piece of one long prompt.
 
-        The last piece of the prompt is left to `_prompts`. No decoding sequence ends before the last of these
+        Return False if they are at most `MIN_PIECES`, or if a rank has no such prompt.
+        The last pieces of the prompts are left to `_prompts`. No decoding sequence ends before the last of these
         iterations.
         """
-        if budget <= 0.0 or request.prompt + request.made - request.done <= MIN_PIECES * budget:
+        ranks = self.lane.ranks
+        if budget <= 0.0 or len(self.partial) < ranks:
             return False
-        count = ceil((request.prompt + request.made - request.done) / budget) - 1
+        requests, piece = list(islice(self.partial, ceil(ranks))), budget / ranks
+        least = min(request.prompt + request.made - request.done for request in requests)
+        if least <= MIN_PIECES * piece:
+            return False
+        count = ceil(least / piece) - 1
         if decoding:
             count = min(count, self.heap[0][0] - self.step)
-        time = self.price.pieces(decoding, budget, budget * (request.done + 0.5 * budget), count)
-        request.done += count * budget
+        pairs = sum(piece * (request.done + 0.5 * piece) for request in requests)
+        time = self.price.pieces(decoding, budget, pairs, count, ranks)
+        for request in requests:
+            request.done += count * piece
         if decoding:
             read = self.price.cached(self.running)
             context = self.offset + self.running * self.step

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,30 @@ one prompt after the other, because tokenizers are not thread-safe (vllm-project
 PIXEL = 25e-9
 """Seconds per pixel to decode and scale an image in one thread: 16 to 29 ns for 256 x 256 to 1920 x 1080 pixels, PNG or
 JPEG, with transformers 5.19 on one core of a Xeon, measured on 2026-11-23. vLLM 0.32 has one such thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseKernel:
+    """A kernel of latent attention to the tokens that an indexer selects.
+
+    - `architecture`, `cache`: the chips, and the bytes of a cached element, for which an engine uses it.
+    - `least`: the smallest number of query heads of a rank for which it does.
+    - `prompts`, `answers`: whether it computes prompts, and tokens of answers.
+    - `heads`: the number of query heads of a block. A rank with fewer heads computes as many, with zeros.
+    - `rate`: operations per second relative to the chip's peak in 16 bits.
+    - `units`: number of units of the chip, if each block is computed on one of them; 0 if blocks are divided.
+    - `skips`: whether it skips the places of tokens that a short context does not have.
+    """
+
+    architecture: str
+    heads: int
+    rate: float
+    cache: float = 2.0
+    least: int = 1
+    prompts: bool = True
+    answers: bool = True
+    units: int = 0
+    skips: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +72,17 @@ class Overheads:
     - `reduce_doubling`: addition to `reduce` for each doubling of the ranks beyond two.
     - `handover`: between two stages of a pipeline, besides the message.
 
+    Sparse attention:
+
+    - `sparse`: its kernels, the first that applies before others. Without one, it is as fast as other attention.
+    - `dense_prompts`: whether prompts of which all tokens are selected are computed as without an indexer.
+
     Experts:
 
     - `grouped_share`, `grouped_work`: rates at which the experts' weights are read and multiplied, relative to other
       matrix products.
     - `exchanged_share`: factor on both rates if attention ranks exchange their tokens.
+    - `sums_prompts`: whether attention ranks exchange prompts by all-reduces of the tokens of all ranks.
     - `spread`: share of an iteration's tokens that choose experts independently of each other.
 
     Kernels that an iteration launches if it is not a captured graph; the host may then be slower than the device:
@@ -85,9 +116,12 @@ class Overheads:
     reduce: float = 10e-6
     reduce_doubling: float = 0.0
     handover: float = 0.0
+    sparse: Sequence[SparseKernel] = ()
+    dense_prompts: bool = False
     grouped_share: float = 1.0
     grouped_work: float = 1.0
     exchanged_share: float = 1.0
+    sums_prompts: bool = False
     spread: float = 1.0
     eager_kernels: float = 0.0
     eager_experts: float = 0.0
@@ -119,6 +153,7 @@ class Serving:
     - `wide`: the parts of the model that are stored in 16 bits (see `Quantization`).
     - `link_domain`: number of consecutive devices that are connected without the network.
     - `host_rate`: bytes per second from the memory of the host to a device.
+    - `architecture`, `peak`: those of the chip; the peak in 16 bits, in operations per second.
     - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
     - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and mixers depend on them.
     """
@@ -130,6 +165,8 @@ class Serving:
     wide: frozenset[str] = frozenset()
     link_domain: int = 8
     host_rate: float = HOST_RATE
+    architecture: str = ""
+    peak: float = math.nan
     on_bus: bool = False
     tokens: float = 1.0
     prompt: float = 1.0
@@ -169,4 +206,7 @@ def overheads_of(releases: Mapping[str, Mapping[str, Any]], version: str | None)
         fields_of_release = fields_
         if number >= (release(since) or newest):
             break
-    return UNFITTED if fields_of_release is None else Overheads(**fields_of_release)
+    if fields_of_release is None:
+        return UNFITTED
+    kernels = tuple(SparseKernel(**each) for each in fields_of_release.get("sparse", ()))
+    return Overheads(**{**fields_of_release, "sparse": kernels})

@@ -13,7 +13,7 @@ from flagcore.domain.model import Vision
 from flagcore.domain.space import IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore_serving.job import MAX_LENGTH_RATIO, OPEN_LOOP_FLIGHT, Load
+from flagcore_serving.job import OPEN_LOOP_FLIGHT, Load
 from flagcore_serving.load.images import DELIMITERS, image_tokens
 from flagcore_serving.load.traces import trace_of
 
@@ -90,9 +90,12 @@ def longest_request(task: Task, *, estimated: bool = True) -> int:
         if load.trace is not None:
             lengths.append(load.prefix_len + _longest_in_trace(load, vision, estimated=estimated))
             continue
-        spread = MAX_LENGTH_RATIO - 1.0 if load.distribution == "lognormal" else load.range_spread or 0.0
-        upper_lengths = [each + math.ceil(round(each * spread, 6)) for each in (load.input_len, load.output_len)]
-        lengths.append(load.prefix_len + load.turns * sum(upper_lengths))
+        if load.distribution == "lognormal":  # a chat of the longest tokens has both prompt and answer in them
+            upper = load.longest or load.longest_of(load.input_len) + load.longest_of(load.output_len)
+        else:
+            both, spread = (load.input_len, load.output_len), load.range_spread or 0.0
+            upper = sum(each + math.ceil(round(each * spread, 6)) for each in both)
+        lengths.append(load.prefix_len + load.turns * upper)
         if load.images is not None and vision is not None:
             largest = max(vision.tokens(width, height) for width, height, _ in load.images.buckets) + DELIMITERS
             lengths[-1] += load.images.counts[1] * largest + CHAT_TOKENS * estimated

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flagcore_serving.job import Load
 from flagcore_serving.load.traffic import Traffic, prompts, traffic, warm_up
+from flagcore_serving.records import read_record
 
 from tests.checks import given
 
@@ -40,7 +41,18 @@ def test_lognormal_lengths_have_the_given_means() -> None:
     assert sampled.output_len.mean() == pytest.approx(50, rel=0.01)
     assert (sampled.input_len.min() >= 1, sampled.input_len.max()) == (True, 1000)
     assert np.median(sampled.input_len) < 120
+    assert traffic(replace(load, output_len=281, longest=4096)).output_len.max() > 5 * 281
     assert np.unique(traffic(replace(load, input_len=1, num_prompts=3)).input_len).tolist() == [1]
+
+
+@pytest.mark.parametrize(("answer", "longest"), [(200, None), (281, 4096)])
+def test_chats_are_whole_if_their_answers_are_longer_than_filtered_ones(answer: int, longest: int | None) -> None:
+    serve = {"engine": "toy", "precision": "bf16", "input_len": 300, "output_len": answer, "concurrency": 8}
+    cluster = {"chip": "H200", "devices": 1, "devices_per_node": 1}
+    record = {"id": "1", "kind": "serve", "model": "Qwen/Qwen3-8B", "cluster": cluster, "dataset": "ShareGPT"}
+    record |= {"serve": serve, "candidate": {}}
+    _, fields = read_record(record, {**record}, serve, ())
+    assert [(load.distribution, load.longest) for load in fields["work"].loads] == [("lognormal", longest)]
 
 
 def test_lengths_of_prompts_and_answers_are_independent() -> None:

@@ -9,7 +9,7 @@ from flagcore_mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.model.iteration import NODES, distinct_experts, interpolate, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore_serving.model.simulation import Lane, Price
-from flagcore_serving.model.work import Serving
+from flagcore_serving.model.work import Serving, SparseKernel
 from flagcore_testing.examples import mixed
 
 from flagcore.contracts import Costs
@@ -39,6 +39,7 @@ NETWORK = replace(costs(), collectives=Collectives(topology=topology_of(HOSTS)))
 """Costs on eight hosts."""
 LARGE = NODES[-1]
 INDEXED = Attention(indexer=Indexer(heads=32, head_dim=128, top_k=2048))
+SCORES = Indexer(heads=0, head_dim=0, top_k=2048)
 WINDOWS = {"model": mixed(DENSE, Attention(window=1024), 36), "tokens": 4096.0, "prompt": 2048.0}
 STATES = GatedDeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
 LINEAR = {"model": mixed(DENSE, STATES, 27), "tokens": 1e4}
@@ -116,6 +117,54 @@ def test_a_part_of_an_iteration_changes_by_a_factor(
 def test_states_of_linear_attention_are_read_and_written_per_token() -> None:
     states_s = 27 * 2 * STATES.state_bytes / 1e4 / 3e12
     assert seconds("cached", **LINEAR) == pytest.approx(seconds("cached") / 4 + states_s, rel=0.1)
+
+
+def test_only_ranks_that_exchange_all_prompts_may_sum_them() -> None:
+    sums = {"overheads": replace(OVER, sums_prompts=True), "model": EXPERTS, "at": LARGE}
+    assert seconds("summed", **sums, data=8) > 0.25 * seconds("exchanged", **sums, data=8)
+    for other in ({"tensor": 8}, {"data": 8, "exchanges": True}, {"data": 8, "overheads": OVER}):
+        assert seconds("summed", **{**sums, **other}) == 0.0
+
+
+BLOCKS = SparseKernel(architecture="new", heads=64, rate=0.5)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "given", "cached", "pair"),  # operations of a token relative to those of 64 heads and 2,048 tokens
+    [
+        (BLOCKS, LONG, 1.0, 1.0),
+        (BLOCKS, {**LONG, "tensor": 4}, 1.0, 1.0),  # 8 heads of a rank take as long as 64
+        (replace(BLOCKS, heads=16), LONG, 0.5, 0.5),
+        (BLOCKS, SHORT, 1.0, 1.0),
+        (replace(BLOCKS, skips=True), SHORT, 0.5, 0.25),
+        (replace(BLOCKS, prompts=False), LONG, 1.0, None),
+        (replace(BLOCKS, answers=False), LONG, None, 1.0),
+        (replace(BLOCKS, architecture="old"), LONG, None, None),
+        (replace(BLOCKS, least=128), LONG, None, None),
+        (BLOCKS, {**LONG, "cache_element_bytes": 1.0}, None, None),
+    ],
+)
+def test_a_kernel_of_selected_tokens_computes_blocks_of_heads(
+    kernel: SparseKernel, given: dict[str, Any], cached: float | None, pair: float | None
+) -> None:
+    given = {**given, "architecture": "new", "peak": 1e15}
+    of_token = 36 * 64 * 2048 * 2 * (512 + 64 + 512) / (0.5 * 1e15)
+    for part, share, pairs in (("cached", cached, 1.0), ("pair", pair, 2.0)):
+        plain, found = (seconds(part, **given, overheads=replace(OVER, sparse=each)) for each in ((), (kernel,)))
+        indexer = {**given, "model": mixed(LATENT, replace(INDEXED, indexer=SCORES), 36)}
+        scores = seconds(part, **given) - seconds(part, **indexer)
+        expected = plain if share is None else scores + pairs * share * of_token / given["tokens"]
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_prompts_that_select_all_tokens_may_have_other_kernels_and_the_last_block_is_waited_for() -> None:
+    given = {"architecture": "new", "peak": 1e15}
+    dense = {**given, "overheads": replace(OVER, sparse=(BLOCKS,), dense_prompts=True)}
+    assert seconds("pair", **SHORT, **dense) == seconds("pair", **SHORT)
+    assert seconds("pair", **LONG, **dense) != seconds("pair", **LONG)
+    waits = {**given, "overheads": replace(OVER, sparse=(replace(BLOCKS, units=100),))}
+    block = 36 * 64 * 2048 * 2 * (512 + 64 + 512) * 100 / (0.5 * 1e15)
+    assert seconds("local", **SHORT, **waits) - seconds("local", **SHORT) == pytest.approx(0.5 * block)
 
 
 def test_few_tokens_choose_few_experts() -> None:

@@ -327,10 +327,24 @@ def test_parts_of_a_requests_time_add_up() -> None:
     found = predicted(crowd, max_running=[256, 8, 256], tensor=[1, 1, 4]).figures
     total = sum(found[f"time.{part}"] for part in PARTS)
     assert total == pytest.approx(found["e2e_s.mean"])
+    assert (found["time.queue_s"] <= found["ttft_s.mean"]).all()
+    after = found["e2e_s.mean"] - found["ttft_s.mean"]
+    assert (found["time.decode_s"] + found["time.shared_s"] <= after * (1 + 1e-9)).all()
     share = {part: (found[f"time.{part}"] / total).tolist() for part in PARTS}
     assert share["queue_s"][1] > 0.8 > share["queue_s"][0]
     assert share["collectives_s"][:2] == [0.0, 0.0]
     assert share["collectives_s"][2] > 0.0
+
+
+def test_requests_wait_before_the_first_token_as_little_says_and_alone_they_share_no_step() -> None:
+    crowd = predicted(task(replace(LOAD, concurrency=256, num_prompts=2048)), max_running=[8]).figures
+    waiting = crowd["time.queue_s"] * crowd["requests_per_s"]
+    assert waiting == pytest.approx(256 - 8, rel=0.1)  # Little's law
+    (alone,) = (predicted(task(replace(LOAD, concurrency=1))).figures,)
+    for part in ("queue_s", "shared_s"):
+        assert (alone[f"time.{part}"] <= 0.1 * alone["e2e_s.mean"]).all()
+    longer = [predicted(task(replace(LOAD, concurrency=32, input_len=n))).figures["time.shared_s"] for n in (64, 2048)]
+    assert longer[0] < longer[1]
 
 
 def test_an_unbounded_load_costs_at_most_a_fully_simulated_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,13 +110,13 @@ def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mi
         assert result == pytest.approx(requested, rel=1e-9)
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize(("floor", "ranks"), [(0.0, 1.0), (0.02, 1.0), (1.0, 1.0), (0.0, 2.0), (0.02, 2.0)])
 @pytest.mark.parametrize("mixes", [True, False])
 def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
-    mixes: bool, floor: float, monkeypatch: pytest.MonkeyPatch
+    mixes: bool, floor: float, ranks: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = replace(times(), floor=np.array([floor]), pair=np.array([1e-7]))
-    price = Price(costs, 0, replace(LANE, budget=96.0), replace(OVER, mixes=mixes))
+    price = Price(costs, 0, replace(LANE, budget=96.0 * ranks, ranks=ranks), replace(OVER, mixes=mixes))
     lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
     at_once = Simulation(price, lengths, None, 3).run()
     monkeypatch.setattr(simulation, "MIN_PIECES", 1e9)
@@ -132,22 +132,23 @@ def test_one_request_takes_front_end_time_prompt_time_and_an_iteration_per_token
 
 
 @pytest.mark.parametrize(
-    ("running", "arrivals", "expected"),
+    ("ranks", "running", "arrivals", "expected"),
     [
-        (64.0, [0.0, 0.0], [(2.0, 4.0), (3.0, 4.0)]),  # the first prompt takes two iterations, the second the third
-        (1.0, [0.0, 0.0], [(2.0, 4.0), (5.0, 6.0)]),  # the second waits for the end of the first
-        (64.0, [0.0, 3.5], [(2.0, 4.0), (5.0, 6.0)]),  # it arrives in the fourth iteration, and joins the fifth
-        (64.0, None, [(2.0, 4.0), (5.0, 6.0)]),  # one after the other
+        (1.0, 64.0, [0.0, 0.0], [(2.0, 4.0), (3.0, 4.0)]),  # the first prompt takes two iterations, the second one
+        (1.0, 1.0, [0.0, 0.0], [(2.0, 4.0), (5.0, 6.0)]),  # the second waits for the end of the first
+        (1.0, 64.0, [0.0, 3.5], [(2.0, 4.0), (5.0, 6.0)]),  # it arrives in the fourth iteration, and joins the fifth
+        (1.0, 64.0, None, [(2.0, 4.0), (5.0, 6.0)]),  # one after the other
+        (2.0, 1.0, [0.0, 0.0], [(4.0, 6.0), (7.0, 8.0)]),  # a prompt is on one rank, which computes half of the tokens
     ],
 )
 def test_two_requests_worked_by_hand(
-    running: float, arrivals: list[float] | None, expected: list[tuple[float, float]]
+    ranks: float, running: float, arrivals: list[float] | None, expected: list[tuple[float, float]]
 ) -> None:
     """Iterations take a second, and up to 100 tokens: a prompt of 200 for 3 tokens, and one of 50 for 2."""
     costs, zero, one = times(), np.zeros(1), np.ones(1)
     tables = {name: 0.0 * getattr(costs, name) for name in ("local", "shared", "sampled")}
     costs = replace(costs, **tables, cached=zero, pair=zero, sequence=zero, floor=zero, fixed=one, crowding=one)
-    price = Price(costs, 0, replace(LANE, budget=100.0, running=running), UNFITTED)
+    price = Price(costs, 0, replace(LANE, budget=100.0, running=running, ranks=ranks), UNFITTED)
     assert ends(Simulation(price, [(200, 3), (50, 2)], arrivals, 1).run()) == [*map(pytest.approx, expected)]
 
 
