@@ -75,7 +75,7 @@ class Config(BaseModel):
     num_experts: NoSize | None = None
     zero_expert_num: NoLayers = 0
     enable_moe_block: bool | None = None
-    num_experts_per_tok: Size | None = None
+    num_experts_per_tok: NoSize | None = None
     moe_intermediate_size: Size | None = None
     moe_latent_size: Size | None = None
     shared_expert_intermediate_size: NoSize = 0

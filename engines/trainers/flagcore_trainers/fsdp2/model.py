@@ -178,7 +178,8 @@ class MixtureOfExperts(nn.Module):  # type: ignore[misc]
         counts = chosen.flatten().bincount(minlength=self.count)
         outputs = self._exchanged(tokens[order // self.topk], counts)
         outputs = outputs * weights.flatten()[order, None]
-        result = torch.zeros_like(tokens).index_add(0, order // self.topk, outputs).view_as(hidden)
+        places = (order // self.topk)[:, None].expand_as(outputs)  # `index_add` would store the outputs
+        result = torch.zeros_like(tokens).scatter_add(0, places, outputs).view_as(hidden)
         return result if self.shared is None else result + self.shared(hidden)
 
     def _exchanged(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

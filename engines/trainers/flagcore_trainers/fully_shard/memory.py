@@ -449,12 +449,14 @@ def _layer_activations(
     matrices = 3.0 if model.gated_linear_unit else 2.0
     core, work = _core_bytes(job, kind)
     routed, network = u * 0.0 * rows, gate * width * (kind.feed_forward != "")
+    inside = routed
     if kind.feed_forward == EXPERTS:
         copies, width_of_expert = model.moe_router_topk * rows, model.moe_ffn_hidden_size or model.ffn_hidden_size
         shared = gate * u * rows * (model.moe_shared_expert_intermediate_size or 0)
         routed = u * model.hidden_size * copies
         scores = ROUTER_BYTES * (model.num_moe_experts or 1) * rows + COPY_BYTES * copies
-        network = gate * u * width_of_expert * copies + 2.0 * routed + shared + scores
+        inside = gate * u * width_of_expert * copies
+        network = inside + 2.0 * routed + shared + scores
     full = blocks * (hidden + whole) + core + network
     # Selective checkpoints store every second product, queries, values, gate and the output of the block, and what
     # tensor parallelism scatters: the outputs of both blocks.
@@ -464,9 +466,12 @@ def _layer_activations(
     again = np.where(job.checkpointing > 0, full, 0.0) - np.where(job.checkpointing == 2, hidden, 0.0)
     again = np.where(job.checkpointing == 1, full - hidden - query - width, again)
     moments, gradients = list[FloatArray](), np.zeros_like(rows)
-    if kind.feed_forward == EXPERTS:  # gradients of all experts wait until they are stacked
+    if kind.feed_forward == EXPERTS:
+        # The backward begins with gradients of the experts' outputs and of their weights. At the end, what experts stored
+        # is free but for the gradients of their inputs, and gradients of all weights wait until they are stacked.
         experts = u * expert_weights(job)
-        moments = [again + 2.0 * routed + hidden + experts * (1.0 + 1.0 / matrices), again + whole + 2.0 * experts]
+        moments = [again + 3.0 * routed + hidden]
+        moments.append(again - inside - routed + hidden + experts * (1.0 + 1.0 / matrices))
         gradients = experts + u * _router_weights(job)
     elif kind.feed_forward:
         at_gate = again + (gate - 2.0) * width + hidden + weights + whole * (tensor > 1)
