@@ -202,6 +202,33 @@ def test_memory_of_layers_with_states_is_what_torch_counts(mixer: Mixer) -> None
     assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
 
 
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 512, "vocab_size": 1024}
+HYBRID = (
+    Layer(mixer=Mamba2(num_heads=2, head_dim=256, state_size=128, groups=1), feed_forward=""),
+    Layer(mixer=None, feed_forward="experts"),
+    Layer(mixer=Attention(window=64), feed_forward=""),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "candidate"),
+    [
+        ({**EXPERTS, "num_layers": 3, "layers": HYBRID}, {"shard": 4, "expert": 2}),
+        ({**EXPERTS, "num_layers": 2}, {"shard": 4, "checkpointing": "full"}),
+        ({"num_layers": 2, "attention_output_gate": True}, {"shard": 4, "checkpointing": "full"}),
+    ],
+    ids=["hybrid", "experts", "gate"],
+)
+def test_memory_of_experts_and_gates_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str, Any]) -> None:
+    pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
+    from engines.trainers.tests import counted
+
+    job = counted.job(shape, candidate, length=128, precision="fp32")
+    static, peak = counted.counted(job)
+    assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
+
+
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[LocalLauncher]:
     """A launcher that forks trials, so that torch is imported once."""
