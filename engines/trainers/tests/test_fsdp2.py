@@ -27,6 +27,7 @@ from flagcore_trainers.fully_shard import (
     SCHEDULE,
     SCHEDULES,
     SHARD,
+    STATES,
     TP,
     memory,
 )
@@ -68,7 +69,8 @@ def columns(**values: Any) -> dict[str, Any]:
         ({SHARD: 4, MBS: 4}, "global_batch_size"),
         ({TP: 4}, "tensor_parallel"),
         ({REPLICATE: 4}, "sharded_replicas"),
-        ({SHARD: 4, REDUCE: "bf16"}, "reduce_in_fp32"),
+        ({SHARD: 4, REDUCE: "bf16"}, "all_in_fp32"),
+        ({SHARD: 4, STATES: "bf16"}, "all_in_fp32"),
         ({PP: 4, RESHARD: False}, None),
         ({PP: 4}, "pipeline_weights"),
         ({PP: 4, RESHARD: False, SCHEDULE: "interleaved"}, "pipeline_layers"),
@@ -168,6 +170,7 @@ def test_schedules_with_several_stages_keep_what_gloo_sends() -> None:
     ("shape", "candidate"),
     [
         ({}, {"shard": 8, "checkpointing": "selective"}),
+        ({}, {"shard": 4, "state_dtype": "bf16"}),
         ({"untie_embeddings_and_output_weights": False}, {"shard": 4, "tensor": 2, "micro_batch": 2}),
         ({"untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2}),
         ({"layers": tuple(Layer(mixer=Attention(window=each)) for each in (128, None))}, {"shard": 4}),

@@ -7,7 +7,9 @@ Initial weights do not depend on the layout: their seeds are derived from names,
 
 from __future__ import annotations
 
+import contextlib
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -288,7 +290,7 @@ def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Ten
     candidate, mesh = job.candidate, meshes.weights
     tensor = mesh["tp"] if candidate.tensor > 1 else None
     context = meshes.samples["cp"] if candidate.context > 1 else None
-    with torch.device(device):
+    with torch.device(device), _format(DTYPES[candidate.state_dtype]):
         whole = Transformer(job.model, angles, first=stage == 0, last=stage == job.stages - 1)
         set_weights(whole, job.train.seed, "")
         if tensor is not None:
@@ -318,6 +320,17 @@ def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Ten
             _shard(whole.head, job, mesh, stays=True)
     _shard(whole, job, mesh, stays=True)
     return whole
+
+
+@contextlib.contextmanager
+def _format(dtype: torch.dtype) -> Iterator[None]:
+    """Create weights in a number format."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def _shard(module: nn.Module, job: TrialJob, mesh: DeviceMesh, name: str = "fsdp", *, stays: bool = False) -> None:
