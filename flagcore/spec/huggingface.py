@@ -35,11 +35,14 @@ DENSE, EXPERTS = "dense", "experts"
 """The kinds of feed-forward networks."""
 BASIC = (DENSE, EXPERTS, "attention", "window", INDEXED)
 """The kinds of layers that need no package."""
-MEANS = ("intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts")
-"""The keys that may give a size for each layer, of which the mean is read."""
+LISTED = (
+    *("intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "num_experts"),
+    "first_k_dense_replace",
+)
+"""The keys that may give a size for each layer, of which the mean is read, or for text and for images."""
 COMMON = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
-    *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias", "layer_types"),
+    *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "layer_types"),
 )
 """The keys that all model families have. The first five are required."""
 
@@ -63,17 +66,16 @@ class Config(BaseModel):
     num_attention_heads: Size
     vocab_size: Size
     num_key_value_heads: Size | None = None
-    head_dim: Size | None = None
+    head_dim: NoSize | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    mlp_bias: bool = False
     qkv_bias: bool = False
     qk_layernorm: bool = False
     gated_linear_unit: bool = True
     num_experts: NoSize | None = None
     zero_expert_num: NoLayers = 0
     enable_moe_block: bool | None = None
-    num_experts_per_tok: Size | None = None
+    num_experts_per_tok: NoSize | None = None
     moe_intermediate_size: Size | None = None
     moe_latent_size: Size | None = None
     shared_expert_intermediate_size: NoSize = 0
@@ -87,7 +89,7 @@ class Config(BaseModel):
     q_lora_rank: Size | None = None
     kv_lora_rank: Size | None = None
     qk_nope_head_dim: Size | None = None
-    qk_rope_head_dim: Size | None = None
+    qk_rope_head_dim: NoSize | None = None
     v_head_dim: Size | None = None
     num_nextn_predict_layers: NoLayers | None = None
     mtp_use_repeated_layer: bool = False
@@ -97,7 +99,7 @@ class Config(BaseModel):
     full_attention_layers: list[int] | None = None
     first_layer: NoLayers = 0
     rest_of_layers: str | None = None
-    sliding_window: Size | None = None
+    sliding_window: NoSize | None = None
     use_sliding_window: bool = True
     max_window_layers: NoLayers = 0
     num_kv_shared_layers: NoLayers = 0
@@ -124,8 +126,6 @@ class Config(BaseModel):
 
         `kinds`: what the names of layers mean in the model's family. `keys`: all keys of the config.json, and defaults.
         """
-        if self.mlp_bias:
-            raise spec_error("mlp_bias", "is not supported", value=True, fix="use a model without biases in the FFN")
         same = {"num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "gated_linear_unit", "q_lora_rank"}
         same |= {"attention_output_gate", "mtp_use_repeated_layer", "kv_lora_rank", "v_head_dim"}
         layers = self._layers(kinds, keys)
@@ -223,7 +223,7 @@ class Config(BaseModel):
             heads, width = (0, 0) if shares else (self.index_n_heads, self.index_head_dim)
             indexer = Indexer(heads=heads, head_dim=width, top_k=top_k)
         projections = 0 if reuses else 1 if self.attention_k_eq_v and not is_window else 2
-        window = self.sliding_window if is_window and self.use_sliding_window else None
+        window = self.sliding_window or None if is_window and self.use_sliding_window else None
         return Layer(
             mixer=Attention(window=window, indexer=indexer, projections=projections, **own), feed_forward=network
         )
@@ -235,7 +235,7 @@ class Config(BaseModel):
         return max(layer - self.index_skip_topk_offset + 1, 0) % self.index_topk_freq != 0
 
     def _head_width(self) -> int:
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+        if not self.head_dim and self.hidden_size % self.num_attention_heads:
             problem = f"must be divisible by num_attention_heads = {self.num_attention_heads}"
             raise spec_error("hidden_size", problem, value=self.hidden_size, fix="change it, or give head_dim")
         return self.head_dim or self.hidden_size // self.num_attention_heads
@@ -329,7 +329,10 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
         read = _of_family(config, family)
         kinds = {**KINDS, **(family or {}).get("kinds", {})}
         known = checked(Config, read)
-        unread = [*_unread(whole, read), *[("model_type", str(kind))] * (family is None)]
+        unread = [
+            *_unread(whole, {*read, *(family or {}).get("renamed", {})}),
+            *[("model_type", str(kind))] * (family is None),
+        ]
         if unknown := sorted({*known.layer_names()} - kinds.keys()):
             unread.append(("layer_types", ", ".join(unknown)))
         try:
@@ -357,29 +360,36 @@ def _of_family(config: Mapping[str, Any], family: Mapping[str, Any] | None) -> d
     defaults = {**(family or {})}
     fixed, renamed = defaults.pop("always", {}), defaults.pop("renamed", {})
     defaults.pop("kinds", None)
+    renamed = {key: name for key, name in renamed.items() if name in renamed or config.get(name) is None}
     names = {key: ALIASES.get(key, key) for key in config}
     names = {key: name for key, name in names.items() if key not in renamed}
     several = Counter(name for key, name in names.items() if config[key] is not None)
+    layers = config.get("num_hidden_layers")
     found = {
-        key: _mean(name, config[key])
+        key: _one(name, config[key], layers)
         for key, name in names.items()
         if (family is None or name in COMMON or name in defaults) and not (config[key] is None and several[name])
     }
     for key, name in renamed.items():
         if (value := _at(config, key)) is not None:
-            found[name] = _mean(name, value)
+            found[name] = _one(name, value, layers)
     given = {*names.values(), *(renamed[key] for key in renamed if _at(config, key) is not None)}
     read = {**{name: value for name, value in defaults.items() if name not in given}, **found, **fixed}
     listed = next((found[key] for key in found if ALIASES.get(key, key) == "layer_types" and found[key]), None)
     if "num_hidden_layers" not in given and isinstance(listed, (str, list)):
         read["num_hidden_layers"] = len(listed)
-    return {**_derived(read), **read}
+    return {**_derived(read), **{name: value for name, value in read.items() if value is not None}, **_computed(read)}
 
 
-def _mean(name: str, value: Any) -> Any:
-    """Return the mean of sizes that are given for each layer."""
-    is_list = name in MEANS and isinstance(value, list) and value and all(isinstance(each, int) for each in value)
-    return round(sum(value) / len(value)) if is_list else value
+def _one(name: str, value: Any, layers: object) -> Any:
+    """Return the mean of sizes that are given for each of the `layers`, or the size for text."""
+    if (
+        name not in LISTED
+        or not isinstance(value, list)
+        or not all(isinstance(each, int) for each in value[:1] or [""])
+    ):
+        return value
+    return round(sum(value) / len(value)) if len(value) == layers else value[0]
 
 
 def _derived(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -389,7 +399,47 @@ def _derived(keys: Mapping[str, Any]) -> dict[str, Any]:
     expand, own, parts = (keys.get(name) for name in ("mamba_expand", "mamba_d_ssm", "mamba_n_heads"))
     width = own if isinstance(own, int) else (expand if isinstance(expand, int) else 2) * hidden
     head = width // parts if isinstance(parts, int) and parts > 0 else None
-    return {"_width": width, "_head": head, "_rank": -(-hidden // 16), "_share": hidden // heads}
+    found = {"_width": width, "_head": head, "_rank": -(-hidden // 16), "_share": hidden // heads}
+    if "moe_intermediate_size" in keys:  # no layer is dense
+        found["intermediate_size"] = keys["moe_intermediate_size"]
+    return found
+
+
+def _computed(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes that replace those of keys: of the blocks of Nemotron-NAS, or the feed-forward width of LFM2.
+
+    Networks have their mean width. Sources: `modeling_decilm.py` of Llama-3.3-Nemotron-Super-49B, transformers 5.24
+    `models/lfm2`.
+    """
+    blocks, width, hidden = (keys.get(name) for name in ("block_configs", "intermediate_size", "hidden_size"))
+    if keys.get("block_auto_adjust_ff_dim") and isinstance(width, int):
+        width = int(2 * width / 3 * (keys.get("block_ffn_dim_multiplier") or 1))
+        return {"intermediate_size": _rounded(width, keys.get("block_multiple_of") or 256)}
+    if not isinstance(blocks, list) or not isinstance(hidden, int):
+        return {}
+    names, widths, groups = list[str](), list[int](), list[int]()
+    for block in blocks:
+        attention, network = (_section(block, name) for name in ("attention", "ffn"))
+        has_attention, has_network = (
+            not (part.get("no_op") or part.get("replace_with_linear")) for part in (attention, network)
+        )
+        names.append(" ".join(["attention"] * has_attention + ["mlp"] * has_network))
+        if has_attention:
+            groups.append(attention.get("n_heads_in_group") or 1)
+        if has_network:
+            given = network.get("intermediate_size")
+            widths.append(given or _rounded(int(2 * network.get("ffn_mult", 4) * hidden / 3), 256))
+    names = [name for name in names if name]
+    found: dict[str, Any] = {"layer_types": names, "num_hidden_layers": len(names)}
+    if widths:
+        found["intermediate_size"] = round(sum(widths) / len(widths))
+    if groups and isinstance(heads := keys.get("num_attention_heads"), int):
+        found["num_key_value_heads"] = heads // min(groups)
+    return found
+
+
+def _rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _unread(config: Mapping[str, Any], read: Collection[str]) -> Iterator[tuple[str, str]]:

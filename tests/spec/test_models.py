@@ -160,7 +160,6 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
         (LLAMA3 | {"hidden_size": "4096"}, "hidden_size", "a whole number"),
         (LLAMA3 | {"hidden_size": 4097}, "hidden_size", "divisible by num_attention_heads = 32"),
         (LLAMA3 | {"num_key_value_heads": 5}, "num_key_value_heads", "must divide num_attention_heads = 32"),
-        (LLAMA3 | {"mlp_bias": True}, "mlp_bias", "not supported"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to"),
         (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
@@ -181,6 +180,7 @@ def test_config_that_cannot_be_read_is_refused(
     [
         ({"model_type": "retnet"}, {"model_type": "retnet"}),
         ({"layer_types": ["retention"] * 32}, {"layer_types": "retention"}),
+        ({"mlp_bias": True}, {"mlp_bias": "True"}),
     ],
 )
 def test_what_is_not_known_is_read_as_attention_and_named(
@@ -189,6 +189,33 @@ def test_what_is_not_known_is_read_as_attention_and_named(
     model = read_model("Some-Model", at(LLAMA3 | extra))
     assert (model.num_layers, model.num_query_groups, model.mixers) == (32, 8, {Attention(): 32})
     assert unread.items() <= dict(model.unread).items()
+
+
+BLOCKS = [
+    {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 3.0}},
+    {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.5}},
+    {"attention": {"no_op": True}, "ffn": {"no_op": True}},
+    {"attention": {"n_heads_in_group": 4}, "ffn": {"replace_with_linear": True}},
+]
+
+
+@pytest.mark.parametrize(
+    ("data", "sizes"),
+    [
+        (config("nemotron-nas", 4, 768, None, 8, 99, block_configs=BLOCKS), (3, 1152, 2)),
+        (config("lfm2", 4, 256, 12288, 8, 99, block_auto_adjust_ff_dim=True, num_key_value_heads=8), (4, 8192, 8)),
+        (config("cohere2_moe", 4, 256, 512, 8, 99), (4, 512, 8)),
+        (config("inkling_text", 4, 256, 96, 8, 99, dense_intermediate_size=512), (4, 512, 8)),
+        (config("ernie4_5_vl_moe_text", 4, 256, 512, 8, 99, num_experts=[64, 32]), (4, 512, 4)),
+        (config("qwen2", 4, 256, 512, 8, 99, sliding_window=0, head_dim=0, num_key_value_heads=8), (4, 512, 8)),
+    ],
+)
+def test_sizes_follow_the_families(at: At, data: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+    model = read_model("Some-Model", at(data))
+    assert (model.num_layers, model.ffn_hidden_size, model.num_query_groups) == sizes
+    widths = {"cohere2_moe": 512, "inkling_text": 96, "ernie4_5_vl_moe_text": 1536}
+    assert model.moe_ffn_hidden_size == widths.get(data["model_type"])
+    assert model.num_moe_experts != 32
 
 
 @pytest.mark.parametrize(

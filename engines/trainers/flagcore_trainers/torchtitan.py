@@ -137,6 +137,7 @@ class TorchTitan(Trainer, Commands):
             fs.AC: 1 + numbers["recompute"],
             fs.RESHARD: 1 - is_value(fs.RESHARD, "never"),
             fs.REDUCE: ones,
+            fs.STATES: ones,
             fs.OFFLOAD: 0 * ones,
             fs.COMPILE: is_value(fs.COMPILE, True),
         }

@@ -75,7 +75,7 @@ def counted(job: TrialJob) -> tuple[float, float]:
                     del logits
                     (loss / 2).backward()
                     del loss
-            adam = sum(memory.ADAM_BYTES * each.to_local().numel() for each in model.parameters())
+            adam = sum(2 * each.to_local().nbytes for each in model.parameters())
             now, peak = (tracker.get_tracker_snapshot(kind)[cpu] for kind in ("current", "peak"))
     finally:
         causal_mask.cache_clear()
@@ -109,6 +109,7 @@ def predicted(job: TrialJob) -> tuple[float, float]:
             pipeline=one(each.pipeline),
             schedule=np.array([1 + SCHEDULES.index(each.schedule)]),
             fused_norm=False,
+            main_bytes=2.0 if each.state_dtype == "bf16" else memory.MAIN_BYTES,
         )
     )
     return float(result.static[0]), float(result.peak[0])

@@ -87,7 +87,7 @@ def counted(job: TrialJob, place: int) -> tuple[float, float]:
     finally:
         causal_mask.cache_clear()
         dist.destroy_process_group()
-    return (2.0 * memory.MAIN_BYTES + memory.ADAM_BYTES) * count, storages.peak + memory.ADAM_BYTES * count
+    return 4.0 * memory.MAIN_BYTES * count, storages.peak + 2.0 * memory.MAIN_BYTES * count
 
 
 def _without_vote(schedule: Any, stages: list[Any], *_: Any) -> None:

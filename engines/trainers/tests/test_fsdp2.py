@@ -27,6 +27,7 @@ from flagcore_trainers.fully_shard import (
     SCHEDULE,
     SCHEDULES,
     SHARD,
+    STATES,
     TP,
     memory,
 )
@@ -68,7 +69,8 @@ def columns(**values: Any) -> dict[str, Any]:
         ({SHARD: 4, MBS: 4}, "global_batch_size"),
         ({TP: 4}, "tensor_parallel"),
         ({REPLICATE: 4}, "sharded_replicas"),
-        ({SHARD: 4, REDUCE: "bf16"}, "reduce_in_fp32"),
+        ({SHARD: 4, REDUCE: "bf16"}, "all_in_fp32"),
+        ({SHARD: 4, STATES: "bf16"}, "all_in_fp32"),
         ({PP: 4, RESHARD: False}, None),
         ({PP: 4}, "pipeline_weights"),
         ({PP: 4, RESHARD: False, SCHEDULE: "interleaved"}, "pipeline_layers"),
@@ -168,6 +170,7 @@ def test_schedules_with_several_stages_keep_what_gloo_sends() -> None:
     ("shape", "candidate"),
     [
         ({}, {"shard": 8, "checkpointing": "selective"}),
+        ({}, {"shard": 4, "state_dtype": "bf16"}),
         ({"untie_embeddings_and_output_weights": False}, {"shard": 4, "tensor": 2, "micro_batch": 2}),
         ({"untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2}),
         ({"layers": tuple(Layer(mixer=Attention(window=each)) for each in (128, None))}, {"shard": 4}),
@@ -198,6 +201,33 @@ def test_memory_of_layers_with_states_is_what_torch_counts(mixer: Mixer) -> None
 
     layers = Layer(mixer=mixer), Layer(mixer=Attention())
     job = counted.job({"num_layers": 2, "layers": layers}, {"shard": 4}, length=256)
+    static, peak = counted.counted(job)
+    assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 512, "vocab_size": 1024}
+HYBRID = (
+    Layer(mixer=Mamba2(num_heads=2, head_dim=256, state_size=128, groups=1), feed_forward=""),
+    Layer(mixer=None, feed_forward="experts"),
+    Layer(mixer=Attention(window=64), feed_forward=""),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "candidate"),
+    [
+        ({**EXPERTS, "num_layers": 3, "layers": HYBRID}, {"shard": 4, "expert": 2}),
+        ({**EXPERTS, "num_layers": 2}, {"shard": 4, "checkpointing": "full"}),
+        ({"num_layers": 2, "attention_output_gate": True}, {"shard": 4, "checkpointing": "full"}),
+    ],
+    ids=["hybrid", "experts", "gate"],
+)
+def test_memory_of_experts_and_gates_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str, Any]) -> None:
+    pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
+    from engines.trainers.tests import counted
+
+    job = counted.job(shape, candidate, length=128, precision="fp32")
     static, peak = counted.counted(job)
     assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
 

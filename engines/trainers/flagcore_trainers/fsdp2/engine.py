@@ -42,6 +42,7 @@ FIELDS = {
     fs.AC: "checkpointing",
     fs.RESHARD: "reshard_after_forward",
     fs.REDUCE: "reduce_dtype",
+    fs.STATES: "state_dtype",
     fs.OFFLOAD: "offload",
     fs.COMPILE: "compile",
 }

@@ -26,6 +26,7 @@ class TrialCandidate:
     reshard_after_forward: bool = True
     checkpointing: str = "none"
     reduce_dtype: str = "fp32"
+    state_dtype: str = "fp32"
     offload: bool = False
     compile: bool = False
 

@@ -7,7 +7,9 @@ Initial weights do not depend on the layout: their seeds are derived from names,
 
 from __future__ import annotations
 
+import contextlib
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -178,7 +180,8 @@ class MixtureOfExperts(nn.Module):  # type: ignore[misc]
         counts = chosen.flatten().bincount(minlength=self.count)
         outputs = self._exchanged(tokens[order // self.topk], counts)
         outputs = outputs * weights.flatten()[order, None]
-        result = torch.zeros_like(tokens).index_add(0, order // self.topk, outputs).view_as(hidden)
+        places = (order // self.topk)[:, None].expand_as(outputs)  # `index_add` would store the outputs
+        result = torch.zeros_like(tokens).scatter_add(0, places, outputs).view_as(hidden)
         return result if self.shared is None else result + self.shared(hidden)
 
     def _exchanged(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -287,7 +290,7 @@ def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Ten
     candidate, mesh = job.candidate, meshes.weights
     tensor = mesh["tp"] if candidate.tensor > 1 else None
     context = meshes.samples["cp"] if candidate.context > 1 else None
-    with torch.device(device):
+    with torch.device(device), _format(DTYPES[candidate.state_dtype]):
         whole = Transformer(job.model, angles, first=stage == 0, last=stage == job.stages - 1)
         set_weights(whole, job.train.seed, "")
         if tensor is not None:
@@ -317,6 +320,17 @@ def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Ten
             _shard(whole.head, job, mesh, stays=True)
     _shard(whole, job, mesh, stays=True)
     return whole
+
+
+@contextlib.contextmanager
+def _format(dtype: torch.dtype) -> Iterator[None]:
+    """Create weights in a number format."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def _shard(module: nn.Module, job: TrialJob, mesh: DeviceMesh, name: str = "fsdp", *, stays: bool = False) -> None:

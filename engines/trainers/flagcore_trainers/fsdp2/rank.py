@@ -213,6 +213,7 @@ class Trainer:
             "reshard_after_forward": info is not None,
             "cpu_offload": isinstance(group.offload_policy, CPUOffloadPolicy),
             "precision": "bf16" if policy.param_dtype is torch.bfloat16 else "fp32",
+            "state_dtype": "bf16" if group.fsdp_params[0].orig_dtype is torch.bfloat16 else "fp32",
             "compile": layer._compiled_call_impl is not None,
         }
 

@@ -8,6 +8,7 @@ from flagcore.domain.space import Columns, IntArray
 REPLICATE, SHARD, TP = "data_parallel_replicate_size", "data_parallel_shard_size", "tensor_model_parallel_size"
 CP, MBS, RESHARD = "context_parallel_size", "micro_batch_size", "reshard_after_forward"
 AC, REDUCE, OFFLOAD, COMPILE = "activation_checkpointing", "reduce_dtype", "cpu_offload", "compile"
+STATES = "state_dtype"
 PP, SCHEDULE, EP = "pipeline_model_parallel_size", "pipeline_schedule", "expert_model_parallel_size"
 SCHEDULES = ("1f1b", "interleaved", "zbv", "dualpipev")
 INTERLEAVED, ZBV, DUALPIPEV, SELECTIVE = 2, 3, 4, 2

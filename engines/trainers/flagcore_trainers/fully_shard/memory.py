@@ -19,8 +19,8 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.physics.transformer import attended, latent_widths, widths
 from flagcore_trainers.fully_shard import DUALPIPEV, INTERLEAVED, ZBV
 
-MAIN_BYTES, ADAM_BYTES = 4.0, 8.0
-"""Bytes per sharded weight, which is fp32, and of both moments of Adam. A sharded gradient is fp32, too."""
+MAIN_BYTES = 4.0
+"""Bytes per sharded weight in fp32. A sharded gradient and each of both moments of Adam have the same format."""
 LOSS_BYTES = 12.0
 """Peak bytes per logit in the backward of the loss: log-probabilities, their gradient, and that of the logits."""
 SPLIT_LOSS_BYTES = 4.0
@@ -42,7 +42,8 @@ class MemoryInputs:
     `ranks`: ranks that share each weight, of which `expert` have different experts.
     `replicated`: whether gradients are also summed over replicas.
     `schedule`: the code of the schedule of a pipeline, as in `space`.
-    `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced.
+    `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced, and
+    `main_bytes` of a sharded weight, of its gradient, and of each moment of Adam.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
     `split_tokens`: whether tensor-parallel ranks divide the tokens between blocks.
@@ -68,6 +69,7 @@ class MemoryInputs:
     compiled_loss: bool = False
     split_tokens: BoolArray | bool = True
     sends_stay: bool = False
+    main_bytes: FloatArray | float = MAIN_BYTES
 
     @property
     def expert_layers(self) -> float:
@@ -263,7 +265,7 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
         weights, own = whole + edges, share + edges / n
         # The gradients of a backward in two passes wait for the next pass in their own data type.
         waiting = np.where((job.schedule == ZBV) & (r != u), u * weights, 0.0)
-        held = (MAIN_BYTES + ADAM_BYTES) * own + (u + r) * weights + waiting
+        held = 3.0 * job.main_bytes * own + (u + r) * weights + waiting
         turns = splits & (place == size - 1.0)  # both stages are of this rank, so nothing is sent between them
         neighbours = act.hidden * (2.0 * parts - first - last - 2.0 * turns)
         buffers, flight = neighbours * job.microbatches, in_flight(job, place)
@@ -281,7 +283,7 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
         moments.append(held + stored + loss * last)
         moments.append(held + stored - one + (u * table + act.hidden) * first)
         moments.append(ends + r * np.where(first, table, layer) * (1.0 + 1.0 / n))
-        static = (2.0 * MAIN_BYTES + ADAM_BYTES) * own
+        static = 4.0 * job.main_bytes * own
         found.append((static, np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)))
     (first_static, first_peak), (last_static, last_peak) = found
     is_last = last_peak > first_peak
@@ -297,20 +299,20 @@ def _loss_bytes(job: MemoryInputs) -> FloatArray:
 
 
 def _without_pipeline(job: MemoryInputs) -> _Sizes:
-    model, u, r, n = job.model, job.value_bytes, job.reduce_bytes, job.ranks
+    model, u, r, n, main = job.model, job.value_bytes, job.reduce_bytes, job.ranks, job.main_bytes
     layer, table, rest = unit_weights(job)
     all_layers, share = layers_of_rank(job)
     experts = expert_weights(job)
     is_tied = not model.untie_embeddings_and_output_weights
     edges = table * (1.0 if is_tied else 2.0) + rest
     shard = share + edges / n
-    states = np.where(job.offload, 0.0, (MAIN_BYTES + ADAM_BYTES) * shard)
-    gradients = np.where(job.offload, 0.0, MAIN_BYTES * shard)
+    states = np.where(job.offload, 0.0, 3.0 * main * shard)
+    gradients = np.where(job.offload, 0.0, main * shard)
     # Gradients of earlier micro-batches are there from the start. Those of a single one fill up during backward.
     early = np.where(job.microbatches > 1, gradients, 0.0)
-    held = early + np.where(job.microbatches > 1, 0.0, np.where(job.offload, 0.0, MAIN_BYTES * table / n))
+    held = early + np.where(job.microbatches > 1, 0.0, np.where(job.offload, 0.0, main * table / n))
     # Buffers of sums over replicas stay until backward ends, unless they become the gradients.
-    is_copied = job.replicated & ((job.microbatches > 1) | (r != MAIN_BYTES))
+    is_copied = job.replicated & ((job.microbatches > 1) | (r != main))
     summed = np.where(is_copied, r / n, 0.0)
     held = held + summed * table * (not is_tied)
     act = activations(job)
@@ -449,12 +451,14 @@ def _layer_activations(
     matrices = 3.0 if model.gated_linear_unit else 2.0
     core, work = _core_bytes(job, kind)
     routed, network = u * 0.0 * rows, gate * width * (kind.feed_forward != "")
+    inside = routed
     if kind.feed_forward == EXPERTS:
         copies, width_of_expert = model.moe_router_topk * rows, model.moe_ffn_hidden_size or model.ffn_hidden_size
         shared = gate * u * rows * (model.moe_shared_expert_intermediate_size or 0)
         routed = u * model.hidden_size * copies
         scores = ROUTER_BYTES * (model.num_moe_experts or 1) * rows + COPY_BYTES * copies
-        network = gate * u * width_of_expert * copies + 2.0 * routed + shared + scores
+        inside = gate * u * width_of_expert * copies
+        network = inside + 2.0 * routed + shared + scores
     full = blocks * (hidden + whole) + core + network
     # Selective checkpoints store every second product, queries, values, gate and the output of the block, and what
     # tensor parallelism scatters: the outputs of both blocks.
@@ -464,9 +468,12 @@ def _layer_activations(
     again = np.where(job.checkpointing > 0, full, 0.0) - np.where(job.checkpointing == 2, hidden, 0.0)
     again = np.where(job.checkpointing == 1, full - hidden - query - width, again)
     moments, gradients = list[FloatArray](), np.zeros_like(rows)
-    if kind.feed_forward == EXPERTS:  # gradients of all experts wait until they are stacked
+    if kind.feed_forward == EXPERTS:
+        # The backward begins with gradients of the experts' outputs and of their weights. At the end, what experts
+        # stored is free but for gradients of their inputs, and gradients of all weights wait until they are stacked.
         experts = u * expert_weights(job)
-        moments = [again + 2.0 * routed + hidden + experts * (1.0 + 1.0 / matrices), again + whole + 2.0 * experts]
+        moments = [again + 3.0 * routed + hidden]
+        moments.append(again - inside - routed + hidden + experts * (1.0 + 1.0 / matrices))
         gradients = experts + u * _router_weights(job)
     elif kind.feed_forward:
         at_gate = again + (gate - 2.0) * width + hidden + weights + whole * (tensor > 1)

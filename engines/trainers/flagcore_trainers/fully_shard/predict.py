@@ -26,7 +26,7 @@ from flagcore_trainers.fully_shard import memory, traffic
 from flagcore_trainers.fully_shard.traffic import BATCH_ROWS, INTERVAL, TRIAL, Program
 
 ADAM_TRAFFIC = 40.0
-"""Bytes per sharded weight of an update: the gradients' norm and scale, and Adam in one kernel. Counted."""
+"""Bytes per sharded weight of an update in fp32: the gradients' norm and scale, and Adam in one kernel. Counted."""
 FOLDED = "zb-v"
 """The schedule of the shared formulas for `zbv` and `dualpipev`, of which torch overlaps no passes. With the wait for
 all stages, it is within 3% of a simulation of both orders of torch 2.13, for 2 to 8 ranks and even stages."""
@@ -94,6 +94,7 @@ def memory_job(
         reshard=columns[fs.RESHARD] > 0,
         checkpointing=(columns[fs.AC] - 1).astype(np.float64),
         reduce_bytes=reduced,
+        main_bytes=np.where(columns[fs.STATES] == 2, 2.0, memory.MAIN_BYTES),
         offload=columns[fs.OFFLOAD] > 0,
         replicated=columns[fs.REPLICATE] > 1,
         expert=layout.expert,
@@ -290,10 +291,11 @@ def _busy(layout: Layout, time_s: dict[str, FloatArray]) -> FloatArray:
 
 def _update(costs: Costs, job: memory.MemoryInputs, shard: FloatArray) -> FloatArray:
     """Return the seconds of the optimizer step on `shard` weights of a rank."""
-    on_device = costs.kernels.memory_seconds(ADAM_TRAFFIC * shard)
+    main = job.main_bytes
+    on_device = costs.kernels.memory_seconds(ADAM_TRAFFIC * (main / memory.MAIN_BYTES) * shard)
     if not job.offload.any():
         return on_device
-    copies = costs.kernels.host_copy_seconds(2.0 * memory.MAIN_BYTES * shard)
+    copies = costs.kernels.host_copy_seconds(2.0 * main * shard)
     return np.where(job.offload, copies + HOST_ADAM_BYTES * shard / HOST_BYTES_PER_SECOND, on_device)
 
 
