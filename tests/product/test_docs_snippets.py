@@ -33,10 +33,11 @@ pytestmark = pytest.mark.slow
 OWN_TEST = {
     "docs/hooks.md": "python",
     "docs/plugin-data.md": "",
+    "docs/write-a-layer.md": "",
     "docs/write-a-plugin.md": "",
     "docs/write-an-engine.md": "",
 }
-"""Pages with tests of their own: test_docs_examples.py (of hooks: Python only) and test_docs_plugin.py."""
+"""Pages with tests of their own: test_docs_examples.py (of hooks: Python only), test_docs_plugin.py, test_mixers.py."""
 PLANNED = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia"), "cluster.yaml": ("flagcore_nvidia",)}
 PLANNED |= {
     "job.yaml": ("flagcore_nvidia",),

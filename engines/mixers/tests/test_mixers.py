@@ -1,11 +1,12 @@
 """Kinds of layers: weights, and what models of config.json have them."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
+import yaml
 from flagcore_mixers.gated_delta_net import GatedDeltaNet
 from flagcore_mixers.mamba2 import Mamba2
 
@@ -57,19 +58,15 @@ def test_a_mixer_has_the_weights_of_the_module_in_transformers(mixer: Mixer, hid
 
 
 def test_the_guide_adds_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).parents[3] / "docs" / "write-a-layer.md"
-    found = re.search(r"```python\n(\"\"\"Echo.*?)```", page.read_text("utf-8"), re.DOTALL)
-    assert found is not None
+    page = (Path(__file__).parents[3] / "docs" / "write-a-layer.md").read_text("utf-8")
+    blocks = dict(re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL))
     names: dict[str, Any] = {"__name__": __name__}
-    exec(found[1], names)
-    tables: dict[str, Mapping[str, Any]] = {
-        "KINDS": {"echo": "echo"},
-        "MIXERS": {"echo": {"num_heads": "echo_num_heads", "head_dim": "echo_head_dim"}},
-        "FAMILIES": {"echo": {"echo_num_heads": 8, "echo_head_dim": 64, "layer_types": None}},
-    }
-    for table, added in tables.items():
+    exec(blocks["python"], names)
+    entry = tomllib.loads(blocks["toml"])["project"]["entry-points"]["flagcore.mixers"]
+    assert entry == {"echo": "my_package.echo:Echo"}
+    for table, added in zip(("FAMILIES", "KINDS", "MIXERS"), yaml.safe_load_all(blocks["yaml"]), strict=True):
         monkeypatch.setattr(huggingface, table, {**getattr(huggingface, table), **added})
     known = {**mixers(), "echo": names["Echo"]}
     monkeypatch.setattr(huggingface, "mixers", lambda: known)
-    model = model_of_config({**NEXT, "model_type": "echo", "layer_types": ["echo"] * 48}, name="echo", file="")
+    model = model_of_config({**NEXT, "model_type": "echo_model", "layer_types": ["echo"] * 48}, name="echo", file="")
     assert model.other_mixers == {names["Echo"](num_heads=8, head_dim=64): 48}
