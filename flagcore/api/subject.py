@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -61,8 +62,12 @@ class Subject:
         self.requested, self.candidate = as_candidate(axes, columns), as_candidate(axes, self.columns)
         self.row = None if self.broken else problem.space.find(self.candidate)
         self.predicted = None if self.broken else snapshot.predicted(self.columns)
-        self.predicted_s = self.predicted.step_time_s if self.predicted else None
         self.trials = [trial for trial in all_trials(snapshot.run) if trial.candidate == self.candidate]
+        stored = next((trial.predicted for trial in self.trials if trial.predicted and not trial.source), None)
+        if stored and self.predicted:  # what was predicted before the trial, also if calibrations have changed since
+            found = self.predicted
+            self.predicted = replace(stored, components=found.components, stage_layers=found.stage_layers)
+        self.predicted_s = self.predicted.step_time_s if self.predicted else None
         self.runs = snapshot.search_state.runs_of(self.candidate)
 
     @classmethod

@@ -129,6 +129,7 @@ class Plan:
     - `probes`: the probes that ran before the first trial.
     - `knobs`: the knobs of the task.
     - `interference`: the interference between parallel trials.
+    - `runs`: the runs of each candidate, and which of them count.
     """
 
     chip: str
@@ -150,6 +151,13 @@ class Plan:
     limits: Mapping[str, float] = field(default_factory=dict)
     knobs: Knobs = field(default_factory=dict)
     interference: Interference | None = None
+    runs: Mapping[Candidate, Runs] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        by_candidate: dict[Candidate, list[Trial]] = {}
+        for each in (*self.trials, *self.repeats):
+            by_candidate.setdefault(each.candidate, []).append(each)
+        object.__setattr__(self, "runs", {candidate: Runs.of(runs) for candidate, runs in by_candidate.items()})
 
     @property
     def gain(self) -> float | None:
@@ -158,7 +166,7 @@ class Plan:
 
     def runs_of(self, candidate: Candidate) -> Runs:
         """Return the runs of a candidate, and which of them count."""
-        return Runs.of(each for each in (*self.trials, *self.repeats) if each.candidate == candidate)
+        return self.runs.get(candidate) or Runs.of(())
 
     def median_s(self, trial: Trial) -> float | None:
         """Return the median step time in seconds over the runs of a trial's candidate, or that of an estimate."""

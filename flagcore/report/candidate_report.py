@@ -369,6 +369,9 @@ def _row(name: str, pair: Sequence[float | None]) -> list[str]:
 
 MAX_PARTS = 3
 """The maximum number of listed parts."""
+SMALL, EXPLAINED = 0.1, 0.5
+"""The smallest listed part against a difference, relative to the largest part; and the share of a difference that a
+prediction must have, so that its parts are listed as the reason."""
 SAME_TIME = 5e-4
 """The relative difference below which two times are shown as equal."""
 
@@ -384,15 +387,17 @@ def figure_pairs(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, tu
     return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
 
 
-def largest_differences(time: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the difference of each part of a step in seconds, second minus first, with the largest difference first.
-
-    Only parts that differ in the same direction as the total are returned.
+def differences_text(time: Mapping[str, tuple[float, float]], change: float) -> str:
+    """Return the largest differences of the parts of a time in seconds, second minus first, that have the sign of
+    `change`, and those against it. Empty if there are none with its sign.
     """
-    differences = {name: second - first for name, (first, second) in time.items()}
-    total = sum(differences.values())
-    parts = (name for name, seconds in differences.items() if seconds * total > 0.0)
-    return {name: differences[name] for name in sorted(parts, key=lambda name: -abs(differences[name]))}
+    sizes = sorted(((second - first, name) for name, (first, second) in time.items()), key=lambda each: -abs(each[0]))
+    along = [each for each in sizes if each[0] * change > 0.0][:MAX_PARTS]
+    against = (
+        [each for each in sizes if each[0] * change < 0.0 and abs(each[0]) >= SMALL * abs(along[0][0])] if along else []
+    )
+    texts = [", ".join(f"{name} {seconds:+.3g} s" for seconds, name in each[:MAX_PARTS]) for each in (along, against)]
+    return texts[0] + (f"; {_('the other way: {parts}', parts=texts[1])}" if against else "")
 
 
 def causes_text(
@@ -407,7 +412,8 @@ def causes_text(
     """Return a paragraph on where a candidate spends more or less time than another one.
 
     `other`: the name of the other candidate. `seconds`: the step times of the other and of this candidate.
-    `predictions`: their predictions. `source`: how `seconds` are known. With `has_rounds`, the text gives no speedup,
+    `predictions`: their predictions, whose parts are given if they explain EXPLAINED of the difference. `source`: how
+    `seconds` are known. With `has_rounds`, the text gives no speedup,
     because the report already shows the speedup over the rounds of repeats.
     """
     before, after = seconds
@@ -428,12 +434,12 @@ def causes_text(
     paragraph = _(text_without_change if has_rounds else text, **figures, **names)
     times = figure_pairs(*(each.parts_s if each else {} for each in predictions))
     predicted_before, predicted_after = (each.step_time_s if each else None for each in predictions)
-    if predicted_before is None or predicted_after is None or not (differences := largest_differences(times)):
+    if predicted_before is None or predicted_after is None:
         return paragraph
-    if (predicted_after - predicted_before) * (after - before) <= 0.0:
-        return paragraph + " " + _("The prediction expected the opposite, so its parts do not explain it.")
     share = (predicted_after - predicted_before) / (after - before)
+    parts = differences_text({_(part_name(name)): pair for name, pair in times.items()}, after - before)
+    if share < EXPLAINED or not parts:
+        return paragraph
     if not isclose(share, 1.0):
         paragraph += " " + _("The predicted difference is {share:.0%} of that.", share=share)
-    parts = [f"{_(part_name(name))} {differences[name]:+.3g} s" for name in list(differences)[:MAX_PARTS]]
-    return paragraph + " " + _(parts_of, parts=", ".join(parts))
+    return paragraph + " " + _(parts_of, parts=parts)

@@ -106,7 +106,6 @@ class Estimate(Notebook):
     - `recommended` of a candidate: whether a plan uses it; `recommended` of the estimate is this candidate.
     - `last` of a candidate: why it is listed after all others, although it may be faster.
     - `objective`: what the candidates are sorted by.
-    - `as_published`: whether it has the layout of a published run near the job, which the fastest has not.
     - `model`: the weights of each part of the model.
     - `untimed`: the number of candidates without a predicted time.
     - `no_time`: the reason for it.
@@ -135,7 +134,6 @@ class Estimate(Notebook):
     candidates: tuple[Mapping[str, Any], ...]
     model: tuple[Mapping[str, Any], ...]
     objective: str = ""
-    as_published: bool = False
     defaults: Mapping[str, Any] | None = None
     expected_s: tuple[float, float, float] | None = None
     expected_here: bool = True
@@ -278,15 +276,15 @@ def _candidates_table(estimate: Estimate) -> str:
 
 def _recommended_text(estimate: Estimate) -> str:
     """Return why the marked candidate is recommended."""
-    times = [
-        each["step_time_s"]["value"] for each in (estimate.recommended, estimate.candidates[0]) if "step_time_s" in each
-    ]
+    pair = (estimate.recommended, estimate.candidates[0])
+    times = [each["step_time_s"]["value"] for each in pair if "step_time_s" in each]
     if not times or times[0] <= times[1]:
         return _(N_("* recommended: the fastest") if times else N_("* recommended: the one with the least memory"))
-    text = N_("* recommended: {behind} slower than the fastest, which is less than predictions can tell; {reason}")
-    published, usual = N_("it has the layout of a published run"), N_("its layout is simpler or more usual")
-    reason = _(published if estimate.as_published else usual)
-    return _(text, behind=f"{times[0] / times[1] - 1.0:.2%}", reason=reason)
+    text = N_(
+        "* recommended: {behind} slower than the fastest, which is less than predictions can tell, and its layout is "
+        "simpler, more usual or that of a published run"
+    )
+    return _(text, behind=f"{times[0] / times[1] - 1.0:.2%}")
 
 
 def probed_text(number: int | None, probed: Mapping[str, Any], knobs: Knobs) -> str:

@@ -98,15 +98,6 @@ class _Objective(_Object):
     name: str
 
 
-class _Speedup(_Object):
-    value: float
-    low: float
-    high: float
-    rounds: list[float]
-    conclusive: bool
-    significant: bool
-
-
 class _Result(_Object):
     schema_version: Literal[1]
     chip: str
@@ -120,7 +111,7 @@ class _Result(_Object):
     trials: Trials
     repeats: Trials
     probes: Trials
-    speedup: _Speedup | None = None
+    speedup: Data | None = None
     noise: Annotated[Data, EMPTY]
     fastest: int | None = None
     limits: Annotated[dict[str, float], EMPTY]

@@ -157,9 +157,12 @@ class RunData(Plan):
         return (typical(values, is_rate=self.is_rate), min(values), max(values)) if values else None
 
     def measured(self, trial: Trial) -> Measurement | None:
-        """Return the measurement of a trial, of a server with the medians of its figures over the runs that count."""
-        figures = self.runs_of(trial.candidate).figures
-        return replace(trial.measurement, figures=figures) if trial.measurement and figures else trial.measurement
+        """Return the measurement of a trial with the median figures and the most memory of the runs that count."""
+        if (own := trial.measurement) is None:
+            return None
+        used = [each.measurement.device_used_bytes for each in self.counted(trial) if each.measurement]
+        figures = self.runs_of(trial.candidate).figures or own.figures
+        return replace(own, figures=figures, device_used_bytes=max(filter(None, used), default=None))
 
     def broken_limits(self, trial: Trial) -> str:
         """Return the limits that a trial exceeded, or else the limits that its repeats exceeded.

@@ -12,7 +12,7 @@ from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.blocks import Block, Cell, Facts, Table, Text, cell, table
-from flagcore.report.candidate_report import causes_text, figure_pairs
+from flagcore.report.candidate_report import causes_text, differences_text, figure_pairs
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.result import noise_warnings, number, slow_devices
 from flagcore.report.run import RunData, measured_s, served
@@ -242,8 +242,8 @@ def _gain(run: RunData, best: Trial) -> Cell:
     )
     note, count = f"({value})" if not speedup.significant else "", len(speedup.rounds)
     if speedup.low < speedup.high:
-        text, low, high = N_("({count} rounds: {low} to {high})"), low.split()[0], high.split()[0]
-        note = _(text, count=count, low=low, high=high)
+        text = N_("({count} rounds: {low} to {high})") if count > 1 else N_("({low} to {high})")
+        note = _(text, count=count, low=low.split()[0], high=high.split()[0])
     verdict = (
         _("no significant gain") if speedup.conclusive else _("not conclusive, rounds differ by more than the gain")
     )
@@ -276,6 +276,14 @@ def _uncertainty_notes(run: RunData, best: Trial) -> Iterator[Text]:
         remainder = [_("and {count} more", count=len(rivals) - MAX_RIVALS)] if len(rivals) > MAX_RIVALS else []
         names = "; ".join([*rivals[:MAX_RIVALS], *remainder])
         yield Text(_("The best is not significantly faster than {trials}.", trials=names))
+    of_best = run.median_s(best) or 0.0
+    once = [
+        f"{_('trial')} {each.number} ({run.configuration(each)})"
+        for each in run.trials
+        if 0.0 < (run.median_s(each) or 0.0) < of_best and len(run.counted(each)) == 1 and not run.broken_limits(each)
+    ]
+    if once and run.fidelity != ESTIMATE:
+        yield Text(_("Faster, but not compared, because it ran once: {trials}.", trials="; ".join(once)))
     yield from (Text(text, warning=True) for text in noise_warnings(run))
     if run.limits and run.fastest is not None and run.fastest.number != best.number:
         yield Text(_("Trial {number} is faster, but not within the latency limits.", number=run.fastest.number))
@@ -287,7 +295,8 @@ def _engines(run: RunData) -> Table:
         if isinstance(found, str):
             rows.append([Cell(engine), cell(None), found])
         else:
-            figure = cell(found.figure(found.best) if found.best else None)
+            figures = found.figures(found.best) if found.best else None
+            figure = cell(figures[0] if figures else None)
             rows.append([Cell(engine, None, f"{engine}/report.html"), figure, found.stop_reason])
     return table(_("Tuned engines"), [_("engine"), run.unit, _("stopped")], rows)
 
@@ -317,8 +326,7 @@ def why(run: RunData) -> str:
         _(NAMES["trials_made"][run.fidelity]),
         has_rounds=other is run.baseline and run.speedup is not None,
     )
-    measured = figure_pairs(run.step_parts(other), run.step_parts(best))
-    parts = [
-        f"{_(run.labels.measured_parts[key])} {after - before:+.3g} s" for key, (before, after) in measured.items()
-    ]
-    return " ".join([text, *([_("Measured differences: {parts}.", parts=", ".join(parts))] if parts else [])])
+    pairs = figure_pairs(run.step_parts(other), run.step_parts(best))
+    measured = {_(run.labels.measured_parts[key]): pair for key, pair in pairs.items()}
+    parts = differences_text(measured, times[1] - times[0])
+    return " ".join([text, *([_("Measured differences: {parts}.", parts=parts)] if parts else [])])

@@ -215,7 +215,7 @@ def dry_run(problem: Problem) -> Plan:
     task, row = problem.task, problem.space.find(problem.baseline)
     assert row is not None, "the baseline is in the space"
     order = [int(each) for each in rows_by_time(problem)]
-    plan_row = order[recommended(problem, np.array(order))[0]]
+    plan_row = order[recommended(problem, np.array(order))]
     rows = dict.fromkeys([row, *order[: task.spec.control.max_trials], plan_row])
     trials = [
         Trial(

@@ -30,7 +30,7 @@ from flagcore.domain.space import (
 from flagcore.domain.spec import JobRecord, Spec, Task
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import FlagError, NothingFits, SpecError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.effects import plugin_columns
 from flagcore.tuner.shorten import SmallerTask
@@ -149,43 +149,37 @@ def rows_by_time(problem: Problem) -> IntArray:
     return np.asarray(rows[np.lexsort((problem.predictions.device_used_bytes[rows], time, last[rows]))])
 
 
-WITHOUT_MARGIN, OVER_LIMIT, NOT_LISTED = 1, 2, 4
+LAST = ("", N_("little memory left"), N_("latency limit"), N_("not in the space"))
+"""Why a plan lists a candidate after all others: it has a predicted time, but leaves no margin of memory; it exceeds a
+limit; or it is a baseline that the space of the spec does not contain."""
 
 
 def listed_last(problem: Problem) -> IntArray:
-    """Return for each row why a plan proposes it only after all others, as a sum, or 0 if it does not.
-
-    WITHOUT_MARGIN: it has a predicted time, but leaves no margin of memory (`lacks_margin`). OVER_LIMIT: it exceeds a
-    latency limit. NOT_LISTED: it is a baseline that the space of the spec does not contain.
-    """
+    """Return the place in LAST of each row. It is 0 for rows that are not listed last."""
     predictions = problem.predictions
-    is_crowded = lacks_margin(problem.task, predictions) & np.isfinite(predictions.step_time_s)
-    last = WITHOUT_MARGIN * is_crowded + OVER_LIMIT * ~predictions.keeps_limits(problem.task.spec.work.slo)
-    last[problem.row_of(problem.baseline)] += NOT_LISTED * problem.adds_baseline
-    return np.asarray(last)
+    last = 1 * (lacks_margin(problem.task, predictions) & np.isfinite(predictions.step_time_s))
+    last[~predictions.keeps_limits(problem.task.spec.work.slo)] = 2
+    if problem.adds_baseline:
+        last[problem.row_of(problem.baseline)] = 3
+    return last
 
 
-def recommended(problem: Problem, order: IntArray) -> tuple[int, bool]:
-    """Return the place in `order` (part of `rows_by_time`) of the candidate that a plan recommends, and whether it has
-    the layout of a published run near the task, which the fastest has not.
+def recommended(problem: Problem, order: IntArray) -> int:
+    """Return the place in `order` (part of `rows_by_time`) of the candidate that a plan recommends.
 
-    It is the fastest, where each unusual property counts as UNUSUAL_SHARE of the time and a published layout as minus
-    one property: predictions do not tell smaller differences.
+    It is the fastest, where each unusual property counts as UNUSUAL_SHARE of the time, and the layout of a published
+    run near the task as minus one property.
     """
-    seconds = problem.predictions.step_time_s
+    seconds, last = problem.predictions.step_time_s, listed_last(problem)[order]
 
-    def handicapped(rows: IntArray) -> tuple[FloatArray, BoolArray]:
+    def handicapped(rows: IntArray) -> FloatArray:
         columns = problem.space.columns(rows)
         unusual = optional(problem.engine, Production).unusual(problem.task, columns, problem.predictions.take(rows))
-        is_published = _is_published(problem, columns)
-        return seconds[rows] * (1.0 + UNUSUAL_SHARE * (unusual - is_published)), is_published
+        return seconds[rows] * (1.0 + UNUSUAL_SHARE * (unusual - _is_published(problem, columns)))
 
-    most = handicapped(order[:1])[0][0] / (1.0 - UNUSUAL_SHARE)
-    last = listed_last(problem)[order]
+    most = handicapped(order[:1])[0] / (1.0 - UNUSUAL_SHARE)
     near = order[: max(1, int(((last == last[0]) & (seconds[order] <= most)).sum()))]
-    time, is_published = handicapped(near)
-    place = int(np.lexsort((problem.predictions.device_used_bytes[near], time))[0])
-    return place, bool(is_published[place] and not is_published[0])
+    return int(np.lexsort((problem.predictions.device_used_bytes[near], handicapped(near)))[0])
 
 
 UNUSUAL_SHARE = 0.02
@@ -195,7 +189,7 @@ UNUSUAL_SHARE = 0.02
 def recommended_row(problem: Problem) -> int | None:
     """Return the row that a plan recommends, or None if all were pruned."""
     order = rows_by_time(problem)
-    return int(order[recommended(problem, order)[0]]) if order.size else None
+    return int(order[recommended(problem, order)]) if order.size else None
 
 
 def _is_published(problem: Problem, columns: Columns) -> BoolArray:

@@ -145,6 +145,14 @@ class SearchState:
         return tuple(each for each in slowed if _undisturbed_s(each) < best_s)[:MAX_DISTURBED]
 
     @property
+    def faster_once(self) -> tuple[Trial, ...]:
+        """Trials that ran once and were faster than the median of the best, the fastest first."""
+        best_speed = self.speed_of(self.best.candidate) if self.best else math.inf
+        faster = [each for each in self.trials if self.speed_of(each.candidate) > best_speed and each.is_conclusive]
+        once = [each for each in faster if not self.repeats_of(each.candidate) and self.keeps_limits(each.candidate)]
+        return tuple(sorted(once, key=lambda trial: -self.speed_of(trial.candidate)))
+
+    @property
     def drift(self) -> float | None:
         """The relative speedup from the first to the last run of the baseline. None if it ran once."""
         runs = self.runs_of(self.baseline.candidate) if self.baseline else ()
@@ -185,10 +193,13 @@ def noise(runs: Sequence[Trial]) -> float:
     if not measured:
         return MIN_NOISE
     step_spread = median(each.spread_s / each.step_time_s if each.step_time_s > 0 else 0.0 for each in measured)
+    return max(MIN_NOISE, step_spread, spread(runs), *(trial.interval for trial in runs))
+
+
+def spread(runs: Sequence[Trial]) -> float:
+    """Return half of the difference between the fastest and the slowest of `runs`, relative to their median speed."""
     speeds = [trial.speed for trial in runs]
-    median_speed = median(speeds)
-    run_spread = (max(speeds) - min(speeds)) / 2 / median_speed if median_speed > 0 else 0.0
-    return max(MIN_NOISE, step_spread, run_spread, *(trial.interval for trial in runs))
+    return (max(speeds) - min(speeds)) / 2 / median(speeds) if speeds and median(speeds) > 0 else 0.0
 
 
 def indifference(control: Control, runs: Sequence[Trial]) -> float:
@@ -271,18 +282,20 @@ def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
 
     The finalists run again in rotation, `min_repeats` times each. Then the best and an undecided rival run up to
     EXTRA_ROUNDS more times. The total number of repeats is also limited, because the best and its rivals may change.
+    At the end, each trial that ran once and was faster than the best runs again.
     """
     trials, minimum = search_state.repeated, min_repeats(control, search_state)
     done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
     max_rounds = control.repeats + EXTRA_ROUNDS
     most = max(control.repeats, 1) * (2 + MAX_RIVALS) + 2 * EXTRA_ROUNDS
+    once = search_state.faster_once if control.repeats else ()
     if sum(trial.is_conclusive for trial in search_state.repeats) >= most:
-        return None
+        return next(iter(once), None)
     waiting = [trial for trial in trials if done[trial.candidate] < minimum[trial.candidate]]
     if not waiting and control.repeats:
         contenders = search_state.contenders(control)
         waiting = [trial for trial in contenders if done[trial.candidate] < max_rounds]
-    return min(waiting, key=lambda trial: done[trial.candidate], default=None)
+    return min(waiting or once, key=lambda trial: done.get(trial.candidate, 0), default=None)
 
 
 def summarize(

@@ -91,6 +91,8 @@ def test_every_screen_has_the_same_figures(run_dir: Path, flag: Flag) -> None:
     assert [both[side]["measured"]["runs"] for side in "ab"] == [len(of[name]["counted"]) for name in of]
     explained = answer("explain", str(run_dir), "best")
     assert explained["expected_s"] == pytest.approx(best_s)
+    predicted = next(each for each in data["trials"] if each["number"] == of["best"]["trial"])["predicted"]
+    assert explained["predicted"]["step_time_s"] == both["a"]["predicted"]["step_time_s"] == predicted["step_time_s"]
 
     assert f"{gain:+.1%} tokens/s" in text
     assert f"Speed: {shown(rates['best'])} tokens/s/device" in text

@@ -7,7 +7,7 @@ import pytest
 
 from flagcore.domain.prediction import Labels
 from flagcore.domain.records import GIB, read_prediction
-from flagcore.report.candidate_report import causes_text, largest_differences
+from flagcore.report.candidate_report import causes_text, differences_text
 from flagcore.report.explanation import memory_parts, needs_text, prediction_text
 from tests import tasks
 
@@ -75,12 +75,15 @@ def text(
     return causes_text(objective, "the baseline", seconds, (before, after), "measured", **more)
 
 
-def test_only_parts_with_the_sign_of_the_total_are_causes_the_largest_first() -> None:
-    assert largest_differences(TIME) == {"tp_comm_s": pytest.approx(-0.4), "compute_s": pytest.approx(-0.3)}
-    assert largest_differences({"compute_s": (1.0, 1.0)}) == {}
+def test_parts_with_the_sign_of_the_change_come_first_and_those_against_it_are_named_as_such() -> None:
+    assert differences_text(TIME, -1.0) == "tp_comm_s -0.4 s, compute_s -0.3 s; the other way: pp_bubble_s +0.2 s"
+    assert differences_text({**TIME, "pp_bubble_s": (0.0, 0.03)}, -1.0) == "tp_comm_s -0.4 s, compute_s -0.3 s"
+    assert differences_text({"compute_s": (1.0, 1.0)}, -1.0) == differences_text({"compute_s": (1.0, 0.5)}, 1.0) == ""
 
 
-def test_the_parts_are_listed_only_if_the_prediction_has_the_sign_of_the_measurement() -> None:
+def test_the_parts_are_listed_only_if_the_prediction_explains_half_of_the_measured_difference() -> None:
+    assert "-0.4 s" not in text((2.1, 1.0), (1.5, 1.0))
+    assert text((2.1, 1.0), (1.5, 1.0)).endswith("of the baseline (measured).")
     faster = text((1.6, 1.2), (1.5, 1.0))
     assert "-25.0%" in faster
     assert "-0.4 s" in faster

@@ -106,6 +106,31 @@ def test_of_equals_that_ran_again_the_best_has_the_fewest_settings_that_differ_f
     assert given(best).candidate == closer.candidate
 
 
+def test_of_equals_within_the_spread_of_their_runs_the_simpler_wins() -> None:
+    base, fast = trial(0, "base", 50.0, Role.BASELINE), trial(1, "a", 107.0)
+    simple = replace(trial(2, "a", 96.0), candidate=Candidate.of({"who": "base", "other": 1}))
+    fast = replace(fast, candidate=Candidate.of({"who": "a", "other": 2}))
+    repeats = [
+        replace(fast, number=3, role=Role.REPEAT, measurement=trial(3, "a", 93.0).measurement),
+        replace(simple, number=4, role=Role.REPEAT, measurement=trial(4, "a", 97.0).measurement),
+    ]
+    assert given(learn([base, fast, simple, *repeats]).best).candidate == simple.candidate
+    repeats[0] = replace(repeats[0], measurement=trial(3, "a", 106.0).measurement)
+    assert given(learn([base, fast, simple, *repeats]).best).candidate == fast.candidate
+
+
+def test_a_candidate_that_ran_once_above_the_best_runs_again_even_after_all_repeats() -> None:
+    names_of_many = {f"c{number}": 100.0 + number for number in range(8)}
+    noisy = [
+        replace(each, measurement=replace(given(each.measurement), spread_s=0.1 / each.speed))
+        for each in first(base=50.0, **names_of_many)
+    ]
+    order, state = again(noisy, CONTROL, base=[50.0], **{name: [80.0] for name in names_of_many})
+    assert state.faster_once == ()
+    assert {name for name in names_of_many if name not in order} <= {"c0", "c1", "c2"}
+    assert again(noisy, replace(CONTROL, repeats=0), base=[50.0])[0] == []
+
+
 def test_a_larger_indifference_ends_the_race_earlier() -> None:
     known, speeds = first(base=50.0, a=100.0, b=98.9), {"base": [50.0], "a": [100.0], "b": [98.9]}
     order, _ = again(known, replace(CONTROL, indifference=0.05), **speeds)

@@ -281,7 +281,8 @@ def test_tables_of_thousands_of_trials_list_the_best_the_failed_and_the_fastest(
 def test_the_speed_of_two_runs_is_that_of_their_median_time(edited: Edited) -> None:
     def noisy(data: dict[str, Any]) -> None:
         again, *others = (each for each in data["repeats"] if each["candidate"] == data["best"]["candidate"])
-        for trial, seconds in ((data["best"], 0.1), (again, 0.3)):
+        first = next(each for each in data["trials"] if each["candidate"] == data["best"]["candidate"])
+        for trial, seconds in ((first, 0.1), (again, 0.3)):
             trial["measured"]["step_time_s"]["median"] = seconds
             trial["measured"]["tokens_per_second_per_device"] = 8192.0 / seconds
         for each in others:

@@ -21,7 +21,7 @@ from flagcore.domain.records import model_table, prediction_record
 from flagcore.domain.space import IntArray, KnobValue, Space
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
-from flagcore.i18n import N_, _
+from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.text import candidate_line
@@ -35,8 +35,7 @@ from flagcore.tuner.feasibility import (
     unmet_text,
 )
 from flagcore.tuner.problem import (
-    OVER_LIMIT,
-    WITHOUT_MARGIN,
+    LAST,
     build_problem,
     candidate_columns,
     lacks_margin,
@@ -81,7 +80,7 @@ def estimate(
         change = None if is_detected else partial(cheapest_change, problem, loaded)
         raise NothingFits(nothing_fits_text(problem, change))
     published = published_runs(problem, loaded, None if evidence else NEAREST)
-    place, is_published = recommended(problem, order)
+    place = recommended(problem, order)
     expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[place]]), loaded)
     if len(groups) > 1:
         mixing = mixing_of(opened.spec, problem, loaded)
@@ -106,7 +105,6 @@ def estimate(
         unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
         candidates=tuple(candidates),
         objective=task.spec.objective,
-        as_published=is_published,
         model=tuple(model_table(optional(problem.engine, Details).parts(task))),
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
@@ -151,25 +149,17 @@ def _listed(
         places[layouts[plan]], variants = plan, counts[layouts] - 1
         places = np.sort(places)
     places = places[:top] if plan in places[:top] else np.append(places[: top - 1], plan)
-    last = listed_last(problem)[order[places]].tolist()
-    more: list[dict[str, Any]] = [{"recommended": place == plan} for place in places.tolist()]
-    if distinct:
-        more = [{**each, "variants": count} for each, count in zip(more, variants[places].tolist(), strict=True)]
-    more = [{**each, **({"last": _why_last(why)} if why else {})} for each, why in zip(more, last, strict=True)]
+    columns = (places.tolist(), variants[places].tolist(), listed_last(problem)[order[places]].tolist())
+    more: list[dict[str, Any]] = [
+        {"recommended": place == plan}
+        | ({"variants": count} if distinct else {})
+        | ({"last": LAST[why]} if why else {})
+        for place, count, why in zip(*columns, strict=True)
+    ]
     if PER_DEVICE in figures and (latency := figures.get("tpot_s.p50")) is not None:
         front = set(pareto(figures[PER_DEVICE][order], -latency[order]).tolist())
         more = [{**each, "pareto": place in front} for place, each in zip(places.tolist(), more, strict=True)]
     return places, more
-
-
-def _why_last(why: int) -> str:
-    return (
-        N_("latency limit")
-        if why & OVER_LIMIT
-        else N_("little memory left")
-        if why & WITHOUT_MARGIN
-        else N_("not in the space")
-    )
 
 
 def _layouts(problem: Problem, rows: IntArray) -> IntArray:
@@ -277,7 +267,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     if not known_plans:
         return None
     (mixed, rows), *other_plans = sorted(known_plans, key=lambda pair: pair[0].step_time_s)
-    row = rows[[recommended(problem, rows)[0]]]
+    row = rows[[recommended(problem, rows)]]
     alone = {title: _alone(spec, problem, group, plugins) for group, title in enumerate(titles)}
     columns = problem.space.columns(row)
     task = problem.task.for_engine(effects_of_row(problem.task, columns))
@@ -316,7 +306,7 @@ def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> Ch
 def _plan(problem: Problem, rows: IntArray, split: str = "") -> ChipPlan | None:
     """Return the recommended one of `rows` as a plan, or None if there are no rows or its time is unknown."""
     cluster, train = problem.task.cluster, problem.task.spec.train
-    for row in rows[[recommended(problem, rows)[0]]].tolist() if rows.size else ():
+    for row in rows[[recommended(problem, rows)]].tolist() if rows.size else ():
         prediction = problem.predictions.row(row)
         if (seconds := prediction.step_time_s) is not None:
             tokens = train.step_tokens

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import RUN, TIMED_STATES, Role, Trial, TrialState
-from flagcore.tuner.search_state import MIN_NOISE, SearchState, interference
+from flagcore.tuner.search_state import MIN_NOISE, SearchState, interference, spread
 
 
 def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
@@ -15,8 +15,8 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     A trial of this run replaces a trial from another tool. Imported trials, repeats, interference trials and trials of
     another `fidelity` do not count as results. If parallel trials disturb each other, parallel trials with step times
     are marked inconclusive. The best is the fastest candidate or, if candidates that are not significantly slower ran
-    again, the fastest of those, because a single run may be fast by chance. Of several that ran again and are within
-    MIN_NOISE, it is the one with the fewest settings that differ from the baseline.
+    again, the fastest of those, because a single run may be fast by chance. Of several that ran again and differ by at
+    most MIN_NOISE or the spread of their runs, it is the one with the fewest settings that differ from the baseline.
     """
     trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
     own_trials = [trial for trial in trials if trial.fidelity == fidelity]
@@ -51,7 +51,13 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     rivals = {trial.candidate for trial in known.rivals}
     near = [each for each in kept if each is known.best or each.candidate in rivals]
     again = [each for each in near if search_state.repeats_of(each.candidate)] or near[:1]
-    equals = [each for each in again if speed_of(each) >= (1.0 - MIN_NOISE) * speed_of(again[0])]
+    spreads = {each.candidate: spread(search_state.runs_of(each.candidate)) for each in again}
+    equals = [
+        each
+        for each in again
+        if speed_of(each)
+        >= (1.0 - max(MIN_NOISE, spreads[each.candidate], spreads[again[0].candidate])) * speed_of(again[0])
+    ]
     settings = {*baseline[0].candidate.items} if baseline else set()
     best = min(equals, key=lambda trial: len({*trial.candidate.items} - settings), default=None)
     return replace(search_state, best=best, fastest=next(iter(order), None))
