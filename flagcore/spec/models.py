@@ -262,7 +262,8 @@ def absolute_model(source: str, base: Path) -> str:
 
 def _stem(name: str) -> tuple[str, str | None]:
     """Return the part of a repository's name that determines the shape, and the weight format at its end, if any."""
-    model = re.sub(r"^(meta|nvidia)-", "", name.lower().rpartition("/")[2]).replace("quantized.", "quantized-")
+    owner, _slash, model = name.lower().rpartition("/")
+    model = model.removeprefix("meta-").removeprefix(f"{owner}-").replace("quantized.", "quantized-")
     words, weights = model.split("-"), None
     words = [*words[:1], *(each for each in words[1:] if each not in ("instruct", "chat"))]
     while len(words) > 1 and (
