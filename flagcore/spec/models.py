@@ -262,9 +262,8 @@ def absolute_model(source: str, base: Path) -> str:
 
 def _stem(name: str) -> tuple[str, str | None]:
     """Return the part of a repository's name that determines the shape, and the weight format at its end, if any."""
-    owner, _slash, model = name.lower().rpartition("/")
-    model = model.removeprefix("meta-").removeprefix(f"{owner}-").replace("quantized.", "quantized-")
-    words, weights = model.split("-"), None
+    words, weights = name.lower().rpartition("/")[2].replace("quantized.", "quantized-").split("-"), None
+    words = words[1:] if words[0] in _NAMES["owners"] and len(words) > 1 else words
     words = [*words[:1], *(each for each in words[1:] if each not in ("instruct", "chat"))]
     while len(words) > 1 and (
         words[-1] in _SAME_SHAPE or words[-1] in FORMATS or re.fullmatch(r"[01]\d{3}|2[3-6]\d\d", words[-1])
