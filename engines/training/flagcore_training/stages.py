@@ -330,11 +330,11 @@ def _attention_weights(model: Model, tensor: FloatArray, *, compressed: bool) ->
     `compressed`: whether each rank has the projections that compress the input for latent attention.
     """
     compression, projection = projection_weights(model)
+    gate = model.attention_output_gate * model.hidden_size * attended(model)
     if model.multi_latent_attention:
-        qkv = compression / (np.ones_like(tensor) if compressed else tensor) + projection / tensor
+        qkv = compression / (np.ones_like(tensor) if compressed else tensor) + (projection + gate) / tensor
         norms = sum(latent_widths(model)[:2]) * model.qk_layernorm
     else:
-        gate = model.attention_output_gate * model.hidden_size * widths(model)[0]
         qkv = (projection + gate + model.add_qkv_bias * sum(widths(model))) / tensor
         norms = 2 * model.kv_channels * model.qk_layernorm
     return qkv + _indexer_weights(model), norms
@@ -411,7 +411,7 @@ def model_flops(train: Training) -> float:
         layers_of_scores = paired_layers(each, float(train.sequence)) + is_last * model.mtp_num_layers
         scores += layers_of_scores * train.sequence / 2 * (widths(each)[0] + attended(each))
         attention = sum(projection_weights(each)) + attended(each) * h + _indexer_weights(each)
-        attention += model.attention_output_gate * h * widths(each)[0]
+        attention += model.attention_output_gate * h * attended(each)
         attentions += each.attention_layers * attention
     ffn = matrices * h * model.ffn_hidden_size
     active = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)

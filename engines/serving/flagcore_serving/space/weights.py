@@ -19,7 +19,6 @@ from flagcore.physics.transformer import (
     cached_widths,
     layer_embeddings,
     projection_weights,
-    widths,
 )
 from flagcore.spec.huggingface import context_of, format_of_weights
 from flagcore.spec.models import context_length, find_public
@@ -250,7 +249,7 @@ def _parts(model: Model) -> dict[str, float]:
 def _attention_weights(model: Model) -> float:
     """Return the number of weights of an attention layer, without norms and the part that rotates latent keys."""
     rank = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) if model.multi_latent_attention else 0
-    gate = 0 if rank else model.attention_output_gate * widths(model)[0]
+    gate = model.attention_output_gate * attended(model)
     index = model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size) if model.indexer else 0
     return model.hidden_size * (rank + gate + attended(model)) + projection_weights(model)[1] + float(index)
 
