@@ -230,6 +230,7 @@ class Model:
     `key_value_projections`: see `Attention.projections`.
     `layer_embedding_size`: the width of the embeddings that each layer has of its own (Gemma 3n). 0: none.
     `mtp_use_repeated_layer`: whether all depths of multi-token prediction share the weights of one.
+    `mtp_dense`: whether these depths have no experts, though other layers do.
     `unread`: the names and values of the keys of config.json that the other fields do not contain.
     """
 
@@ -261,6 +262,7 @@ class Model:
     v_head_dim: int | None = None
     mtp_num_layers: int = 0
     mtp_use_repeated_layer: bool = False
+    mtp_dense: bool = False
     vision: Vision | None = None
     layers: tuple[Layer, ...] = field(default=(), repr=False)
     attention_output_gate: bool = False
@@ -333,12 +335,13 @@ class Model:
     @property
     def mtp_layer(self) -> "Model":
         """This model with only the layer of a depth of multi-token prediction. Its mixer is the last attention."""
-        if not self.layers:
+        if not (self.layers or self.mtp_dense):
             return self
-        mixers = [each.mixer for each in self.layers if each.mixer is not None]
+        mixers = [each.mixer for each in self.layers if each.mixer is not None] or [Attention()]
         mixer = next((each for each in reversed(mixers) if isinstance(each, Attention)), mixers[-1])
-        layer = Layer(mixer=mixer, feed_forward="dense" if self.num_moe_experts is None else "experts")
-        return replace(self, num_layers=1, moe_first_dense_layers=0, layers=(layer,))
+        experts = None if self.mtp_dense else self.num_moe_experts
+        layer = Layer(mixer=mixer, feed_forward="dense" if experts is None else "experts")
+        return replace(self, num_layers=1, moe_first_dense_layers=0, num_moe_experts=experts, layers=(layer,))
 
     def feed_forward_layers(self, kind: str) -> int:
         """Return the number of layers with a feed-forward network of one kind, "dense" or "experts"."""

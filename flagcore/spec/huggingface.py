@@ -93,6 +93,7 @@ class Config(BaseModel):
     v_head_dim: Size | None = None
     num_nextn_predict_layers: NoLayers | None = None
     mtp_use_repeated_layer: bool = False
+    mtp_dense: bool = False
     layer_types: str | list[str] | list[int] | None = None
     full_attention_interval: Size | None = None
     full_attention_offset: NoLayers | None = None
@@ -127,7 +128,7 @@ class Config(BaseModel):
         `kinds`: what the names of layers mean in the model's family. `keys`: all keys of the config.json, and defaults.
         """
         same = {"num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "gated_linear_unit", "q_lora_rank"}
-        same |= {"attention_output_gate", "mtp_use_repeated_layer", "kv_lora_rank", "v_head_dim"}
+        same |= {"attention_output_gate", "mtp_use_repeated_layer", "mtp_dense", "kv_lora_rank", "v_head_dim"}
         layers = self._layers(kinds, keys)
         width, shared = self.intermediate_size, self.num_kv_shared_layers
         if self.use_double_wide_mlp:  # the mean of all layers

@@ -206,6 +206,7 @@ BLOCKS = [
         (config("lfm2", 4, 256, 12288, 8, 99, block_auto_adjust_ff_dim=True, num_key_value_heads=8), (4, 8192, 8)),
         (config("cohere2_moe", 4, 256, 512, 8, 99), (4, 512, 8)),
         (config("inkling_text", 4, 256, 96, 8, 99, dense_intermediate_size=512), (4, 512, 8)),
+        (config("llama4_text", 4, 256, 96, 8, 99, intermediate_size_mlp=512), (4, 512, 8)),
         (config("ernie4_5_vl_moe_text", 4, 256, 512, 8, 99, num_experts=[64, 32]), (4, 512, 4)),
         (config("qwen2", 4, 256, 512, 8, 99, sliding_window=0, head_dim=0, num_key_value_heads=8), (4, 512, 8)),
     ],
@@ -213,7 +214,7 @@ BLOCKS = [
 def test_sizes_follow_the_families(at: At, data: dict[str, Any], sizes: tuple[int, int, int]) -> None:
     model = read_model("Some-Model", at(data))
     assert (model.num_layers, model.ffn_hidden_size, model.num_query_groups) == sizes
-    widths = {"cohere2_moe": 512, "inkling_text": 96, "ernie4_5_vl_moe_text": 1536}
+    widths = {"cohere2_moe": 512, "inkling_text": 96, "llama4_text": 96, "ernie4_5_vl_moe_text": 1536}
     assert model.moe_ffn_hidden_size == widths.get(data["model_type"])
     assert model.num_moe_experts != 32
 

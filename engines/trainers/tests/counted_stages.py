@@ -16,7 +16,6 @@ import torch.distributed as dist
 from flagcore_trainers.fsdp2 import rank
 from flagcore_trainers.fsdp2.job import TrialJob
 from flagcore_trainers.fsdp2.model import build, rotary_angles
-from flagcore_trainers.fully_shard import memory
 from flagcore_training.trial.layers import causal_mask, own_positions
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -76,18 +75,18 @@ def counted(job: TrialJob, place: int) -> tuple[float, float]:
             angles = rotary_angles(job, own_positions(job.train.seq_length, each.context, 0), cpu)
             stages = {number: build(job, meshes, cpu, angles, number) for number in job.stages_of(place)}
             runs = rank.pipeline(job, meshes, stages, cpu)
-            size = (each.micro_batch * job.num_microbatches, job.train.seq_length // each.context)
-            tokens, labels = (torch.zeros(size, dtype=torch.int64) for _ in range(2))
+            shape = (each.micro_batch * job.num_microbatches, job.train.seq_length // each.context)
+            tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
             weights = [weight.to_local() for module in stages.values() for weight in module.parameters()]
             inputs = (tokens,) if 0 in stages else ()
             with Storages(kind) as storages, loss_parallel() if each.tensor > 1 else nullcontext():
                 storages.add(weights)
                 runs.step(*inputs, target=labels, losses=[], return_outputs=False)
-        count = sum(each.numel() for each in weights)
+        size = sum(each.nbytes for each in weights)
     finally:
         causal_mask.cache_clear()
         dist.destroy_process_group()
-    return 4.0 * memory.MAIN_BYTES * count, storages.peak + 2.0 * memory.MAIN_BYTES * count
+    return 4.0 * size, storages.peak + 2.0 * size
 
 
 def _without_vote(schedule: Any, stages: list[Any], *_: Any) -> None:

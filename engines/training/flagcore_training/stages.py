@@ -370,7 +370,7 @@ def mtp_parameters(train: Training, layout: Layout) -> Parts:
     """Return the number of weights of all multi-token prediction depths, by component. Source: megatron-core 0.16."""
     model, depths = train.model, train.model.mtp_num_layers
     own = replace(train, model=model.mtp_layer)
-    layer = layer_parameters(own, layout, moe=model.num_moe_experts is not None)
+    layer = layer_parameters(own, layout, moe=own.model.num_moe_experts is not None)
     extra_weights = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size
     dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS), extra_weights)
     depths = 1 if model.mtp_use_repeated_layer else depths
@@ -424,7 +424,7 @@ def model_flops(train: Training) -> float:
     for mixer, number in model.other_mixers.items():
         layers += number * sum(mixer.weights(h))
         scores = scores + number * mixer.core_flops(float(train.sequence)) / 2.0
-    mtp = depths * (attention + (ffn if model.num_moe_experts is None else moe) + 2 * h * h + 3 * h)
+    mtp = depths * (attention + (ffn if model.mtp_layer.num_moe_experts is None else moe) + 2 * h * h + 3 * h)
     weights = layers + mtp + h * model.vocab_size * (1 + depths)
     flops_per_weight = 4.0 if train.options.adapters else 6.0
     return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores)

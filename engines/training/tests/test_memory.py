@@ -64,6 +64,15 @@ def test_depths_of_multi_token_prediction_have_weights_of_their_own_or_share_the
     assert counts[2] - counts[0] == times * (counts[1] - counts[0])
 
 
+def test_depths_of_multi_token_prediction_without_experts_are_those_of_a_dense_model() -> None:
+    def depth(model: Model, **changes: Any) -> float:
+        counts = [parameters(dataclasses.replace(model, mtp_num_layers=n, **changes), layout(), 0) for n in (0, 1)]
+        return counts[1] - counts[0]
+
+    assert depth(DEEPSEEK_V3, mtp_dense=True) == depth(DEEPSEEK_V3, num_moe_experts=None, moe_first_dense_layers=0)
+    assert depth(DEEPSEEK_V3) > 10 * depth(DEEPSEEK_V3, mtp_dense=True)
+
+
 def test_a_tied_head_is_a_separate_copy_only_on_another_stage() -> None:
     tied = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False)
     table = 32000 * 4096

@@ -10,7 +10,7 @@ from flagcore_serving.space.weights import parameters
 
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
-from flagcore.spec.models import find_public, model_from
+from flagcore.spec.models import find_public, model_from, public_models
 from tests.checks import given
 from tests.product.tasks import ENGINES, SHAPE
 from tests.spec.test_models import DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_NEXT, QWEN35_MOE, config
@@ -58,6 +58,17 @@ def test_a_public_model_has_its_published_number_of_parameters() -> None:
     rounded = "baidu/ERNIE-4.5-300B-A47B-PT"
     assert found.pop(rounded) == pytest.approx(BILLIONS[rounded], rel=4e-3)
     assert found == pytest.approx({name: BILLIONS[name] for name in found}, rel=1e-3)
+
+
+NOT_READ = {"max_position_embeddings", "quantization_config", "vision_config", "audio_config", "laurel_rank"}
+NOT_READ |= {"indexer_compress_ratio", "hc_count", "ngram_vocab_size_base"}
+
+
+def test_all_other_keys_of_public_models_are_read() -> None:
+    found = {
+        name: {key.partition(".")[0] for key, _ in model_from(name, base=Path()).unread} for name in public_models()
+    }
+    assert {name: keys - NOT_READ for name, keys in found.items() if keys - NOT_READ} == {}
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
         moments = [held + stored + waits + left + extra for extra in act.backward]
         moments.append(held + stored + loss * last)
         moments.append(held + stored - one + (u * table + act.hidden) * first)
-        moments.append(ends + r * np.where(first, table, layer) * (1.0 + 1.0 / n))
+        moments.append(ends + _reduction(job, np.where(first, table, layer), n))
         static = 4.0 * job.main_bytes * own
         found.append((static, np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)))
     (first_static, first_peak), (last_static, last_peak) = found
@@ -296,6 +296,15 @@ def _loss_bytes(job: MemoryInputs) -> FloatArray:
     if job.compiled_loss:
         return np.full_like(job.tensor, 2.0 * job.value_bytes)
     return np.where(job.tensor > 1, LOSS_BYTES + SPLIT_LOSS_BYTES, LOSS_BYTES)
+
+
+def _reduction(job: MemoryInputs, weights: FloatArray, ranks: FloatArray) -> FloatArray:
+    """Return the bytes of the reduction of a unit's gradients: its input, its output, and that in the states' format.
+
+    Source: torch 2.13 `_fsdp_collectives.py`, `foreach_reduce`.
+    """
+    cast = np.where(job.reduce_bytes != job.main_bytes, job.main_bytes, 0.0)
+    return weights * (job.reduce_bytes + (job.reduce_bytes + cast) / ranks)
 
 
 def _without_pipeline(job: MemoryInputs) -> _Sizes:
@@ -341,7 +350,7 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     # The gradient of a tensor-parallel head is computed whole, and then divided (`_fsdp_param.py`).
     moments.append(early + act.stored + gathered + edge + np.where(job.tensor > 1, u * table * (job.tensor + 1.0), 0.0))
     if not is_tied:  # the head's gradients are copied into the buffer of their reduction
-        moments.append(early + act.stored + gathered + u * table + r * table * (1.0 + 1.0 / n) + act.hidden + ahead)
+        moments.append(early + act.stored + gathered + u * table + _reduction(job, table, n) + act.hidden + ahead)
     for kind, previous, after, passed in _moments_of_layers(job, act, head_reduce):
         one, unit, here = act.layers[kind], _layer_weights(job, kind), experts * (kind.feed_forward == EXPERTS)
         left = act.stored - after
@@ -352,10 +361,10 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
             moments.append(kept + own + previous + left + extra)
         moments.append(kept + own + previous + left - one.stored + act.hidden + u * unit + act.norm)
         for weights, sharing in ((unit, n), (here, n / job.expert)):
-            copies = u * weights + r * weights * (1.0 + 1.0 / sharing)
+            copies = u * weights + _reduction(job, weights, sharing)
             moments.append(kept - np.where(job.reshard, 0.0, u * weights) + left - one.stored + copies + act.hidden)
     end = gradients + stale + act.hidden + summed * (all_layers + edges - table)
-    moments.append(end + u * table + np.maximum(u * table + r * layer, r * table * (1.0 + 1.0 / n)) + late)
+    moments.append(end + u * table + np.maximum(u * table + r * layer, _reduction(job, table, n)) + late)
     moments.append(gradients + summed * (all_layers + edges))
     above: FloatArray = np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)
     return states + gradients, above - gradients, states + above

@@ -65,7 +65,7 @@ class Kinds:
         layers = _layers(train, sizes, rows, recomputed, () if options.offload_stages else offloaded)
         own, mtp = train.mtp_layer, layers[-1]
         if own.model is not train.model:
-            experts = train.model.num_moe_experts is not None
+            experts = own.model.num_moe_experts is not None
             (mtp,) = _layers(own, sizes, [_layer_modules(own, layout, sizes, experts=experts)], recomputed, ())
         head_row = head(train, layout, sizes)
         last, ends = Layer.from_modules(head_row), (embedding(train, layout, sizes), head_row)

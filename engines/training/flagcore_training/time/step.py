@@ -109,7 +109,7 @@ def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
     moe = _layer_block(train, layout, costs, moe=True) if train.model.num_moe_experts is not None else dense
     own, mtp = train.mtp_layer, moe
     if train.model.mtp_num_layers and own is not train:
-        mtp = _layer_block(own, layout, costs, moe=train.model.num_moe_experts is not None)
+        mtp = _layer_block(own, layout, costs, moe=own.model.num_moe_experts is not None)
     ends = embedding_time(train, layout, costs), head_time(train, layout, costs)
     return Parts(dense, moe, mtp, *(StageTime(end.forward, end.backward, end.weight) for end in ends))
 
