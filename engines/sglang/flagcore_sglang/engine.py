@@ -29,7 +29,17 @@ from flagcore_serving.space.hardware import (
     longest_request,
     max_in_flight,
 )
-from flagcore_serving.space.knobs import BACKEND, DRAFTED, EAGER, EXCHANGE, REDUNDANT, SPECULATION, TRANSFER, or_default
+from flagcore_serving.space.knobs import (
+    BACKEND,
+    DRAFTED,
+    EAGER,
+    EXCHANGE,
+    KV,
+    REDUNDANT,
+    SPECULATION,
+    TRANSFER,
+    or_default,
+)
 from flagcore_serving.space.program import Program, as_words
 from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token
@@ -213,6 +223,21 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
     return np.maximum(sequences * longest_request(task), _MIN_POOL)
 
 
+def element_bytes(task: Task, columns: Columns) -> FloatArray:
+    """Return the bytes per element of the KV cache.
+
+    By default, sparse latent attention has a cache in fp8 on chips with a compute capability of 10 or more (0.5.6 and
+    0.5.14 `server_args.py`, 0.5.23 `arg_groups/overrides.py`).
+    """
+    element, model = PROGRAM.element_bytes(columns), task.spec.model
+    capability = re.fullmatch(r"sm_(\d+)\d[a-z]?", task.cluster.groups[0].chip.architecture)
+    is_new = capability is not None and int(capability[1]) >= 10
+    if not (is_new and model.multi_latent_attention and model.indexer):
+        return element
+    default = (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
+    return np.where(default, 1.0, element)
+
+
 def settings(task: Task, columns: Columns) -> Settings:
     """Return SGLang's effective settings for each candidate.
 
@@ -224,7 +249,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     tokens = np.where(chunk > 0, np.maximum(chunk // values[DP], 1), PROGRAM.values(values, PREFILL))
     ranks = values[TP] * values[PP] * values[DP]
     devices = hardware.share(values[INSTANCES]) if hardware.on_cores else ranks
-    element = PROGRAM.element_bytes(values)
+    element = element_bytes(task, values)
     share = knobs.shares(values[MEMORY], memory_share(task, values))
     given = other_args.get("mamba-full-memory-ratio")
     ratio = float(given) if isinstance(given, (int, float)) and given > 0 else STATE_RATIO

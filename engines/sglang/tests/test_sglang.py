@@ -1,13 +1,19 @@
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from flagcore_sglang.engine import ENGINE as ENGINE
+from flagcore_testing.examples import mixed
 
 from engines.serving.tests.engines.tasks import broken, planned, server, settings
 from flagcore.api import estimate_jobs
+from flagcore.domain.model import Attention, Indexer
+from tests.product.serving_inputs import LATENT
 from tests.product.tasks import DENSE
+
+SPARSE = mixed(LATENT, Attention(indexer=Indexer(heads=32, head_dim=128, top_k=2048)), LATENT.num_layers)
 
 
 def cards(**arguments: Any) -> Any:
@@ -70,6 +76,22 @@ def test_stages_compute_pieces_of_one_prompt_together_and_old_releases_wait_betw
     assert one["ttft_s"]["mean"] > 2.5 * four["ttft_s"]["mean"]
     old = predicted("0.5.5", pipeline_model_parallel_size=4)
     assert old["tpot_s"]["mean"] == pytest.approx(four["tpot_s"]["mean"] + 3 * 9e-3, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words", "element"),
+    [("sm_90", {}, 2.0), ("sm_103", {}, 1.0), ("sm_100", {"kv_cache_type": "bfloat16"}, 2.0), ("gfx942", {}, 2.0)],
+)
+def test_sparse_latent_attention_caches_fp8_by_default_on_new_chips(
+    architecture: str, words: dict[str, str], element: float
+) -> None:
+    task = cards()
+    group = task.cluster.groups[0]
+    group = replace(group, chip=replace(group.chip, architecture=architecture))
+    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    assert settings(task, **words).cache_element_bytes.item() == 2.0
+    task = replace(task, spec=replace(task.spec, model=SPARSE))
+    assert settings(task, **words).cache_element_bytes.item() == element
 
 
 def test_the_largest_decode_graph_is_that_of_the_flags() -> None:

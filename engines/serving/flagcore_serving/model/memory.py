@@ -69,10 +69,10 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         budget = settings.memory_fraction * capacity - (0.0 if overheads.activations_beside else driver)
     other = 0.0 if overheads.activations_beside else activations + graphs
     cache = np.where(np.isnan(settings.cache_bytes), budget - weights - other, settings.cache_bytes)
-    frees = overheads.frees_windows
-    token = token_bytes(model, settings, serving.tokens, frees_windows=frees)
+    kept = {"frees_windows": overheads.frees_windows, "indexes_all": overheads.indexes_all}
+    token = token_bytes(model, settings, serving.tokens, **kept)
     longest = settings.context_len.astype(np.float64)
-    longest_token = token_bytes(model, settings, longest, batched_tokens, frees_windows=frees)
+    longest_token = token_bytes(model, settings, longest, batched_tokens, **kept)
     state = _state_bytes(model, settings, recurrent=True)
     aside = (settings.state_share > 0.0) & (state > 0.0)
     tokens = np.maximum(serving.tokens, 1.0)
@@ -164,15 +164,17 @@ def token_bytes(
     computed: FloatArray | float = 0.0,
     *,
     frees_windows: bool = True,
+    indexes_all: bool = False,
 ) -> FloatArray:
     """Return the bytes per cached token on a device, averaged over a sequence of `tokens` tokens.
 
     `computed`: prompt tokens of one iteration, which a sliding window holds in addition. The latent vector is
     replicated on the tensor ranks that do not share a cache. The states of other mixers are divided among the tokens of
-    the sequence. `frees_windows`: see `Overheads`.
+    the sequence. `frees_windows`, `indexes_all`: see `Overheads`.
     """
     stage_layers = np.ceil(model.num_layers / settings.pipeline)
     total = stage_layers * 0.0
+    key_bytes = [each.indexer.token_bytes for each in model.by_attention if each.indexer]
     for each in model.by_attention:
         share = cached_layers(each, tokens, computed, frees_windows=frees_windows) / model.num_layers
         layers = stage_layers * share * settings.cache_element_bytes / (settings.cores * settings.sharing)
@@ -182,7 +184,8 @@ def token_bytes(
             total = total + layers * np.maximum(each.num_query_groups / settings.tensor, 1.0) * cached_widths(each)
         if each.indexer:
             indexed = stage_layers * (each.attention_layers / model.num_layers)
-            total = total + indexed * each.indexer.token_bytes / settings.cores
+            own = max(key_bytes) if indexes_all else each.indexer.token_bytes
+            total = total + indexed * own / settings.cores
     return total + _mixer_bytes(model, settings, stage_layers, tokens)
 
 

@@ -98,6 +98,7 @@ class Overheads:
     - `activations_beside`: whether the engine's share of memory covers only weights and cache.
     - `own_front_ends`: whether each attention rank has a front end, which accepts requests beside the others.
     - `frees_windows`: whether layers with sliding windows cache only the tokens in their windows.
+    - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
     """
 
     iteration: float
@@ -131,6 +132,7 @@ class Overheads:
     activations_beside: bool = False
     own_front_ends: bool = False
     frees_windows: bool = False
+    indexes_all: bool = False
 
     def slowed(self, factor: float) -> Overheads:
         """Return these overheads with the times of the front end multiplied by `factor`."""

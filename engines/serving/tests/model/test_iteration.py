@@ -289,6 +289,9 @@ def test_an_index_has_a_cache_and_weights_of_its_own() -> None:
     model = mixed(LATENT, INDEXED, 36)
     assert token_bytes(model, settings(tensor=8.0))[0] == 36 * (576 * 2 + 132)
     rank, hidden = LATENT.q_lora_rank or LATENT.hidden_size, LATENT.hidden_size
+    half = replace(model, layers=mixed(LATENT, Attention(indexer=SCORES), 18).layers[:18] + model.layers[18:])
+    assert token_bytes(half, settings())[0] == 36 * 576 * 2 + 18 * 132
+    assert token_bytes(half, settings(), indexes_all=True)[0] == token_bytes(model, settings())[0]
     added = weight_bytes(serving(model), settings())[0] - weight_bytes(serving(LATENT), settings())[0]
     assert added == pytest.approx(36 * (rank * 32 * 128 + hidden * 160) * 2)
 
