@@ -57,6 +57,7 @@ from flagcore.domain.trial import (
     RunEvent,
     TrialState,
 )
+from flagcore.domain.units import SECONDS, parse_amount
 from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _, ngettext
 from flagcore.plugins.entry_points import one_line
@@ -345,8 +346,9 @@ def _budget_share(data: dict[str, Any], parts: int) -> dict[str, Any]:
     control = dict(tuner.get("control") or {})
     if isinstance(control.get("max_trials", 20), int):
         control["max_trials"] = max(1, control.get("max_trials", 20) // parts)
-    if isinstance(control.get("max_time"), (int, float)):
-        control["max_time"] = control["max_time"] / parts
+    max_time = control.get("max_time")
+    if seconds := parse_amount(max_time, SECONDS) if isinstance(max_time, str) else max_time:
+        control["max_time"] = seconds / parts
     return {**data, "auto_tuner": {**tuner, "control": control}}
 
 
