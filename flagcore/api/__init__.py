@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from flagcore.api.commands.report import REPORT, list_runs, report, show_run
     from flagcore.api.commands.run import run_best
     from flagcore.api.commands.tune import tune
-    from flagcore.api.inputs import LoadedSpec, changed_spec, with_settings
+    from flagcore.api.inputs import RUNS, LoadedSpec, changed_spec, with_settings
     from flagcore.api.jobs import AT_ONCE, estimate_jobs
     from flagcore.api.outcome import Outcome
     from flagcore.api.runs import Run, load_run
     from flagcore.report.candidate_report import CandidateReport, Comparison
     from flagcore.report.estimate import Estimate
     from flagcore.report.explanation import Explanation
+    from flagcore.spec.models import similar_models
 
 NAMES = {
     "api.commands.calibrate": "calibrate calibrations summary",
@@ -36,7 +37,7 @@ NAMES = {
     "api.commands.export": "Exported export export_targets manifest",
     "api.commands.importing": "ImportedTrials check_imported import_history read_command read_tree",
     "api.commands.init": "defaults_of new_spec public_model_table spec_of_model",
-    "api.inputs": "LoadedSpec changed_spec with_settings",
+    "api.inputs": "RUNS LoadedSpec changed_spec with_settings",
     "api.jobs": "AT_ONCE estimate_jobs",
     "api.outcome": "Outcome",
     "api.commands.probe": "Probed probe",
@@ -47,6 +48,7 @@ NAMES = {
     "report.candidate_report": "CandidateReport Comparison",
     "report.estimate": "Estimate",
     "report.explanation": "Explanation",
+    "spec.models": "similar_models",
 }
 """The names of this package by module."""
 

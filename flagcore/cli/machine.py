@@ -107,7 +107,7 @@ def calibrate_command(seconds: float, devices: int | None, listed: bool, form: s
 
 @click.group("plugins", cls=options.Group)
 def plugins_command() -> None:
-    """List installed plugins and their chips, check them, or create a new one."""
+    """List installed plugins and their chips, check them, or create a new one. Without a command, list them."""
 
 
 @plugins_command.command("list")

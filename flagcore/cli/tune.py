@@ -42,11 +42,10 @@ def _watchers() -> Sequence[str]:
     shell_complete=options.completing(_watchers),
     help="Send events to a watcher (repeatable).",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Hide progress.")
 @click.option("-v", "--verbose", is_flag=True, help="Show why each trial was chosen, and its log file.")
 @options.formats
 @options.plugins
-def tune_command(spec: Any, chip: str | None, quiet: bool, verbose: bool, form: str, **given: Any) -> None:
+def tune_command(spec: Any, chip: str | None, verbose: bool, form: str, **given: Any) -> None:
     """Find the fastest configuration for SPEC by running candidates.
 
     An interrupted run is resumed: finished trials are never repeated. A run can also be resumed at a higher fidelity,
@@ -65,7 +64,7 @@ def tune_command(spec: Any, chip: str | None, quiet: bool, verbose: bool, form: 
         spec = api.changed_spec(spec, {"cluster.chip": chip})
     try:
         # Tables in the files of the run are not wrapped.
-        with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:
+        with fitted(None), progress(sys.stderr, options.is_quiet(), verbose) as on_event:
             outcome = api.tune(spec, on_event=on_event, **given)
     except (Interrupted, HostLost) as error:
         command = shlex.join(["flag", *(word for word in click.get_current_context().obj if word != "--new")])
@@ -80,15 +79,16 @@ def tune_command(spec: Any, chip: str | None, quiet: bool, verbose: bool, form: 
         figures = "trials_serving" if any((each["measured"] or {}).get("figures") for each in trials) else "trials"
         columns = {"trial": "number", **candidate_columns(trials, outcome.plan.knobs), **table_columns(figures)}
         options.show_records([outcome.data] if form == "yaml" else trials, form, columns)
-    if not quiet:
-        _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
+    _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
     if outcome.run_best:
         api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
 
 
 @click.command("run")
 @click.argument("run", type=click.Path())
-def run_command(run: str) -> None:
+@click.option("--dry-run", is_flag=True, help="Print the script that would start, and start nothing.")
+@options.quiet
+def run_command(run: str, dry_run: bool) -> None:
     """Start the best configuration of RUN (the directory of a run) in the foreground.
 
     Your `train.command` replaces this process, without the flags that shorten a trial. Without a `train.command`, the
@@ -96,7 +96,7 @@ def run_command(run: str) -> None:
 
     Servers run as child processes. Their URL is printed when they are ready, and they stop with this process.
     """
-    api.run_best(run, on_ready=_ready)
+    api.run_best(run, on_ready=_ready, dry_run=dry_run)
 
 
 @click.command("report")
@@ -218,21 +218,21 @@ def manifest_command(where: Path, **given: Any) -> None:
 
 @click.group("runs", cls=options.Group)
 def runs_command() -> None:
-    """List or show runs (the directories that `flag tune` writes)."""
+    """List or show runs (the directories that `flag tune` writes). Without a command, list them."""
 
 
 @runs_command.command("list")
-@click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"), metavar="[DIR]")
+@click.argument("folder", type=click.Path(path_type=Path), required=False, metavar="[DIR]")
 @options.output
-def runs_list(folder: Path, form: str) -> None:
+def runs_list(folder: Path | None, form: str) -> None:
     """List the runs in DIR [default: runs], the latest first."""
     from flagcore.api.runs import UNMEASURED
     from flagcore.report.text import run_rows
 
     with options.patience(_("flag: reading the runs")):
-        records = api.list_runs(folder)
+        records = api.list_runs(folder or api.RUNS) if folder or api.RUNS.exists() else []
     if form == "table" and not records:
-        options.say(_("no run in {folder}; `flag tune` creates one", folder=folder))
+        options.say(_("no run in {folder}; `flag tune` creates one", folder=folder or api.RUNS))
         return
     options.show_records(run_rows(records) if form == "table" else records, form, "runs")
     for each in records if form == "table" else ():
