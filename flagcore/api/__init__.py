@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from flagcore.api.commands.probe import Probed, probe
     from flagcore.api.commands.report import REPORT, list_runs, report, show_run
     from flagcore.api.commands.run import run_best
-    from flagcore.api.commands.tune import tune
-    from flagcore.api.inputs import RUNS, LoadedSpec, changed_spec, with_settings
+    from flagcore.api.commands.tune import dry_run, tune
+    from flagcore.api.inputs import RUNS, LoadedSpec, changed_spec, with_limits, with_settings
     from flagcore.api.jobs import AT_ONCE, estimate_jobs
     from flagcore.api.outcome import Outcome
     from flagcore.api.runs import Run, load_run
@@ -37,14 +37,14 @@ NAMES = {
     "api.commands.export": "Exported export export_targets manifest",
     "api.commands.importing": "ImportedTrials check_imported import_history read_command read_tree",
     "api.commands.init": "defaults_of new_spec public_model_table spec_of_model",
-    "api.inputs": "RUNS LoadedSpec changed_spec with_settings",
+    "api.inputs": "RUNS LoadedSpec changed_spec with_limits with_settings",
     "api.jobs": "AT_ONCE estimate_jobs",
     "api.outcome": "Outcome",
     "api.commands.probe": "Probed probe",
     "api.commands.report": "REPORT list_runs report show_run",
     "api.commands.run": "run_best",
     "api.runs": "Run load_run",
-    "api.commands.tune": "tune",
+    "api.commands.tune": "dry_run tune",
     "report.candidate_report": "CandidateReport Comparison",
     "report.estimate": "Estimate",
     "report.explanation": "Explanation",

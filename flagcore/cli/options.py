@@ -248,6 +248,7 @@ def _with_model(
     engine: str | None,
     nodes: int | None,
     devices: int | None,
+    slo: tuple[str, ...],
     **others: Any,
 ) -> Any:
     if model is None:
@@ -257,17 +258,20 @@ def _with_model(
         raise click.UsageError(_("--model replaces SPEC"))
     else:
         spec = api.spec_of_model(model, engine=engine, chip=others.get("chip"), nodes=nodes, devices=devices)
-    return command(spec=spec, **others)
+        if "run_dir" in others:
+            others["run_dir"] = others["run_dir"] or api.RUNS / Path(model).name
+    return command(spec=api.with_limits(spec, slo) if slo and spec is not None else spec, **others)
 
 
 model = _adding(
     _with_model,
-    click.option("--model", metavar="MODEL", help=N_("Plan for this model instead of SPEC: a path or public name.")),
+    click.option("--model", metavar="MODEL", help=N_("This model instead of SPEC: a path or public name.")),
     click.option("--engine", metavar="NAME", help=N_("With --model: engine [default: a serving engine].")),
     click.option("--nodes", type=click.IntRange(1), help=N_("With --model: number of hosts [default: 1].")),
     click.option("--devices", type=click.IntRange(1), help=N_("With --model: devices per host [default: all].")),
+    click.option("--slo", multiple=True, metavar="LIMIT", help=N_("Latency limit, such as 'p99 ttft 1s' (repeatable).")),
 )
-"""Adds `--model`, `--engine`, `--nodes` and `--devices`, which replace SPEC. The command receives `spec`."""
+"""Adds `--model`, `--engine`, `--nodes` and `--devices`, which replace SPEC, and `--slo`. The command receives `spec`."""
 
 
 def _with_new_file(

@@ -24,6 +24,7 @@ def _watchers() -> Sequence[str]:
 
 @click.command("tune")
 @options.tree
+@options.model
 @click.option("--run-dir", type=click.Path(), metavar="DIR", help="Directory of the run [default: runs/NAME-OF-SPEC].")
 @click.option("--new", is_flag=True, help="Start a new run; an existing one is renamed, not deleted.")
 @click.option("--storage", metavar="URL", help="Optuna storage for the trials [default: journal in the run].")
@@ -32,6 +33,9 @@ def _watchers() -> Sequence[str]:
     type=click.Choice(("estimate", "probe", "run")),
     help="Predict only, probe ranks on one device, or run [default: as in SPEC, else run].",
 )
+@click.option("--max-trials", metavar="N", help="Maximum number of trials.")
+@click.option("--time", "max_time", metavar="TIME", help="Time limit of the whole search, such as 30min or 2h.")
+@click.option("--dry-run", is_flag=True, help="Check what is needed, and print the first candidates; start nothing.")
 @options.settings(waits=False)
 @options.chip(N_("Tune for this chip instead of the one in the spec."))
 @options.objective
@@ -45,11 +49,20 @@ def _watchers() -> Sequence[str]:
 @click.option("-v", "--verbose", is_flag=True, help="Show why each trial was chosen, and its log file.")
 @options.formats
 @options.plugins
-def tune_command(spec: Any, chip: str | None, verbose: bool, form: str, **given: Any) -> None:
-    """Find the fastest configuration for SPEC by running candidates.
+def tune_command(
+    spec: Any,
+    chip: str | None,
+    verbose: bool,
+    form: str,
+    max_trials: str | None,
+    max_time: str | None,
+    dry_run: bool,
+    **given: Any,
+) -> None:
+    """Find the fastest configuration for SPEC, or for --model, by running candidates.
 
-    An interrupted run is resumed: finished trials are never repeated. A run can also be resumed at a higher fidelity,
-    which reuses its probes.
+    An interrupted run is resumed: finished trials are never repeated. A run can also be resumed with more trials or
+    time, or at a higher fidelity, which reuses its probes.
 
     A config of another tuner (--config-path, --config-name) may replace SPEC; OVERRIDES are those of hydra (a.b=c,
     action=auto_tune). Keys that are dropped, or have another meaning here, are reported.
@@ -62,6 +75,12 @@ def tune_command(spec: Any, chip: str | None, verbose: bool, form: str, **given:
         raise click.UsageError(_("Missing argument") + " 'SPEC'.")
     if chip is not None:
         spec = api.changed_spec(spec, {"cluster.chip": chip})
+    limits = {"max_trials": max_trials, "max_time": max_time}
+    if changes := [f"auto_tuner.control.{key}={value}" for key, value in limits.items() if value is not None]:
+        spec = api.with_settings(spec, changes)
+    if dry_run:
+        _show_dry_run(spec, form, {key: given[key] for key in ("without", "fidelity", "objective")})
+        return
     try:
         # Tables in the files of the run are not wrapped.
         with fitted(None), progress(sys.stderr, options.is_quiet(), verbose) as on_event:
@@ -82,6 +101,18 @@ def tune_command(spec: Any, chip: str | None, verbose: bool, form: str, **given:
     _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
     if outcome.run_best:
         api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
+
+
+def _show_dry_run(spec: Any, form: str, given: dict[str, Any]) -> None:
+    from flagcore.report.estimate import estimate_columns
+    from flagcore.report.text import record_line, search_time_text
+
+    plan = api.dry_run(spec, **given)
+    if form != "table":
+        options.show_records(plan.candidates, form, estimate_columns(plan))
+        return
+    options.show(record_line(_("baseline"), plan.baseline, plan.knobs) + f"\n\n{plan}")
+    options.say("\n" + (search_time_text(plan.search) if plan.search else ""))
 
 
 @click.command("run")

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from flagcore import api
+from flagcore.errors import UsageError
 from tests.product.cli.conftest import FLAG, Answer, Flag
 
 CONFIG = {
@@ -99,6 +100,25 @@ def test_a_public_model_is_planned_without_a_file(flag: Flag, answer: Answer) ->
         assert flag("estimate", *options[:4], *wrong).code == 2
     assert flag("estimate", "spec.yaml", "--nodes", "2").code == 2
     assert "Qwen/Qwen3-8B" in flag("estimate", "--model", "Qwen/Qwen3-8", "--chip", "H100").err
+
+
+@pytest.mark.parametrize(
+    ("limit", "bounds"),
+    [
+        ("p99 ttft 1s", {"ttft_s": {"p99": 1.0}}),
+        ("tpot_s.mean", None),
+        ("TTFT<600ms, p50 tpot 0.05 s", None),
+        ("TTFT<600ms,p50 tpot=50ms", {"ttft_s": {"p99": 0.6}, "tpot_s": {"p50": 0.05}}),
+        ("p99 1s", None),
+    ],
+)
+def test_latency_limits_are_written_as_they_are_said(limit: str, bounds: dict[str, Any] | None) -> None:
+    spec = api.spec_of_model("Qwen/Qwen3-8B", chip="H100", devices=1)
+    if bounds is None:
+        with pytest.raises(UsageError, match="--slo"):
+            api.with_limits(spec, [limit])
+    else:
+        assert api.with_limits(spec, [limit]).data["serve"]["slo"] == bounds
 
 
 @pytest.mark.parametrize(
