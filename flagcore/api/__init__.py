@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flagcore.api.commands.calibrate import calibrate, calibrations, summary
     from flagcore.api.commands.compare import compare
-    from flagcore.api.commands.doctor import check_hosts, chip_table, devices, doctor, plugin_table
+    from flagcore.api.commands.doctor import (
+        check_hosts,
+        chip_table,
+        devices,
+        doctor,
+        plugin_table,
+        require_accelerator,
+        verdict,
+    )
     from flagcore.api.commands.estimate import estimate
     from flagcore.api.commands.explain import explain, explain_candidate, explain_like
     from flagcore.api.commands.export import Exported, export, export_targets, manifest
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
 NAMES = {
     "api.commands.calibrate": "calibrate calibrations summary",
     "api.commands.compare": "compare",
-    "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table",
+    "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table require_accelerator verdict",
     "api.commands.estimate": "estimate",
     "api.commands.explain": "explain explain_candidate explain_like",
     "api.commands.export": "Exported export export_targets manifest",

@@ -50,7 +50,10 @@ def doctor_command(hosts: Path | None, launcher: str, form: str) -> None:
         if unusable_hosts := [record["host"] for record in records if not record["ok"]]:
             raise NoDevice(_("hosts cannot be used: {hosts}", hosts=", ".join(unusable_hosts)))
         return
-    options.show_records(api.doctor(), form, "doctor")
+    records = api.doctor()
+    if form == "table":
+        options.show(api.verdict(records) + "\n")
+    options.show_records(records, form, "doctor")
 
 
 @click.command("completion")

@@ -269,9 +269,9 @@ model = _adding(
     click.option("--engine", metavar="NAME", help=N_("With --model: engine [default: a serving engine].")),
     click.option("--nodes", type=click.IntRange(1), help=N_("With --model: number of hosts [default: 1].")),
     click.option("--devices", type=click.IntRange(1), help=N_("With --model: devices per host [default: all].")),
-    click.option("--slo", multiple=True, metavar="LIMIT", help=N_("Latency limit, such as 'p99 ttft 1s' (repeatable).")),
+    click.option("--slo", multiple=True, metavar="LIMIT", help=N_("Latency limit, such as p99 ttft 1s (repeatable).")),
 )
-"""Adds `--model`, `--engine`, `--nodes` and `--devices`, which replace SPEC, and `--slo`. The command receives `spec`."""
+"""Adds `--model`, `--engine`, `--nodes`, `--devices`, which replace SPEC, and `--slo`. The command receives `spec`."""
 
 
 def _with_new_file(

@@ -60,6 +60,8 @@ def estimate_command(
         raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=os.fspath(spec)))
     if spec is not None and explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
+    if click.get_current_context().params["model"] and arguments["chip"] is None:
+        api.require_accelerator()
     if spec is not None:
         if arguments["evidence"] + (explain is not None) + (arguments["like"] is not None) > 1:
             raise click.UsageError(_("--evidence, --explain and --like are mutually exclusive"))

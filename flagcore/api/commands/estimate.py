@@ -66,8 +66,8 @@ def estimate(
     They are in the order of their predicted time or objective, and one of them is `recommended`. With `distinct`, only
     the fastest candidate of each layout is returned, and its `variants` is the number of other candidates with the
     layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published` contains all published
-    runs on the chip. `on_first` receives a line with the fastest usual candidate, before the whole space is predicted. With
-    `plan` false, the space is that of trials on this machine. Raises the errors of `flagcore.errors`.
+    runs on the chip. `on_first` receives a line with the fastest usual candidate, before the whole space is predicted.
+    With `plan` false, the space is that of trials on this machine. Raises the errors of `flagcore.errors`.
     """
     if objective is not None:
         spec = changed_spec(spec, {"auto_tuner.objective": objective})
