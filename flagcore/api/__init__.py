@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from flagcore.report.candidate_report import CandidateReport, Comparison
     from flagcore.report.estimate import Estimate
     from flagcore.report.explanation import Explanation
-    from flagcore.spec.models import similar_models
+    from flagcore.spec.models import model_from, similar_models
 
 NAMES = {
     "api.commands.calibrate": "calibrate calibrations summary",
@@ -56,7 +56,7 @@ NAMES = {
     "report.candidate_report": "CandidateReport Comparison",
     "report.estimate": "Estimate",
     "report.explanation": "Explanation",
-    "spec.models": "similar_models",
+    "spec.models": "model_from similar_models",
 }
 """The names of this package by module."""
 

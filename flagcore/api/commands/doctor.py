@@ -150,7 +150,9 @@ def require_accelerator() -> None:
         chips = [chip for name in sorted(found) if (chip := loaded.find_chip(name))]
         own = [chip.name for chip in chips if loaded.engine_support(chip, engine).shared_devices]
     if len(own) == len(found):
-        text = N_("no accelerator was found here; name the chip to plan for with --chip (`flag plugins chips` lists all)")
+        text = N_(
+            "no accelerator was found here; name the chip to plan for with --chip; `flag plugins chips` lists all"
+        )
         this = _("; `--chip {chip}` plans for this machine", chip=own[0]) if own else ""
         raise UsageError(_(text) + this)
 
