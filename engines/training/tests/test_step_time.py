@@ -259,6 +259,22 @@ def test_layers_in_16_bits_take_their_share_of_a_job_in_8_bits() -> None:
     assert whole == pytest.approx(total(), rel=0.01)
 
 
+def test_modules_in_more_bits_take_longer() -> None:
+    mamba, latent = mixed(DENSE, MAMBA, 16), replace(SPARSE, moe_latent_size=512)
+    for model, options in (
+        (DENSE, {"wide_modules": frozenset({"attention"})}),
+        (latent, {"wide_modules": frozenset({"latent"})}),
+        (mamba, {"mxfp8_modules": frozenset({"mixer_output"})}),
+    ):
+        narrow, wide, plain = (
+            replace(with_options(replace(TRAIN, model=model), **each), precision=precision)
+            for each, precision in (({}, "nvfp4"), (options, "nvfp4"), (options, "bf16"))
+        )
+        kernels = Roofline(chip=tasks.chip(bf16=9e14, fp8=1.8e15, fp4=3.6e15), curve=Curve())
+        assert total(narrow, replace(costs(), kernels=kernels)) < total(wide, replace(costs(), kernels=kernels))
+        assert total(plain) == total(replace(plain, options=Options()))
+
+
 def test_sparse_attention_without_its_kernels_computes_all_scores() -> None:
     sparse = mixed(DENSE, Attention(indexer=Indexer(heads=32, head_dim=128, top_k=256)), 32)
     fused, unfused = (
