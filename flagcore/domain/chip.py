@@ -217,7 +217,7 @@ ASSUMED_NETWORK_RANGE = 2.0
 """The factor by which the network may be slower or faster than ASSUMED_NETWORK."""
 
 
-LOOKALIKES = str.maketrans("oil", "011")
+LOOKALIKES = str.maketrans("o", "0")
 MIN_SIMILARITY = 0.72
 """The minimum similarity (0 to 1) of normalized names at which a chip is suggested for a misspelled name."""
 
@@ -226,7 +226,7 @@ def similar_chips(word: str, chips: Iterable[Chip]) -> tuple[str, ...]:
     """Return the names of up to four chips that `word` may mean, most similar first.
 
     Chips with similar names are returned only if no chip has a name or alias that contains `word` or is part of `word`.
-    The vendor's name is ignored, and so is the difference between O and 0, and between I, l and 1.
+    The vendor's name is ignored, and so is the difference between O and 0.
     """
     containing, similar = [], []
     for chip in chips:
