@@ -18,6 +18,7 @@ import click
 
 from flagcore import api
 from flagcore.domain.secrets import redact_text
+from flagcore.domain.units import SECONDS, parse_amount
 from flagcore.errors import SpecError
 from flagcore.i18n import N_, _, in_english, printable, wrapped
 
@@ -134,6 +135,17 @@ def settings(argument: str = "spec", *, waits: bool = True) -> Callable[[F], F]:
             return command(**others)
 
     return _adding(call, raw_settings)
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds, or a duration with a unit, such as 2min."""
+
+    name = "duration, such as 90 or 5min"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the duration in seconds."""
+        seconds = parse_amount(value, SECONDS) if isinstance(value, str) else None
+        return super().convert(value if seconds is None else seconds, param, ctx)
 
 
 SILENT_S = 2.0

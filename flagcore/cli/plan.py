@@ -197,9 +197,9 @@ def _records(file: str) -> Iterator[Any]:
 @options.chip(N_("Plan for this chip, which must be on this machine."))
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=1.0, max=86400.0),
-    metavar="S",
-    help="Time limit per candidate [default: control.max_time_per_task].",
+    type=options.Seconds(min=1.0, max=86400.0),
+    metavar="TIME",
+    help="Time limit per candidate, such as 90 or 5min [default: control.max_time_per_task].",
 )
 @click.option("--folder", type=click.Path(), metavar="DIR", help="Save jobs and logs to DIR [default: not saved].")
 @options.output

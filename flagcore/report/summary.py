@@ -212,7 +212,7 @@ def _step(run: RunData, best: Trial) -> Cell:
     elif step and step.modelled_s is not None:
         modelled = N_("of which ~{seconds} s are predicted communication and waiting")
         text += ", " + _(modelled, seconds=shown(step.modelled_s))
-    elif step:
+    elif step and not (low and high):
         steps = N_("(spread {spread} s over {count} steps)")
         text += " " + _(steps, spread=shown(step.spread_s), count=len(step.step_times_s))
     return Cell(text, value)
