@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flagcore.api.commands.calibrate import calibrate, calibrations, summary
     from flagcore.api.commands.compare import compare
     from flagcore.api.commands.doctor import check_hosts, chip_table, devices, doctor, plugin_table
     from flagcore.api.commands.estimate import estimate
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from flagcore.report.explanation import Explanation
 
 NAMES = {
-    "api.commands.calibrate": "calibrate calibrations summary",
     "api.commands.compare": "compare",
     "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table",
     "api.commands.estimate": "estimate",
