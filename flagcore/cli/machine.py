@@ -49,7 +49,10 @@ def doctor_command(hosts: Path | None, launcher: str, form: str) -> None:
         if unusable_hosts := [record["host"] for record in records if not record["ok"]]:
             raise NoDevice(_("hosts cannot be used: {hosts}", hosts=", ".join(unusable_hosts)))
         return
-    options.show_records(api.doctor(), form, "doctor")
+    records = api.doctor()
+    if form == "table":
+        options.show(api.verdict(records) + "\n")
+    options.show_records(records, form, "doctor")
 
 
 @click.command("completion")
@@ -70,7 +73,7 @@ def completion_command(shell: str) -> None:
 
 @click.group("plugins", cls=options.Group)
 def plugins_command() -> None:
-    """List installed plugins and their chips, check them, or create a new one."""
+    """List installed plugins and their chips, check them, or create a new one. Without a command, list them."""
 
 
 @plugins_command.command("list")
