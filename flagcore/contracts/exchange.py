@@ -123,6 +123,9 @@ DEVICES_OF_HOST = {
 because the names of network devices differ between hosts."""
 
 
+PORT = "{port}"
+"""Placeholder for the port of a server in its command. In scripts, PORT_VARIABLE has it."""
+PORT_VARIABLE = "PORT"
 ANY_HOST = "{{host_{}}}"
 """A placeholder for the name of a host, with the number of the host: the target decides on which hosts a job runs."""
 
@@ -135,6 +138,7 @@ class ExportJob:
     `launch`: starts the candidate with its whole environment. For an exporter with `per_server`, it starts one of
     `replicas` identical servers, or the first of `servers`. It is empty if the candidate's engine is the exporter.
     `devices`: the number of devices per node that `launch` uses.
+    `image`: the published image of a server, or empty.
     `options`: the user's options: `image` of containers; of Kubernetes also `kind` of a job, `volume` as CLAIM:PATH,
     `queue`, `rdma` (a resource), `user` (a number) and `pods`, a file with fields of pods.
     `servers`: the servers, if the candidate has several kinds of them.
@@ -147,6 +151,7 @@ class ExportJob:
     launch: Launch
     devices: int
     replicas: int = 1
+    image: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     servers: ServerGroups | None = None
 

@@ -4,9 +4,10 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 from flagcore.contracts import ExportJob
-from flagcore.contracts.exchange import DEVICES_OF_HOST, comments, shell_quoted
+from flagcore.contracts.exchange import DEVICES_OF_HOST, PORT, PORT_VARIABLE, comments, shell_quoted
 from flagcore.domain.engine import without_devices
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret
@@ -24,6 +25,7 @@ NODE_VARIABLES = {
     "{master_port}": "MASTER_PORT",
     "{nnodes}": "NNODES",
     KIND: "DEVICE_TYPE",
+    PORT: PORT_VARIABLE,
 }
 """The environment variables of a node that replace the placeholders of a launch."""
 
@@ -91,6 +93,8 @@ def start_lines(job: ExportJob, *, several: bool = False, secrets: Mapping[str, 
     """
     launch = job.launch
     lines = [f"cd {shlex.quote(launch.directory)} || exit 1"] if launch.directory else []
+    if PORT in launch.argv:
+        lines.append(f'{PORT_VARIABLE}="${{{PORT_VARIABLE}:-{urlsplit(launch.ready[0]).port}}}"')
     if KIND in launch.argv:
         lines.append(': "${DEVICE_TYPE:?set it to the type of this node in the host file}"')
     if launch.script:  # its line that sets MASTER_ADDR comes first: interfaces are found with it

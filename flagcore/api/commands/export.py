@@ -172,8 +172,9 @@ def _job(
     platform = platform if exporter is None or exporter is engine else without_local_devices(platform)
     platform = _elsewhere(platform, exporter, engine)
     comments = _comments(snapshot, candidate)
-    make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
     single_server, replicas, servers_of = candidate, 1, optional(snapshot.problem.engine, Servers)
+    make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
+    make = partial(make, image=servers_of.image(platform))
     if exporter is not None and exporter.per_server:
         if servers := servers_of.groups(platform, candidate, name):
             groups = tuple(replace(each, launch=prepared_launch(platform, each.launch)) for each in servers.groups)
