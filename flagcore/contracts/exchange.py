@@ -123,9 +123,6 @@ DEVICES_OF_HOST = {
 because the names of network devices differ between hosts."""
 
 
-PORT = "{port}"
-"""Placeholder for the port of a server in its command. In scripts, PORT_VARIABLE has it."""
-PORT_VARIABLE = "PORT"
 ANY_HOST = "{{host_{}}}"
 """A placeholder for the name of a host, with the number of the host: the target decides on which hosts a job runs."""
 

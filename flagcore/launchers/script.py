@@ -7,9 +7,9 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from flagcore.contracts import ExportJob
-from flagcore.contracts.exchange import DEVICES_OF_HOST, PORT, PORT_VARIABLE, comments, shell_quoted
+from flagcore.contracts.exchange import DEVICES_OF_HOST, comments, shell_quoted
 from flagcore.domain.engine import without_devices
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import PORT, PORT_VARIABLE, Launch
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND
 from flagcore.errors import UsageError

@@ -8,9 +8,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from flagcore.contracts.exchange import ANY_HOST, DEVICES_OF_HOST, PORT, PORT_VARIABLE, shell_quoted
+from flagcore.contracts.exchange import ANY_HOST, DEVICES_OF_HOST, shell_quoted
 from flagcore.domain.engine import DEVICE
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import PORT, PORT_VARIABLE, Launch
 from flagcore.domain.secrets import is_secret
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_serving.launch.server import ROUTER_HEALTH, Instance, Router

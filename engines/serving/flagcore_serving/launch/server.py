@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from flagcore.contracts.exchange import PORT
-from flagcore.domain.launch import FailurePattern
+from flagcore.domain.launch import PORT, FailurePattern
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore_serving.job import Load

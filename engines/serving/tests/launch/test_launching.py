@@ -19,10 +19,9 @@ from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving
 from flagcore.contracts import ExportJob, Platform
-from flagcore.contracts.exchange import PORT
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport, KubernetesResource
-from flagcore.domain.launch import Launch, ServerGroups
+from flagcore.domain.launch import PORT, Launch, ServerGroups
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import SpecError, UsageError
