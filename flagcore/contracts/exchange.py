@@ -170,7 +170,10 @@ class ExportJob:
 
 @runtime_checkable
 class Exporter(Protocol):
-    """An optional interface of engines, launchers and importers that can export candidates to further targets."""
+    """An optional interface of engines, launchers and importers that can export candidates to further targets.
+
+    An exporter with `per_kind = True` starts several kinds of nodes, each with its own variables and flags.
+    """
 
     targets: Collection[str]
     """The names of the targets, for `flag export --to`."""

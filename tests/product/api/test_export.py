@@ -112,6 +112,29 @@ def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path
     assert {"--node-rank=7", "--master-addr=node-a", "--nnodes=128"} <= set(words)
 
 
+def test_a_plan_on_two_chips_is_a_heterogeneous_job_of_slurm(tmp_path: Path) -> None:
+    groups = [{"chip": chip, "nodes": 2, "devices_per_node": 8} for chip in ("H100-SXM", "C550")]
+    for each in groups:
+        each["nic_bytes_per_second"] = 5e10
+    train = {**SMALL_TRAINING["train"], "engine_version": "0.15", "seq_length": 4096, "global_batch_size": 128}
+    space = {"meshes": ["H100-SXM tp2 dp8 + C550 tp2 dp8"], "micro_batch_size": 1, "use_recompute": "auto"}
+    model = {**SHAPE, "num_layers": 8}
+    data = {"model": model, "cluster": {"groups": groups}, "train": train, "auto_tuner": {"space": space}}
+    script = only(exported(written(tmp_path, data), "slurm"))
+    options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert options[2] == "#SBATCH hetjob"
+    assert all("--nodes=2 --ntasks-per-node=1 --gpus-per-node=8" in options[each] for each in (1, 3))
+    (tmp_path / "bin").mkdir()
+    last = 'while [ "$1" != : ]; do shift; done; shift 2; SLURMD_NODENAME=d exec "$@"'  # a task of the second component
+    for name, text in (("scontrol", 'echo "$3" | tr , "\\n"'), ("srun", last)):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    nodes = {"SLURM_JOB_NODELIST_HET_GROUP_0": "a,b", "SLURM_JOB_NODELIST_HET_GROUP_1": "c,d"}
+    words = started(script, tmp_path, "torchrun", **nodes)
+    assert {"--node-rank=3", "--master-addr=a", "--nnodes=4"} <= set(words)
+    assert words[words.index("--hetero-current-device-type") + 1] == "C550"
+
+
 @pytest.mark.parametrize("start", ["exec torchrun --node-rank=$NODE_RANK", "srun torchrun --node-rank=$SLURM_NODEID"])
 def test_a_script_is_started_once_per_node_with_the_rank_of_the_node(start: str, tmp_path: Path) -> None:
     sizes = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --micro-batch-size 1"
