@@ -263,8 +263,10 @@ def _with_model(
     nodes: int | None,
     devices: int | None,
     slo: tuple[str, ...],
+    ttft_p99: str | None,
     **others: Any,
 ) -> Any:
+    slo = (*slo, f"p99 ttft {ttft_p99}") if ttft_p99 else slo
     if model is None:
         if any(value is not None for value in (engine, nodes, devices)):
             raise click.UsageError(_("--engine, --nodes and --devices require --model; use --set with SPEC"))
@@ -284,6 +286,7 @@ model = _adding(
     click.option("--nodes", type=click.IntRange(1), help=N_("With --model: number of hosts [default: 1].")),
     click.option("--devices", type=click.IntRange(1), help=N_("With --model: devices per host [default: all].")),
     click.option("--slo", multiple=True, metavar="LIMIT", help=N_("Latency limit, such as p99 ttft 1s (repeatable).")),
+    click.option("--ttft-p99", metavar="TIME", help=N_("Short for --slo 'p99 ttft TIME'.")),
 )
 """Adds `--model`, `--engine`, `--nodes`, `--devices`, which replace SPEC, and `--slo`. The command receives `spec`."""
 
