@@ -24,6 +24,7 @@ from flagcore.physics.transformer import (
 )
 from flagcore_training import schedules
 from flagcore_training.layout import DEFAULTS, ArrayRecord, Layout, Options, Splits, StageLayers, Training, pick
+from flagcore_training.vision import tower_flops, tower_weights
 
 LAYERS, DENSE, MTP = 3, 4, 5
 """Indices of the fields `layers`, `dense` and `mtp` of `Part` in the contents of a split."""
@@ -349,7 +350,7 @@ def edge_parameters(
     norm: FloatArray | None = None,
     mtp: FloatArray | float = 0.0,
 ) -> Parts:
-    """Return the number of weights of a stage's embedding, final norm and output head, by component.
+    """Return the number of trained weights of a stage's embedding, final norm, output head, and vision tower.
 
     `first` and `last` are 1 for the first and last stage, `norm` for a stage with the final norm (None: the last
     stage), and `mtp` for a stage with multi-token prediction. With several stages, a tied head and multi-token
@@ -363,7 +364,10 @@ def edge_parameters(
     copies = np.maximum(first, mtp)
     norms = model.hidden_size * (last if norm is None else norm)
     own = layer_embeddings(model) * first / layout.tensor
-    return {"embedding": table * copies + own, "output_head": table * head, "norms": norms}
+    parts = {"embedding": table * copies + own, "output_head": table * head, "norms": norms}
+    if train.tower is not None:
+        parts["vision"] = tower_weights(train.tower, layout)[0] * first
+    return parts
 
 
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
@@ -427,7 +431,8 @@ def model_flops(train: Training) -> float:
     mtp = depths * (attention + (ffn if model.mtp_layer.num_moe_experts is None else moe) + 2 * h * h + 3 * h)
     weights = layers + mtp + h * model.vocab_size * (1 + depths)
     flops_per_weight = 4.0 if train.options.adapters else 6.0
-    return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores)
+    of_tower = 0.0 if train.tower is None else train.global_batch * tower_flops(train.tower)
+    return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores) + of_tower
 
 
 def add_parts(total: Parts, parts: Parts, factor: FloatArray | float = 1.0) -> None:
@@ -446,6 +451,7 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
     to the output head. `layout`: one device that holds the whole model.
     """
     model, one = train.model, np.ones(1)
+    tower, train = train.tower, replace(train, tower=None)
     if layout is None:
         sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
         off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
@@ -454,7 +460,8 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
     edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
     plain = replace(train, model=replace(model, layers=()))
     ffn = _layer_weights(plain, layout, moe=False)[1]
-    parts = [ModelPart("Embedding", edges["embedding"], 1)]
+    parts = [ModelPart("Vision tower", tower.vision.weights, 1)] if tower else []
+    parts.append(ModelPart("Embedding", edges["embedding"], 1))
     name = "MLA" if model.multi_latent_attention else "Attention"
     for each in model.by_attention:
         attention = _layer_weights(replace(train, model=replace(each, layers=())), layout, moe=False)[0]

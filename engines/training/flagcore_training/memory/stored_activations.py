@@ -12,6 +12,7 @@ from flagcore.physics.transformer import mean_layer
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.activations import attention, depths, embedding, ffn, head, mixer, mixture
 from flagcore_training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
+from flagcore_training.memory.vision import with_tower
 from flagcore_training.schedules import in_flight
 from flagcore_training.stages import Parts, Stage, add_parts, depths_received
 
@@ -27,6 +28,10 @@ PRODUCTS = (
     "moe_act",
 )
 """Names of the stored inputs of linear layers, which the weight gradients need."""
+
+
+ENTRY = {"tokens": "embedding", "vision": "vision"}
+"""The components of the tensors that are stored before the first layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,10 @@ class Kinds:
             experts = own.model.num_moe_experts is not None
             (mtp,) = _layers(own, sizes, [_layer_modules(own, layout, sizes, experts=experts)], recomputed, ())
         head_row = head(train, layout, sizes)
-        last, ends = Layer.from_modules(head_row), (embedding(train, layout, sizes), head_row)
+        entry = embedding(train, layout, sizes)
+        if train.tower is not None:
+            entry = with_tower(entry, train, train.tower, layout)
+        last, ends = Layer.from_modules(head_row), (entry, head_row)
         return cls(train, layout, sizes, tuple(rows), *ends, recomputed, offloaded, layers[0], layers[-1], mtp, last)
 
     def stored_layers(self, offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0) -> tuple[Layer, Layer]:
@@ -369,7 +377,8 @@ def activation_parts(stage: Stage, kinds: Kinds, activations: StageActivations) 
     add_parts(parts, moe.parts, activations.moe * stage.in_flight)
     add_parts(parts, {"norms": activations.inputs}, stage.in_flight)
     add_parts(parts, kinds.ends(stage).parts, stage.last + kinds.early_in_flight(stage))
-    add_parts(parts, {"embedding": kinds.entry.stored}, stage.first * stage.in_flight)
+    for name, value in kinds.entry.tensors.items():
+        add_parts(parts, {ENTRY[name]: value}, stage.first * stage.in_flight)
     return {**parts, "deferred_weight_gradients": kinds.waiting(stage)}
 
 

@@ -31,6 +31,7 @@ from flagcore_training.stages import (
     stage_parameters,
     stages,
 )
+from flagcore_training.vision import tower_weights
 
 LINEAR_PARTS = ("qkv_proj", "out_proj", "mixers", "ffn", "experts", "shared_experts", "mtp")
 """Components whose matrix products run in 8 or 4 bits if the precision is fp8, mxfp8 or nvfp4."""
@@ -443,8 +444,11 @@ class _Estimate:
         return _Estimate(Kinds.from_layout(train, layout), np.flatnonzero(zeros))
 
     def engine_bytes(self, stage_: Stage, workspace_bytes: FloatArray | float) -> FloatArray:
-        engine_buffers = buffers(self.kinds.train, self.kinds.layout, stage_, self.kinds.sizes)
-        return engine_buffers + workspaces(self.kinds.train) * workspace_bytes
+        train, layout = self.kinds.train, self.kinds.layout
+        engine_buffers = buffers(train, layout, stage_, self.kinds.sizes)
+        if train.tower is not None:  # its frozen weights, in 16 bits
+            engine_buffers = engine_buffers + train.value_bytes * tower_weights(train.tower, layout)[1] * stage_.first
+        return engine_buffers + workspaces(train) * workspace_bytes
 
     def held_after_step(self, stage_: Stage, *, at_most: bool = False) -> FloatArray:
         kinds = self.kinds

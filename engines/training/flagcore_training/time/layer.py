@@ -327,7 +327,9 @@ def _fused_core(
     and summed (arXiv 2310.01889). Kernels skip the keys outside sliding windows.
     """
     kernels, context = costs.kernels, layout.context
-    share = paired_layers(train.model, float(train.sequence)) / train.model.attention_layers
+    share = train.core_share
+    if share is None:
+        share = paired_layers(train.model, float(train.sequence)) / train.model.attention_layers
     ring = (context - 1.0) * (train.options.cp_comm == "p2p")
     output = train.value_bytes * shape.batch * shape.heads * shape.queries / context * shape.head_dim
     rescaling = ring * kernels.memory_seconds(3.0 * output)

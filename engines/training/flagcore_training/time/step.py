@@ -31,6 +31,7 @@ from flagcore_training.time.layer import embedding_time, head_time, layer_time
 from flagcore_training.time.optimizer import gradient_time, optimizer_time, reduction
 from flagcore_training.time.passes import Block, Seconds, StageTime
 from flagcore_training.time.pipeline import overlapped_passes, pipeline_time, sender_waits, sends
+from flagcore_training.time.vision import tower_block, tower_time
 
 ACCUMULATION_BYTES = {True: 8.0, False: 12.0}
 """Memory traffic in bytes per parameter and micro-batch to add a weight gradient to its fp32 buffer. Counted.
@@ -60,19 +61,24 @@ estimate."""
 
 @dataclass(frozen=True, slots=True)
 class Parts(ArrayRecord):
-    """The times of a model's parts: a dense layer, an MoE layer, the layer of multi-token prediction, and the ends."""
+    """The times of a model's parts: a dense layer, an MoE layer, the layer of multi-token prediction, and the ends.
+
+    `tower` is the vision tower, without recompute; None if there is none.
+    """
 
     dense: Block
     moe: Block
     mtp: Block
     embedding: StageTime
     head: StageTime
+    tower: Block | None = None
 
     def __getitem__(self, rows: slice | IntArray) -> Parts:
         dense = self.dense[rows]
         moe = dense if self.moe is self.dense else self.moe[rows]
         mtp = moe if self.mtp is self.moe else self.mtp[rows]
-        return Parts(dense, moe, mtp, self.embedding[rows], self.head[rows])
+        tower = None if self.tower is None else self.tower[rows]
+        return Parts(dense, moe, mtp, self.embedding[rows], self.head[rows], tower)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,9 @@ def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
     if train.model.mtp_num_layers and own is not train:
         mtp = _layer_block(own, layout, costs, moe=own.model.num_moe_experts is not None)
     ends = embedding_time(train, layout, costs), head_time(train, layout, costs)
-    return Parts(dense, moe, mtp, *(StageTime(end.forward, end.backward, end.weight) for end in ends))
+    tower = None if train.tower is None else tower_block(train, train.tower, layout, costs)
+    embedding, head = (StageTime(end.forward, end.backward, end.weight) for end in ends)
+    return Parts(dense, moe, mtp, embedding, head, tower)
 
 
 def _layer_block(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
@@ -311,6 +319,8 @@ def _stage_time(
         total = total + layers(parts.moe) * routed
     if parts.mtp is not parts.moe and stage.mtp.any():
         total = total + layers(parts.mtp) * stage.mtp
+    if train.tower is not None and parts.tower is not None and stage.first.any():
+        total = total + tower_time(train.tower, layout, parts.tower) * stage.first
     added = params[0] + params[1]
     if _fused(train):
         added = added - plain * _layer_weights(train, layout, moe=False)
@@ -451,10 +461,15 @@ class Pace:
         mtp = _Passes(zeros, zeros, gradients(mtp_weights)[index], zeros)
         if parts.mtp is not parts.moe:
             mtp = mtp + (layers(parts.mtp, layer_weights) + layer * -1.0) * depths
+        entry = passes(parts.embedding, embedding)[index]
+        if train.tower is not None and parts.tower is not None:
+            tower = tower_time(train.tower, layout, parts.tower[index])
+            backward_s = tower.backward.total + is_trained * tower.weight
+            entry = entry + _Passes(tower.forward.total, tower.forward.launches, backward_s, tower.backward.launches)
         passes_by_block = _Blocks(
             layer=layer,
             leading_layer=layers(parts.dense, dense_weights),
-            embedding=passes(parts.embedding, embedding)[index],
+            embedding=entry,
             head=passes(parts.head, head_weights)[index],
             mtp=mtp,
             once_s=is_trained * (2.0 * one_pass - two_passes)[index],
