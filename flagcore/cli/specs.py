@@ -78,7 +78,13 @@ def models_command(words: tuple[str, ...], form: str) -> None:
     `flag estimate --model NAME` and the key `model` of a spec accept these names, and those of fine-tuned and quantized
     variants, without a download.
     """
-    options.show_records(api.public_model_table(words), form, "models")
+    records = api.public_model_table(words)
+    if form == "table" and not records:
+        near = ", ".join(api.similar_models("-".join(words)))
+        hint = _("did you mean {name}?", name=near) if near else _("`flag models` lists all names")
+        options.say(_("no public model has {words} in its name; {hint}", words=" ".join(words), hint=hint))
+        return
+    options.show_records(records, form, "models")
 
 
 HISTORY = "-history"

@@ -82,9 +82,12 @@ def search_time_text(time: SearchTime) -> str:
     starts, limit = _("at most {trials} and {repeats}", trials=trials, repeats=repeats), duration_text(time.at_most_s)
     if time.measuring_s is None:
         return _("Expected: {starts}; limit: {limit}.", starts=starts, limit=limit)
-    seconds = duration_text(min(time.measuring_s, time.at_most_s))
-    text = N_("Expected: ~{time} of measurements and the starts of {starts}; limit: {limit}.")
-    return _(text, time=seconds, starts=starts, limit=limit)
+    seconds = time.measuring_s + time.starting_s
+    if seconds >= time.at_most_s:
+        return _("Expected: the whole limit of {limit}, with {starts}.", starts=starts, limit=limit)
+    text = N_("Expected: ~{time}, of which ~{start} for starts, with {starts}; limit: {limit}.")
+    of_starts = duration_text(time.starting_s)
+    return _(text, time=duration_text(seconds), start=of_starts, starts=starts, limit=limit)
 
 
 def assumed_text(assumed: Mapping[str, object]) -> str:

@@ -36,6 +36,7 @@ from flagcore.spec.validate import (
     Section,
     Text,
     Value,
+    Wait,
     Word,
     rule,
 )
@@ -64,7 +65,6 @@ Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 Share = Annotated[float, Field(gt=0, le=1_000_000)]
 Turns = Annotated[int, Field(ge=1, le=1000)]
-WaitSeconds = Annotated[float, Field(ge=0, le=86_400)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
 Distribution = Literal["uniform", "lognormal"]
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
@@ -116,7 +116,7 @@ class ProfileSection(Section):
     turns: Turns = _LOAD.turns
     """Maximum number of requests in a conversation. Each is sent after the answer to the previous request, and its
     prompt continues the conversation."""
-    think_time_s: WaitSeconds = _LOAD.think_time_s
+    think_time_s: Wait = _LOAD.think_time_s
     """Seconds from an answer to the next turn."""
     images: ImagesSection | None = None
     """Images of the requests, which are then sent as chats; null: none, or those of the trace."""
@@ -129,7 +129,7 @@ class ProfileSection(Section):
 
 
 class BoundSection(Section):
-    """Upper bounds in seconds of a latency's statistics."""
+    """Upper bounds of a latency's statistics, in seconds or with a unit, such as 600ms."""
 
     mean: Seconds | None = None
     """Upper bound of the mean."""

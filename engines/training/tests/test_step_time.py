@@ -57,6 +57,7 @@ FEW, LONG, SHORT = {**DEEP, "microbatches": 16.0}, {**FOUR, "microbatches": 64.0
 EXPERTS = (MOE, {"expert": 8.0})
 FLEX: Job = (with_options(MOE, dispatcher="flex"), EXPERTS[1])
 GROUPED = replace(MOE, model=replace(SPARSE, moe_router_num_groups=4, moe_router_group_topk=2))
+BIASED = replace(MOE, model=replace(SPARSE, moe_bias=True))
 HIDDEN = with_options(overlap_grad_reduce=True, overlap_param_gather=True)
 RECOMPUTED = (TRAIN, {**FOUR, "block": 2.0})
 COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
@@ -87,6 +88,12 @@ COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
     "groups of experts": ("ep_comm_s", (with_options(GROUPED, dispatcher="flex"), EXPERTS[1]), FLEX, 0.5, 0.9),
     "busiest expert": ("step", (with_options(MOE, expert_imbalance=1.5), EXPERTS[1]), EXPERTS, 1.1, 1.6),
     "launches of single experts": ("step", (with_options(MOE, grouped_gemm=False), {}), (MOE, {}), 1.0001, 20.0),
+    "biases of experts": ("compute_s", (BIASED, EXPERTS[1]), EXPERTS, 1.001, 2.0),
+    "biases in 32 bits": ("compute_s", (with_options(BIASED, dispatcher="flex"), EXPERTS[1]), FLEX, 1.002, 3.0),
+    "biases of single experts": (
+        *("compute_s", (with_options(BIASED, grouped_gemm=False), {})),
+        *((with_options(MOE, grouped_gemm=False), {}), 1.0, 1.0001),
+    ),
     "gradients of adapters": ("compute_s", (with_options(adapters=True), {}), ONE, 0.5, 0.75),
     "state over more ranks": ("optimizer_s", (TRAIN, {"data": 64.0}), ONE, 0.05, 0.99),
     "state on each rank": ("optimizer_s", (TRAIN, {"sharded_optimizer": 0.0}), ONE, 1.01, 20.0),

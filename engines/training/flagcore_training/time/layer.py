@@ -345,6 +345,12 @@ products), the third for the shared experts. Backward launches twice as many. Fi
 experts each; the values of transformer-engine are estimates."""
 
 
+_BIAS_BYTES = {2.0: (12.0, 16.0), 4.0: (28.0, 40.0)}
+"""The bytes per output element, forward and backward, of the biases of experts with a grouped product, by the bytes of
+the router's weights. The biases are scaled by these and added expert by expert, then all outputs are concatenated, and
+cast if the weights have 4 bytes, as with the flex dispatcher (megatron-core 0.16 `moe/experts.py`, `_apply_bias`)."""
+
+
 def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of an MoE block: norm, router, dispatch, experts, combine, shared experts and residual sum.
 
@@ -370,13 +376,18 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     is_grouped = options.grouped_gemm and train.transformer_engine
     router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
     launches = np.full_like(rows, router_launches) + expert_launches * (1.0 if is_grouped else local_experts)
+    bias = bias_back = np.zeros_like(copies)
+    if model.moe_bias and is_grouped:
+        weight_bytes = 4.0 if options.dispatcher == "flex" else 2.0
+        bias, bias_back = (kernels.memory_seconds(each * latent * copies) for each in _BIAS_BYTES[weight_bytes])
+        launches = launches + 2.0 * local_experts
     shares = {1.0, options.dispatch_share, options.combine_gradient_share}
     exchange = {share: options.expert_imbalance * expert_dispatch(train, layout, costs, share) for share in shares}
     sent, returned = (exchange[1.0] + exchange[s] for s in (options.dispatch_share, options.combine_gradient_share))
 
-    element = norm + 2.0 * permute + sorts + residual + activation
+    element = norm + 2.0 * permute + sorts + residual + activation + bias
     forward = Seconds.from_compute(experts.forward + router.forward + element, expert=sent, launches=launches)
-    element_back = norm_back + 3.0 * permute + sorts + activation_back + residual
+    element_back = norm_back + 3.0 * permute + sorts + activation_back + residual + bias_back
     gradients = experts.input_gradient + router.input_gradient + element_back
     backward = Seconds.from_compute(gradients, expert=returned, launches=2.0 * launches)
     repeated = Seconds.from_compute(np.zeros_like(norm))
