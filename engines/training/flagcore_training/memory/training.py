@@ -15,7 +15,7 @@ import numpy as np
 
 from flagcore.contracts import Costs, MemoryModel, communicator_bytes
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.transformer import attended, mean_layer, projection_weights, widths
+from flagcore.physics.transformer import attended, projection_weights, widths
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
 from flagcore_training.memory.activations import gathered_tokens
 from flagcore_training.memory.modules import Sizes
@@ -28,6 +28,7 @@ from flagcore_training.stages import (
     layer_parameters,
     padded_vocab,
     stage,
+    stage_layer,
     stage_parameters,
     stages,
 )
@@ -221,7 +222,7 @@ def bytes_held_after_step(
             inputs = inputs + (stage.moe + stage.mtp) * layout.selective
         uniform = np.where(layout.uniform > 0, 2.0, (layout.block > 0) * 1.0) if at_most else 2.0 * (layout.uniform > 0)
         inputs = inputs + stage.mtp * uniform  # each MTP depth also holds its own input
-        moe = stage.moe * mean_layer(model, experts=True).experts + stage.mtp
+        moe = stage.moe * stage_layer(model, stage, moe=True).experts + stage.mtp
         routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * moe
     held_bytes: FloatArray = 2.0 * sizes.hidden * inputs + routing
     return held_bytes
@@ -268,12 +269,16 @@ def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> Flo
     model, tensor, h = train.model, layout.tensor, train.model.hidden_size
     gate_factor = 2.0 if model.gated_linear_unit else 1.0
     weights = np.zeros_like(tensor)
+    mean = stage_layer(model, stage, moe=model.num_moe_experts is not None)
     for each in model.by_attention:
+        alike = [share for kind, share in mean.attentions if replace(kind, layers=each.layers) == each]
         compression, projection = projection_weights(each)
-        weights = weights + (h * attended(each) / tensor + compression + projection / tensor)
-    for mixer in model.other_mixers:
+        weights = weights + (h * attended(each) / tensor + compression + projection / tensor) * (
+            sum(alike, np.zeros(())) > 0
+        )
+    for mixer, share in mean.mixers:
         split, whole = mixer.weights(h)
-        weights = weights + split / tensor + whole
+        weights = weights + (split / tensor + whole) * (share > 0)
     weights = weights + (1.0 + gate_factor) * h * model.ffn_hidden_size / tensor * (stage.dense > 0)
     if model.num_moe_experts is not None:
         expert = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor

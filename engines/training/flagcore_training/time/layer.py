@@ -10,7 +10,15 @@ import numpy as np
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.model import Indexer, Mixer, Model
 from flagcore.domain.space import FloatArray
-from flagcore.physics.transformer import attended, latent_widths, mean_layer, own_key_width, paired_layers, widths
+from flagcore.physics.transformer import (
+    MeanLayer,
+    Share,
+    attended,
+    latent_widths,
+    own_key_width,
+    paired_layers,
+    widths,
+)
 from flagcore_training.layout import Layout, Training
 from flagcore_training.stages import padded_vocab
 from flagcore_training.time.passes import (
@@ -43,22 +51,22 @@ True is for transformer-engine's single kernel, False for torch, which needs man
 products, copies)."""
 
 
-def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
-    """Return the time of one layer without recompute. `repeated` is the time that selective recompute would add.
+def layer_time(train: Training, layout: Layout, costs: Costs, mean: MeanLayer) -> Block:
+    """Return the time of a mean layer without recompute. `repeated` is the time that selective recompute would add.
 
     Layers in 16 bits among those of fewer bits count as a share of each layer.
     """
     if train.options.wide_layers and train.precision != train.unquantised:
         share = train.wide_share
         narrow = replace(train, options=replace(train.options, wide_layers=0))
-        wide = layer_time(replace(narrow, precision=train.unquantised), layout, costs, moe=moe)
-        return layer_time(narrow, layout, costs, moe=moe) * (1.0 - share) + wide * share
-    tp, mean = TensorCollectives.from_layout(train, layout, costs), mean_layer(train.model, experts=moe)
-    blocks: list[tuple[float, Callable[[Training, Layout, Costs, TensorCollectives], Block]]] = []
+        wide = layer_time(replace(narrow, precision=train.unquantised), layout, costs, mean)
+        return layer_time(narrow, layout, costs, mean) * (1.0 - share) + wide * share
+    tp = TensorCollectives.from_layout(train, layout, costs)
+    blocks: list[tuple[Share, Callable[[Training, Layout, Costs, TensorCollectives], Block]]] = []
     blocks += [(share, partial(_attention_of, model)) for model, share in mean.attentions]
     blocks += [(share, partial(mixer_block, mixer)) for mixer, share in mean.mixers]
-    blocks += [(mean.dense, ffn_block)] if mean.dense else []
-    blocks += [(mean.experts, moe_block)] if mean.experts else []
+    blocks += [(mean.dense, ffn_block)] if np.any(mean.dense) else []
+    blocks += [(mean.experts, moe_block)] if np.any(mean.experts) else []
     return reduce(add, (block(train, layout, costs, tp) * share for share, block in blocks))
 
 
