@@ -296,12 +296,15 @@ class Model:
     @property
     def by_attention(self) -> tuple["Model", ...]:
         """This model for each kind of attention, whatever its window: with its sizes, and only its layers' mixers."""
-        kinds = {replace(each, window=None): None for each in self.attention}
+        kinds: dict[Attention, list[Attention]] = {}
+        for each in self.attention:
+            kinds.setdefault(replace(each, window=None), []).append(each)
         if kinds.keys() <= {Attention(indexer=self.indexer)}:
             return (self,) if kinds else ()
-        return tuple(self._with(kind) for kind in kinds)
+        return tuple(self.with_attention(*each) for each in kinds.values())
 
-    def _with(self, kind: Attention) -> "Model":
+    def with_attention(self, kind: Attention, *others: Attention) -> "Model":
+        """Return this model with the sizes of a kind of attention, and only its mixers. `others` differ in windows."""
         sizes = {
             "num_attention_heads": kind.heads,
             "num_query_groups": kind.groups,
@@ -311,7 +314,7 @@ class Model:
         }
         mixers = [
             Attention(window=each.mixer.window, indexer=kind.indexer)
-            if isinstance(each.mixer, Attention) and replace(each.mixer, window=None) == kind
+            if isinstance(each.mixer, Attention) and each.mixer in (kind, *others)
             else None
             for each in self.layers
         ]

@@ -544,8 +544,10 @@ def vision_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Vis
 
     `preprocessor`: the content of preprocessor_config.json. Empty if there is no such file.
     """
-    kind, section = config.get("model_type"), config.get("vision_config")
-    if not isinstance(kind, str) or kind not in MODELS or not isinstance(section, Mapping):
+    if not isinstance(section := config.get("vision_config"), Mapping):
+        return None
+    kinds = (str(each.get("model_type")).removesuffix("_vision") for each in (config, section))
+    if (kind := next((each for each in kinds if each in MODELS), None)) is None:
         return None
     tower = checked(_Multimodal, {"vision_config": {**MODELS[kind], **section}}).vision_config
     hidden = tower.embed_dim or tower.hidden_size

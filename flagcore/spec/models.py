@@ -38,10 +38,11 @@ def model_of(source: str | Shape | Mapping[str, Any], context: Context) -> Model
     Raises SpecError.
     """
     if isinstance(source, Mapping):
-        from flagcore.spec.huggingface import model_of_config
+        from flagcore.spec.huggingface import model_of_config, vision_of
 
         keys = {key: value for key, value in source.items() if key != "name"}
-        return model_of_config(keys, name=str(source.get("name", "inline")), file="")
+        model = model_of_config(keys, name=str(source.get("name", "inline")), file="")
+        return replace(model, vision=vision_of(keys, {}))
     return model_of_shape(source) if isinstance(source, Shape) else _model_at(source, context.base)
 
 

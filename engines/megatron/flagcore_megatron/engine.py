@@ -56,6 +56,7 @@ class UselessSelectiveRecompute:
 
 
 CORE = frozenset({"core_attn"})
+TEXT_ONLY = "the vision tower and images are left out: see images_per_sequence, image_width and image_height"
 
 
 class Megatron(
@@ -116,7 +117,11 @@ class Megatron(
     job_warnings = staticmethod(checks.job_warnings)
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
-        return unmodelled(task.spec)
+        found = unmodelled(task.spec)
+        if task.spec.model.vision is not None:
+            why = "" if prediction.training(task).tower else TEXT_ONLY
+            found.append(Unmodelled(name="model.vision_config", why=why, time=(1.0, 1.3) if why else (1.0, 1.0)))
+        return found
 
     def task_warnings(self, task: Task) -> Sequence[str]:
         attention, length = task.spec.model.attention, task.spec.train.seq_length

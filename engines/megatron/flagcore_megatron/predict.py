@@ -27,7 +27,14 @@ from flagcore_megatron.space import meshes as mixed
 from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM, candidate_columns, plain_values
 from flagcore_megatron.space.knobs import columns as row_of
 from flagcore_megatron.space.meshes import ALL_REPLICAS, MESHES, MICROBATCHES, PP, RECOMPUTE_KNOBS, Meshes
-from flagcore_megatron.space.options import EXPERT_GROUPS_SINCE, options, precision, release, settings_in_force
+from flagcore_megatron.space.options import (
+    EXPERT_GROUPS_SINCE,
+    options,
+    precision,
+    release,
+    settings_in_force,
+    tower,
+)
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
 from flagcore_megatron.space.stages import LAYOUT, parse_layout
 
@@ -272,6 +279,7 @@ def training(task: Task) -> Training:
         fused_activation=kind != "trial",
         transformer_engine=kind == "transformer_engine",
         gathered_keys=kind == "trial",
+        tower=tower(model, settings_in_force(task.spec)),
         options=options(task),
     )
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.model import Model
+from flagcore.domain.model import Model, Vision
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 
 T = TypeVar("T")
@@ -170,6 +170,32 @@ DEFAULTS = Options()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tower:
+    """A vision tower, and the images that it reads: in the mean `images` per sequence, of `tokens` prompt tokens each.
+
+    `frozen`: whether the weights of its layers are not trained. `frozen_mergers`: the same for those of its mergers.
+    """
+
+    vision: Vision
+    images: float
+    tokens: int
+    frozen: bool = False
+    frozen_mergers: bool = False
+
+    @property
+    def patches(self) -> int:
+        """The number of patches of an image."""
+        return self.tokens * self.vision.merge_size**2
+
+    @property
+    def pairs(self) -> float:
+        """The share of all pairs of patches of an image that a layer computes, as a mean over its layers."""
+        vision = self.vision
+        in_window = min((vision.window_size / vision.patch_size) ** 2 / self.patches, 1.0)
+        return (vision.full_layers + (vision.num_layers - vision.full_layers) * in_window) / vision.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """Inputs to the formulas that all candidates of a task share.
 
@@ -177,7 +203,8 @@ class Training:
     kernel. With `transformer_engine`, Transformer Engine's layers replace megatron-core's own: rotary embedding and the
     accumulation of weight gradients are fused, and the down-projections of latent attention are replicated on each
     tensor-parallel rank. With `gathered_keys`, context parallelism gathers keys and values, with a copy for each query
-    head.
+    head. `core_share` is the share of the pairs of a causal attention core that each layer computes, if it does not
+    follow from the model's layers. `tower` is the vision tower; None if there is none, or no images.
     """
 
     model: Model
@@ -188,6 +215,8 @@ class Training:
     fused_activation: bool = False
     transformer_engine: bool = False
     gathered_keys: bool = False
+    core_share: float | None = None
+    tower: Tower | None = None
     options: Options = DEFAULTS
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from flagcore_vendorkit.transformer import (
     SCHEDULES,
+    MeanLayer,
     attended,
     latent_widths,
     layer_embeddings,
@@ -23,7 +24,19 @@ from flagcore.domain.model import Model
 from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training import schedules
-from flagcore_training.layout import DEFAULTS, ArrayRecord, Layout, Options, Splits, StageLayers, Training, pick
+from flagcore_training.layout import (
+    DEFAULTS,
+    ArrayRecord,
+    Layout,
+    Options,
+    Splits,
+    StageLayers,
+    Training,
+    distinct,
+    pick,
+)
+from flagcore_training.mixes import layer_kinds, mix
+from flagcore_training.vision import tower_flops, tower_weights
 
 LAYERS, DENSE, MTP = 3, 4, 5
 """Indices of the fields `layers`, `dense` and `mtp` of `Part` in the contents of a split."""
@@ -50,7 +63,8 @@ class Part(ArrayRecord):
 class Stage(Part):
     """One stage of each candidate.
 
-    `chunk` is the number of layers of one virtual stage. `in_flight` is the number of micro-batches whose activations
+    `mix` is its number of layers of each kind (`mixes`), empty if it has the mean of the model's layers. `chunk` is
+    the number of layers of one virtual stage. `in_flight` is the number of micro-batches whose activations
     are stored at the peak, `deferred` the number of micro-batches that wait only for weight gradients, and `copies` the
     number of copies of the weights on a device.
     """
@@ -60,6 +74,7 @@ class Stage(Part):
     in_flight: FloatArray
     deferred: FloatArray
     copies: FloatArray
+    mix: tuple[FloatArray, ...] = ()
 
     @property
     def moe(self) -> FloatArray:
@@ -73,12 +88,13 @@ def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Se
 
     These are the first, the second and the last stage, each stage whose contents differ from the previous one, and
     `starts`, the first stages on other devices. Every other stage equals the previous one and stores fewer
-    micro-batches. If options differ by stage, all stages are returned.
+    micro-batches, or has at most as many layers of each kind as another stage does. If options differ by stage, all
+    stages are returned.
     """
     end, longest = layout.pipeline - 1.0, int(layout.pipeline.max(initial=1.0))
-    indices = _distinct_stages(model, layout, options)
-    if starts:
-        indices = [*np.sort(np.stack([*indices, *starts]), axis=0)]
+    indices, others = _distinct_stages(model, layout, options), [*starts, *_richest_stages(model, layout, options)]
+    if others:
+        indices = [*np.sort(np.stack([*indices, *others]), axis=0)]
     by_stage = options.offload_stages or options.schedule
     if by_stage or longest <= len(indices) + 1:
         indices = [np.minimum(end, float(number)) for number in range(longest - 1)]
@@ -102,6 +118,18 @@ def _distinct_stages(model: Model, layout: Layout, options: Options) -> list[Flo
     return [np.where(number > 0, distinct_stages[min(place, count - 1)], each) for place, each in enumerate(even)]
 
 
+def _richest_stages(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
+    """Return the first stage with the most layers of each kind, for a model whose stages differ in them."""
+    if layer_kinds(model) is None:
+        return []
+    names = ("pipeline", "virtual", "split", "first_layers", "last_layers")
+    first, index = distinct([getattr(layout, name) for name in names])
+    few, longest = layout[first], int(layout.pipeline.max(initial=1.0))
+    places = (np.minimum(few.pipeline - 1.0, float(number)) for number in range(longest))
+    mixes = [stage(model, few, place, options).mix for place in places]
+    return [np.argmax(each, axis=0).astype(np.float64)[index] for each in zip(*mixes, strict=True)]
+
+
 def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> Stage:
     """Return stage `index` of each candidate.
 
@@ -117,7 +145,45 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         part = Part(*fields.T)
         if not number.all():
             part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
-    return stage_with(part, model, layout, index, options)
+    found = stage_with(part, model, layout, index, options)
+    if layer_kinds(model) is None or SCHEDULES[options.schedule or "interleaved"].parts == 2:
+        return found
+    before = _layers_before(model, layout, index, options)
+    return replace(found, mix=mix(model, before, part.layers, layout.virtual))
+
+
+def _layers_before(model: Model, layout: Layout, index: FloatArray, options: Options) -> FloatArray:
+    """Return the number of layers of all stages before stage `index` of each candidate."""
+    head = _even(model, layout, np.zeros_like(index), options).layers
+    middle = _chunk_layers(model, layout, options) * layout.virtual
+    before = np.where(index > 0, np.minimum(head + (index - 1.0) * middle, model.num_layers), 0.0)
+    if options.splits is None:
+        return before
+    number, layers = layout.split.astype(np.int64), options.splits.contents[:, :, LAYERS]
+    return np.where(number > 0, (np.cumsum(layers, axis=1) - layers)[number, index.astype(np.int64)], before)
+
+
+def stage_shares(model: Model, stage: Stage, *, moe: bool) -> tuple[FloatArray | float, ...]:
+    """Return which share of the layers of a stage that has a `mix` are of each kind.
+
+    `moe`: of those after the leading dense ones, in a model with experts. The mixers are the mean of both.
+    """
+    kinds, has_experts = layer_kinds(model), model.num_moe_experts is not None
+    layers, shares = np.maximum(stage.layers, 1.0), list[FloatArray | float]()
+    for part, count in zip(kinds.parts if kinds else (), stage.mix, strict=True):
+        if not has_experts or part.attentions or part.mixers:
+            shares.append(count / layers)
+        elif moe:
+            shares.append(np.maximum(count - stage.dense * part.dense, 0.0) / np.maximum(stage.moe, 1.0))
+        else:
+            shares.append(part.dense)
+    return tuple(shares)
+
+
+def stage_layer(model: Model, stage: Stage, *, moe: bool) -> MeanLayer:
+    """Return the mean layer of a stage, dense or, in a model with experts, after the leading dense ones."""
+    kinds = layer_kinds(model) if stage.mix else None
+    return mean_layer(model, experts=moe) if kinds is None else kinds.mean(stage_shares(model, stage, moe=moe))
 
 
 def stage_of(
@@ -287,16 +353,16 @@ def padded_vocab(model: Model, tensor: FloatArray) -> FloatArray:
     return np.ceil(model.vocab_size / multiple) * multiple
 
 
-def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
-    """Return the number of weights of one layer on one rank, by component.
+def layer_parameters(train: Training, layout: Layout, *, moe: bool, stage: Stage | None = None) -> Parts:
+    """Return the number of weights of one layer on one rank, by component: of a model's mean layer, or of a stage's.
 
     Source: megatron-core 0.16 (`attention.py`, `multi_latent_attention.py`, `mlp.py`, `moe/`).
     """
     model, tensor = train.model, layout.tensor
     h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
-    mean = mean_layer(model, experts=moe)
+    mean = mean_layer(model, experts=moe) if stage is None else stage_layer(model, stage, moe=moe)
     parts = dict.fromkeys(("qkv_proj", "out_proj"), np.zeros_like(tensor))
-    norms = 0.0
+    norms: FloatArray | float = 0.0
     for each, share in mean.attentions:
         qkv, norm = _attention_weights(each, tensor, compressed=train.transformer_engine)
         parts["qkv_proj"] = parts["qkv_proj"] + share * qkv
@@ -308,9 +374,9 @@ def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
         mixers = [(share, *mixer.weights(h)) for mixer, share in mean.mixers]
         weights = (share * (split / tensor + whole) for share, split, whole in mixers)
         parts["mixers"] = sum(weights, np.zeros_like(tensor))
-    if mean.dense:
+    if np.any(mean.dense):
         parts["ffn"] = mean.dense * (matrices * h * model.ffn_hidden_size / tensor)
-    if not mean.experts:
+    if not np.any(mean.experts):
         return parts
     experts = model.num_moe_experts or 0
     parts["router"] = np.full_like(tensor, mean.experts * (h * experts))
@@ -350,7 +416,7 @@ def edge_parameters(
     norm: FloatArray | None = None,
     mtp: FloatArray | float = 0.0,
 ) -> Parts:
-    """Return the number of weights of a stage's embedding, final norm and output head, by component.
+    """Return the number of trained weights of a stage's embedding, final norm, output head, and vision tower.
 
     `first` and `last` are 1 for the first and last stage, `norm` for a stage with the final norm (None: the last
     stage), and `mtp` for a stage with multi-token prediction. With several stages, a tied head and multi-token
@@ -364,7 +430,10 @@ def edge_parameters(
     copies = np.maximum(first, mtp)
     norms = model.hidden_size * (last if norm is None else norm)
     own = layer_embeddings(model) * first / layout.tensor
-    return {"embedding": table * copies + own, "output_head": table * head, "norms": norms}
+    parts = {"embedding": table * copies + own, "output_head": table * head, "norms": norms}
+    if train.tower is not None:
+        parts["vision"] = tower_weights(train.tower, layout)[0] * first
+    return parts
 
 
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
@@ -384,9 +453,9 @@ def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
     parts = edge_parameters(
         train, layout, first=stage.first, last=stage.last, mtp=(stage.mtp > 0).astype(np.float64), norm=stage.final_norm
     )
-    add_parts(parts, layer_parameters(train, layout, moe=False), stage.dense * stage.copies)
+    add_parts(parts, layer_parameters(train, layout, moe=False, stage=stage), stage.dense * stage.copies)
     if model.num_moe_experts is not None:
-        add_parts(parts, layer_parameters(train, layout, moe=True), stage.moe * stage.copies)
+        add_parts(parts, layer_parameters(train, layout, moe=True, stage=stage), stage.moe * stage.copies)
     if model.mtp_num_layers:
         add_parts(parts, mtp_parameters(train, layout), stage.mtp / model.mtp_num_layers)
     return parts
@@ -428,7 +497,8 @@ def model_flops(train: Training) -> float:
     mtp = depths * (attention + (ffn if model.mtp_layer.num_moe_experts is None else moe) + 2 * h * h + 3 * h)
     weights = layers + mtp + h * model.vocab_size * (1 + depths)
     flops_per_weight = 4.0 if train.options.adapters else 6.0
-    return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores)
+    of_tower = 0.0 if train.tower is None else train.global_batch * tower_flops(train.tower)
+    return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores) + of_tower
 
 
 def add_parts(total: Parts, parts: Parts, factor: FloatArray | float = 1.0) -> None:
@@ -447,6 +517,7 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
     to the output head. `layout`: one device that holds the whole model.
     """
     model, one = train.model, np.ones(1)
+    tower, train = train.tower, replace(train, tower=None)
     if layout is None:
         sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
         off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
@@ -455,7 +526,8 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
     edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
     plain = replace(train, model=replace(model, layers=()))
     ffn = _layer_weights(plain, layout, moe=False)[1]
-    parts = [ModelPart("Embedding", edges["embedding"], 1)]
+    parts = [ModelPart("Vision tower", tower.vision.weights, 1)] if tower else []
+    parts.append(ModelPart("Embedding", edges["embedding"], 1))
     name = "MLA" if model.multi_latent_attention else "Attention"
     for each in model.by_attention:
         attention = _layer_weights(replace(train, model=replace(each, layers=())), layout, moe=False)[0]

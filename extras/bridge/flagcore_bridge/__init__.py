@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from flagcore_megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
+from flagcore_megatron.importing.arguments import (
+    SIZES,
+    Flags,
+    baseline_of,
+    baseline_problem,
+    options,
+    shape,
+    with_layers,
+)
 from flagcore_megatron.space.knobs import SETTINGS
 from flagcore_megatron.space.stages import LAYOUT
 
@@ -227,7 +235,11 @@ def translate(
     baseline = baseline_of(flags, bool(section.get("num_moe_experts")))
     if notes.problems:
         raise join_errors(notes.problems)
+    tower = {key: each for key in ("vision_config",) if isinstance(each := model.get(key), Mapping)}
     settings = _settings(sections, section, baseline, used)
+    if tower and "images_per_sequence" not in settings:
+        text = "is left out: set images_per_sequence, image_width and image_height, the images of a mean sequence"
+        notes.note("model.vision_config", text, "train.settings")
     if layout := _layout(model.get(LAYOUT)):
         settings[LAYOUT] = layout
         text = "applies to all candidates: only pipelines that it fits are tried; remove it to search for others"
@@ -249,7 +261,9 @@ def translate(
     _note_others(config, sections, used, notes, added)
     if notes.problems:
         raise join_errors(notes.problems)
-    return {"model": section, "cluster": cluster, "train": data, "auto_tuner": tuner}, tuple(notes.notes)
+    return {"model": with_layers(flags, section, tower), "cluster": cluster, "train": data, "auto_tuner": tuner}, tuple(
+        notes.notes
+    )
 
 
 def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
@@ -321,6 +335,7 @@ def _settings(
                 used.setdefault(section, set()).add(key)
                 if not (value is None or value is False or value == []):  # these values mean "off", the default
                     found[key] = TABLES["dtypes"].get(str(value), value) if key.endswith("dtype") else value
+    found |= _images(sections)
     reduces_fp32 = sections.get("mixed_precision", {}).get(
         "grad_reduce_in_fp32", sections.get("ddp", {}).get("grad_reduce_in_fp32")
     )
@@ -334,6 +349,15 @@ def _settings(
     if found.get("cuda_graph_impl") in (None, "none"):
         without |= {"cuda_graph_impl", "cuda_graph_scope"}
     return {name: value for name, value in found.items() if name not in without}
+
+
+def _images(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings for the images of a synthetic dataset (`data/builders/mock_vlm_sft.py`)."""
+    size, has_tower = sections.get("dataset", {}).get("image_size"), sections.get("model", {}).get("vision_config")
+    if not has_tower or not isinstance(size, list) or len(size) != 2:
+        return {}
+    sizes = dict(zip(("image_width", "image_height"), size, strict=True))
+    return {"images_per_sequence": sections["dataset"].get("num_images", 1), **sizes}
 
 
 def _is_met(value: object, need: Mapping[str, Any]) -> bool:

@@ -9,6 +9,8 @@ import yaml
 
 from flagcore import api
 from flagcore.errors import FlagError, SpecError, UsageError
+from flagcore.spec.models import model_of
+from flagcore.spec.validate import Context
 
 CONFIGS = Path(__file__).parent / "configs"
 LENGTHS = "vocab_size: 8, seq_length: 8"
@@ -97,6 +99,30 @@ def test_overrides_and_files_of_overrides_change_the_config(tmp_path: Path) -> N
     assert (data["train"]["global_batch_size"], data["train"]["seq_length"]) == (64, 4096)
     assert data["auto_tuner"]["baseline"]["tensor_model_parallel_size"] == 4
     assert "context_parallel_size" not in data["auto_tuner"]["baseline"]
+
+
+def test_kinds_of_layers_and_the_vision_tower_are_read(tmp_path: Path) -> None:
+    changes = {
+        "model": {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": 4,
+            "vision_config": {"model_type": "qwen3_5_vision", "out_hidden_size": 4096},
+            "freeze_vision_model": True,
+        },
+        "dataset": {"image_size": [640, 480]},
+    }
+    (tmp_path / "changes.yaml").write_text(yaml.safe_dump(changes))
+    found = imported("llama3_8b.yaml", str(tmp_path / "changes.yaml"))
+    keys, settings = found.data["model"], found.data["train"]["settings"]
+    model = model_of(keys, Context())
+    assert model.feed_forward_layers("dense") == 32
+    assert sum(model.other_mixers.values()) == 24
+    assert (model.vision.num_layers, model.vision.output_size) == (27, 4096)
+    images = {"images_per_sequence": 1, "image_width": 640, "image_height": 480, "freeze_vision_model": True}
+    assert images.items() <= settings.items()
+    text = imported("llama3_8b.yaml", str(tmp_path / "changes.yaml"), "~dataset.image_size")
+    assert "freeze_vision_model" not in text.data["train"]["settings"]
+    assert "model.vision_config" in [note.key for note in text.notes]
 
 
 def test_the_name_of_a_recipe_has_the_cluster(tmp_path: Path) -> None:

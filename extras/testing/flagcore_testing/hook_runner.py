@@ -34,6 +34,7 @@ from flagcore.physics import roofline  # noqa: F401 (what plugins usually import
 from flagcore.physics.collective_costs import topology_of
 from flagcore.plugins import LoadedPlugins, Plugin, validation
 from flagcore.plugins.entry_points import one_line
+from flagcore.plugins.limits import THREAD
 from flagcore.plugins.validation import BadPlugin
 from flagcore_testing.examples import example_calls
 
@@ -164,7 +165,7 @@ USES: Mapping[str, Callable[[Any, Mapping[str, Any]], object]] = {
 
 def _observe(call: Callable[[], object]) -> dict[str, Any]:
     """Call a function and return its side effects."""
-    state, threads = process_state(), threading.active_count()
+    state, threads = process_state(), _threads()
     error_text, start = "", seconds_without_waiting()
     with _captured_output() as file:
         try:
@@ -177,9 +178,14 @@ def _observe(call: Callable[[], object]) -> dict[str, Any]:
         file.seek(0)
         output = file.read().decode("utf-8", "replace").strip()
     changes = changed(state, process_state())
-    if threading.active_count() > threads:
+    if _threads() > threads:
         changes.append("threads: a thread still runs")
     return {"seconds": seconds, "printed": output, "changed": changes, "raised": error_text}
+
+
+def _threads() -> int:
+    """Return the number of threads, without those in which the core runs code of plugins."""
+    return sum(each.name != THREAD for each in threading.enumerate())
 
 
 def _hook_calls(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:

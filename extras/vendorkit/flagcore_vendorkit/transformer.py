@@ -97,6 +97,10 @@ def paired_layers(model: Model, tokens: float) -> float:
     return layers
 
 
+Share = FloatArray | float
+"""A share of layers: of all candidates, or of each one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanLayer:
     """The parts of a model's layers after the leading dense ones, each as a share of these layers.
@@ -105,18 +109,18 @@ class MeanLayer:
     `dense` and `experts`: layers with a feed-forward network of one kind. All shares of a plain layer are 0 or 1.
     """
 
-    attentions: tuple[tuple[Model, float], ...]
-    mixers: tuple[tuple[Mixer, float], ...] = ()
-    dense: float = 0.0
-    experts: float = 0.0
+    attentions: tuple[tuple[Model, Share], ...]
+    mixers: tuple[tuple[Mixer, Share], ...] = ()
+    dense: Share = 0.0
+    experts: Share = 0.0
 
     @property
-    def attention(self) -> float:
+    def attention(self) -> Share:
         """The share of layers with attention of any kind."""
         return sum(share for _, share in self.attentions)
 
     @property
-    def feed_forward(self) -> float:
+    def feed_forward(self) -> Share:
         """The share of layers with a feed-forward network of any kind."""
         return self.dense + self.experts
 
@@ -124,7 +128,7 @@ class MeanLayer:
 def mean_layer(model: Model, *, experts: bool) -> MeanLayer:
     """Return the mean of a model's layers, of a model with `experts` that of the layers after the leading dense ones.
 
-    The mixers are the mean of all layers: where kinds of layers alternate, any few layers in a row hold about the same.
+    The mixers are the mean of all layers.
     """
     if not model.layers:
         return MeanLayer(attentions=((model, 1.0),), dense=0.0 if experts else 1.0, experts=1.0 if experts else 0.0)

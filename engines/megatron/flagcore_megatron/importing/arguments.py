@@ -5,7 +5,7 @@ They determine a baseline, the options of the job, and the shape of the model wi
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flagcore_training.unmodelled import note_effects
@@ -246,14 +246,14 @@ def pattern_of(flags: Flags) -> tuple[str, int] | None:
     return letters.replace("|", ""), len(depths)
 
 
-def with_layers(flags: Flags, section: dict[str, Any]) -> dict[str, Any]:
-    """Return the section `model` for a model with layers that a shape cannot describe: keys of a config.json.
+def with_layers(flags: Flags, section: dict[str, Any], others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the section `model` for a model with parts that a shape cannot describe: keys of a config.json.
 
-    Other models keep their shape `section`.
+    `others`: keys of parts other than the layers. Other models keep their shape `section`.
     """
     pattern, layers = pattern_of(flags), section["num_layers"]
     variant, window = str(flags.get("experimental_attention_variant") or ""), flags.get("window_size")
-    keys: dict[str, Any] = {}
+    keys: dict[str, Any] = {**(others or {})}
     if pattern:
         keys["hybrid_override_pattern"] = pattern[0]
         section = {**section, **({"mtp_num_layers": pattern[1]} if pattern[1] else {})}

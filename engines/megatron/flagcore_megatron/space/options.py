@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flagcore_training.layout import Options
+from flagcore_training.layout import Options, Tower
 from flagcore_vendorkit.transformer import SCHEDULES
 
 from flagcore.domain.knob import in_versions
@@ -23,6 +23,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 NARROW = {"mxfp8": 33 / 64}
 """Bytes of formats in which experts exchange tokens, with a scale per 32 elements, relative to 16 bits."""
 TRIAL, COMMAND = "trial", "command"
+IMAGES = "images_per_sequence"
 LOSS_FUSION = "cross_entropy_loss_fusion"
 MTP_LAYOUTS_SINCE, EARLY_MTP_SINCE = ">=0.14", ">=0.16"
 """Releases whose layouts may contain multi-token prediction: at all, and on a stage before the loss.
@@ -135,6 +136,20 @@ def _wide_layers(settings: Settings) -> int:
     return sum(1 if each is None else int(each) for each in counts) if settings.get("first_last_layers_bf16") else 0
 
 
+def tower(model: Model, settings: Settings) -> Tower | None:
+    """Return the vision tower of a job whose sequences have images."""
+    images, width, height = (settings.get(name) for name in (IMAGES, "image_width", "image_height"))
+    if model.vision is None or not (images and width and height):
+        return None
+    return Tower(
+        vision=model.vision,
+        images=float(images),
+        tokens=model.vision.tokens(int(width), int(height)),
+        frozen=bool(settings.get("freeze_vision_model")),
+        frozen_mergers=bool(settings.get("freeze_vision_projection")),
+    )
+
+
 def is_emerging_optimizer(settings: Settings) -> bool:
     """Return whether a job's optimizer is one of those that Megatron shards by whole matrices."""
     return str(settings.get("optimizer") or "adam") not in ("adam", "sgd")
@@ -186,6 +201,12 @@ def check(task: Task, settings: Settings) -> None:
         "offload_modules": "fine_grained_activation_offloading",
         "fine_grained_activation_offloading": "offload_modules",
         "moe_pad_expert_input_to_capacity": "moe_expert_capacity_factor",
+        IMAGES: "image_width",
+        "image_width": "image_height",
+        "image_height": IMAGES,
+        "freeze_language_model": IMAGES,
+        "freeze_vision_model": IMAGES,
+        "freeze_vision_projection": IMAGES,
     }
     for key, other in required_settings.items():
         if key in enabled and other not in enabled:
@@ -224,11 +245,14 @@ def check(task: Task, settings: Settings) -> None:
             optimizer == "muon" and not in_versions(MUON_SHARDED_SINCE, version),
             f"excludes optimizer: muon before Megatron {MUON_SHARDED_SINCE.lstrip('>=')}",
         ),
+        IMAGES: (model.vision is None, "needs a model directory with a known vision tower"),
         LAYOUT: (bool({EMBEDDING, LOSS, FIRST, LAST} & enabled), "excludes other settings of the split of layers"),
     }
     for key, (is_wrong, problem) in refusals.items():
         if is_wrong and key in enabled:
             raise _refused(key, settings, problem)
+    if (seen := tower(model, settings)) and seen.images * seen.tokens > task.spec.train.seq_length:
+        raise _refused(IMAGES, settings, f"have {seen.tokens} tokens each, more than seq_length in a sequence")
     if settings.get(LAYOUT) and model.mtp_num_layers:
         *_, last = parse_layout(str(settings[LAYOUT]), model.num_layers, model.mtp_num_layers)
         if not takes_layouts(task.spec) or (not last.mtp and not takes_early_mtp(task.spec)):

@@ -357,3 +357,33 @@ def test_notes_report_settings_and_the_rest_is_ignored(notes: str) -> None:
 
 def test_names_with_values_take_precedence_over_phrases() -> None:
     assert read_notes("alltoall; dispatcher=DeepEP")[DISPATCHER] == "flex"
+
+
+SEEN = {"images_per_sequence": 2, "image_width": 56, "image_height": 84}
+SEEING = dataclasses.replace(tasks.DENSE, vision=tasks.VISION)
+
+
+def test_images_bring_the_vision_tower() -> None:
+    task = tasks.task(SEEING, settings={**SEEN, "freeze_vision_model": True})
+    tower = training(task).tower
+    assert tower is not None
+    assert (tower.images, tower.tokens, tower.frozen, tower.frozen_mergers) == (2.0, 6, True, False)
+    assert training(tasks.task(SEEING)).tower is None
+    for each, named in ((task, False), (tasks.task(SEEING), True)):
+        (found,) = (note for note in ENGINE.unmodelled(each) if note.name == "model.vision_config")
+        assert bool(found.why) == named
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "key"),
+    [
+        (tasks.DENSE, SEEN, "images_per_sequence"),
+        (SEEING, {**SEEN, "images_per_sequence": 1000}, "images_per_sequence"),
+        (SEEING, {"images_per_sequence": 2}, "images_per_sequence"),
+        (SEEING, {"freeze_vision_projection": True}, "freeze_vision_projection"),
+    ],
+)
+def test_images_need_a_tower_sizes_and_place(model: Any, settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        options(tasks.task(model, settings=settings))
+    assert raised.value.key == f"train.settings.{key}"

@@ -47,9 +47,9 @@ class Module:
     def stored(self) -> FloatArray:
         return sum(self.tensors.values(), np.zeros(()))
 
-    def shared(self, share: float) -> Module:
+    def shared(self, share: FloatArray | float) -> Module:
         """Return the mean of this module over layers of which `share` have it. Its peak is that of these layers."""
-        if share == 1.0:
+        if isinstance(share, float) and share == 1.0:
             return self
         tensors = {name: value * share for name, value in self.tensors.items()}
         return Module(self.component, tensors, self.work * (share > 0.0), self.extras)

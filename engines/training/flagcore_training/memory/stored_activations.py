@@ -6,14 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_vendorkit.transformer import mean_layer
+from flagcore_vendorkit.transformer import MeanLayer, mean_layer
 
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.activations import attention, depths, embedding, ffn, head, mixer, mixture
 from flagcore_training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
+from flagcore_training.memory.vision import with_tower
+from flagcore_training.mixes import layer_kinds
 from flagcore_training.schedules import in_flight
-from flagcore_training.stages import Parts, Stage, add_parts, depths_received
+from flagcore_training.stages import Parts, Stage, add_parts, depths_received, stage_shares
 
 PRODUCTS = (
     "qkv_linear",
@@ -29,12 +31,17 @@ PRODUCTS = (
 """Names of the stored inputs of linear layers, which the weight gradients need."""
 
 
+ENTRY = {"tokens": "embedding", "vision": "vision"}
+"""The components of the tensors that are stored before the first layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kinds:
     """The bytes that each kind of layer of a model stores, with recompute and offload, for each candidate.
 
     `dense` is a layer without experts, `moe` a layer with experts. `rows` are the modules of both kinds, `entry` is the
-    module of the embedding, and `head_row` are the modules of the head. `recomputed` is 1 where selective recompute
+    module of the embedding, and `head_row` are the modules of the head. `parts` are the modules of each kind of layer
+    of `mixes`, of which a stage has its own mean. `recomputed` is 1 where selective recompute
     applies to a module.
     """
 
@@ -42,6 +49,7 @@ class Kinds:
     layout: Layout
     sizes: Sizes
     rows: tuple[list[Module], ...]
+    parts: tuple[list[Module], ...]
     entry: Module
     head_row: list[Module]
     recomputed: Mapping[str, FloatArray]
@@ -56,9 +64,9 @@ class Kinds:
         """Return the kinds of layers for each candidate in `layout`. Without experts, both kinds are the same."""
         sizes, options = Sizes.from_layout(train, layout), train.options
         recomputed: Mapping[str, FloatArray] = {}
-        rows = [_layer_modules(train, layout, sizes, experts=False)]
-        if train.model.num_moe_experts is not None:
-            rows.append(_layer_modules(train, layout, sizes, experts=True))
+        means = (mean_layer(train.model, experts=moe) for moe in _with_experts(train))
+        rows, found = tuple(_layer_modules(train, layout, sizes, each) for each in means), layer_kinds(train.model)
+        parts = tuple(_layer_modules(train, layout, sizes, each) for each in (found.parts if found else ()))
         if layout.selective.any():
             recomputed = dict.fromkeys(sorted(options.recompute_modules), layout.selective)
         offloaded = {name for module in options.offload_modules for name in OFFLOADED.get(module, ())}
@@ -66,17 +74,28 @@ class Kinds:
         own, mtp = train.mtp_layer, layers[-1]
         if own.model is not train.model:
             experts = own.model.num_moe_experts is not None
-            (mtp,) = _layers(own, sizes, [_layer_modules(own, layout, sizes, experts=experts)], recomputed, ())
+            layer = _layer_modules(own, layout, sizes, mean_layer(own.model, experts=experts))
+            (mtp,) = _layers(own, sizes, [layer], recomputed, ())
         head_row = head(train, layout, sizes)
-        last, ends = Layer.from_modules(head_row), (embedding(train, layout, sizes), head_row)
-        return cls(train, layout, sizes, tuple(rows), *ends, recomputed, offloaded, layers[0], layers[-1], mtp, last)
+        entry = embedding(train, layout, sizes)
+        if train.tower is not None:
+            entry = with_tower(entry, train, train.tower, layout)
+        last, ends = Layer.from_modules(head_row), (entry, head_row)
+        return cls(train, layout, sizes, rows, parts, *ends, recomputed, offloaded, layers[0], layers[-1], mtp, last)
 
-    def stored_layers(self, offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0) -> tuple[Layer, Layer]:
-        """Return the bytes of a dense and of an MoE layer.
+    def stored_layers(
+        self, offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0, stage: Stage | None = None
+    ) -> tuple[Layer, Layer]:
+        """Return the bytes of a dense and of an MoE layer, of the model or of a stage.
 
         The tensors `offloaded` are on the host where `on_host` is 1.
         """
-        layers = _layers(self.train, self.sizes, self.rows, self.recomputed, offloaded, on_host)
+        rows = self.rows
+        if stage is not None and stage.mix:
+            rows = tuple(
+                _mixed(self.parts, stage_shares(self.train.model, stage, moe=moe)) for moe in _with_experts(self.train)
+            )
+        layers = _layers(self.train, self.sizes, rows, self.recomputed, offloaded, on_host)
         return layers[0], layers[-1]
 
     def on(self, stage: Stage) -> tuple[Layer, Layer]:
@@ -85,9 +104,10 @@ class Kinds:
         If `offload_stages` is empty, all stages offload.
         """
         stages = self.train.options.offload_stages
-        if not self.offloaded or not stages:
+        if not stage.mix and (not self.offloaded or not stages):
             return self.dense, self.moe
-        return self.stored_layers(self.offloaded, np.isin(stage.index, stages).astype(np.float64))
+        on_host = np.isin(stage.index, stages).astype(np.float64) if stages else 1.0
+        return self.stored_layers(self.offloaded, on_host, stage)
 
     def ends(self, stage: Stage) -> Layer:
         """Return the bytes of the modules after the layers of a stage: multi-token prediction and the head.
@@ -137,15 +157,24 @@ class Kinds:
         return count * stage.layers * (2.0 * sum(products, np.zeros(())))
 
 
-def _layer_modules(train: Training, layout: Layout, sizes: Sizes, *, experts: bool) -> list[Module]:
-    """Return the modules of the mean layer of a model (see `mean_layer`)."""
-    mean = mean_layer(train.model, experts=experts)
+def _with_experts(train: Training) -> tuple[bool, ...]:
+    """Return whether a layer has experts, for each kind of layer of `Kinds`."""
+    return (False,) if train.model.num_moe_experts is None else (False, True)
+
+
+def _mixed(parts: Sequence[list[Module]], shares: Sequence[FloatArray | float]) -> list[Module]:
+    """Return the modules of the mean of layers of which these `shares` have each part."""
+    return [module.shared(share) for modules, share in zip(parts, shares, strict=True) for module in modules]
+
+
+def _layer_modules(train: Training, layout: Layout, sizes: Sizes, mean: MeanLayer) -> list[Module]:
+    """Return the modules of a mean layer."""
     wide = replace(sizes, linear=sizes.unit) if "attention" in train.options.wide_modules else sizes
     parts = [(share, attention(replace(train, model=each), layout, wide)) for each, share in mean.attentions]
     parts += [(share, mixer(train, layout, sizes, each)) for each, share in mean.mixers]
-    if mean.dense:
+    if np.any(mean.dense):
         parts.append((mean.dense, ffn(train, layout, sizes)))
-    if mean.experts:
+    if np.any(mean.experts):
         parts.append((mean.experts, mixture(train, layout, sizes)))
     return [module.shared(share) for share, modules in parts for module in modules]
 
@@ -169,7 +198,7 @@ def _layers(
 def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray:
     """Return the bytes that a stage copies to the host for each micro-batch, and later back."""
     kinds = Kinds.from_layout(train, layout)
-    (dense, moe), (whole_dense, whole_moe) = kinds.on(stage), kinds.stored_layers()
+    (dense, moe), (whole_dense, whole_moe) = kinds.on(stage), kinds.stored_layers(stage=stage)
     modules = stage.dense * (whole_dense.stored - dense.stored) + stage.moe * (whole_moe.stored - moe.stored)
     return modules + (1.0 - _kept(train, stage)) * (stage.dense * dense.stored + stage.moe * moe.stored)
 
@@ -369,7 +398,8 @@ def activation_parts(stage: Stage, kinds: Kinds, activations: StageActivations) 
     add_parts(parts, moe.parts, activations.moe * stage.in_flight)
     add_parts(parts, {"norms": activations.inputs}, stage.in_flight)
     add_parts(parts, kinds.ends(stage).parts, stage.last + kinds.early_in_flight(stage))
-    add_parts(parts, {"embedding": kinds.entry.stored}, stage.first * stage.in_flight)
+    for name, value in kinds.entry.tensors.items():
+        add_parts(parts, {ENTRY[name]: value}, stage.first * stage.in_flight)
     return {**parts, "deferred_weight_gradients": kinds.waiting(stage)}
 
 

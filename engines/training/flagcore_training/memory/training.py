@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_vendorkit.transformer import attended, mean_layer, projection_weights, widths
+from flagcore_vendorkit.transformer import attended, projection_weights, widths
 
 from flagcore.contracts import Costs, MemoryModel, communicator_bytes
 from flagcore.domain.space import FloatArray, IntArray
@@ -28,9 +28,11 @@ from flagcore_training.stages import (
     layer_parameters,
     padded_vocab,
     stage,
+    stage_layer,
     stage_parameters,
     stages,
 )
+from flagcore_training.vision import tower_weights
 
 LINEAR_PARTS = ("qkv_proj", "out_proj", "mixers", "ffn", "experts", "shared_experts", "mtp")
 """Components whose matrix products run in 8 or 4 bits if the precision is fp8, mxfp8 or nvfp4."""
@@ -220,7 +222,7 @@ def bytes_held_after_step(
             inputs = inputs + (stage.moe + stage.mtp) * layout.selective
         uniform = np.where(layout.uniform > 0, 2.0, (layout.block > 0) * 1.0) if at_most else 2.0 * (layout.uniform > 0)
         inputs = inputs + stage.mtp * uniform  # each MTP depth also holds its own input
-        moe = stage.moe * mean_layer(model, experts=True).experts + stage.mtp
+        moe = stage.moe * stage_layer(model, stage, moe=True).experts + stage.mtp
         routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * moe
     held_bytes: FloatArray = 2.0 * sizes.hidden * inputs + routing
     return held_bytes
@@ -267,12 +269,16 @@ def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> Flo
     model, tensor, h = train.model, layout.tensor, train.model.hidden_size
     gate_factor = 2.0 if model.gated_linear_unit else 1.0
     weights = np.zeros_like(tensor)
+    mean = stage_layer(model, stage, moe=model.num_moe_experts is not None)
     for each in model.by_attention:
+        alike = [share for kind, share in mean.attentions if replace(kind, layers=each.layers) == each]
         compression, projection = projection_weights(each)
-        weights = weights + (h * attended(each) / tensor + compression + projection / tensor)
-    for mixer in model.other_mixers:
+        weights = weights + (h * attended(each) / tensor + compression + projection / tensor) * (
+            sum(alike, np.zeros(())) > 0
+        )
+    for mixer, share in mean.mixers:
         split, whole = mixer.weights(h)
-        weights = weights + split / tensor + whole
+        weights = weights + (split / tensor + whole) * (share > 0)
     weights = weights + (1.0 + gate_factor) * h * model.ffn_hidden_size / tensor * (stage.dense > 0)
     if model.num_moe_experts is not None:
         expert = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
@@ -443,8 +449,11 @@ class _Estimate:
         return _Estimate(Kinds.from_layout(train, layout), np.flatnonzero(zeros))
 
     def engine_bytes(self, stage_: Stage, workspace_bytes: FloatArray | float) -> FloatArray:
-        engine_buffers = buffers(self.kinds.train, self.kinds.layout, stage_, self.kinds.sizes)
-        return engine_buffers + workspaces(self.kinds.train) * workspace_bytes
+        train, layout = self.kinds.train, self.kinds.layout
+        engine_buffers = buffers(train, layout, stage_, self.kinds.sizes)
+        if train.tower is not None:  # its frozen weights, in 16 bits
+            engine_buffers = engine_buffers + train.value_bytes * tower_weights(train.tower, layout)[1] * stage_.first
+        return engine_buffers + workspaces(train) * workspace_bytes
 
     def held_after_step(self, stage_: Stage, *, at_most: bool = False) -> FloatArray:
         kinds = self.kinds

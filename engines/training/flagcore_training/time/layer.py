@@ -6,7 +6,15 @@ from functools import partial, reduce
 from operator import add
 
 import numpy as np
-from flagcore_vendorkit.transformer import attended, latent_widths, mean_layer, own_key_width, paired_layers, widths
+from flagcore_vendorkit.transformer import (
+    MeanLayer,
+    Share,
+    attended,
+    latent_widths,
+    own_key_width,
+    paired_layers,
+    widths,
+)
 
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.model import Indexer, Mixer, Model
@@ -43,22 +51,22 @@ True is for transformer-engine's single kernel, False for torch, which needs man
 products, copies)."""
 
 
-def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
-    """Return the time of one layer without recompute. `repeated` is the time that selective recompute would add.
+def layer_time(train: Training, layout: Layout, costs: Costs, mean: MeanLayer) -> Block:
+    """Return the time of a mean layer without recompute. `repeated` is the time that selective recompute would add.
 
     Layers in 16 bits among those of fewer bits count as a share of each layer.
     """
     if train.options.wide_layers and train.precision != train.unquantised:
         share = train.wide_share
         narrow = replace(train, options=replace(train.options, wide_layers=0))
-        wide = layer_time(replace(narrow, precision=train.unquantised), layout, costs, moe=moe)
-        return layer_time(narrow, layout, costs, moe=moe) * (1.0 - share) + wide * share
-    tp, mean = TensorCollectives.from_layout(train, layout, costs), mean_layer(train.model, experts=moe)
-    blocks: list[tuple[float, Callable[[Training, Layout, Costs, TensorCollectives], Block]]] = []
+        wide = layer_time(replace(narrow, precision=train.unquantised), layout, costs, mean)
+        return layer_time(narrow, layout, costs, mean) * (1.0 - share) + wide * share
+    tp = TensorCollectives.from_layout(train, layout, costs)
+    blocks: list[tuple[Share, Callable[[Training, Layout, Costs, TensorCollectives], Block]]] = []
     blocks += [(share, partial(_attention_of, model)) for model, share in mean.attentions]
     blocks += [(share, partial(mixer_block, mixer)) for mixer, share in mean.mixers]
-    blocks += [(mean.dense, ffn_block)] if mean.dense else []
-    blocks += [(mean.experts, moe_block)] if mean.experts else []
+    blocks += [(mean.dense, ffn_block)] if np.any(mean.dense) else []
+    blocks += [(mean.experts, moe_block)] if np.any(mean.experts) else []
     return reduce(add, (block(train, layout, costs, tp) * share for share, block in blocks))
 
 
@@ -327,7 +335,9 @@ def _fused_core(
     and summed (arXiv 2310.01889). Kernels skip the keys outside sliding windows.
     """
     kernels, context = costs.kernels, layout.context
-    share = paired_layers(train.model, float(train.sequence)) / train.model.attention_layers
+    share = train.core_share
+    if share is None:
+        share = paired_layers(train.model, float(train.sequence)) / train.model.attention_layers
     ring = (context - 1.0) * (train.options.cp_comm == "p2p")
     output = train.value_bytes * shape.batch * shape.heads * shape.queries / context * shape.head_dim
     rescaling = ring * kernels.memory_seconds(3.0 * output)

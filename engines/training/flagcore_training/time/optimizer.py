@@ -3,12 +3,11 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_vendorkit.transformer import mean_layer
 
 from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training.layout import Layout, Training
-from flagcore_training.stages import Stage
+from flagcore_training.stages import Stage, stage_layer
 from flagcore_training.time.passes import StageTime, as_integers
 
 PARAMETER_BYTES = 5.0
@@ -86,7 +85,7 @@ def optimizer_time(
     model, shards, expert_shards = train.model, layout.shards(), layout.expert_shards()
     layer_tensors = 6.0 + 2.0 * model.qk_layernorm + 2.0 * model.multi_latent_attention
     tensors = stage.layers * layer_tensors + stage.first + 2.0 * stage.last
-    moe = stage.moe * mean_layer(model, experts=True).experts if model.layers else stage.moe
+    moe = stage.moe * stage_layer(model, stage, moe=True).experts if model.layers else stage.moe
     expert_tensors = moe * 2.0 * (model.num_moe_experts or 0) / layout.expert
     owned_count = params[0] / shards + params[1] / expert_shards
     is_sharded = layout.sharded_optimizer > 0

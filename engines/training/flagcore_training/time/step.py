@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
+from flagcore_vendorkit.transformer import mean_layer
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
@@ -18,6 +21,7 @@ from flagcore.physics.roofline import with_slowdown
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
 from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.memory.training import split_parameters
+from flagcore_training.mixes import layer_kinds
 from flagcore_training.stages import (
     Stage,
     edge_parameters,
@@ -25,12 +29,14 @@ from flagcore_training.stages import (
     mtp_parameters,
     stage,
     stage_parameters,
+    stage_shares,
     stages,
 )
 from flagcore_training.time.layer import embedding_time, head_time, layer_time
 from flagcore_training.time.optimizer import gradient_time, optimizer_time, reduction
 from flagcore_training.time.passes import Block, Seconds, StageTime
 from flagcore_training.time.pipeline import overlapped_passes, pipeline_time, sender_waits, sends
+from flagcore_training.time.vision import tower_block, tower_time
 
 ACCUMULATION_BYTES = {True: 8.0, False: 12.0}
 """Memory traffic in bytes per parameter and micro-batch to add a weight gradient to its fp32 buffer. Counted.
@@ -60,19 +66,27 @@ estimate."""
 
 @dataclass(frozen=True, slots=True)
 class Parts(ArrayRecord):
-    """The times of a model's parts: a dense layer, an MoE layer, the layer of multi-token prediction, and the ends."""
+    """The times of a model's parts: a dense layer, an MoE layer, the layer of multi-token prediction, and the ends.
+
+    `tower` is the vision tower, without recompute; None if there is none. `kinds` are the layers of each kind
+    (`mixes`), without the sums of gradients, in a model whose stages differ in them.
+    """
 
     dense: Block
     moe: Block
     mtp: Block
     embedding: StageTime
     head: StageTime
+    tower: Block | None = None
+    kinds: tuple[Block, ...] = ()
 
     def __getitem__(self, rows: slice | IntArray) -> Parts:
         dense = self.dense[rows]
         moe = dense if self.moe is self.dense else self.moe[rows]
         mtp = moe if self.mtp is self.moe else self.mtp[rows]
-        return Parts(dense, moe, mtp, self.embedding[rows], self.head[rows])
+        tower = None if self.tower is None else self.tower[rows]
+        kinds = tuple(each[rows] for each in self.kinds)
+        return Parts(dense, moe, mtp, self.embedding[rows], self.head[rows], tower, kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +125,24 @@ def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
     if train.model.mtp_num_layers and own is not train:
         mtp = _layer_block(own, layout, costs, moe=own.model.num_moe_experts is not None)
     ends = embedding_time(train, layout, costs), head_time(train, layout, costs)
-    return Parts(dense, moe, mtp, *(StageTime(end.forward, end.backward, end.weight) for end in ends))
+    tower = None if train.tower is None else tower_block(train, train.tower, layout, costs)
+    embedding, head = (StageTime(end.forward, end.backward, end.weight) for end in ends)
+    found = layer_kinds(train.model)
+    kinds = tuple(layer_time(train, layout, costs, each) for each in (found.parts if found else ()))
+    return Parts(dense, moe, mtp, embedding, head, tower, kinds)
 
 
 def _layer_block(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
     """Return the time of a layer. A fused product adds one tile to the gradients while it multiplies others, so both
     overlap in part: the 2-norm of their times."""
-    block = layer_time(train, layout, costs, moe=moe)
+    block = layer_time(train, layout, costs, mean_layer(train.model, experts=moe))
+    return _with_sums(train, costs, block, _layer_weights(train, layout, moe=moe))
+
+
+def _with_sums(train: Training, costs: Costs, block: Block, weights: FloatArray) -> Block:
     if not _fused(train):
         return block
-    traffic_s = costs.kernels.memory_seconds(ACCUMULATION_BYTES[True] * _layer_weights(train, layout, moe=moe))
+    traffic_s = costs.kernels.memory_seconds(ACCUMULATION_BYTES[True] * weights)
     return replace(block, weight=np.hypot(block.weight, traffic_s))
 
 
@@ -130,8 +152,17 @@ def _fused(train: Training) -> bool:
     return train.transformer_engine and train.options.gradient_fusion and not train.options.fsdp
 
 
-def _layer_weights(train: Training, layout: Layout, *, moe: bool) -> FloatArray:
-    return _total(layer_parameters(train, layout, moe=moe))
+def _layer_weights(train: Training, layout: Layout, *, moe: bool, stage: Stage | None = None) -> FloatArray:
+    return _total(layer_parameters(train, layout, moe=moe, stage=stage))
+
+
+def _stage_block(train: Training, layout: Layout, costs: Costs, parts: Parts, stage: Stage, *, moe: bool) -> Block:
+    """Return the time of the mean layer of a stage, without or with experts."""
+    if not stage.mix:
+        return parts.moe if moe else parts.dense
+    shares = stage_shares(train.model, stage, moe=moe)
+    block = reduce(add, (each * share for each, share in zip(parts.kinds, shares, strict=True)))
+    return _with_sums(train, costs, block, _layer_weights(train, layout, moe=moe, stage=stage))
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,17 +335,19 @@ def _stage_time(
     experts = train.model.num_moe_experts is not None
     depths = stage.mtp * (parts.mtp is parts.moe)  # those that are like other layers
     routed, plain = stage.moe + depths * experts, stage.dense + depths * (not experts)
-    total = layers(parts.dense) * plain
+    total = layers(_stage_block(train, layout, costs, parts, stage, moe=False)) * plain
     for block, count in ((parts.embedding, stage.first), (parts.head, stage.last)):
         total = total + block * count if count.any() else total
     if experts and routed.any():
-        total = total + layers(parts.moe) * routed
+        total = total + layers(_stage_block(train, layout, costs, parts, stage, moe=True)) * routed
     if parts.mtp is not parts.moe and stage.mtp.any():
         total = total + layers(parts.mtp) * stage.mtp
+    if train.tower is not None and parts.tower is not None and stage.first.any():
+        total = total + tower_time(train.tower, layout, parts.tower) * stage.first
     added = params[0] + params[1]
     if _fused(train):
-        added = added - plain * _layer_weights(train, layout, moe=False)
-        added = added - (routed * _layer_weights(train, layout, moe=True) if experts else 0.0)
+        added = added - plain * _layer_weights(train, layout, moe=False, stage=stage)
+        added = added - (routed * _layer_weights(train, layout, moe=True, stage=stage) if experts else 0.0)
     weight = total.weight + costs.kernels.memory_seconds(ACCUMULATION_BYTES[_fused(train)] * added)
     if train.options.adapters:
         weight = np.zeros_like(weight)
@@ -451,10 +484,15 @@ class Pace:
         mtp = _Passes(zeros, zeros, gradients(mtp_weights)[index], zeros)
         if parts.mtp is not parts.moe:
             mtp = mtp + (layers(parts.mtp, layer_weights) + layer * -1.0) * depths
+        entry = passes(parts.embedding, embedding)[index]
+        if train.tower is not None and parts.tower is not None:
+            tower = tower_time(train.tower, layout, parts.tower[index])
+            backward_s = tower.backward.total + is_trained * tower.weight
+            entry = entry + _Passes(tower.forward.total, tower.forward.launches, backward_s, tower.backward.launches)
         passes_by_block = _Blocks(
             layer=layer,
             leading_layer=layers(parts.dense, dense_weights),
-            embedding=passes(parts.embedding, embedding)[index],
+            embedding=entry,
             head=passes(parts.head, head_weights)[index],
             mtp=mtp,
             once_s=is_trained * (2.0 * one_pass - two_passes)[index],

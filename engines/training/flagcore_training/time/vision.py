@@ -1,0 +1,34 @@
+"""Time of the vision tower for the images of one micro-batch. Its patch embedding is left out."""
+
+from flagcore_vendorkit.transformer import mean_layer
+
+from flagcore.contracts import Costs
+from flagcore_training.layout import Layout, Tower, Training
+from flagcore_training.time.layer import layer_time
+from flagcore_training.time.passes import Block, Seconds, StageTime, linear
+from flagcore_training.vision import tower_layout, tower_repeats, tower_training
+
+
+def tower_block(train: Training, tower: Tower, layout: Layout, costs: Costs) -> Block:
+    """Return the time of the tower's layers and mergers. Nothing before frozen layers needs gradients."""
+    vision, own, mesh = tower.vision, tower_training(tower, train), tower_layout(tower, layout)
+    layer = layer_time(own, mesh, costs, mean_layer(own.model, experts=False)) * float(vision.num_layers)
+    if tower.frozen:
+        layer = Block(layer.forward, layer.backward * 0.0, layer.weight * 0.0, layer.repeated * 0.0)
+    rows, merged = mesh.tokens(own.sequence) / vision.merge_size**2, vision.hidden_size * vision.merge_size**2
+    width, output = merged / mesh.tensor, float(vision.output_size)
+    products = linear(costs.kernels, rows, float(merged), width, own.precision)
+    products = (products + linear(costs.kernels, rows, width, output, own.precision)) * float(vision.mergers)
+    return layer + Block(
+        Seconds.from_compute(products.forward),
+        Seconds.from_compute(products.input_gradient * (not tower.frozen)),
+        products.weight_gradient * (not tower.frozen_mergers),
+        Seconds.from_compute(0.0 * products.forward),
+    )
+
+
+def tower_time(tower: Tower, layout: Layout, block: Block) -> StageTime:
+    """Return the time of a tower with recompute, from its time without: `block`."""
+    repeated = tower_repeats(tower, layout)
+    again = block.forward * repeated + block.repeated * (layout.selective * (1.0 - repeated))
+    return StageTime(block.forward, block.backward + again, block.weight)

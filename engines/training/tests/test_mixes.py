@@ -1,0 +1,88 @@
+"""Stages with their own mixes of layers."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_mixers.mamba2 import Mamba2
+from flagcore_training.layout import Options, StageLayers, Training
+from flagcore_training.mixes import layer_kinds, mix
+from flagcore_training.stages import placed, stage, stage_parameters, stages
+from flagcore_training.time.step import passes
+
+from engines.training.tests.candidates import LLAMA, layout, plain_costs, rank_memory, train
+from flagcore.domain.model import Attention, Layer, Model
+
+MAMBA = Mamba2(num_heads=128, head_dim=64, state_size=128)
+FULL, WINDOW, STATE = (Layer(mixer=each) for each in (Attention(), Attention(window=128), MAMBA))
+EXPERTS = replace(LLAMA, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=4096, vocab_size=1024)
+MIXED = replace(LLAMA, num_layers=12, layers=(*(STATE,) * 6, *(FULL, STATE) * 3), vocab_size=1024)
+SPARSE = replace(
+    EXPERTS,
+    num_layers=8,
+    moe_first_dense_layers=1,
+    layers=(FULL, *(replace(STATE, feed_forward="experts"), replace(FULL, feed_forward="experts")) * 3, WINDOW),
+)
+
+
+def work(model: Model, **values: Any) -> Training:
+    return train(model, transformer_engine=True, **values)
+
+
+@pytest.mark.parametrize("layers", [(), (FULL,) * 32, (STATE,) * 32])
+def test_layers_that_are_alike_have_no_mix(layers: tuple[Layer, ...]) -> None:
+    model = replace(LLAMA, layers=layers)
+    assert layer_kinds(model) is None
+    assert stage(model, layout(pipeline=4.0), np.ones(1)).mix == ()
+
+
+@pytest.mark.parametrize(
+    ("virtual", "before", "layers", "counts"),
+    [
+        (1.0, 0.0, 6.0, [6, 0, 6]),
+        (1.0, 6.0, 6.0, [3, 3, 6]),
+        (1.0, 7.0, 2.0, [1, 1, 2]),
+        (2.0, 0.0, 6.0, [3 + 1, 2, 6]),  # layers 0 to 2 and 6 to 8
+        (2.0, 6.0, 6.0, [3 + 2, 1, 6]),
+    ],
+)
+def test_a_stage_has_its_own_layers(virtual: float, before: float, layers: float, counts: list[int]) -> None:
+    found = mix(MIXED, *(np.array([each]) for each in (before, layers, virtual)))
+    assert [float(each[0]) for each in found] == counts
+
+
+@pytest.mark.parametrize("model", [MIXED, SPARSE])
+@pytest.mark.parametrize("sizes", [{"pipeline": 4.0}, {"pipeline": 2.0, "virtual": 2.0}, {"pipeline": 3.0}])
+def test_stages_have_the_weights_of_the_model(model: Model, sizes: dict[str, float]) -> None:
+    whole = stage_parameters(work(model), layout(), stage(model, layout(), np.zeros(1)))
+    split = layout(**sizes)
+    each = [
+        stage_parameters(work(model), split, stage(model, split, np.array([float(number)])))
+        for number in range(int(sizes["pipeline"]))
+    ]
+    for name in whole.keys() - {"embedding", "output_head"}:
+        assert sum(float(np.ravel(part.get(name, 0.0))[0]) for part in each) == pytest.approx(float(whole[name][0]))
+
+
+def test_the_time_and_memory_of_a_stage_are_those_of_its_layers() -> None:
+    split, (early, late) = (
+        layout(pipeline=2.0),
+        (replace(MIXED, layers=(*layers, *layers)) for layers in (MIXED.layers[:6], MIXED.layers[6:])),
+    )
+    mixed, first, last = (passes(work(each), split, plain_costs()) for each in (MIXED, early, late))
+    assert mixed.forward_s[0] == pytest.approx(first.forward_s[0], rel=1e-9)
+    assert mixed.forward_s[1] == pytest.approx(last.forward_s[1], rel=1e-9)
+    peaks = [[rank_memory(work(each), split, rank).peak[0] for rank in (0, 1)] for each in (MIXED, early, late)]
+    assert peaks[0] == pytest.approx([peaks[1][0], peaks[2][1]])
+
+
+def test_an_explicit_split_and_the_stages_that_stand_for_others() -> None:
+    chunks = [StageLayers(embedding=1, layers=8), StageLayers(layers=2), StageLayers(layers=2, loss=1)]
+    split, options = placed(MIXED, layout(pipeline=3.0), Options(), chunks)
+    found = [[float(each[0]) for each in stage(MIXED, split, np.array([n]), options).mix] for n in (0.0, 1.0, 2.0)]
+    assert found == [[7, 1, 8], [1, 1, 2], [1, 1, 2]]
+    long = layout(pipeline=np.array([12.0, 4.0]))
+    indices = [each.index.tolist() for each in stages(MIXED, long)]
+    assert [6.0, 2.0] in indices  # the first with attention
+    assert len(indices) < 12
