@@ -118,7 +118,7 @@ def run_record(folder: Path) -> dict[str, Any]:
         "run": str(folder),
         "state": RUNNING if is_running else state,
         "model": lookup(json_file(home, IDENTITY), "task.model.name"),
-        "changed": datetime.fromtimestamp(_changed(folder), timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "changed": _day(folder, " %H:%M"),
     }
     if not data and not is_running:
         return record
@@ -158,6 +158,11 @@ def _changed(folder: Path) -> float:
     """Return the time of the last change of a run, in seconds since 1970."""
     files = [file for name in (JOURNAL, RESULT, IDENTITY) if (file := folder / name).is_file()]
     return max(each.stat().st_mtime for each in files or [folder])
+
+
+def _day(folder: Path, time_form: str = "") -> str:
+    """Return the day of the last change of a run in UTC, and its time in a form, if any."""
+    return datetime.fromtimestamp(_changed(folder), timezone.utc).strftime("%Y-%m-%d" + time_form)
 
 
 def _is_run(folder: Path) -> bool:
@@ -279,10 +284,11 @@ def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, f
     Commands on the page name the folder relative to the working directory, or `.` if it is elsewhere, so that the page
     does not reveal paths of this machine.
     """
-    secrets = tuple(dict.fromkeys((*secrets_in_data(os.environ), *secrets_in_data(_spec(home)))))
+    spec = _spec(home)
+    secrets = tuple(dict.fromkeys((*secrets_in_data(os.environ), *secrets_in_data(spec))))
     relative = os.path.relpath(folder)
-    folder_name = "." if relative.startswith("..") else relative
-    return RunData.redacted(data, insight, secrets, home, folder_name=folder_name, **context)
+    context = {"folder_name": "." if relative.startswith("..") else relative, "date": _day(home), **context}
+    return RunData.redacted(data, insight, spec, secrets, home, **context)
 
 
 def _spec(folder: Path) -> dict[str, Any]:
