@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flagcore.api.commands.calibrate import calibrate, calibrations, summary
     from flagcore.api.commands.compare import compare
-    from flagcore.api.commands.doctor import check_hosts, chip_table, devices, doctor, plugin_table
+    from flagcore.api.commands.doctor import (
+        check_hosts,
+        chip_table,
+        devices,
+        doctor,
+        plugin_table,
+        require_accelerator,
+        verdict,
+    )
     from flagcore.api.commands.estimate import estimate
     from flagcore.api.commands.explain import explain, explain_candidate, explain_like
     from flagcore.api.commands.export import Exported, export, export_targets, manifest
@@ -18,35 +26,37 @@ if TYPE_CHECKING:
     from flagcore.api.commands.probe import Probed, probe
     from flagcore.api.commands.report import REPORT, list_runs, report, show_run
     from flagcore.api.commands.run import run_best
-    from flagcore.api.commands.tune import tune
-    from flagcore.api.inputs import LoadedSpec, changed_spec, with_settings
+    from flagcore.api.commands.tune import dry_run, tune
+    from flagcore.api.inputs import RUNS, LoadedSpec, changed_spec, with_limits, with_settings
     from flagcore.api.jobs import AT_ONCE, estimate_jobs
     from flagcore.api.outcome import Outcome
     from flagcore.api.runs import Run, load_run
     from flagcore.report.candidate_report import CandidateReport, Comparison
     from flagcore.report.estimate import Estimate
     from flagcore.report.explanation import Explanation
+    from flagcore.spec.models import model_from, similar_models
 
 NAMES = {
     "api.commands.calibrate": "calibrate calibrations summary",
     "api.commands.compare": "compare",
-    "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table",
+    "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table require_accelerator verdict",
     "api.commands.estimate": "estimate",
     "api.commands.explain": "explain explain_candidate explain_like",
     "api.commands.export": "Exported export export_targets manifest",
     "api.commands.importing": "ImportedTrials check_imported import_history read_command read_tree",
     "api.commands.init": "defaults_of new_spec public_model_table spec_of_model",
-    "api.inputs": "LoadedSpec changed_spec with_settings",
+    "api.inputs": "RUNS LoadedSpec changed_spec with_limits with_settings",
     "api.jobs": "AT_ONCE estimate_jobs",
     "api.outcome": "Outcome",
     "api.commands.probe": "Probed probe",
     "api.commands.report": "REPORT list_runs report show_run",
     "api.commands.run": "run_best",
     "api.runs": "Run load_run",
-    "api.commands.tune": "tune",
+    "api.commands.tune": "dry_run tune",
     "report.candidate_report": "CandidateReport Comparison",
     "report.estimate": "Estimate",
     "report.explanation": "Explanation",
+    "spec.models": "model_from similar_models",
 }
 """The names of this package by module."""
 

@@ -17,9 +17,11 @@ from flagcore.contracts.capabilities import Advice, Details, Servers, Shortening
 from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness, unknown_chip_hint
 from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
+from flagcore.domain.metrics import LATENCIES, STATISTICS
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, secrets_in_data
 from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, PRECISIONS, Spec, Task
+from flagcore.domain.units import SECONDS, parse_amount
 from flagcore.errors import FlagError, SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _, printable
 from flagcore.physics.roofline import RUNS_AS
@@ -98,6 +100,28 @@ def changed_spec(spec: SpecLike, changes: Mapping[str, Any]) -> LoadedSpec:
     return LoadedSpec(file, changed)
 
 
+def with_limits(spec: SpecLike, limits: Iterable[str]) -> LoadedSpec:
+    """Return a spec of servers with latency limits, such as `p99 ttft 1s`. Without a statistic, a limit is of the p99.
+
+    Raises UsageError, SpecError.
+    """
+    changes = dict[str, object]()
+    for limit in (each for text in limits for each in text.split(",")):
+        words = limit.lower().replace("=", " ").replace("<", " ").split()
+        latency = next((name for word in words for name in LATENCIES if word in (name, name.removesuffix("_s"))), None)
+        statistic = next((word for word in words if word in STATISTICS), "p99")
+        seconds = parse_amount(words[-1], SECONDS) if words else None
+        if latency is None or seconds is None or len(words) != 2 + (statistic in words):
+            names = ", ".join(name.removesuffix("_s") for name in LATENCIES)
+            text = N_("--slo {limit}: expected a limit such as `p99 ttft 1s`, of {names}")
+            raise UsageError(_(text, limit=limit, names=names))
+        changes[f"serve.slo.{latency}.{statistic}"] = seconds
+    file, data = spec_data(spec)
+    if "serve" not in data:
+        raise UsageError(_("--slo is for servers, but {file} has no section {section}", file=file, section="serve"))
+    return changed_spec(LoadedSpec(file, data), changes)
+
+
 def with_settings(spec: SpecLike, settings: Iterable[str]) -> LoadedSpec:
     """Return a spec with changed keys. Each setting is `KEY=VALUE` with a YAML value. Raises UsageError, SpecError."""
     changes = {}
@@ -123,6 +147,15 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
     control = {key: value for key, value in old_control.items() if key != "fidelity"}
     control |= {} if fidelity is None else {"fidelity": fidelity}
     return dict(data) if control == old_control else {**data, "auto_tuner": {**tuner, "control": control}}
+
+
+def without_budget(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a spec without the keys that may change when a run is resumed."""
+    kept = with_fidelity(data)
+    if control := (kept.get("auto_tuner") or {}).get("control"):
+        fixed = {key: value for key, value in control.items() if key not in ("max_trials", "max_time")}
+        kept["auto_tuner"] = {**kept["auto_tuner"], "control": fixed}
+    return kept
 
 
 PATHS = (("model",), ("cluster", "hostfile"))
@@ -160,7 +193,7 @@ def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
     hardware = {"chip": cluster.chips, "nodes": sizes[0][1], "devices_per_node": sizes[0][2]}
     engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
     return {
-        "spec": with_fidelity(data),
+        "spec": without_budget(data),
         "model": asdict(replace(platform.task.spec.model, unread=())),
         "hardware": hardware | ({"others": sizes[1:]} if sizes[1:] else {}),
         "plugins say": {"environment": dict(platform.environment), "engine": engine},

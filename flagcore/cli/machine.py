@@ -50,7 +50,10 @@ def doctor_command(hosts: Path | None, launcher: str, form: str) -> None:
         if unusable_hosts := [record["host"] for record in records if not record["ok"]]:
             raise NoDevice(_("hosts cannot be used: {hosts}", hosts=", ".join(unusable_hosts)))
         return
-    options.show_records(api.doctor(), form, "doctor")
+    records = api.doctor()
+    if form == "table":
+        options.show(api.verdict(records) + "\n")
+    options.show_records(records, form, "doctor")
 
 
 @click.command("completion")
@@ -107,7 +110,7 @@ def calibrate_command(seconds: float, devices: int | None, listed: bool, form: s
 
 @click.group("plugins", cls=options.Group)
 def plugins_command() -> None:
-    """List installed plugins and their chips, check them, or create a new one."""
+    """List installed plugins and their chips, check them, or create a new one. Without a command, list them."""
 
 
 @plugins_command.command("list")

@@ -80,7 +80,7 @@ class Commands(options.Group):
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="flag")
+@click.version_option(__version__, "-V", "--version", prog_name="flag")
 def flag() -> None:
     """Find the fastest way to train or serve a large language model on any AI chip.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
 import threading
@@ -47,9 +49,26 @@ def _adding(call: Callable[..., Any], *parameters: Callable[[Any], Any]) -> Call
     return decorate
 
 
-def _formatted(command: Callable[..., Any], /, *arguments: Any, wide: bool, **others: Any) -> Any:
+def _formatted(command: Callable[..., Any], /, *arguments: Any, wide: bool, quiet: bool, **others: Any) -> Any:
     with on_terminal(wide):
         return command(*arguments, **others)
+
+
+QUIET = click.option("-q", "--quiet", is_flag=True, help=N_("Hide progress and notes."))
+
+
+def _quiet(command: Callable[..., Any], /, *arguments: Any, quiet: bool, **others: Any) -> Any:
+    return command(*arguments, **others)
+
+
+quiet = _adding(_quiet, QUIET)
+"""Adds `--quiet` to a command without `--format`."""
+
+
+def is_quiet() -> bool:
+    """Return whether the current command has `--quiet`, so that `say` prints nothing."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.params.get("quiet"))
 
 
 def _output(command: Callable[..., Any], /, *arguments: Any, form: str, **others: Any) -> Any:
@@ -63,9 +82,10 @@ FORMAT_OPTIONS = (
     ),
     click.option("--json", "form", flag_value="json", help="Same as --format json."),
     click.option("--wide", is_flag=True, help="Do not wrap tables to the width of the terminal."),
+    QUIET,
 )
 output = _adding(_output, *FORMAT_OPTIONS)
-"""Adds `--format`, `--json` and `--wide`. The command receives `form`. All formats except tables are in English."""
+"""Adds `--format`, `--json`, `--wide`, `--quiet`. The command gets `form`. Only tables are in the user's language."""
 formats = _adding(_formatted, *FORMAT_OPTIONS)
 """Adds the same options as `output`, for a command that also writes files in the user's language."""
 
@@ -128,7 +148,8 @@ def patience(text: str) -> Iterator[Callable[[], None]]:
     """
     timer = threading.Timer(SILENT_S, say, [text + " ..."])
     timer.daemon = True
-    timer.start()
+    if not is_quiet():
+        timer.start()
     try:
         yield timer.cancel
     finally:
@@ -136,7 +157,12 @@ def patience(text: str) -> Iterator[Callable[[], None]]:
 
 
 class Group(click.Group):
-    """A group of commands whose help shows the whole summary of each command."""
+    """A group of commands whose help shows the whole summary of each command. Alone, its command `list` is meant."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Insert `list` before the options of a group without a command, if the group has this command."""
+        is_alone = not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names)
+        return super().parse_args(ctx, ["list", *args] if is_alone and "list" in self.commands else args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands with their summaries, which click would cut to one line."""
@@ -224,6 +250,7 @@ def _with_model(
     engine: str | None,
     nodes: int | None,
     devices: int | None,
+    slo: tuple[str, ...],
     **others: Any,
 ) -> Any:
     if model is None:
@@ -233,17 +260,20 @@ def _with_model(
         raise click.UsageError(_("--model replaces SPEC"))
     else:
         spec = api.spec_of_model(model, engine=engine, chip=others.get("chip"), nodes=nodes, devices=devices)
-    return command(spec=spec, **others)
+        if "run_dir" in others:
+            others["run_dir"] = others["run_dir"] or api.RUNS / Path(model).name
+    return command(spec=api.with_limits(spec, slo) if slo and spec is not None else spec, **others)
 
 
 model = _adding(
     _with_model,
-    click.option("--model", metavar="MODEL", help=N_("Plan for this model instead of SPEC: a path or public name.")),
+    click.option("--model", metavar="MODEL", help=N_("This model instead of SPEC: a path or public name.")),
     click.option("--engine", metavar="NAME", help=N_("With --model: engine [default: a serving engine].")),
     click.option("--nodes", type=click.IntRange(1), help=N_("With --model: number of hosts [default: 1].")),
     click.option("--devices", type=click.IntRange(1), help=N_("With --model: devices per host [default: all].")),
+    click.option("--slo", multiple=True, metavar="LIMIT", help=N_("Latency limit, such as p99 ttft 1s (repeatable).")),
 )
-"""Adds `--model`, `--engine`, `--nodes` and `--devices`, which replace SPEC. The command receives `spec`."""
+"""Adds `--model`, `--engine`, `--nodes`, `--devices`, which replace SPEC, and `--slo`. The command receives `spec`."""
 
 
 def _with_new_file(
@@ -300,7 +330,10 @@ def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = 
 
 
 def say(text: str) -> None:
-    """Print a message without secrets to stderr, in lines that fit the terminal. Does nothing if stderr is closed."""
+    """Print a message without secrets to stderr, in lines that fit the terminal. Does nothing if stderr is closed, and
+    in a command with `--quiet`."""
+    if is_quiet():
+        return
     with suppress(OSError, ValueError):
         click.echo(printable(_wrapped(redact_text(text), _message_width())), err=True)
 
@@ -324,10 +357,30 @@ def show_record(record: Mapping[str, Any], form: str) -> None:
 
 
 def show(text: str, form: str = "table") -> None:
-    """Print a result to stdout, without characters that command a terminal. Text and tables fit the terminal."""
+    """Print a result to stdout, without characters that command a terminal. Text and tables fit the terminal, and have
+    colours where it has them."""
     from flagcore.report.formats import WIDTH
 
-    click.echo(printable(_wrapped(text, WIDTH.get()) if form in ("table", "text") else text))
+    if form not in ("table", "text"):
+        click.echo(printable(text))
+        return
+    lines = printable(_wrapped(text, WIDTH.get())).split("\n")
+    has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    click.echo("\n".join(map(_coloured, lines) if has_colours else lines))
+
+
+def _coloured(line: str) -> str:
+    """Return a line of a result with the best row of a table in green, failed trials in red and predictions dimmed."""
+    first, *cells = line.strip().split("  ")
+    if re.fullmatch(rf"\d+(\*| .*\b{_('best')}\b.*)", first):
+        return click.style(line, fg="green")
+    if first[:1].isdigit() and {_(name) for name in FAILED} & {cell.strip() for cell in cells}:
+        return click.style(line, fg="red")
+    return re.sub(r"~[\d.,]+", lambda found: click.style(found[0], dim=True), line)
+
+
+FAILED = ("failed", "out of memory", "timed out", "invalid", "interrupted")
+"""States of trials without a measurement, as tables show them."""
 
 
 def _message_width() -> int | None:

@@ -60,6 +60,8 @@ def estimate_command(
         raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=os.fspath(spec)))
     if spec is not None and explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
+    if click.get_current_context().params["model"] and arguments["chip"] is None:
+        api.require_accelerator()
     if spec is not None:
         if arguments["evidence"] + (explain is not None) + (arguments["like"] is not None) > 1:
             raise click.UsageError(_("--evidence, --explain and --like are mutually exclusive"))
@@ -200,10 +202,9 @@ def _records(file: str) -> Iterator[Any]:
     help="Time limit per candidate [default: control.max_time_per_task].",
 )
 @click.option("--folder", type=click.Path(), metavar="DIR", help="Save jobs and logs to DIR [default: not saved].")
-@click.option("-q", "--quiet", is_flag=True, help="Hide progress.")
 @options.output
 @options.plugins
-def probe_command(spec: str, candidate: str | None, top: int, quiet: bool, form: str, **arguments: Any) -> None:
+def probe_command(spec: str, candidate: str | None, top: int, form: str, **arguments: Any) -> None:
     """Measure single ranks of candidates of SPEC on one device, for any number of devices in SPEC.
 
     One process runs the layers, micro-batches and optimizer of a rank of the full job. There are no other ranks, so
@@ -214,8 +215,8 @@ def probe_command(spec: str, candidate: str | None, top: int, quiet: bool, form:
 
     if candidate is not None and top != 1:
         raise click.UsageError(_("--candidate and --top are mutually exclusive"))
-    on_rank = (lambda line: None) if quiet else (lambda line: options.say(f"flag: {line}"))
-    probes = api.probe(spec, candidate=candidate, top=top, on_rank=on_rank, **arguments)
+    arguments["on_rank"] = lambda line: options.say(f"flag: {line}")
+    probes = api.probe(spec, candidate=candidate, top=top, **arguments)
     if form not in ("table", "csv"):
         options.show_records([each.as_data() for each in probes], form, {})
         return

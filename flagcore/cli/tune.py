@@ -24,6 +24,7 @@ def _watchers() -> Sequence[str]:
 
 @click.command("tune")
 @options.tree
+@options.model
 @click.option("--run-dir", type=click.Path(), metavar="DIR", help="Directory of the run [default: runs/NAME-OF-SPEC].")
 @click.option("--new", is_flag=True, help="Start a new run; an existing one is renamed, not deleted.")
 @click.option("--storage", metavar="URL", help="Optuna storage for the trials [default: journal in the run].")
@@ -32,6 +33,9 @@ def _watchers() -> Sequence[str]:
     type=click.Choice(("estimate", "probe", "run")),
     help="Predict only, probe ranks on one device, or run [default: as in SPEC, else run].",
 )
+@click.option("--max-trials", metavar="N", help="Maximum number of trials.")
+@click.option("--time", "max_time", metavar="TIME", help="Time limit of the whole search, such as 30min or 2h.")
+@click.option("--dry-run", is_flag=True, help="Check what is needed, and print the first candidates; start nothing.")
 @options.settings(waits=False)
 @options.chip(N_("Tune for this chip instead of the one in the spec."))
 @options.objective
@@ -42,15 +46,23 @@ def _watchers() -> Sequence[str]:
     shell_complete=options.completing(_watchers),
     help="Send events to a watcher (repeatable).",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Hide progress.")
 @click.option("-v", "--verbose", is_flag=True, help="Show why each trial was chosen, and its log file.")
 @options.formats
 @options.plugins
-def tune_command(spec: Any, chip: str | None, quiet: bool, verbose: bool, form: str, **given: Any) -> None:
-    """Find the fastest configuration for SPEC by running candidates.
+def tune_command(
+    spec: Any,
+    chip: str | None,
+    verbose: bool,
+    form: str,
+    max_trials: str | None,
+    max_time: str | None,
+    dry_run: bool,
+    **given: Any,
+) -> None:
+    """Find the fastest configuration for SPEC, or for --model, by running candidates.
 
-    An interrupted run is resumed: finished trials are never repeated. A run can also be resumed at a higher fidelity,
-    which reuses its probes.
+    An interrupted run is resumed: finished trials are never repeated. A run can also be resumed with more trials or
+    time, or at a higher fidelity, which reuses its probes.
 
     A config of another tuner (--config-path, --config-name) may replace SPEC; OVERRIDES are those of hydra (a.b=c,
     action=auto_tune). Keys that are dropped, or have another meaning here, are reported.
@@ -63,9 +75,15 @@ def tune_command(spec: Any, chip: str | None, quiet: bool, verbose: bool, form: 
         raise click.UsageError(_("Missing argument") + " 'SPEC'.")
     if chip is not None:
         spec = api.changed_spec(spec, {"cluster.chip": chip})
+    limits = {"max_trials": max_trials, "max_time": max_time}
+    if changes := [f"auto_tuner.control.{key}={value}" for key, value in limits.items() if value is not None]:
+        spec = api.with_settings(spec, changes)
+    if dry_run:
+        _show_dry_run(spec, form, {key: given[key] for key in ("without", "fidelity", "objective")})
+        return
     try:
         # Tables in the files of the run are not wrapped.
-        with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:
+        with fitted(None), progress(sys.stderr, options.is_quiet(), verbose) as on_event:
             outcome = api.tune(spec, on_event=on_event, **given)
     except (Interrupted, HostLost) as error:
         command = shlex.join(["flag", *(word for word in click.get_current_context().obj if word != "--new")])
@@ -80,15 +98,28 @@ def tune_command(spec: Any, chip: str | None, quiet: bool, verbose: bool, form: 
         figures = "trials_serving" if any((each["measured"] or {}).get("figures") for each in trials) else "trials"
         columns = {"trial": "number", **candidate_columns(trials, outcome.plan.knobs), **table_columns(figures)}
         options.show_records([outcome.data] if form == "yaml" else trials, form, columns)
-    if not quiet:
-        _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
+    _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
     if outcome.run_best:
         api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
 
 
+def _show_dry_run(spec: Any, form: str, given: dict[str, Any]) -> None:
+    from flagcore.report.estimate import estimate_columns
+    from flagcore.report.text import record_line, search_time_text
+
+    plan = api.dry_run(spec, **given)
+    if form != "table":
+        options.show_records(plan.candidates, form, estimate_columns(plan))
+        return
+    options.show(record_line(_("baseline"), plan.baseline, plan.knobs) + f"\n\n{plan}")
+    options.say("\n" + (search_time_text(plan.search) if plan.search else ""))
+
+
 @click.command("run")
 @click.argument("run", type=click.Path())
-def run_command(run: str) -> None:
+@click.option("--dry-run", is_flag=True, help="Print the script that would start, and start nothing.")
+@options.quiet
+def run_command(run: str, dry_run: bool) -> None:
     """Start the best configuration of RUN (the directory of a run) in the foreground.
 
     Your `train.command` replaces this process, without the flags that shorten a trial. Without a `train.command`, the
@@ -96,7 +127,7 @@ def run_command(run: str) -> None:
 
     Servers run as child processes. Their URL is printed when they are ready, and they stop with this process.
     """
-    api.run_best(run, on_ready=_ready)
+    api.run_best(run, on_ready=_ready, dry_run=dry_run)
 
 
 @click.command("report")
@@ -218,21 +249,21 @@ def manifest_command(where: Path, **given: Any) -> None:
 
 @click.group("runs", cls=options.Group)
 def runs_command() -> None:
-    """List or show runs (the directories that `flag tune` writes)."""
+    """List or show runs (the directories that `flag tune` writes). Without a command, list them."""
 
 
 @runs_command.command("list")
-@click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"), metavar="[DIR]")
+@click.argument("folder", type=click.Path(path_type=Path), required=False, metavar="[DIR]")
 @options.output
-def runs_list(folder: Path, form: str) -> None:
+def runs_list(folder: Path | None, form: str) -> None:
     """List the runs in DIR [default: runs], the latest first."""
     from flagcore.api.runs import UNMEASURED
     from flagcore.report.text import run_rows
 
     with options.patience(_("flag: reading the runs")):
-        records = api.list_runs(folder)
+        records = api.list_runs(folder or api.RUNS) if folder or api.RUNS.exists() else []
     if form == "table" and not records:
-        options.say(_("no run in {folder}; `flag tune` creates one", folder=folder))
+        options.say(_("no run in {folder}; `flag tune` creates one", folder=folder or api.RUNS))
         return
     options.show_records(run_rows(records) if form == "table" else records, form, "runs")
     for each in records if form == "table" else ():

@@ -217,6 +217,7 @@ ASSUMED_NETWORK_RANGE = 2.0
 """The factor by which the network may be slower or faster than ASSUMED_NETWORK."""
 
 
+LOOKALIKES = str.maketrans("o", "0")
 MIN_SIMILARITY = 0.72
 """The minimum similarity (0 to 1) of normalized names at which a chip is suggested for a misspelled name."""
 
@@ -225,13 +226,14 @@ def similar_chips(word: str, chips: Iterable[Chip]) -> tuple[str, ...]:
     """Return the names of up to four chips that `word` may mean, most similar first.
 
     Chips with similar names are returned only if no chip has a name or alias that contains `word` or is part of `word`.
-    The vendor's name is ignored.
+    The vendor's name is ignored, and so is the difference between O and 0.
     """
     containing, similar = [], []
     for chip in chips:
         vendor = normalize_name(chip.vendor)
-        searched, *names = (normalize_name(name).removeprefix(vendor) for name in (word, chip.name, *chip.aliases))
-        family = normalize_name(chip.name.split("-")[0])
+        names = [normalize_name(name).removeprefix(vendor) for name in (word, chip.name, *chip.aliases)]
+        names.append(normalize_name(chip.name.split("-")[0]))
+        searched, *names, family = (name.translate(LOOKALIKES) for name in names)
         similarity = max(SequenceMatcher(None, searched, name).ratio() for name in (*names, family))
         if len(searched) > 1 and any(searched in name or name in searched for name in names if name):
             containing.append((-SequenceMatcher(None, searched, names[0]).ratio(), chip.name))
@@ -245,8 +247,11 @@ MAX_LISTED = 20
 
 
 def unknown_chip_hint(word: str, chips: Iterable[Chip]) -> str:
-    """Return a hint for an unknown chip name: similar names, or all chips if there are at most MAX_LISTED."""
+    """Return a hint for an unknown chip name: the chips of a vendor, similar names, or all chips if there are at most
+    MAX_LISTED."""
     known_chips = tuple(chips)
+    if of_vendor := [chip.name for chip in known_chips if normalize_name(chip.vendor) == normalize_name(word)]:
+        return f"{word} is a vendor; name one of its chips: {', '.join(sorted(of_vendor))}"
     similar = " or ".join(similar_chips(word, known_chips))
     listed = ", ".join(sorted(chip.name for chip in known_chips)) or "none"
     if not similar and len(known_chips) > MAX_LISTED:

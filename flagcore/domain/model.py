@@ -230,6 +230,7 @@ class Model:
     `key_value_projections`: see `Attention.projections`.
     `layer_embedding_size`: the width of the embeddings that each layer has of its own (Gemma 3n). 0: none.
     `mtp_use_repeated_layer`: whether all depths of multi-token prediction share the weights of one.
+    `moe_bias`: whether the products of experts have biases.
     `mtp_dense`: whether these depths have no experts, though other layers do.
     `unread`: the names and values of the keys of config.json that the other fields do not contain.
     """
@@ -263,6 +264,7 @@ class Model:
     mtp_num_layers: int = 0
     mtp_use_repeated_layer: bool = False
     mtp_dense: bool = False
+    moe_bias: bool = False
     vision: Vision | None = None
     layers: tuple[Layer, ...] = field(default=(), repr=False)
     attention_output_gate: bool = False

@@ -287,10 +287,12 @@ class SearchTime:
     """The maximum number of trials and repeats of a search, and the time that they take.
 
     `measuring_s`: the predicted seconds of all their steps or loads. None if unknown.
+    `starting_s`: the usual seconds of all their starts.
     `at_most_s`: the seconds if each trial runs until its time limit.
     """
 
     trials: int
     repeats: int
     measuring_s: float | None
+    starting_s: float
     at_most_s: float

@@ -55,6 +55,9 @@ class Curve:
     """The number of compute units. Tiles run in waves of at most this many tiles."""
     tile: Positive = 64.0
     """The side length of a tile of a matrix product. Products are padded to whole tiles."""
+    least_rows: Positive = 64.0
+    """The multiple to which the rows of products with fewer rows than a tile are padded. It matters only if a chip has
+    few peak flops per byte of bandwidth; on others, such products wait for memory."""
     tile_overhead: NotNegative = 143.0
     """The overhead per tile, as the depth k that a unit could compute in this time in a 16-bit precision."""
     split_depth: NotNegative = 2048.0
@@ -123,6 +126,8 @@ class Roofline:
         partial_wave = np.minimum(1.0, np.maximum(tiles_per_unit, curve.split_depth / k))
         waves = np.where(tiles_per_unit < 1.0, partial_wave, np.ceil(tiles_per_unit))
         arithmetic = waves * (k + overhead) * (2.0 * tile * tile * curve.units / (peak * share))
+        if curve.least_rows < tile:
+            arithmetic = arithmetic * np.minimum(np.ceil(m / curve.least_rows) * (curve.least_rows / tile), 1.0)
         rate = self._bandwidth() * curve.memory_share
         traffic = (m * k + k * n) * (operand_bytes / rate) + m * n * (max(operand_bytes, 2.0) / rate)
         seconds = _smooth_max(arithmetic, traffic) + curve.kernel_seconds

@@ -82,9 +82,12 @@ def search_time_text(time: SearchTime) -> str:
     starts, limit = _("at most {trials} and {repeats}", trials=trials, repeats=repeats), duration_text(time.at_most_s)
     if time.measuring_s is None:
         return _("Expected: {starts}; limit: {limit}.", starts=starts, limit=limit)
-    seconds = duration_text(min(time.measuring_s, time.at_most_s))
-    text = N_("Expected: ~{time} of measurements and the starts of {starts}; limit: {limit}.")
-    return _(text, time=seconds, starts=starts, limit=limit)
+    seconds = time.measuring_s + time.starting_s
+    if seconds >= time.at_most_s:
+        return _("Expected: the whole limit of {limit}, with {starts}.", starts=starts, limit=limit)
+    text = N_("Expected: ~{time}, of which ~{start} for starts, with {starts}; limit: {limit}.")
+    of_starts = duration_text(time.starting_s)
+    return _(text, time=duration_text(seconds), start=of_starts, starts=starts, limit=limit)
 
 
 def assumed_text(assumed: Mapping[str, object]) -> str:
@@ -256,14 +259,15 @@ def objective_text(objective: str, figure: float) -> str:
     return f"{shown(figure)} {heading(objective)}"
 
 
-def interval_text(record: Mapping[str, Any]) -> str:
-    """Return the 80% interval of a predicted candidate, relative to its rate or objective. It is empty if unknown."""
-    interval = record.get("objective") or record.get("tokens_per_second_per_device")
+def interval_text(record: Mapping[str, Any], objective: str) -> str:
+    """Return the predicted objective of a candidate with its 80% interval. It is empty if unknown."""
+    interval = record.get("objective") or record.get(objective)
     if not interval:
         return ""
-    low, high = (interval[bound] / interval["value"] for bound in ("low", "high"))
-    text = N_("80% interval of candidate {number}: {low:.2f} to {high:.2f} times its prediction.")
-    return _(text, number=record["number"], low=low, high=high)
+    low, high = shown(interval["low"]), shown(interval["high"])
+    text = N_("Candidate {number}: ~{value} (80%: {low} to {high}).")
+    value = objective_text(objective, interval["value"])
+    return _(text, number=record["number"], value=value, low=low, high=high)
 
 
 def figures_text(measured: Measurement, objective: str) -> str:

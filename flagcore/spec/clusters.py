@@ -49,7 +49,7 @@ class NodesSection(Section):
     """CPUs (hardware threads, as `nproc` prints) per host that servers may use, for predictions; null: those of this
     host if it has the devices, otherwise enough."""
     nic_bytes_per_second: Rate | None = None
-    """Network bandwidth per device (400 Gbit/s is 5.0e+10); null: the value of the chip's plugin."""
+    """Network bandwidth per device (400 Gbit/s is 5.0e+10 or 400Gbit/s); null: the value of the chip's plugin."""
     nic_latency_seconds: Latency | None = None
     """Seconds until a small message arrives on another host; null: 20 µs, as of InfiniBand."""
     price_per_device_hour: Price | None = None

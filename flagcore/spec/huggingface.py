@@ -94,6 +94,7 @@ class Config(BaseModel):
     num_nextn_predict_layers: NoLayers | None = None
     mtp_use_repeated_layer: bool = False
     mtp_dense: bool = False
+    moe_bias: bool = False
     layer_types: str | list[str] | list[int] | None = None
     full_attention_interval: Size | None = None
     full_attention_offset: NoLayers | None = None
@@ -128,7 +129,8 @@ class Config(BaseModel):
         `kinds`: what the names of layers mean in the model's family. `keys`: all keys of the config.json, and defaults.
         """
         same = {"num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "gated_linear_unit", "q_lora_rank"}
-        same |= {"attention_output_gate", "mtp_use_repeated_layer", "mtp_dense", "kv_lora_rank", "v_head_dim"}
+        same |= {"kv_lora_rank", "v_head_dim", "attention_output_gate"}
+        same |= {"moe_bias", "mtp_dense", "mtp_use_repeated_layer"}
         layers = self._layers(kinds, keys)
         width, shared = self.intermediate_size, self.num_kv_shared_layers
         if self.use_double_wide_mlp:  # the mean of all layers

@@ -79,9 +79,9 @@ def _model_at(source: str, base: Path) -> Model:
         elif not path.exists():
             if public := find_public(source):
                 return model_of_config(public[0], name=source, file="")
-            close = get_close_matches(source, public_models(), n=1) if source.count("/") == 1 else []
-            if near := public_name(source) or next(iter(close), None):
-                fix = _("did you mean {name}? flag models lists the known names; {fix}", name=near, fix=fix)
+            if near := similar_models(source):
+                names = " or ".join(near)
+                fix = _("did you mean {name}? flag models lists the known names; {fix}", name=names, fix=fix)
             is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
             problem = _("does not exist") if is_path else _("is neither a path nor a model that is known here")
     except OSError as error:
@@ -252,6 +252,14 @@ def public_name(name: str) -> str | None:
     names = [known for known in table if known.lower() == name.lower()]
     names += [known for known in table if _stem(known)[0] == stem]
     return names[0] if names else None
+
+
+def similar_models(name: str) -> list[str]:
+    """Return up to three public models that a name may mean. The organization does not matter."""
+    if public := public_name(name):
+        return [public]
+    names = {each.rpartition("/")[2].lower(): each for each in public_models()}
+    return [names[each] for each in get_close_matches(name.rpartition("/")[2].lower(), names)]
 
 
 def absolute_model(source: str, base: Path) -> str:

@@ -75,16 +75,16 @@ class TrainSection(TrainJob):
 
 
 class BudgetSection(Section):
-    """Limits of a search and of its trials, for training and serving."""
+    """Limits of a search and of its trials, for training and serving. Times are seconds, or have a unit: 600ms, 2h."""
 
     max_time_per_task: Seconds | None = _CONTROL.max_time_per_task
-    """Wall-clock limit of one trial, in seconds; null: derived from its prediction, 1200 s for servers."""
+    """Wall-clock limit of one trial; null: derived from its prediction, 1200 s for servers."""
     max_time: Seconds | None = _CONTROL.max_time
-    """Wall-clock limit of the whole search, in seconds; null: none."""
+    """Wall-clock limit of the whole search; null: none."""
     disk_limit: Memory = _CONTROL.disk_limit
-    """Maximum size of a trial's folder, in bytes or with a unit; null: 2 GiB."""
+    """Maximum size of a trial's folder, in bytes or with a unit (60G is 60GB, 60Gi is 60GiB); null: 2 GiB."""
     device_wait: Wait = _CONTROL.device_wait
-    """Seconds that a trial waits for devices that other programs use before it fails."""
+    """Time that a trial waits for devices that other programs use before it fails."""
     max_trials: Trials = _CONTROL.max_trials
     """Maximum number of trials."""
     parallel_trials: Literal["auto"] | Trials = _CONTROL.parallel_trials
@@ -105,7 +105,7 @@ class ControlSection(BudgetSection):
     train_iters: Steps = _CONTROL.train_iters
     """Steps per trial."""
     max_step_time: Seconds | None = _CONTROL.max_step_time
-    """Seconds; longer steps run with a smaller global batch, and their time is scaled; null: all steps are whole."""
+    """Longer steps run with a smaller global batch, and their time is scaled; null: all steps are whole."""
     warmup_iters: NoSteps = _CONTROL.warmup_iters
     """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
     fidelity: Literal["estimate", "probe", "run"] = "run"

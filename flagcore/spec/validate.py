@@ -11,14 +11,23 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic_core import PydanticCustomError, core_schema
 
+from flagcore.domain.units import BYTES, BYTES_PER_SECOND, SECONDS, amount_pattern, parse_amount
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import KeyPath, key_text, package_yaml, spec_error
 
-BYTES_PATTERN = r"^([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?:([KMGT])(i?))?B$"
 MAX_PROBLEMS = 20
 """The maximum number of problems that an error lists for one file."""
 LISTED_KEYS = 5
@@ -292,7 +301,7 @@ def _hint(value: object, options: list[Schema]) -> str:
         return _("write a list: [{values}]", values=", ".join(str(value).split()))
     options = [*options, *(option["items"] for option in options if "items" in option)]
     types = {option.get("type") for option in options}
-    patterns = {option.get("pattern") for option in options}
+    units = [unit for option in options for unit in option.get("units", ())]
     if not isinstance(value, str):
         least = [each.get("minimum", value) for each in options if each.get("type") == "integer"]
         if isinstance(value, float) and least and min(least) <= value and value.is_integer():
@@ -303,24 +312,32 @@ def _hint(value: object, options: list[Schema]) -> str:
         return _("write {value} without quotes", value=value)
     if value.lower() in ("true", "false", "yes", "no", "on", "off") and "boolean" in types:
         return _("write {value} without quotes", value="true" if value.lower() in ("true", "yes", "on") else "false")
-    if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]i?b?", value, re.IGNORECASE) and BYTES_PATTERN in patterns:
-        number, letter = re.sub("[ bBiI]", "", value)[:-1], value.rstrip("bBiI")[-1].upper()
-        return _(DID_YOU_MEAN, name=_join_with_or([f"{number}{letter}iB", f"{number}{letter}B"]))
+    if units and (amount := re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z/]+)", value)):
+        close_units = [unit for unit in units if unit.lower() == amount[2].lower()]
+        text = _("use a unit of {units}", units=", ".join(units))
+        return _(DID_YOU_MEAN, name=amount[1] + close_units[0]) if close_units else text
     words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
     close = difflib.get_close_matches(value[:64].lower(), words, n=1)
     return _(DID_YOU_MEAN, name=close[0]) if close else ""
 
 
-def parse_bytes(text: str) -> int:
-    """Convert an amount such as `4GiB`, `80GB` or `4096B` to bytes. GiB is 2**30 bytes, and GB is 10**9 bytes.
+@dataclass(frozen=True, slots=True, eq=False)
+class InUnits:
+    """Marks a number that may also be a string with one of `units`, such as `example`."""
 
-    Raises ValueError for invalid text.
-    """
-    match = re.fullmatch(BYTES_PATTERN, text)
-    if match is None:
-        raise ValueError(f"{text[:40]!r} is not an amount such as 4GiB, 80GB or 4096B")
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
+    units: Mapping[str, float]
+    example: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self._number_of, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        text = {"type": "string", "pattern": amount_pattern(self.units), "examples": [self.example]}
+        return {"anyOf": [handler(schema["schema"]), {**text, "units": list(self.units)}]}
+
+    def _number_of(self, value: object) -> object:
+        number = parse_amount(value, self.units) if isinstance(value, str) else None
+        return value if number is None else number
 
 
 MAX_DEVICES = 1_000_000
@@ -334,8 +351,8 @@ Size = Annotated[int, Field(ge=1, le=2**31)]
 NoSize = Annotated[int, Field(ge=0, le=2**31)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(gt=0, le=1_000)]
-Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
-Wait = Annotated[float, Field(ge=0, le=86_400)]
+Seconds = Annotated[float, Field(gt=0, le=100_000_000), InUnits(SECONDS, "600ms")]
+Wait = Annotated[float, Field(ge=0, le=86_400), InUnits(SECONDS, "5min")]
 Steps = Annotated[int, Field(ge=2, le=1_000_000)]
 NoSteps = Annotated[int, Field(ge=0, le=1_000_000)]
 PlannedSteps = Annotated[int, Field(ge=1, le=1_000_000_000)]
@@ -349,20 +366,12 @@ LONGEST_TEXT = 4096
 ModelPath = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT, examples=["./Qwen3-8B"])]
 Folder = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT, examples=["../training"])]
 Text = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)]
-Amount = Annotated[str, Field(pattern=BYTES_PATTERN, examples=["4GiB"])]
-Rate = Annotated[float, Field(ge=1_000_000, le=10**15)]
-Latency = Annotated[float, Field(gt=0, le=1)]
+Rate = Annotated[float, Field(ge=1_000_000, le=10**15), InUnits(BYTES_PER_SECOND, "50GB/s")]
+Latency = Annotated[float, Field(gt=0, le=1), InUnits(SECONDS, "5us")]
 Speed = Annotated[float, Field(ge=0.01, le=100)]
 Price = Annotated[float, Field(ge=0, le=1_000_000)]
-Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
-
-
-def _size_of(amount: int | str | None, _context: Context) -> int | None:
-    if not isinstance(amount, str):
-        return amount
-    if not MIN_MEMORY <= (size := parse_bytes(amount)) <= MAX_MEMORY:
-        raise spec_error("", "must be from 1MiB to 1024TiB", value=amount, fix="write e.g. 4GiB")
-    return size
+Memory = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY), InUnits(BYTES, "4GiB")] | None
+"""A memory size in bytes."""
 
 
 def _environment_of(envs: Mapping[str, str | int], _context: Context) -> dict[str, str]:
@@ -372,7 +381,5 @@ def _environment_of(envs: Mapping[str, str | int], _context: Context) -> dict[st
     return {name: str(value) for name, value in envs.items()}
 
 
-Memory = Annotated[Bytes | Amount | None, rule(_size_of)]
-"""A memory size in bytes, or a string with a unit. Validation converts it to bytes."""
 Envs = Annotated[dict[str, Value | int], rule(_environment_of)]
 """Environment variables by name. Validation checks the names."""

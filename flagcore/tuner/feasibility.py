@@ -171,6 +171,11 @@ def _other_hardware(task: Task) -> str:
     )
 
 
+USUAL_START = 0.1
+"""The usual time of a trial's start, relative to its limit: 30 s for training, 120 s for servers. Chosen by hand; after
+the first trial, the remaining time is estimated from the time that trials took."""
+
+
 def search_time(problem: Problem) -> SearchTime:
     """Return the estimated time of a search that tries the candidates with the fastest predictions."""
     task, control, predictions = problem.task, problem.task.spec.control, problem.predictions
@@ -203,6 +208,7 @@ def search_time(problem: Problem) -> SearchTime:
         trials=int(rows.size),
         repeats=repeats,
         measuring_s=predicted if math.isfinite(predicted) else None,
+        starting_s=(rows.size + repeats) * USUAL_START * start_seconds,
         at_most_s=min(at_most, control.max_time or math.inf),
     )
 

@@ -76,6 +76,7 @@ def test_a_misspelt_command_gets_a_suggestion(flag: Callable[..., Ran]) -> None:
     assert "'estimate'?" in completed.err
     assert "?" not in flag("zzz").err
     assert "'estimate'?" in flag("plan").err
+    assert flag("-V").out == flag("--version").out
 
 
 def test_help_lists_each_command_once_with_its_whole_summary(flag: Callable[..., Ran]) -> None:

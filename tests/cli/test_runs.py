@@ -130,6 +130,19 @@ def two_runs(made_run: Path, tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_group_alone_lists(flag: Flag, two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(two_runs)
+    assert (flag("runs", "--json").out.strip(), "flag tune" in flag("runs").err) == ("[]", True)
+    assert (flag("runs", "-q").err, flag("runs", "nosuch").code) == ("", 2)
+    monkeypatch.chdir(two_runs.parent)
+    assert flag("runs").out == flag("runs", "list", "runs").out != ""
+    assert flag("plugins", "--json").out == flag("plugins", "list", "--json").out
+
+
+def test_a_dry_run_prints_the_script_of_the_best(flag: Flag, made_run: Path) -> None:
+    assert flag("run", str(made_run), "--dry-run").out == (made_run / "best.sh").read_text()
+
+
 def test_runs_are_listed_with_their_best_and_state(flag: Flag, two_runs: Path) -> None:
     (two_runs / "second" / "result.json").unlink()
     (two_runs / "not a run").mkdir()

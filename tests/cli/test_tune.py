@@ -138,6 +138,17 @@ def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project
     assert completed.err.count("\n") == 1
 
 
+def test_a_run_is_resumed_with_more_trials_and_time(flag: Flag, project: Project) -> None:
+    limits = ("--max-trials", "2", "--time", "5min", "--json")
+    small_budget = {"repeats": 0, "max_trials": 9}
+    dry = tune(flag, project, "--dry-run", *limits, control=small_budget).worked()
+    assert (len(json.loads(dry.out)), project.run_dir.exists()) == (2, False)
+    assert len(json.loads(tune(flag, project, *limits, control=small_budget).worked().out)["trials"]) == 2
+    more = tune(flag, project, "--max-trials", "3", "--json", control=small_budget).worked()
+    assert len(json.loads(more.out)["trials"]) == 3
+    assert "max_time" in tune(flag, project, "--time", "5 parsecs").err
+
+
 def test_progress_on_a_pipe_is_plain_lines_on_stderr_and_quiet_is_quiet(flag: Flag, project: Project) -> None:
     small_budget = {"max_trials": 3, "repeats": 0}
     progress = tune(flag, project, control=small_budget).err.splitlines()

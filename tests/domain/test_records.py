@@ -96,6 +96,7 @@ CHIPS = [Chip(name=name, vendor="acme", aliases=aliases) for name, aliases in NA
         ("acme", ()),
         ("X100-SXM-80GB", ("X100-SXM",)),
         ("X20", ("X200",)),
+        ("x2OO", ("X200",)),
         ("X1000", ("X100-PCIe", "X100-SXM")),
         ("BIV510", ("BI-V150",)),
         ("天垓", ("BI-V150",)),
@@ -110,6 +111,7 @@ def test_chips_near_a_word_come_likeliest_first(word: str, names: tuple[str, ...
 
 def test_a_word_without_a_near_match_gets_all_words() -> None:
     assert unknown_chip_hint("unobtainium", CHIPS).startswith("known chips: BI-V150, X100-PCIe, X100-SXM, X200; ")
+    assert unknown_chip_hint("ACME", CHIPS).endswith("one of its chips: BI-V150, X100-PCIe, X100-SXM, X200")
     assert unknown_chip_hint("X100", CHIPS).startswith("did you mean X100-SXM or X100-PCIe? ")
 
 

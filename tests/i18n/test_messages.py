@@ -92,7 +92,7 @@ def test_translations_have_the_fields_of_their_messages() -> None:
 
 @pytest.mark.slow
 def test_sources_have_help_headings_and_messages() -> None:
-    assert {"Hide progress.", "limited by", "Saved to {folder}."} <= {message.id for message in sources()}
+    assert {"Hide progress and notes.", "limited by", "Saved to {folder}."} <= {message.id for message in sources()}
 
 
 def test_a_wide_character_takes_two_columns() -> None:

@@ -58,6 +58,17 @@ def test_a_thin_product_is_bound_by_memory() -> None:
     assert time[0] == pytest.approx(2 * 8192 * 8194 / (0.91 * 3e12) + 2e-6, rel=0.02)
 
 
+def test_a_few_rows_fill_a_tile_unless_the_chip_has_few_flops_per_byte() -> None:
+    slow, rows = replace(CHIP, dense_flops_per_second={"bf16": fact(10e12)}), np.array([1.0, 16.0, 17.0, 64.0, 65.0])
+    whole, parts = (
+        Roofline(chip=slow, curve=Curve(least_rows=least)).gemm_seconds(rows, one(8192.0), one(8192.0), "bf16")
+        for least in (64.0, 16.0)
+    )
+    assert whole[0] == pytest.approx(whole[3], rel=0.01)
+    assert (parts / whole)[:3] == pytest.approx([0.25, 0.25, 0.5], abs=0.02)
+    assert (parts == whole)[3:].all()
+
+
 def test_one_tile_more_costs_another_wave() -> None:
     curve = Curve(units=128.0)
     fits, too_many = (

@@ -110,11 +110,11 @@ def hostfile(block: Block) -> None:
 def refusal(block: Block) -> None:
     """The key and the values that `flag tune` names if the spec of a run has changed."""
     changed = yaml.safe_load(Path("own.yaml").read_text())
-    changed["auto_tuner"]["control"]["max_trials"] = 20
+    changed["auto_tuner"]["control"]["train_iters"] = 20
     Path("changed.yaml").write_text(yaml.safe_dump(changed))
     done = CliRunner().invoke(flag, ["tune", "changed.yaml", "--run-dir", "runs/own"])
     assert isinstance(done.exception, RunError)
-    change = r"spec\.auto_tuner\.control\.max_trials: \d+ -> 20"
+    change = r"spec\.auto_tuner\.control\.train_iters: \d+ -> 20"
     assert re.search(change, str(done.exception))
     assert re.search(change, block.text)
 

@@ -88,10 +88,20 @@ action: auto_tune
 
 
 @pytest.mark.parametrize(
-    ("written", "size"), [("4GiB", 4 << 30), ("80 GB", 80 * 10**9), ("1048576", 1 << 20), ("2097152B", 2 << 20)]
+    ("written", "size"),
+    [("4GiB", 4 << 30), ("80 GB", 80 * 10**9), ("60G", 60 * 10**9), ("1048576", 1 << 20), ("2097152B", 2 << 20)],
 )
 def test_memory_is_read_in_binary_and_decimal_units(read: Read, written: str, size: int) -> None:
     assert read(f"cluster: {{memory_per_device: {written}}}").cluster.memory_bytes_per_device == size
+
+
+@pytest.mark.parametrize(("written", "seconds"), [("600ms", 0.6), ("2h", 7200.0), ("1.5 min", 90.0), ("60", 60.0)])
+def test_durations_and_rates_may_have_units(read: Read, written: str, seconds: float) -> None:
+    network = "cluster: {nic_bytes_per_second: 400Gbit/s, nic_latency_seconds: 5us}"
+    spec = read(f"auto_tuner: {{control: {{max_step_time: {written}, device_wait: 0s}}}}\n{network}")
+    assert (spec.control.max_step_time, spec.control.device_wait) == (pytest.approx(seconds), 0.0)
+    assert spec.cluster.nic_bytes_per_second == 5e10
+    assert spec.cluster.nic_latency_seconds == pytest.approx(5e-6)
 
 
 def test_a_trial_may_run_on_fewer_hosts(read: Read, tmp_path: Path) -> None:

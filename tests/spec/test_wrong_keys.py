@@ -38,8 +38,8 @@ UNKNOWN = "is not a known key"
         ("cluster:", "cluster", "is null but must be auto or a mapping", "remove the key"),
         ("cluster: {nodes: 1000000, devices_per_node: 8}", "cluster.nodes", "at most 1000000 devices", "use 125000"),
         ("cluster: {devices_per_node: atuo}", "cluster.devices_per_node", "auto or a whole", "did you mean auto?"),
-        ("cluster: {memory_per_device: 4gib}", "cluster.memory_per_device", "such as 4GiB", ""),
-        ("cluster: {memory_per_device: 9999TiB}", "cluster.memory_per_device", "from 1MiB", ""),
+        ("cluster: {memory_per_device: 4gib}", "cluster.memory_per_device", "such as 4GiB", "did you mean 4GiB?"),
+        ("cluster: {memory_per_device: 9999TiB}", "cluster.memory_per_device", "from 1048576", ""),
         ("cluster: {groups: [{chip: auto}]}", "cluster.groups[0].chip", "must name a chip", "name the chip"),
         ("cluster: {chip: a, groups: [{chip: b}]}", "cluster.chip", "cluster.groups", "each group"),
         ("cluster: {nodes: 1, groups: [{chip: b}]}", "cluster.nodes", "cluster.groups", "each group"),
@@ -148,7 +148,8 @@ def test_every_problem_of_a_file_is_listed(read_error: ReadError) -> None:
 
 
 def test_a_size_with_an_unknown_unit_has_a_hint(read_error: ReadError) -> None:
-    assert "80GiB or 80GB" in read_error("cluster: {memory_per_device: 80Gb}").fix
+    assert "80GB" in read_error("cluster: {memory_per_device: 80Gb}").fix
+    assert "min" in read_error("auto_tuner: {control: {max_time: 2hours}}").fix
     assert "29" not in read_error("cluster: {memory_per_device: 29.0}").fix  # 29 bytes are no size either
 
 

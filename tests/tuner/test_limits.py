@@ -28,7 +28,7 @@ from flagcore.tuner.budget import (
     why_no_trial,
     with_target,
 )
-from flagcore.tuner.feasibility import search_time
+from flagcore.tuner.feasibility import USUAL_START, search_time
 from flagcore.tuner.search_state import EXTRA_ROUNDS, SearchState
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.learn import learn
@@ -113,6 +113,7 @@ def test_a_search_takes_at_most_its_limits(max_time: float | None) -> None:
     repeats = (1 + EXTRA_ROUNDS) * 2
     assert (found.trials, found.repeats) == (2, repeats)
     assert found.measuring_s == 5 * (1.0 + 3.0 + repeats * 4.0)
+    assert found.starting_s == pytest.approx((2 + repeats) * USUAL_START * START)
     highest = (2 + repeats) * START + SLACK * 5 * (2.0 + 3.0 + repeats * 8.0)
     assert found.at_most_s == (max_time or highest)
 

@@ -36,6 +36,7 @@ from flagcore.spec.validate import (
     Section,
     Text,
     Value,
+    Wait,
     Word,
     rule,
 )
@@ -64,7 +65,6 @@ Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 Share = Annotated[float, Field(gt=0, le=1_000_000)]
 Turns = Annotated[int, Field(ge=1, le=1000)]
-WaitSeconds = Annotated[float, Field(ge=0, le=86_400)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
 Distribution = Literal["uniform", "lognormal"]
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
@@ -103,11 +103,11 @@ class ProfileSection(Section):
     num_prompts: Requests | Literal["auto"] = "auto"
     """Number of requests; auto: the load lasts until its steady state is measured precisely."""
     concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None
-    """Requests in flight (closed loop); a list defines several load points of one launch; auto: each trial finds the
-    highest number that meets the SLO, up to num_prompts."""
+    """Requests in flight: how fast is this number of clients served, each waiting for its answer? A list defines
+    several load points of one launch; auto: how many clients are served within the SLO, up to num_prompts?"""
     request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | Literal["auto"] | None = None
-    """Requests per second (open loop), inf: all at once; a list defines several load points of one launch; auto: each
-    trial finds the highest rate that meets the SLO."""
+    """Requests per second that arrive whether the server is free or not (inf: all at once): which latencies result? A
+    list defines several load points of one launch; auto: which rate can arrive within the SLO?"""
     burstiness: Factor = _LOAD.burstiness
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None
@@ -116,7 +116,7 @@ class ProfileSection(Section):
     turns: Turns = _LOAD.turns
     """Maximum number of requests in a conversation. Each is sent after the answer to the previous request, and its
     prompt continues the conversation."""
-    think_time_s: WaitSeconds = _LOAD.think_time_s
+    think_time_s: Wait = _LOAD.think_time_s
     """Seconds from an answer to the next turn."""
     images: ImagesSection | None = None
     """Images of the requests, which are then sent as chats; null: none, or those of the trace."""
@@ -129,7 +129,7 @@ class ProfileSection(Section):
 
 
 class BoundSection(Section):
-    """Upper bounds in seconds of a latency's statistics."""
+    """Upper bounds of a latency's statistics, in seconds or with a unit, such as 600ms."""
 
     mean: Seconds | None = None
     """Upper bound of the mean."""

@@ -101,6 +101,14 @@ def test_what_trials_cannot_run_is_reported_by_key() -> None:
         FSDP2.rules(task(engine="fsdp2", command=("train",)))
 
 
+def test_experts_of_job_records_are_on_the_ranks_that_share_weights() -> None:
+    job = task(MIXED, engine="fsdp2", devices=16)
+    records = [{}, {CP: 2}, {SHARD: 2}, {EP: 1}]
+    completed = [FSDP2.published(job, record, "")[1] for record in records]
+    assert [each[EP] for each in completed] == [4, 4, 2, 1]
+    assert [each[REPLICATE] for each in completed] == [1, 1, 8, 1]
+
+
 def test_job_records_share_weights_over_all_other_devices() -> None:
     train = {"engine": "fsdp2", "seq_length": 64, "global_batch_size": 8, "precision": "bf16"}
     cluster = {"chip": "H100-SXM", "devices": 4, "devices_per_node": 4}

@@ -108,9 +108,10 @@ class Options:
     "all", "others" (than the matrices of linear layers) or "none". With `whole_matrices`, a distributed optimizer
     shards no matrix of a linear layer: each is on one rank. With `stores_core_copy`, context parallelism keeps the
     attention core's output before its collective, too. In a job of fewer than 16 bits, `wide_layers` is the number of
-    layers in 16 bits, and with `wide_mtp`, multi-token prediction is in 16 bits. With `frees_mtp_logits`, the logits of
-    multi-token prediction are freed before those of the model are computed. With `in_place_loss`, the loss works in
-    place on 16-bit logits.
+    layers in 16 bits, and with `wide_mtp`, multi-token prediction is in 16 bits. The products of `wide_modules` are in
+    16 bits in all layers, those of `mxfp8_modules` in MXFP8; `Training.precision_of` lists the names. With
+    `frees_mtp_logits`, the logits of multi-token prediction are freed before those of the model are computed. With
+    `in_place_loss`, the loss works in place on 16-bit logits.
     """
 
     schedule: str | None = None
@@ -159,6 +160,8 @@ class Options:
     in_place_loss: bool = False
     wide_layers: int = 0
     wide_mtp: bool = False
+    wide_modules: frozenset[str] = frozenset()
+    mxfp8_modules: frozenset[str] = frozenset()
     frees_mtp_logits: bool = False
     dropout: bool = False
 
@@ -196,6 +199,18 @@ class Training:
     def unquantised(self) -> str:
         """The precision of attention, router and head, which never run in 8 or 4 bits."""
         return self.precision if self.precision in ("fp32", "fp16", "bf16") else "bf16"
+
+    def precision_of(self, module: str) -> str:
+        """Return the precision of the products of a module: `attention`, `latent` (projections of the tokens of routed
+        experts) or `mixer_output` (the output projections of other mixers than attention)."""
+        if self.precision == self.unquantised or module in self.options.wide_modules:
+            return self.unquantised
+        return "mxfp8" if module in self.options.mxfp8_modules else self.precision
+
+    @property
+    def wide_share(self) -> float:
+        """The share of layers that are in 16 bits, in a job of fewer bits."""
+        return min(self.options.wide_layers / self.model.num_layers, 1.0)
 
     @property
     def mtp_layer(self) -> Training:

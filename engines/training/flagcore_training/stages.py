@@ -314,7 +314,8 @@ def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
         return parts
     experts = model.num_moe_experts or 0
     parts["router"] = np.full_like(tensor, mean.experts * (h * experts))
-    expert_weights = mean.experts * (matrices * model.expert_hidden_size * (model.moe_ffn_hidden_size or 0))
+    width, latent = model.moe_ffn_hidden_size or 0, model.expert_hidden_size
+    expert_weights = mean.experts * (matrices * latent * width + model.moe_bias * ((matrices - 1) * width + latent))
     parts["experts"] = expert_weights * experts / (layout.expert * layout.expert_tensor)
     if model.moe_shared_expert_intermediate_size:
         shared = mean.experts * (matrices * h * model.moe_shared_expert_intermediate_size)

@@ -244,6 +244,13 @@ def test_narrow_formats_add_copies_of_linear_weights_or_stand_in_for_them(precis
     assert narrow < full
 
 
+def test_parts_in_16_bits_have_no_copies() -> None:
+    options = Options(wide_modules=frozenset({"attention"}), wide_layers=LLAMA.num_layers // 4)
+    table = memory.component_table(train(precision="mxfp8", options=options), layout(), np.zeros(1))
+    copies = [table[name]["weights_bytes"][0] / table[name]["params"][0] - 2.0 for name in ("qkv_proj", "ffn")]
+    assert copies == [0.0, pytest.approx(0.75 * 2 * 33 / 32)]
+
+
 def test_imbalanced_experts_need_more_memory() -> None:
     work = [train(MOE, options=Options(expert_imbalance=load)) for load in (1.0, 1.5)]
     even, uneven = (training_memory(each, layout(data=8, expert=8)) for each in work)

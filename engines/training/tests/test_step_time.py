@@ -57,6 +57,7 @@ FEW, LONG, SHORT = {**DEEP, "microbatches": 16.0}, {**FOUR, "microbatches": 64.0
 EXPERTS = (MOE, {"expert": 8.0})
 FLEX: Job = (with_options(MOE, dispatcher="flex"), EXPERTS[1])
 GROUPED = replace(MOE, model=replace(SPARSE, moe_router_num_groups=4, moe_router_group_topk=2))
+BIASED = replace(MOE, model=replace(SPARSE, moe_bias=True))
 HIDDEN = with_options(overlap_grad_reduce=True, overlap_param_gather=True)
 RECOMPUTED = (TRAIN, {**FOUR, "block": 2.0})
 COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
@@ -87,6 +88,12 @@ COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
     "groups of experts": ("ep_comm_s", (with_options(GROUPED, dispatcher="flex"), EXPERTS[1]), FLEX, 0.5, 0.9),
     "busiest expert": ("step", (with_options(MOE, expert_imbalance=1.5), EXPERTS[1]), EXPERTS, 1.1, 1.6),
     "launches of single experts": ("step", (with_options(MOE, grouped_gemm=False), {}), (MOE, {}), 1.0001, 20.0),
+    "biases of experts": ("compute_s", (BIASED, EXPERTS[1]), EXPERTS, 1.001, 2.0),
+    "biases in 32 bits": ("compute_s", (with_options(BIASED, dispatcher="flex"), EXPERTS[1]), FLEX, 1.002, 3.0),
+    "biases of single experts": (
+        *("compute_s", (with_options(BIASED, grouped_gemm=False), {})),
+        *((with_options(MOE, grouped_gemm=False), {}), 1.0, 1.0001),
+    ),
     "gradients of adapters": ("compute_s", (with_options(adapters=True), {}), ONE, 0.5, 0.75),
     "state over more ranks": ("optimizer_s", (TRAIN, {"data": 64.0}), ONE, 0.05, 0.99),
     "state on each rank": ("optimizer_s", (TRAIN, {"sharded_optimizer": 0.0}), ONE, 1.01, 20.0),
@@ -250,6 +257,22 @@ def test_layers_in_16_bits_take_their_share_of_a_job_in_8_bits() -> None:
     narrow, half, whole = (total(with_options(replace(TRAIN, precision="fp8"), wide_layers=n)) for n in (0, 16, 32))
     assert half == pytest.approx((narrow + whole) / 2, rel=0.01)
     assert whole == pytest.approx(total(), rel=0.01)
+
+
+def test_modules_in_more_bits_take_longer() -> None:
+    mamba, latent = mixed(DENSE, MAMBA, 16), replace(SPARSE, moe_latent_size=512)
+    for model, options in (
+        (DENSE, {"wide_modules": frozenset({"attention"})}),
+        (latent, {"wide_modules": frozenset({"latent"})}),
+        (mamba, {"mxfp8_modules": frozenset({"mixer_output"})}),
+    ):
+        narrow, wide, plain = (
+            replace(with_options(replace(TRAIN, model=model), **each), precision=precision)
+            for each, precision in (({}, "nvfp4"), (options, "nvfp4"), (options, "bf16"))
+        )
+        kernels = Roofline(chip=tasks.chip(bf16=9e14, fp8=1.8e15, fp4=3.6e15), curve=Curve())
+        assert total(narrow, replace(costs(), kernels=kernels)) < total(wide, replace(costs(), kernels=kernels))
+        assert total(plain) == total(replace(plain, options=Options()))
 
 
 def test_sparse_attention_without_its_kernels_computes_all_scores() -> None:

@@ -40,7 +40,7 @@ from flagcore.domain.chip import (
     usual_precision,
 )
 from flagcore.domain.cluster import NodeGroup
-from flagcore.errors import FlagError, NoDevice
+from flagcore.errors import FlagError, NoDevice, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.clusters import read_hosts
@@ -106,7 +106,7 @@ def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
 
 
 def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
-    """Return one record per requirement: its purpose, its version or None, and how to fix it.
+    """Return one record per requirement: its purpose, its engine or None, its version or None, and how to fix it.
 
     With `measure`, a plugin may measure the rates of a chip if they are unknown, which takes seconds. `ok` is true,
     false, or "untested" if the engine was never tested, or not on this chip.
@@ -130,19 +130,46 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
     return records
 
 
+def verdict(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return which engines can run here according to records of `doctor`, and what to do for the others."""
+    engines = dict.fromkeys(each["engine"] for each in records if each["engine"])
+    problems = {name: [each for each in records if each["engine"] == name and not each["ok"]] for name in engines}
+    ready = ", ".join(name for name, missing in problems.items() if not missing)
+    fixes = "; ".join(f"{name}: {missing[0]['fix']}" for name, missing in problems.items() if missing)
+    others = ", ".join(f"{each['name']} ({each['for']})" for each in records if not (each["engine"] or each["ok"]))
+    lines = [_("Ready: {engines}.", engines=ready) if ready else _("No engine is ready.")]
+    lines += [_("Not ready: {engines}.", engines=fixes)] if fixes else []
+    lines += [_("Other problems: {names}; see the table.", names=others)] if others else []
+    return "\n".join(lines)
+
+
+def require_accelerator() -> None:
+    """Raise UsageError if this machine has no accelerator, so that a plan needs the name of a chip."""
+    with loaded_plugins(()) as loaded:
+        found, engine = {device.chip for device in loaded.devices()}, plugins.first_engine("train")
+        chips = [chip for name in sorted(found) if (chip := loaded.find_chip(name))]
+        own = [chip.name for chip in chips if loaded.engine_support(chip, engine).shared_devices]
+    if len(own) == len(found):
+        text = N_(
+            "no accelerator was found here; name the chip to plan for with --chip; `flag plugins chips` lists all"
+        )
+        this = _("; `--chip {chip}` plans for this machine", chip=own[0]) if own else ""
+        raise UsageError(_(text) + this)
+
+
 def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
     """Yield one record per module that an engine needs. The fix names the vendor's build for `chips`, or the extra of
     flagcore if no vendor has one."""
     try:
         engine = plugins.find_engine(name)
     except FlagError as error:
-        yield _record(name, _("engine"), None, str(error))
+        yield _record(name, _("engine"), None, str(error), engine=name)
         return
     builds = [build for chip in chips if (build := loaded.engine_support(chip, name).install)]
     fix = "; ".join(dict.fromkeys(builds)) or f"pip install 'flagcore[{name}]'"
     for module, requirement in engine.modules.items():
         purpose = _("engine {name} ({module})", name=name, module=module)
-        yield _untested(_distribution(Requirement(requirement), purpose, fix), engine.untested)
+        yield {**_untested(_distribution(Requirement(requirement), purpose, fix), engine.untested), "engine": name}
 
 
 def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
@@ -159,7 +186,7 @@ def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[d
                 reason = answer.reason
             purpose, fix = _("engine {name} on this chip", name=engine), f"{answer.support.value}: {answer.reason}"
             runs = answer.support in (Support.YES, Support.UNKNOWN)
-            yield _untested(_record(chip.name, purpose, answer.device_type, fix, runs), reason)
+            yield _untested(_record(chip.name, purpose, answer.device_type, fix, runs, engine), reason)
             if answer.preload:
                 preload.setdefault(answer.preload, engine)
         for modules, engine in preload.items():
@@ -267,10 +294,12 @@ def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
     }
 
 
-def _record(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
+def _record(
+    name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None, engine: str | None = None
+) -> dict[str, Any]:
     """Return a record of `doctor`. By default, it is ok if a version was found."""
     ok = found is not None if ok is None else ok
-    return {"name": name, "for": purpose, "version": found, "ok": ok, "fix": "" if ok else fix}
+    return {"name": name, "for": purpose, "engine": engine, "version": found, "ok": ok, "fix": "" if ok else fix}
 
 
 def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def estimate(
     evidence: bool = False,
     without: Collection[str] = (),
     on_first: Callable[[str], object] | None = None,
+    plan: bool = True,
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
@@ -66,12 +67,12 @@ def estimate(
     the fastest candidate of each layout is returned, and its `variants` is the number of other candidates with the
     layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published` contains all published
     runs on the chip. `on_first` receives a line with the fastest usual candidate, before the whole space is predicted.
-    Raises the errors of `flagcore.errors`.
+    With `plan` false, the space is that of trials on this machine. Raises the errors of `flagcore.errors`.
     """
     if objective is not None:
         spec = changed_spec(spec, {"auto_tuner.objective": objective})
     on_usual = None if on_first is None else partial(_first_line, on_first)
-    opened = open_spec(spec, chip, without, plan=True, on_usual=on_usual)
+    opened = open_spec(spec, chip, without, plan=plan, on_usual=on_usual)
     problem, loaded = opened.problem, opened.plugins
     task, order, mixing = problem.task, rows_by_time(problem), None
     groups = task.cluster.groups
@@ -286,6 +287,12 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
         idle={title: share for title, share in shares.items() if share is not None},
         limit=limit(problem.predictions.row(int(row[0]))),
         slowest=max(stages, default=(0.0, ""))[1],
+        stages=tuple(
+            tuple((titles[group], layers) for group, layers in zip(each.groups, each.layers, strict=True))
+            for each in pipelines
+            if each.layers
+        ),
+        kinds=titles,
     )
 
 

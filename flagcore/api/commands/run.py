@@ -31,9 +31,13 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def run_best(
-    run_dir: Path | str, *, stdout: int | None = None, on_ready: Callable[[str], object] | None = None
+    run_dir: Path | str,
+    *,
+    stdout: int | None = None,
+    on_ready: Callable[[str], object] | None = None,
+    dry_run: bool = False,
 ) -> NoReturn:
-    """Start the best configuration of a run.
+    """Start the best configuration of a run, or with `dry_run` print the script that starts it.
 
     Training replaces this process, or runs on the hosts of the run until this process ends. A command that the user has
     to complete is only printed. Servers are child processes, which stop when this process ends. `on_ready` is called
@@ -47,6 +51,9 @@ def run_best(
     for path in (argv[1], *(() if missing else (folder,))):
         if not os.path.exists(path):
             raise UsageError(_("{path} is missing; restore it, or tune again with --new", path=path))
+    if dry_run:
+        sys.stdout.write(Path(argv[1]).read_text(encoding="utf-8"))
+        sys.exit()
     sys.stdout.flush()
     if ready:
         server = Launch(argv=tuple(argv), folder=folder, ready=tuple(map(str, ready)))

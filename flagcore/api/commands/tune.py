@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flagcore import plugins
 from flagcore.api.commands.doctor import host_check
+from flagcore.api.commands.estimate import estimate
 from flagcore.api.commands.report import save_report, save_report_of_engines
 from flagcore.api.inputs import (
     RUNS,
@@ -32,6 +33,7 @@ from flagcore.api.inputs import (
     warn_about_problem,
     with_absolute_paths,
     with_fidelity,
+    without_budget,
     write_spec,
 )
 from flagcore.api.jobs import past_of_problem
@@ -57,9 +59,11 @@ from flagcore.domain.trial import (
     RunEvent,
     TrialState,
 )
+from flagcore.domain.units import SECONDS, parse_amount
 from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _, ngettext
 from flagcore.plugins.entry_points import one_line
+from flagcore.report.estimate import Estimate
 from flagcore.report.result import noise_warnings
 from flagcore.report.result import trial as trial_record
 from flagcore.report.summary import no_best
@@ -114,6 +118,21 @@ def tune(
     return replace(outcome, reported=save_report_of_engines(directory))
 
 
+def dry_run(
+    spec: SpecLike, *, without: Collection[str] = (), fidelity: str | None = None, objective: str | None = None
+) -> Estimate:
+    """Return what `tune` would try, after the checks that it makes before its first trial. Nothing is started or saved.
+
+    The candidates are the first `max_trials` in the order of their predictions; measurements change this order. Of
+    several engines, only the first is planned. Raises the errors of `flagcore.errors`.
+    """
+    file, data = spec_data(spec if objective is None else changed_spec(spec, {"auto_tuner.objective": objective}))
+    data = data if fidelity is None else with_fidelity(data, fidelity)
+    run = _EngineRun(data, file, RUNS, False, without, None, ())
+    run.require_ready()
+    return estimate(LoadedSpec(file, data), top=run.spec.control.max_trials, without=without, plan=False)
+
+
 class _EngineRun:
     """The run of one engine in one folder."""
 
@@ -145,12 +164,7 @@ class _EngineRun:
             on_event(event)
 
         fidelity = self.spec.control.fidelity
-        if fidelity != ESTIMATE:
-            self.launcher.require_hosts(self.spec.cluster.hosts)
-        if fidelity == RUN:
-            self.engine.ready(self.spec.on_nodes(self.spec.trial_nodes))
-        if fidelity == PROBE or (fidelity == RUN and self.spec.control.probes):
-            probing(self.engine).ready_to_probe(self.spec)
+        self.require_ready()
         with self.watchers, ExitStack() as agents, loaded_plugins(self.without) as loaded:
             if self.spec.on_each_host and fidelity != ESTIMATE:
                 loaded.use_devices(*self._use_hosts(agents))
@@ -178,6 +192,16 @@ class _EngineRun:
             error = EveryTrialFailed if result.plan.fastest is None else NothingFits
             raise error(no_best(outcome.shown))
         return outcome
+
+    def require_ready(self) -> None:
+        """Raise UsageError, NoDevice or SpecError if the trials of the spec cannot start here."""
+        fidelity = self.spec.control.fidelity
+        if fidelity != ESTIMATE:
+            self.launcher.require_hosts(self.spec.cluster.hosts)
+        if fidelity == RUN:
+            self.engine.ready(self.spec.on_nodes(self.spec.trial_nodes))
+        if fidelity == PROBE or (fidelity == RUN and self.spec.control.probes):
+            probing(self.engine).ready_to_probe(self.spec)
 
     def _use_hosts(self, agents: ExitStack) -> tuple[tuple[Device, ...], Callable[[Device], Telemetry | None]]:
         """Reserve the spec's hosts. Return their devices, and telemetry until `agents` ends. Raises NoDevice."""
@@ -212,7 +236,7 @@ class _EngineRun:
             storage = redact_text(fixed_fields.get("storage") or "its own journal")
             text = N_("{folder} has its trials in {storage}: use the same --storage, or --new")
             raise RunError(_(text, folder=self.directory.path, storage=storage))
-        same_spec = identity["task"].get("spec") == redact_data(with_fidelity(self.data))
+        same_spec = identity["task"].get("spec") == redact_data(without_budget(self.data))
         baseline: Mapping[str, KnobValue] | None = fixed_fields.get("baseline")
         return baseline if same_spec else self.spec.baseline
 
@@ -345,8 +369,9 @@ def _budget_share(data: dict[str, Any], parts: int) -> dict[str, Any]:
     control = dict(tuner.get("control") or {})
     if isinstance(control.get("max_trials", 20), int):
         control["max_trials"] = max(1, control.get("max_trials", 20) // parts)
-    if isinstance(control.get("max_time"), (int, float)):
-        control["max_time"] = control["max_time"] / parts
+    max_time = control.get("max_time")
+    if seconds := parse_amount(max_time, SECONDS) if isinstance(max_time, str) else max_time:
+        control["max_time"] = seconds / parts
     return {**data, "auto_tuner": {**tuner, "control": control}}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flagcore import api
 from tests.cli.test_flag import imported
 from tests.product.cli.conftest import Flag, Project, Ran
 
@@ -25,6 +26,22 @@ def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
     parts = {part["name"]: part for part in json.loads(flag("doctor", "--json").out)}
     assert parts["flagcore"]["ok"]
     assert "pip install" in parts["torch"]["fix"] or parts["torch"]["ok"]
+    assert parts["torch"]["engine"]
+
+
+def test_the_doctor_begins_with_a_verdict() -> None:
+    parts = [("torch", "a", True, ""), ("x", "b", True, ""), ("b1", "b", False, "pip install b")]
+    parts.append(("p", "", False, ""))
+    records = [{"name": name, "engine": engine, "ok": ok, "fix": fix, "for": ""} for name, engine, ok, fix in parts]
+    ready, missing, others = api.verdict(records).splitlines()
+    assert (ready.endswith(" a."), "b: pip install b" in missing, "p (" in others) == (True, True, True)
+    assert not api.verdict(records[1:3]).startswith("Ready")
+
+
+def test_a_plan_for_a_model_on_a_machine_without_accelerators_needs_a_chip(flag: Flag) -> None:
+    completed = flag("estimate", "--model", "Qwen/Qwen3-8B")
+    assert (completed.code, completed.out) == (2, "")
+    assert "--chip cpu" in completed.err
 
 
 def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(

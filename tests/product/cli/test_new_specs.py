@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from flagcore import api
+from flagcore.errors import UsageError
 from tests.product.cli.conftest import FLAG, Answer, Flag
 
 CONFIG = {
@@ -48,13 +49,14 @@ def test_missing_values_are_asked_for_on_a_terminal_only(flag: Flag, tmp_path: P
     assert flag("init", "--engine", "vllm").code == 2
     main, other = pty.openpty()
     process = subprocess.Popen([*FLAG, "init", "--engine", "vllm"], stdin=other, stdout=subprocess.PIPE)
-    os.write(main, b"model\nH100\n\n4\n\n64\n\n")
+    os.write(main, b"nowhere\nmodel\nH1OO\nH100\n\n0\n4\n\n64\nmany\n\np99 ttft\np99 ttft 600ms\n")
     text, _ = process.communicate(timeout=30)
     os.close(main)
     os.close(other)
     data = yaml.safe_load(text)
     assert data["cluster"] == {"chip": "H100", "nodes": 1, "devices_per_node": 4}
     assert data["serve"]["profile"]["output_len"] == 64
+    assert data["serve"]["slo"] == {"ttft_s": {"p99": 0.6}}
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,25 @@ def test_a_public_model_is_planned_without_a_file(flag: Flag, answer: Answer) ->
 
 
 @pytest.mark.parametrize(
+    ("limit", "bounds"),
+    [
+        ("p99 ttft 1s", {"ttft_s": {"p99": 1.0}}),
+        ("tpot_s.mean", None),
+        ("TTFT<600ms, p50 tpot 0.05 s", None),
+        ("TTFT<600ms,p50 tpot=50ms", {"ttft_s": {"p99": 0.6}, "tpot_s": {"p50": 0.05}}),
+        ("p99 1s", None),
+    ],
+)
+def test_latency_limits_are_written_as_they_are_said(limit: str, bounds: dict[str, Any] | None) -> None:
+    spec = api.spec_of_model("Qwen/Qwen3-8B", chip="H100", devices=1)
+    if bounds is None:
+        with pytest.raises(UsageError, match="--slo"):
+            api.with_limits(spec, [limit])
+    else:
+        assert api.with_limits(spec, [limit]).data["serve"]["slo"] == bounds
+
+
+@pytest.mark.parametrize(
     ("options", "clients"), [(("--tensor-parallel-size", "4"), 64), (("--data-parallel-size", "16"), 256), ((), 16)]
 )
 def test_the_clients_of_an_imported_command_grow_with_its_devices(
@@ -118,5 +139,6 @@ def test_public_models_are_listed_by_words_and_start_a_spec(flag: Flag) -> None:
     expected = {"layers": 61, "hidden": 7168, "experts": 256, "context": 163840, "weights": "fp8"}
     assert model == {"model": "deepseek-ai/DeepSeek-V3.2", **expected}
     assert flag("models", "no such model", "--json").out.strip() == "[]"
+    assert "Qwen/Qwen3-32B" in flag("models", "qwen3-33b").err
     made = flag("init", "--model", "Qwen/Qwen3-8B", "--engine", "vllm", "--chip", "H100")
     assert yaml.safe_load(made.out)["model"] == "Qwen/Qwen3-8B"

@@ -120,6 +120,8 @@ def options(task: Task) -> Options:
         stores_core_copy="a2a" in cp_comm or (cp_comm == "all_gather" and not in_versions(NO_CORE_COPY_SINCE, version)),
         in_place_loss=settings.get("cross_entropy_fusion_impl") == "te" and bool(settings.get(LOSS_FUSION)),
         wide_layers=_wide_layers(settings),
+        wide_modules=words(settings.get("modules_in_bf16")),
+        mxfp8_modules=words(settings.get("modules_in_mxfp8")),
         frees_mtp_logits=in_versions(FREED_MTP_LOGITS_SINCE, version),
         attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
         cuda_graph=graph(settings),

@@ -69,10 +69,11 @@ def overlaps(
 
 
 def narrow_hybrids(task: Task) -> dict[str, SettingValue]:
-    """Return the parts that stay in 16 bits when models with patterns of layers are trained with fewer bits.
+    """Return the parts that keep more bits when models with patterns of layers are trained with fewer bits.
 
-    These are multi-token prediction and, of NVFP4 models with latent experts, the first and the last 16% of the layers
-    (Megatron-Bridge `nemotron_h_bridge.py`, `mixed_precision.py` @067f987d: 14 of 88).
+    These are multi-token prediction and, of NVFP4 models with latent experts, the first and the last 16% of the layers,
+    attention, and the latent projections. Output projections of other mixers have 8 bits (Megatron-Bridge
+    `nemotron_h_bridge.py`, `mixed_precision.py`, `perf_recipes/nemotronh/te_quant.cfg` @067f987d: 14 of 88 layers).
     """
     model, precision = task.spec.model, task.spec.train.precision
     if not is_hybrid(model) or precision not in NARROW:
@@ -80,6 +81,7 @@ def narrow_hybrids(task: Task) -> dict[str, SettingValue]:
     settings: dict[str, SettingValue] = {"keep_mtp_spec_in_bf16": True} if model.mtp_num_layers else {}
     if precision == "nvfp4" and model.moe_latent_size:
         settings |= {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": round(0.16 * model.num_layers)}
+        settings |= {"modules_in_bf16": "attention,latent", "modules_in_mxfp8": "mixer_output"}
     return settings
 
 

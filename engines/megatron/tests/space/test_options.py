@@ -227,11 +227,14 @@ def test_published_run_splits_experts_like_other_layers_if_it_can(tensor: int, s
 @pytest.mark.parametrize(
     ("precision", "latent", "layers"), [("bf16", 64, 0), ("mxfp8", 64, 0), ("nvfp4", None, 0), ("nvfp4", 64, 1 + 8)]
 )
-def test_published_run_of_a_hybrid_keeps_some_parts_in_16_bits(precision: str, latent: int | None, layers: int) -> None:
+def test_published_run_of_a_hybrid_keeps_some_parts_in_more_bits(
+    precision: str, latent: int | None, layers: int
+) -> None:
     layer = Layer(mixer=None, feed_forward="experts")
     model = dataclasses.replace(WIDE, num_layers=50, layers=(layer,) * 50, mtp_num_layers=2, moe_latent_size=latent)
     options = published({}, model=model, precision=precision)
     assert (options.wide_layers, options.wide_mtp) == (layers, precision != "bf16")
+    assert (bool(options.wide_modules), bool(options.mxfp8_modules)) == (layers > 0, layers > 0)
 
 
 def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:

@@ -92,7 +92,7 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         if model.multi_latent_attention:
             attention = attention + overheads.latent
         if each.indexer:
-            attention = attention + _last_blocks(replace(serving, model=each), settings)[:, None]
+            attention = attention + _last_blocks(replace(serving, model=each), column, tokens)
             attention = attention + (overheads.indexer if each.indexer.heads else 0.0)
         local = local + each.attention_layers * attention
     if width := float(model.layer_embedding_size):
@@ -393,14 +393,15 @@ def _rates_of_selected(
     return cached, pair
 
 
-def _last_blocks(serving: Serving, settings: Settings) -> FloatArray:
-    """Return the seconds that the blocks of a layer's last answers take beyond their even share of all units: half of
-    the time of a block, as a mean over numbers of blocks."""
-    top_k, wait = float(serving.model.indexer.top_k) if serving.model.indexer else 0.0, np.zeros(settings.tensor.shape)
+def _last_blocks(serving: Serving, settings: Settings, tokens: FloatArray) -> FloatArray:
+    """Return the seconds that the blocks of a layer's last answers take beyond their even share of all units: the rest
+    of a block while most units have none, else half of a block, as a mean over numbers of blocks."""
+    top_k, wait = float(serving.model.indexer.top_k) if serving.model.indexer else 0.0, np.zeros_like(tokens)
     for kernel, applies, blocks, seconds in _sparse_kernels(serving, settings):
         if kernel.answers:
             selected = min(top_k, 0.5 * (serving.prompt + serving.tokens)) if kernel.skips else top_k
-            wait = np.where(applies, 0.5 * seconds * selected * kernel.units / blocks, wait)
+            share = np.maximum(1.0 - tokens * blocks / kernel.units, 0.5) if kernel.units else 0.0
+            wait = np.where(applies, share * seconds * selected * kernel.units / blocks, wait)
     return wait
 
 

@@ -164,7 +164,9 @@ def test_prompts_that_select_all_tokens_may_have_other_kernels_and_the_last_bloc
     assert seconds("pair", **LONG, **dense) != seconds("pair", **LONG)
     waits = {**given, "overheads": replace(OVER, sparse=(replace(BLOCKS, units=100),))}
     block = 36 * 64 * 2048 * 2 * (512 + 64 + 512) * 100 / (0.5 * 1e15)
-    assert seconds("local", **SHORT, **waits) - seconds("local", **SHORT) == pytest.approx(0.5 * block)
+    for tokens, share in ((1, 0.99), (64, 0.5), (LARGE, 0.5)):  # of 100 units
+        wait = seconds("local", tokens, **SHORT, **waits) - seconds("local", tokens, **SHORT)
+        assert wait == pytest.approx(share * block, rel=1e-3)
 
 
 def test_few_tokens_choose_few_experts() -> None:

@@ -10,6 +10,8 @@ CP, MBS, RESHARD = "context_parallel_size", "micro_batch_size", "reshard_after_f
 AC, REDUCE, OFFLOAD, COMPILE = "activation_checkpointing", "reduce_dtype", "cpu_offload", "compile"
 STATES = "state_dtype"
 PP, SCHEDULE, EP = "pipeline_model_parallel_size", "pipeline_schedule", "expert_model_parallel_size"
+DISPATCHER = "moe_token_dispatcher_type"
+"""What a job record leaves open: how experts exchange tokens (`Options.dispatcher`)."""
 SCHEDULES = ("1f1b", "interleaved", "zbv", "dualpipev")
 INTERLEAVED, ZBV, DUALPIPEV, SELECTIVE = 2, 3, 4, 2
 """Codes of the schedules after the first one, whose code is 1, and of selective checkpoints."""

@@ -150,6 +150,8 @@ def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedul
             schedule=schedule,
             attention_kernel="flash",
             gradient_fusion=False,
+            dispatcher=str(train.assumed.get(fs.DISPATCHER, "alltoall")),
+            linked_devices=float(task.cluster.linked_devices),
         ),
     )
 

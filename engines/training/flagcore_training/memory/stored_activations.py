@@ -140,7 +140,8 @@ class Kinds:
 def _layer_modules(train: Training, layout: Layout, sizes: Sizes, *, experts: bool) -> list[Module]:
     """Return the modules of the mean layer of a model (see `mean_layer`)."""
     mean = mean_layer(train.model, experts=experts)
-    parts = [(share, attention(replace(train, model=each), layout, sizes)) for each, share in mean.attentions]
+    wide = replace(sizes, linear=sizes.unit) if "attention" in train.options.wide_modules else sizes
+    parts = [(share, attention(replace(train, model=each), layout, wide)) for each, share in mean.attentions]
     parts += [(share, mixer(train, layout, sizes, each)) for each, share in mean.mixers]
     if mean.dense:
         parts.append((mean.dense, ffn(train, layout, sizes)))

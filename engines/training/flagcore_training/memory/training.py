@@ -68,8 +68,18 @@ def split_parameters(parts: Parts) -> tuple[FloatArray, FloatArray]:
     return dense, experts
 
 
-def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, linear: FloatArray | float) -> State:
+def state(
+    train: Training,
+    layout: Layout,
+    count: FloatArray,
+    *,
+    experts: bool,
+    linear: FloatArray | float,
+    wide: FloatArray | float = 0.0,
+) -> State:
     """Return the memory of the states of `count` parameters, of which `linear` are weights of linear layers.
+
+    `wide`: those of linear layers in 16 bits in a job of fewer bits, besides layers that are in 16 bits as a whole.
 
     With d ranks that shard the optimizer, a 16-bit parameter with fp32 gradients needs 2 + 4 + 12 / d bytes. An fp32
     parameter needs 4 + 4 + 8 / d, because it has no main parameter. A precision-aware optimizer stores only the lower
@@ -94,8 +104,9 @@ def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, 
         main = min(main, 2.0)
     narrow_bytes = QUANTISED_BYTES.get(train.precision, 0.0)
     is_narrow = (narrow_bytes > 0) & ((layout.sharded_optimizer > 0) | options.fsdp | (not options.assumed_fp8_gather))
-    wide_count = np.where(is_narrow, count - linear, count) if options.fp8_param_gather else count
-    weights = 2.0 * wide_count + narrow_bytes * linear
+    narrow = (1.0 - train.wide_share) * (linear - wide)
+    wide_count = np.where(is_narrow, count - narrow, count) if options.fp8_param_gather else count
+    weights = 2.0 * wide_count + narrow_bytes * narrow
     gradients = options.grad_bytes * is_trained * count
     optimizer = adam * share * count / owners
     return State(weights / fsdp_shards, gradients / gradient_shards, main * share * count / owners, optimizer)
@@ -124,6 +135,12 @@ def _linear(params: Parts, *, experts: bool) -> FloatArray:
     """Return the number of weights of linear layers among the dense or the expert weights."""
     names = [name for name in LINEAR_PARTS if name in params and (name in EXPERT_PARTS) is experts]
     return sum((params[name] for name in names), np.zeros(()))
+
+
+def _wide_parts(train: Training) -> tuple[str, ...]:
+    """Return the components among `LINEAR_PARTS` that are in 16 bits in a job of fewer bits."""
+    attention = ("qkv_proj", "out_proj") if "attention" in train.options.wide_modules else ()
+    return (*attention, *["mtp"] * train.options.wide_mtp)
 
 
 def _largest_matrix(train: Training, layout: Layout, params: Parts, *, experts: bool) -> FloatArray:
@@ -344,7 +361,8 @@ def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, St
     dense, experts = split_parameters(params)
     extra, of_matrices = padding(train, layout, params, experts=False), float(train.options.whole_matrices)
     linear = _linear(params, experts=False) + of_matrices * extra
-    total = state(train, layout, dense + extra, experts=False, linear=linear)
+    wide = sum((params[name] for name in _wide_parts(train) if name in params), np.zeros(()))
+    total = state(train, layout, dense + extra, experts=False, linear=linear, wide=wide)
     if train.model.num_moe_experts is None:
         none = np.zeros(())
         return total, State(none, none, none, none)
@@ -381,8 +399,8 @@ def component_table(
 
     for name in dict.fromkeys((*params, *parts)):
         count = params.get(name, zeros)
-        linear = count if name in LINEAR_PARTS else 0.0
-        bytes_ = state(train, layout, count, experts=name in EXPERT_PARTS, linear=linear)
+        linear, wide = (count if name in names else 0.0 for names in (LINEAR_PARTS, _wide_parts(train)))
+        bytes_ = state(train, layout, count, experts=name in EXPERT_PARTS, linear=linear, wide=wide)
         add(name, count, bytes_, parts.get(name, zeros))
     extras = [padding(train, layout, params, experts=experts) for experts in (False, True)]
     dense, routed = (

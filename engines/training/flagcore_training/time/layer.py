@@ -49,7 +49,7 @@ def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> B
     Layers in 16 bits among those of fewer bits count as a share of each layer.
     """
     if train.options.wide_layers and train.precision != train.unquantised:
-        share = min(train.options.wide_layers / train.model.num_layers, 1.0)
+        share = train.wide_share
         narrow = replace(train, options=replace(train.options, wide_layers=0))
         wide = layer_time(replace(narrow, precision=train.unquantised), layout, costs, moe=moe)
         return layer_time(narrow, layout, costs, moe=moe) * (1.0 - share) + wide * share
@@ -80,7 +80,8 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
     for each in mixer.products(train.model.hidden_size):
         inputs = each.inputs / (tensor if each.split == "inputs" else 1.0)
         outputs = each.outputs / (tensor if each.split == "outputs" else 1.0)
-        product = linear(kernels, tokens if each.split else rows, inputs, outputs, train.precision)
+        precision = train.precision_of("mixer_output") if each.split == "inputs" else train.precision
+        product = linear(kernels, tokens if each.split else rows, inputs, outputs, precision)
         products = product if products is None else products + product
         width += each.outputs * (each.split == "outputs")
     assert products is not None
@@ -236,17 +237,18 @@ def _ffn_products(
 def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
     """Return the linear layers of attention: input projections, latent up-projections, output projection."""
     model, tokens, kernels = train.model, layout.tokens(train.sequence), costs.kernels
+    precision = train.precision_of("attention")
     h, (query, _, value), tensor = model.hidden_size, widths(model), layout.tensor
     if not model.multi_latent_attention:
         outputs = query + model.attention_output_gate * query + model.num_query_groups * own_key_width(model)
-        qkv = linear(kernels, tokens, h, outputs / tensor, train.precision)
-        return qkv, qkv * 0.0, linear(kernels, tokens, attended(model) / tensor, h, train.precision)
+        qkv = linear(kernels, tokens, h, outputs / tensor, precision)
+        return qkv, qkv * 0.0, linear(kernels, tokens, attended(model) / tensor, h, precision)
     q_rank, kv_rank, rope = latent_widths(model)
     heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
-    down = linear(kernels, layout.token_rows(train.sequence), h, float(q_rank + kv_rank + rope), train.precision)
-    up = linear(kernels, tokens, float(kv_rank), heads / tensor, train.precision)
-    queries = linear(kernels, tokens, float(q_rank or h), query / tensor, train.precision)
-    output = linear(kernels, tokens, value / tensor, h, train.precision)
+    down = linear(kernels, layout.token_rows(train.sequence), h, float(q_rank + kv_rank + rope), precision)
+    up = linear(kernels, tokens, float(kv_rank), heads / tensor, precision)
+    queries = linear(kernels, tokens, float(q_rank or h), query / tensor, precision)
+    output = linear(kernels, tokens, value / tensor, h, precision)
     return (down, up + queries, output) if q_rank else (down + queries, up, output)
 
 
@@ -341,6 +343,12 @@ products), the third for the shared experts. Backward launches twice as many. Fi
 experts each; the values of transformer-engine are estimates."""
 
 
+_BIAS_BYTES = {2.0: (12.0, 16.0), 4.0: (28.0, 40.0)}
+"""The bytes per output element, forward and backward, of the biases of experts with a grouped product, by the bytes of
+the router's weights. The biases are scaled by these and added expert by expert, then all outputs are concatenated, and
+cast if the weights have 4 bytes, as with the flex dispatcher (megatron-core 0.16 `moe/experts.py`, `_apply_bias`)."""
+
+
 def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of an MoE block: norm, router, dispatch, experts, combine, shared experts and residual sum.
 
@@ -358,21 +366,26 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     activation, activation_back = activation_seconds(train, kernels, train.value_bytes * width * copies)
     router = linear(kernels, rows, h, float(experts_total), train.unquantised)
     if model.moe_latent_size:
-        router = router + linear(kernels, rows, h, latent, train.precision)
-        router = router + linear(kernels, rows, latent, h, train.precision)
+        router = router + linear(kernels, rows, h, latent, train.precision_of("latent"))
+        router = router + linear(kernels, rows, latent, h, train.precision_of("latent"))
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
     permute = kernels.memory_seconds(unit * 2.0 * latent * copies)
     sorts = 2.0 * permute * (local_experts > 1.0) * (options.dispatcher == "alltoall")
     is_grouped = options.grouped_gemm and train.transformer_engine
     router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
     launches = np.full_like(rows, router_launches) + expert_launches * (1.0 if is_grouped else local_experts)
+    bias = bias_back = np.zeros_like(copies)
+    if model.moe_bias and is_grouped:
+        weight_bytes = 4.0 if options.dispatcher == "flex" else 2.0
+        bias, bias_back = (kernels.memory_seconds(each * latent * copies) for each in _BIAS_BYTES[weight_bytes])
+        launches = launches + 2.0 * local_experts
     shares = {1.0, options.dispatch_share, options.combine_gradient_share}
     exchange = {share: options.expert_imbalance * expert_dispatch(train, layout, costs, share) for share in shares}
     sent, returned = (exchange[1.0] + exchange[s] for s in (options.dispatch_share, options.combine_gradient_share))
 
-    element = norm + 2.0 * permute + sorts + residual + activation
+    element = norm + 2.0 * permute + sorts + residual + activation + bias
     forward = Seconds.from_compute(experts.forward + router.forward + element, expert=sent, launches=launches)
-    element_back = norm_back + 3.0 * permute + sorts + activation_back + residual
+    element_back = norm_back + 3.0 * permute + sorts + activation_back + residual + bias_back
     gradients = experts.input_gradient + router.input_gradient + element_back
     backward = Seconds.from_compute(gradients, expert=returned, launches=2.0 * launches)
     repeated = Seconds.from_compute(np.zeros_like(norm))
