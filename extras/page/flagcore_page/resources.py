@@ -65,8 +65,8 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
             row += [percent(_seconds(value) / fastest_s - 1.0, signed=True), cell(figure), cell(value["candidates"])]
             rows.append([*row, values_text(value["fastest"]["candidate"], run.knobs)])
         if slower >= MIN_INFLUENCE and len(bars) < MAX_KNOBS:
-            worst = value_text(max(knob["values"], key=_seconds)["value"])
-            text = _("{knob}: {worst} instead of {best}", knob=name, worst=worst, best=value_text(knob["best"]))
+            best, worst = (value_text(pick(knob["values"], key=_seconds)["value"]) for pick in (min, max))
+            text = _("{knob}: {worst} instead of {best}", knob=name, worst=worst, best=best)
             bars.append(Bar(text, OTHER, slower, slower, slower, f"+{slower:.1%}"))
     figure_heading = f"~{run.unit}" if run.serves else _("~step s")
     headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit in memory")]

@@ -161,12 +161,12 @@ def funnel(run: RunData) -> Section:
         _("legal and different"): counts.candidates,
         _("predicted to fit in memory"): fitting,
         _("not removed by a rule"): fitting - sum(counts.pruned.values()),
-        _("measured"): counts.measured,
+        **({_("measured"): counts.measured} if counts.measured else {}),
     }
     bars = [Bar(name, BEST, number, number, number, f"{number:,}") for name, number in stages.items()]
     summary = _("{combinations:,} combinations, {candidates:,} candidates, {untried:,} untried", **asdict(counts))
     chart = Chart(
-        title=_("From all combinations to the measured candidates"),
+        title=_("Combinations that are left after each stage"),
         summary=f"{summary}. " + _("Lengths are logarithmic."),
         drawing=Bars(_("candidates"), bars, is_log=True),
         tables=[table(caption, [_("stage"), _("number"), _("why")], rows)],

@@ -11,11 +11,12 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from flagcore.api.inputs import RUNS, knobs_of_spec, labels_of_spec, warn
+from flagcore.api.inputs import RUNS, SpecLike, knobs_of_spec, labels_of_spec, spec_data, warn
 from flagcore.api.runs import (
     INTERRUPTED,
     RESULT,
@@ -45,7 +46,7 @@ from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, NoDevice, RunError
 from flagcore.i18n import N_, _, printable
 from flagcore.plugins import page_writer
-from flagcore.report.formats import lookup
+from flagcore.report.formats import as_yaml, lookup
 from flagcore.report.result import result
 from flagcore.report.run import INSIGHT, RunData, json_file
 from flagcore.report.run_text import result_text
@@ -53,6 +54,7 @@ from flagcore.report.summary import no_best
 from flagcore.report.text import duration_text
 from flagcore.tuner.budget import seconds_left, seconds_used
 from flagcore.tuner.effects import effects_of_row
+from flagcore.tuner.feasibility import dry_run
 from flagcore.tuner.journal import JOURNAL
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.run_folder import IDENTITY, LOCK
@@ -198,6 +200,20 @@ def report(run_dir: Path | str, *, without: Collection[str] = ()) -> str:
     """
     with _as_run_error(run_dir):
         return printable(page_writer().as_html(report_data(Path(run_dir), without)))
+
+
+def plan_report(problem: Problem, spec: SpecLike) -> str:
+    """Return the page of the plan of a spec as HTML. Raises NoDevice if flagcore-page is not installed."""
+    (file, content), plan = spec_data(spec), replace(dry_run(problem), fidelity=ESTIMATE)
+    data, best = result(plan, ""), plan.best.candidate if plan.best else None
+    context: dict[str, Any] = {"knobs": plan.knobs, "labels": optional(problem.engine, Details).labels}
+    with TemporaryDirectory() as parent:
+        folder = Path(parent, file.stem)
+        folder.mkdir()
+        write(folder / "spec.yaml", as_yaml(content) + "\n")
+        return printable(
+            page_writer().as_html(_redacted(data, insight(problem, best), folder, folder, folder_name="", **context))
+        )
 
 
 def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> bool:
