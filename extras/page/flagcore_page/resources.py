@@ -32,8 +32,8 @@ from flagcore.report.text import (
 from flagcore_page.blocks import Block, Chart, Collapsed, Section, size
 from flagcore_page.charts import OTHER, Bar, Bars, Plot, Series, Stack, Stacks, linear, spread
 
-MAX_KNOBS, MIN_INFLUENCE = 10, 0.001
-"""The maximum number of knobs in a chart, and the smallest slowdown that is drawn."""
+MAX_KNOBS = 10
+"""The maximum number of knobs in a chart, those with the largest influence."""
 
 
 def improvements(run: RunData) -> Section | None:
@@ -64,7 +64,7 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
             row: list[Any] = [name, value_text(value["value"]), _("yes") if value["value"] == knob["best"] else ""]
             row += [percent(_seconds(value) / fastest_s - 1.0, signed=True), cell(figure), cell(value["candidates"])]
             rows.append([*row, values_text(value["fastest"]["candidate"], run.knobs)])
-        if slower >= MIN_INFLUENCE and len(bars) < MAX_KNOBS:
+        if len(bars) < MAX_KNOBS:
             best, worst = (value_text(pick(knob["values"], key=_seconds)["value"]) for pick in (min, max))
             text = _("{knob}: {worst} instead of {best}", knob=name, worst=worst, best=best)
             bars.append(Bar(text, OTHER, slower, slower, slower, f"+{slower:.1%}"))
@@ -72,9 +72,6 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
     headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit in memory")]
     caption = _("The fastest predicted candidate with each value, compared to the fastest of all")
     data = table(caption, [*headings, _("fastest")], rows, sortable=True)
-    if not bars:
-        yield Collapsed("knobs", caption, (data,))
-        return
     text = N_(
         "{knob} has the largest influence: its worst value makes the fastest candidate {share:.1%} slower. Other "
         "knobs are re-optimized for each value."
