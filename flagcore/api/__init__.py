@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flagcore.api.commands.calibrate import calibrate, calibrations, summary
     from flagcore.api.commands.compare import compare
     from flagcore.api.commands.doctor import (
         check_hosts,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from flagcore.spec.models import model_from, similar_models
 
 NAMES = {
-    "api.commands.calibrate": "calibrate calibrations summary",
     "api.commands.compare": "compare",
     "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table require_accelerator verdict",
     "api.commands.estimate": "estimate",

@@ -127,6 +127,14 @@ class Chip:
         """Return whether `name` is the chip's name or an alias. Case, spaces and the vendor's name are ignored."""
         return normalize_name(name) in self.spellings
 
+    def is_same(self, name: str, aliases: Iterable[str]) -> bool:
+        """Return whether this is the measured chip with `name` and `aliases`.
+
+        The names must be equal, and the aliases must be equal or share at least one.
+        """
+        measured, own = ({alias.casefold() for alias in each} for each in (aliases, self.aliases))
+        return name.casefold() == self.name.casefold() and (measured == own or bool(measured & own))
+
     def matches_name(self, name: str) -> bool:
         """Return whether `name` means this chip in user input: its name, an alias, or a family name."""
         return normalize_name(name) in self.spellings | self._spellings_of(self.family_names)

@@ -6,11 +6,11 @@ from functools import partial, reduce
 from operator import add
 
 import numpy as np
+from flagcore_vendorkit.transformer import attended, latent_widths, mean_layer, own_key_width, paired_layers, widths
 
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.model import Indexer, Mixer, Model
 from flagcore.domain.space import FloatArray
-from flagcore.physics.transformer import attended, latent_widths, mean_layer, own_key_width, paired_layers, widths
 from flagcore_training.layout import Layout, Training
 from flagcore_training.stages import padded_vocab
 from flagcore_training.time.passes import (

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+from flagcore_vendorkit.transformer import mean_layer
 
 from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.transformer import mean_layer
 from flagcore_training.layout import Layout, Training
 from flagcore_training.stages import Stage
 from flagcore_training.time.passes import StageTime, as_integers
