@@ -85,7 +85,7 @@ def _shortened_text(trial: Trial) -> str | None:
 
 
 def progress(run: RunData) -> Section | None:
-    """Return the section on the best value so far over time, or None if there are no trials."""
+    """Return the section on the best value so far over time, or None if no trial was measured."""
     if run.fidelity == ESTIMATE or not run.trials:
         return None
     first, listed = {trial.number for trial in run.trials}, run.listed
@@ -113,7 +113,7 @@ def progress(run: RunData) -> Section | None:
         rows,
     )
     if not steps:
-        return Section("progress", _("Search"), (Text(_("No trial was measured.")), data))
+        return None
     series = [Series(name=_("best so far (without repeats)"), points=steps, style=0, stepped=True)]
     series += [
         Series(name=kind, points=points, style=style)

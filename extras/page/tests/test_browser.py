@@ -125,7 +125,8 @@ def test_a_chart_follows_the_width_of_the_page(opened: Open, kind: str) -> None:
         page.set_viewport_size({"width": width, "height": 780})
         sizes = page.evaluate(SIZES)
         assert sizes
-        assert all(drawn == place > (0.6 if width < 1000 else 0.3) * width for drawn, place in sizes)
+        assert all(abs(drawn - place) <= 1 for drawn, place in sizes)
+        assert min(place for _drawn, place in sizes) > (0.6 if width < 1000 else 0.3) * width  # two side by side
 
 
 SIZES = """() => [...document.querySelectorAll(".frame > svg, .bar > svg")].map((svg) => {
