@@ -210,7 +210,8 @@ def plan_report(problem: Problem, spec: SpecLike) -> str:
     with TemporaryDirectory() as parent:
         folder = Path(parent, file.stem)
         folder.mkdir()
-        write(folder / "spec.yaml", as_yaml(content) + "\n")
+        own_spec = as_yaml(content).replace(f"{file.parent.resolve()}/", "")  # paths below the spec become relative
+        write(folder / "spec.yaml", own_spec + "\n")
         return printable(
             page_writer().as_html(_redacted(data, insight(problem, best), folder, folder, folder_name="", **context))
         )
