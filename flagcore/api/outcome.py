@@ -131,7 +131,9 @@ def _save_launch(plan: Plan, problem: Problem, run_dir: Path) -> str:
         launch = prepared_launch(with_selected_devices(problem.platform), replace(planned, script=""))
         cannot = launch.missing
         text = _start_script(plan, launch, problem, run_dir)
-        saved = {**redact_data(asdict(launch)), "directory": launch.directory or launch.folder}
+        place = Path(launch.directory or launch.folder)
+        inside = place.relative_to(run_dir.resolve()) if place.is_relative_to(run_dir.resolve()) else place
+        saved = {**redact_data(asdict(launch)), "folder": "best", "directory": str(inside)}
         write(folder / "launch.json", json.dumps({**saved, **_places(problem)}, indent=1))
     write(run_dir / "best.sh", text)
     (run_dir / "best.sh").chmod(0o755)
@@ -179,9 +181,11 @@ def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -
     script_comments += [f"  {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out or ()]
     launch = replace(launch, directory=launch.directory or launch.folder)
     job = replace(job, comments=(*job.comments, *script_comments), launch=launch)
-    secrets = [f". {shlex.quote(str(secrets_file))} || exit 1"] if missing_secrets else []
-    lines = start_lines(job, several="--nnodes={nnodes}" in launch.argv, secrets=names)
-    return "\n".join(["#!/bin/sh", *comments(job), *secrets, *lines]) + "\n"
+    secrets = [f". {SECRETS_HERE} || exit 1"] if missing_secrets else []
+    names = {**names, f"{run_dir.resolve()}/": "{here}/"}
+    lines = [*secrets, *start_lines(job, several="--nnodes={nnodes}" in launch.argv, names=names)]
+    here = [HERE] if "${here}" in "".join(lines) else []
+    return "\n".join(["#!/bin/sh", *comments(job), *here, *lines]) + "\n"
 
 
 def _with_secret_variables(launch: Launch) -> tuple[Launch, dict[str, str]]:
@@ -222,6 +226,9 @@ FROZEN = "The command of your script. Computed values, such as dates, ports and 
 SECRETS = "secrets.sh"
 """The name of a file next to `launch.json` that only its owner can read. It contains the secrets of best.sh that this
 shell does not have."""
+SECRETS_HERE = f'"${{here}}/"best/{SECRETS}'
+HERE = "case $0 in /*) here=${0%/*} ;; */*) here=$PWD/${0%/*} ;; *) here=$PWD ;; esac"
+"""The line of best.sh that finds the run, which may be moved."""
 
 
 def listing(job: ExportJob) -> str:

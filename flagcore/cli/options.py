@@ -18,6 +18,7 @@ import click
 
 from flagcore import api
 from flagcore.domain.secrets import redact_text
+from flagcore.domain.units import SECONDS, parse_amount
 from flagcore.errors import SpecError
 from flagcore.i18n import N_, _, in_english, printable, wrapped
 
@@ -136,6 +137,17 @@ def settings(argument: str = "spec", *, waits: bool = True) -> Callable[[F], F]:
     return _adding(call, raw_settings)
 
 
+class Seconds(click.FloatRange):
+    """A number of seconds, or a duration with a unit, such as 2min."""
+
+    name = "duration, such as 90 or 5min"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the duration in seconds."""
+        seconds = parse_amount(value, SECONDS) if isinstance(value, str) else None
+        return super().convert(value if seconds is None else seconds, param, ctx)
+
+
 SILENT_S = 2.0
 """The time in seconds after which a line shows that a command is working."""
 
@@ -251,8 +263,10 @@ def _with_model(
     nodes: int | None,
     devices: int | None,
     slo: tuple[str, ...],
+    ttft_p99: str | None,
     **others: Any,
 ) -> Any:
+    slo = (*slo, f"p99 ttft {ttft_p99}") if ttft_p99 else slo
     if model is None:
         if any(value is not None for value in (engine, nodes, devices)):
             raise click.UsageError(_("--engine, --nodes and --devices require --model; use --set with SPEC"))
@@ -272,6 +286,7 @@ model = _adding(
     click.option("--nodes", type=click.IntRange(1), help=N_("With --model: number of hosts [default: 1].")),
     click.option("--devices", type=click.IntRange(1), help=N_("With --model: devices per host [default: all].")),
     click.option("--slo", multiple=True, metavar="LIMIT", help=N_("Latency limit, such as p99 ttft 1s (repeatable).")),
+    click.option("--ttft-p99", metavar="TIME", help=N_("Short for --slo 'p99 ttft TIME'.")),
 )
 """Adds `--model`, `--engine`, `--nodes`, `--devices`, which replace SPEC, and `--slo`. The command receives `spec`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import stat
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import click
 from click.core import ParameterSource
 
 from flagcore import api
+from flagcore.api.inputs import spec_data
 from flagcore.cli import options
 from flagcore.errors import NothingFits, UsageError
 from flagcore.i18n import N_, _
@@ -136,6 +138,24 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
     else:
         for text, is_result in estimate_texts(estimate):
             (options.show if is_result else options.say)(text)
+        if command := _export_command(spec):
+            options.say("\n" + _("Start the recommended candidate: {command}", command=command))
+
+
+def _export_command(spec: str | api.LoadedSpec) -> str:
+    """Return the command that prints the script of the recommended candidate. Empty for a config of another tool."""
+    given, data = click.get_current_context().params, spec_data(spec)[1]
+    work: dict[str, Any] = next((data[name] for name in ("serve", "train") if isinstance(data.get(name), dict)), {})
+    if given["config_path"] or not isinstance(work.get("engine"), str):
+        return ""
+    words = ["flag", "export", *filter(None, [given["spec"]])]
+    for name in ("model", "engine", "nodes", "devices", "chip", "ttft_p99"):
+        words += [f"--{name.replace('_', '-')}", str(given[name])] if given[name] else []
+    words += [word for name in ("slo", "settings") for each in given[name] for word in (OPTIONS[name], each)]
+    return shlex.join([*words, "--to", work["engine"], "-o", "-"])
+
+
+OPTIONS = {"slo": "--slo", "settings": "--set"}
 
 
 def _number(explain: str | None) -> int | None:
@@ -209,9 +229,9 @@ def _records(file: str) -> Iterator[Any]:
 @options.chip(N_("Plan for this chip, which must be on this machine."))
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=1.0, max=86400.0),
-    metavar="S",
-    help="Time limit per candidate [default: control.max_time_per_task].",
+    type=options.Seconds(min=1.0, max=86400.0),
+    metavar="TIME",
+    help="Time limit per candidate, such as 90 or 5min [default: control.max_time_per_task].",
 )
 @click.option("--folder", type=click.Path(), metavar="DIR", help="Save jobs and logs to DIR [default: not saved].")
 @options.output

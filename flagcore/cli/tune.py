@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,10 @@ def _show_dry_run(spec: Any, form: str, given: dict[str, Any]) -> None:
 
 @click.command("run")
 @click.argument("run", type=click.Path())
+@click.option("--port", type=click.IntRange(1, 65000), help="Port of the servers [default: 8000].")
 @click.option("--dry-run", is_flag=True, help="Print the script that would start, and start nothing.")
 @options.quiet
-def run_command(run: str, dry_run: bool) -> None:
+def run_command(run: str, port: int | None, dry_run: bool) -> None:
     """Start the best configuration of RUN (the directory of a run) in the foreground.
 
     Your `train.command` replaces this process, without the flags that shorten a trial. Without a `train.command`, the
@@ -127,7 +129,7 @@ def run_command(run: str, dry_run: bool) -> None:
 
     Servers run as child processes. Their URL is printed when they are ready, and they stop with this process.
     """
-    api.run_best(run, on_ready=_ready, dry_run=dry_run)
+    api.run_best(run, on_ready=_ready, port=port, dry_run=dry_run)
 
 
 @click.command("report")
@@ -191,8 +193,9 @@ class _Export(click.Command):
 
 
 @click.command("export", cls=_Export)
-@click.argument("where", type=click.Path(exists=True, path_type=Path), metavar="RUN|SPEC")
+@click.argument("spec", required=False, type=click.Path(exists=True), metavar="[RUN|SPEC]")
 @click.argument("candidate", nargs=-1, metavar="[CANDIDATE]...")
+@options.model
 @click.option(
     "--to",
     "target",
@@ -201,26 +204,36 @@ class _Export(click.Command):
     shell_complete=options.completing(lambda: api.export_targets()),
     help="What starts the candidate: one of the targets below.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder [default: NAME-TARGET].")
+@click.option("-o", "--output", metavar="DIR", help="Folder, - for stdout [default: NAME-TARGET].")
 @click.option("--name", help="Name of the job and of its files [default: name of the file or directory].")
 @click.option("--image", help="Container image with the program of the candidate, for kubernetes, dynamo and compose.")
 @click.option(
     "--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), help="Kind of a Kubernetes job [default: jobset]."
 )
 @_pods
-@options.settings("where")
+@options.settings()
 @options.chip()
 @options.plugins
-def export_command(where: Path, candidate: tuple[str, ...], target: str, **given: Any) -> None:
-    """Write files that start a candidate of RUN, or of SPEC as a plan.
+def export_command(spec: Any, candidate: tuple[str, ...], target: str, output: str | None, **given: Any) -> None:
+    """Write files that start a candidate of RUN, or of SPEC or --model as a plan.
 
     CANDIDATE has the same form as for `flag explain` [default: best]. The paths of the files are printed.
     """
     named = {name: given.pop(name) for name in ("image", "kind", "volume", "queue", "rdma", "user", "pods")}
     options_of_target = {name: str(value) for name, value in named.items() if value is not None}
-    exported = api.export(where, target, ", ".join(candidate) or "best", options=options_of_target, **given)
-    for file in exported.files:
-        options.show(str(file), "path")
+    if spec is None:
+        raise click.UsageError(_("one of SPEC, RUN and --model is required"))
+    given |= {"options": options_of_target}
+    if output == "-":
+        with tempfile.TemporaryDirectory() as folder:
+            exported = api.export(spec, target, ", ".join(candidate) or "best", output=Path(folder, "-"), **given)
+            if len(exported.files) > 1:
+                raise click.UsageError(_("--to {target} writes several files: use a folder", target=target))
+            click.echo(exported.files[0].read_text("utf-8", errors="surrogateescape"), nl=False)
+    else:
+        exported = api.export(spec, target, ", ".join(candidate) or "best", output=output, **given)
+        for file in exported.files:
+            options.show(str(file), "path")
     for note in exported.notes:
         options.say(f"flag: {note}")
 

@@ -460,6 +460,10 @@ class Servers:
         """
         return None
 
+    def image(self, platform: Platform) -> str:
+        """Return the published container image of the engine for the chips of a platform. By default none."""
+        return ""
+
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
         """Return the candidate of a single server, and the number of servers.
 

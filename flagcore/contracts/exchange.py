@@ -135,6 +135,7 @@ class ExportJob:
     `launch`: starts the candidate with its whole environment. For an exporter with `per_server`, it starts one of
     `replicas` identical servers, or the first of `servers`. It is empty if the candidate's engine is the exporter.
     `devices`: the number of devices per node that `launch` uses.
+    `image`: the published image of a server, or empty.
     `options`: the user's options: `image` of containers; of Kubernetes also `kind` of a job, `volume` as CLAIM:PATH,
     `queue`, `rdma` (a resource), `user` (a number) and `pods`, a file with fields of pods.
     `servers`: the servers, if the candidate has several kinds of them.
@@ -147,6 +148,7 @@ class ExportJob:
     launch: Launch
     devices: int
     replicas: int = 1
+    image: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     servers: ServerGroups | None = None
 
@@ -168,7 +170,10 @@ class ExportJob:
 
 @runtime_checkable
 class Exporter(Protocol):
-    """An optional interface of engines, launchers and importers that can export candidates to further targets."""
+    """An optional interface of engines, launchers and importers that can export candidates to further targets.
+
+    An exporter with `per_kind = True` starts several kinds of nodes, each with its own variables and flags.
+    """
 
     targets: Collection[str]
     """The names of the targets, for `flag export --to`."""

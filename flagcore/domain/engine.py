@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from flagcore.domain.chip import Device, Source, Support
 from flagcore.domain.cluster import NodeGroup
@@ -123,6 +123,29 @@ class KubernetesResource:
     rdma: "KubernetesResource | None" = None
 
 
+DEVICE = "{device}"
+"""Placeholder for the name of a device in the fields of a container."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerDevices:
+    """What a container needs to use a vendor's devices.
+
+    `service`: fields of a service of the Compose Specification. An item of a list with DEVICE stands for an item for
+    each device; without such items, the container sees all devices.
+    `images`: the vendor's published images with engines, by the engine's name.
+    """
+
+    service: Mapping[str, Any]
+    source: Source
+    images: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def selects(self) -> bool:
+        """Whether the container sees only its own devices, which are numbered from 0 in it."""
+        return DEVICE in str(self.service)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """What production jobs use on a chip: the implementation of the layers, and settings.
@@ -152,6 +175,7 @@ class EngineSupport:
     `cross_vendor_libraries`: the collective libraries that connect the chip with chips of other vendors. Without a
     common library, messages between vendors go through the memory of the hosts.
     `kubernetes`: the resource that a pod requests. None if it is not documented.
+    `container`: what a container needs. None if it is not documented.
     `layer_s`: seconds that the host needs for each layer of a server's iteration, which takes at least these.
     `install`: where to get the chip's build of the engine. Empty for the public build.
     `notes`: sentences for the user.
@@ -168,6 +192,7 @@ class EngineSupport:
     stack: Stack | None = None
     cross_vendor_libraries: tuple[str, ...] = ()
     kubernetes: KubernetesResource | None = None
+    container: ContainerDevices | None = None
     layer_s: float = 0.0
     install: str = ""
     notes: tuple[str, ...] = ()

@@ -129,6 +129,9 @@ class ServerGroups:
     front: Launch | None
 
 
+PORT = "{port}"
+"""Placeholder for the port of a server in its command. In scripts, PORT_VARIABLE has it."""
+PORT_VARIABLE = "PORT"
 HOSTS = "hosts"
 """The subfolder of a trial's folder that contains one folder per host, with the host's files and logs."""
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -68,10 +69,11 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
       which they were slow.
     - `notes`: Caveats, such as trials without time for all their steps, a busy machine, or a p99 of fewer than 100
       requests.
+    - `note_messages`: The same as `template` and `values`, for translation. Null for a fixed text.
     - `front`: Of servers: the Pareto front of `output_tokens_per_s_per_device` and `output_tokens_per_s_per_user` (the
       inverse of the median time per token) over all load points, highest rate of a device first.
     """
-    because = plan.stopped_because
+    because, noted = plan.stopped_because, notes(plan)
     fastest = plan.fastest.number if plan.fastest else None
     return {
         "schema_version": SCHEMA_VERSION,
@@ -99,7 +101,8 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "repeats": [trial(each) for each in plan.repeats],
         "probes": [trial(each) for each in plan.probes],
         "slow_devices": slow_devices(plan),
-        "notes": notes(plan),
+        "notes": noted,
+        "note_messages": [each.record if isinstance(each, Message) else None for each in noted],
         **({"front": [nest_statistics(point) for point in front(plan)]} if plan.objective in SERVING else {}),
     }
 
@@ -255,6 +258,12 @@ def read_plan(data: Mapping[str, Any]) -> dict[str, Any]:
         "fastest": by_number.get(data.get("fastest", -1)),
         "limits": data.get("limits") or {},
     }
+
+
+def notes_of(data: Mapping[str, Any]) -> list[str]:
+    """Return the notes of a result.json in the selected language."""
+    messages = chain(data.get("note_messages") or (), repeat(None))
+    return [from_record(text, message) for text, message in zip(data.get("notes") or (), messages, strict=False)]
 
 
 def stop_reason(data: Mapping[str, Any]) -> str:

@@ -117,6 +117,7 @@ class _Result(_Object):
     limits: Annotated[dict[str, float], EMPTY]
     slow_devices: Annotated[dict[str, list[int]], EMPTY]
     notes: Texts
+    note_messages: Annotated[list[Data | None], EMPTY_LIST]
     front: Records
     engine: str = ""
     engines: Annotated[dict[str, Data], EMPTY]

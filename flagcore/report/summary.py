@@ -14,7 +14,7 @@ from flagcore.i18n import N_, _, ngettext
 from flagcore.report.blocks import Block, Cell, Facts, Table, Text, cell, table
 from flagcore.report.candidate_report import causes_text, differences_text, figure_pairs
 from flagcore.report.formats import NAMES, shown, size_text
-from flagcore.report.result import noise_warnings, number, slow_devices
+from flagcore.report.result import noise_warnings, notes_of, number, slow_devices
 from flagcore.report.run import RunData, measured_s, served
 from flagcore.report.text import (
     at_load,
@@ -54,7 +54,7 @@ def details(run: RunData) -> list[Block]:
     for line, numbers in slow_devices(run).items():
         text = N_("Slow device, which delays all other devices: {line} (trial {trials}).")
         blocks.append(Text(_(text, line=line, trials=", ".join(map(str, numbers)))))
-    return blocks + [Text(_("Note: {note}.", note=note)) for note in run.data.get("notes") or ()]
+    return blocks + [Text(_("Note: {note}.", note=note)) for note in notes_of(run.data)]
 
 
 def ending(run: RunData) -> list[Text]:
@@ -213,7 +213,7 @@ def _step(run: RunData, best: Trial) -> Cell:
     elif step and step.modelled_s is not None:
         modelled = N_("of which ~{seconds} s are predicted communication and waiting")
         text += ", " + _(modelled, seconds=shown(step.modelled_s))
-    elif step:
+    elif step and not (low and high):
         steps = N_("(spread {spread} s over {count} steps)")
         text += " " + _(steps, spread=shown(step.spread_s), count=len(step.step_times_s))
     return Cell(text, value)

@@ -1,6 +1,7 @@
 """Formats candidates, states of trials, counts of combinations and serving metrics as text."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import chain, groupby
 from statistics import fmean, median
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ from flagcore.domain.records import GIB, read_prediction
 from flagcore.domain.space import DOES_NOT_FIT, Candidate
 from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.trial import PROBE, RUN, Measurement, Shortened, Trial, TrialState, is_disturbed
-from flagcore.i18n import N_, _, columns, left, ngettext
+from flagcore.i18n import N_, Message, _, columns, left, ngettext
 from flagcore.report.formats import NAMES, shown, size_text
 
 Stage: TypeAlias = tuple[str | None, str, int]
@@ -341,34 +342,38 @@ def notes(plan: Plan) -> list[str]:
     measurement = best.measurement if best else None
     noted = [*(measurement.notes if measurement else ()), *_slow_trials(plan)]
     if plan.speedup and base and is_disturbed(plan.runs_of(base.candidate).counted):
-        noted.append("other programs used cores in all runs of the baseline: it may be faster, and the gain smaller")
+        noted.append(
+            N_("other programs used cores in all runs of the baseline: it may be faster, and the gain smaller")
+        )
     points = measurement.points if measurement else ()
     answered_counts = [point["answered"] for point in points if "answered" in point]
     weak = [name for name, minimum in MIN_REQUESTS.items() if answered_counts and min(answered_counts) < minimum]
     if not weak:
         return noted
-    percentiles, min_requests = " and ".join(weak), max(MIN_REQUESTS[name] for name in weak)
-    return [
-        *noted,
-        f"{percentiles} of {min(answered_counts):g} requests are unreliable: use num_prompts >= {min_requests}",
-    ]
+    text = N_("{names} of {count:g} requests are unreliable: use num_prompts >= {least}")
+    least = max(MIN_REQUESTS[name] for name in weak)
+    return [*noted, Message(text, names=", ".join(weak), count=min(answered_counts), least=least)]
 
 
-def _slow_trials(plan: Plan) -> list[str]:
+def _slow_trials(plan: Plan) -> list[Message]:
     """Return a note on trials without enough time for all their steps, and one on what slowed the machine down."""
     trials = [each for each in (*plan.trials, *plan.repeats) if not each.source]
     cut = [each for each in trials if each.finished_steps_s or (each.measurement and each.measurement.few_steps)]
-    slow_notes = []
+    slow_notes = list[Message]()
     if cut:
         pairs = [(each.step_seen_s, each.predicted_step_s) for each in cut]
         ratios = [seen / predicted for seen, predicted in pairs if seen and predicted]
-        slow_notes.append(f"{len(cut)} of {len(trials)} trials had no time for all their steps")
+        numbers = {"count": len(cut), "of_count": len(trials)}
+        note = Message(N_("{count} of {of_count} trials had no time for all their steps"), **numbers)
         if ratios:
-            slow_notes[0] += f"; a step took {median(ratios):.2g} times as long as predicted (median)"
+            text = N_("{note}; a step took {ratio:.2g} times as long as predicted (median)")
+            note = Message(text, note=note, ratio=median(ratios))
+        slow_notes.append(note)
     readings = [each.measurement.telemetry if each.measurement else each.telemetry for each in trials]
     means = {name: fmean(each[name] for each in readings if name in each) for name in {*chain(*readings)}}
     if slow := list(disturbances(means)):
-        slow_notes.append(f"during trials, {'; '.join(slow)}: results may differ on an idle machine")
+        what = reduce(lambda first, second: Message(N_("{first}; {second}"), first=first, second=second), slow)
+        slow_notes.append(Message(N_("during trials, {what}: results may differ on an idle machine"), what=what))
     return slow_notes
 
 

@@ -72,7 +72,7 @@ def test_percentiles_of_few_requests_are_reported_as_such() -> None:
         return plan(dataclasses.replace(one, measurement=dataclasses.replace(one.measurement, points=points)))
 
     (note,) = result(found(64), "r")["notes"]
-    assert note.startswith("p99 and p95 of 64 requests")
+    assert note.startswith("p99, p95 of 64 requests")
     assert f"Note: {note}." in plan_text(found(64))
     assert "p90 of 8 requests" in plan_text(found(8))
     assert result(found(400), "r")["notes"] == []

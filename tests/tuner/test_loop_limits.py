@@ -1,5 +1,6 @@
 """The loop with long steps, busy devices and derived time limits; a launcher plays each trial at once."""
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from flagcore.domain.plan import Plan
 from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.hooks import hookimpl
-from flagcore.report.result import result
+from flagcore.i18n import choose
+from flagcore.report.result import notes_of, result
 from flagcore.tuner import devices
 from flagcore.tuner.parallel import MAX_CONSECUTIVE_BUSY
 from tests import tasks
@@ -220,6 +222,14 @@ def test_trials_whose_time_is_over_after_two_steps_are_measured(bench: BusyBench
         > record["trials"][0]["measured"]["step_time_s"]["median"]
     )
     assert any("no time for all their steps" in note for note in record["notes"])
+    assert choose("zh")
+    try:
+        notes = notes_of(json.loads(json.dumps(record)))
+        assert len(notes) == len(record["notes"]) > 0
+        assert not any("trials" in note for note in notes)
+        assert notes_of({"notes": ["of an engine"]}) == ["of an engine"]
+    finally:
+        choose("en")
 
 
 def test_a_search_whose_trials_have_time_for_one_step_ends_with_advice(bench: BusyBench) -> None:

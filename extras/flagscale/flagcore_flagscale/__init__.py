@@ -27,6 +27,7 @@ class FlagScale:
     name, title, has_trees = "flagscale", "FlagScale", True
     targets: Collection[str] = ("flagscale",)
     per_server = True
+    per_kind = True
 
     def read_tree(
         self, directory: Path, name: str, overrides: Sequence[str] = (), chips: Callable[[], Sequence[Chip]] = tuple

@@ -31,6 +31,10 @@ HOSTS = "FLAGCORE_HOSTS"
 FIRST, OTHERS = "first", "others"
 RESTARTS = 3
 """How often a job is started again, for example after a preemption."""
+START_SECONDS = 1200
+"""How long a server may take to start, before its pod is restarted: as a trial of servers by default."""
+HUB_SECRET = "hf-token"
+"""The secret with HF_TOKEN for weights that a server downloads. It may be missing."""
 KEPT_SECONDS = 7 * 24 * 3600
 """How long a finished job is kept, with its logs."""
 
@@ -141,7 +145,8 @@ ROLE, LEADER = "role", "leader"
 def export(job: ExportJob) -> Mapping[str, str]:
     """Return the manifest of a job. Raises UsageError if an option is missing or invalid."""
     kind = job.options.get("kind", "jobset")
-    if not job.options.get("image"):
+    image = job.options.get("image", job.image)
+    if not image:
         raise UsageError(_("--to kubernetes needs --image, an image with the program of the candidate"))
     hosts = KINDS[kind].hosts(job.name, job.nodes)
     environment, of_host, secrets = _environment(job, hosts)
@@ -156,7 +161,7 @@ def export(job: ExportJob) -> Mapping[str, str]:
         limits=device_limits(job.platform, job.devices),
         devices=job.devices,
         secrets=secrets,
-        **pod_options(job.options),
+        **pod_options({**job.options, "image": image}),
     )
     if job.servers is not None:
         manifests = _server_groups(job, job.servers, pods)
@@ -169,6 +174,7 @@ def export(job: ExportJob) -> Mapping[str, str]:
 def _notes(job: ExportJob, pods: Pods) -> list[str]:
     """Return comments for the user: what to replace, and what must exist in the cluster and the image."""
     notes = list[str]()
+    weights = [job.platform.task.spec.serve.weights or ""] if job.is_server else []
     if job.launch.sample:
         notes.append(f"Replace {shlex.join(job.launch.sample)}, which trains on generated data: {job.launch.missing}.")
     if job.servers is not None and job.servers.front is not None:
@@ -176,9 +182,10 @@ def _notes(job: ExportJob, pods: Pods) -> list[str]:
         notes.append(f"The image must also have the router in front of the servers ({program} ...).")
     if job.servers is not None and any(group.hosts > 1 for group in job.servers.groups):
         notes.append("The cluster must have LeaderWorkerSet, which starts each server on several hosts.")
+    if job.is_server and weights and not os.path.isabs(weights[0]):
+        notes.append(f"For weights that need a token, create the secret {HUB_SECRET} with HF_TOKEN.")
     if pods.secrets:
         notes.append(f"Create the secret {job.name}-secrets first.")
-    weights = [job.platform.task.spec.serve.weights or ""] if job.is_server else []
     paths = dict.fromkeys(weights or [job.launch.directory or "", *job.launch.argv])
     on_volume = [each for each in paths if pods.claim and Path(each).is_relative_to(pods.mount)]
     if needed := [each for each in paths if os.path.isabs(each) and each not in on_volume]:
@@ -219,7 +226,7 @@ def _command(job: ExportJob, hosts: Collection[str], of_host: str = "") -> str:
     `of_host`: shell commands before it, as in `_environment`.
     """
     launch, placeholders = job.launch, _placeholders(hosts)
-    argv = [os.path.basename(launch.argv[0]) if launch.ready else launch.argv[0], *launch.argv[1:], *launch.sample]
+    argv = [*launch.argv, *launch.sample]
     if launch.ready:  # the service reaches the pod from outside
         argv = ["0.0.0.0" if word == urlsplit(launch.ready[0]).hostname else word for word in argv]
     names = {**IN_SHELL, **IN_GROUP} if launch.ready else IN_SHELL
@@ -247,11 +254,29 @@ def _server(pods: Pods, job: ExportJob) -> list[dict[str, Any]]:
 def _server_pod(pods: Pods, job: ExportJob) -> dict[str, Any]:
     """Return the spec of a pod with a server that is ready when its health check succeeds."""
     health, spec = urlsplit(job.launch.ready[0]), pod_spec(pods, pods.first, "Always", "server")
+    check = {"path": health.path, "port": health.port}
+    _add_hub(spec, pods, job)
     spec["containers"][0] |= {
         "ports": [{"containerPort": health.port}],
-        "readinessProbe": {"httpGet": {"path": health.path, "port": health.port}, "periodSeconds": 5},
+        "startupProbe": {"httpGet": check, "periodSeconds": 10, "failureThreshold": START_SECONDS // 10},
+        "readinessProbe": {"httpGet": dict(check), "periodSeconds": 5},
     }
     return spec
+
+
+def _add_hub(spec: dict[str, Any], pods: Pods, job: ExportJob) -> None:
+    """Let a server download weights that are a name: with the token, if there is a secret, into a folder that stays."""
+    weights, container = job.platform.task.spec.serve.weights or "", spec["containers"][0]
+    if not weights or os.path.isabs(weights) or not pods.devices:  # the router needs none
+        return
+    given = {each["name"] for each in container.setdefault("env", [])}
+    token = {"secretKeyRef": {"name": HUB_SECRET, "key": "HF_TOKEN", "optional": True}}
+    home = f"{pods.mount or '/hub'}/huggingface"
+    variables: list[dict[str, Any]] = [{"name": "HF_TOKEN", "valueFrom": token}, {"name": "HF_HOME", "value": home}]
+    container["env"] += [each for each in variables if each["name"] not in given]
+    if not pods.claim:
+        spec.setdefault("volumes", []).append({"name": "hub", "emptyDir": {}})
+        container.setdefault("volumeMounts", []).append({"name": "hub", "mountPath": "/hub"})
 
 
 def _service(name: str, labels: Mapping[str, str], job: ExportJob) -> dict[str, Any]:
@@ -301,6 +326,7 @@ def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[
 def _on_hosts(pods: Pods, job: ExportJob, group: ServerGroup) -> dict[str, Any]:
     """Return the LeaderWorkerSet of servers on several hosts. It creates a Service with its own name."""
     leader, worker = _server_pod(pods, job), pod_spec(pods, pods.others, "Always", "server")
+    _add_hub(worker, pods, job)
     for spec in (leader, worker):
         _add_address(spec)
     template = {

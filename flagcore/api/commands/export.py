@@ -72,7 +72,7 @@ def export(
         raise SpecError(key=f"{work.kind}.{work.missing}", problem="is missing", fix=fix)
     with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
         job = _job(snapshot, chosen, exporter, draft, job_id, options or {})
-        _require_equal_nodes(job, target)
+        _require_equal_nodes(job, exporter, target)
         files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
         for file, text in files.items():
             (draft / file).parent.mkdir(exist_ok=True)
@@ -117,11 +117,11 @@ DRAFT = ".part"
 """The end of the name of an export's folder while it is written."""
 
 
-def _require_equal_nodes(job: ExportJob, target: str) -> None:
+def _require_equal_nodes(job: ExportJob, exporter: Exporter | None, target: str) -> None:
     """Raise UsageError if a target starts all nodes in the same way, but they need different variables and flags."""
-    importers = plugins.names(plugins.IMPORTERS)
-    supported_targets = [each for each in export_targets(job.platform.task.spec.work.engine) if each in importers]
-    if job.unequal_nodes and target not in supported_targets:
+    if job.unequal_nodes and not getattr(exporter, "per_kind", False):
+        exporters = _exporters(job.platform.task.spec.work.engine).items()
+        supported_targets = [name for name, each in exporters if getattr(each, "per_kind", False)]
         text = N_("--to {target} starts all nodes with one command, but this cluster has several kinds of chips")
         fix = _("use --to {known}", known=", ".join(supported_targets)) if supported_targets else ""
         raise UsageError("; ".join(filter(None, [_(text, target=target), fix])))
@@ -172,8 +172,9 @@ def _job(
     platform = platform if exporter is None or exporter is engine else without_local_devices(platform)
     platform = _elsewhere(platform, exporter, engine)
     comments = _comments(snapshot, candidate)
-    make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
     single_server, replicas, servers_of = candidate, 1, optional(snapshot.problem.engine, Servers)
+    make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
+    make = partial(make, image=servers_of.image(platform))
     if exporter is not None and exporter.per_server:
         if servers := servers_of.groups(platform, candidate, name):
             groups = tuple(replace(each, launch=prepared_launch(platform, each.launch)) for each in servers.groups)

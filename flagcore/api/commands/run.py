@@ -3,22 +3,27 @@
 import json
 import math
 import os
+import re
+import shlex
 import socket
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+import psutil
+
 from flagcore import plugins
 from flagcore.api.inputs import warn
-from flagcore.api.outcome import SECRETS
+from flagcore.api.outcome import SECRETS, SECRETS_HERE
 from flagcore.api.runs import no_best_error, read_run
 from flagcore.domain.files import read_regular, write
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import PORT_VARIABLE, Launch
 from flagcore.errors import HostLost, LaunchError, RunError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers.local import start_for_users
@@ -35,14 +40,16 @@ def run_best(
     *,
     stdout: int | None = None,
     on_ready: Callable[[str], object] | None = None,
+    port: int | None = None,
     dry_run: bool = False,
 ) -> NoReturn:
     """Start the best configuration of a run, or with `dry_run` print the script that starts it.
 
     Training replaces this process, or runs on the hosts of the run until this process ends. A command that the user has
     to complete is only printed. Servers are child processes, which stop when this process ends. `on_ready` is called
-    with their URL once they respond. `stdout` is a file descriptor for their output. Raises `no_best_error` if the run
-    has no best configuration, UsageError if it cannot be started, and HostLost if a host is lost.
+    with their URL once they respond. `port`: that of the servers, in place of their default. `stdout` is a file
+    descriptor for their output. Raises `no_best_error` if the run has no best configuration, UsageError if it cannot be
+    started, and HostLost if a host is lost.
     """
     launch = _saved_launch(run_dir)
     ready, missing, folder = launch["ready"], str(launch["missing"]), launch["directory"]
@@ -51,12 +58,19 @@ def run_best(
     for path in (argv[1], *(() if missing else (folder,))):
         if not os.path.exists(path):
             raise UsageError(_("{path} is missing; restore it, or tune again with --new", path=path))
+    if port is not None and not ready:
+        raise UsageError(_("--port: the best configuration of {run} is no server that starts here", run=run_dir))
     if dry_run:
         sys.stdout.write(Path(argv[1]).read_text(encoding="utf-8"))
         sys.exit()
     sys.stdout.flush()
     if ready:
-        server = Launch(argv=tuple(argv), folder=folder, ready=tuple(map(str, ready)))
+        first = urlsplit(ready[0]).port or 80
+        shift = 0 if port is None else port - first
+        urls = (re.sub(r":(\d+)", lambda match: f":{int(match[1]) + shift}", str(url), count=1) for url in ready)
+        server = Launch(
+            argv=tuple(argv), folder=folder, ready=tuple(urls), environment={PORT_VARIABLE: str(first + shift)}
+        )
         sys.exit(_serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
@@ -74,7 +88,8 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(read_regular(file, folder=Path(run_dir)))
-        return {"hosts": (), **launch, **{name: launch[name] for name in KEYS}}  # older runs name no hosts
+        here = {name: os.path.join(os.path.abspath(run_dir), launch[name]) for name in ("folder", "directory")}
+        return {"hosts": (), **launch, **{name: launch[name] for name in KEYS}, **here}  # older runs name no hosts
     except (OSError, ValueError, KeyError, TypeError) as error:
         run_files = (IDENTITY, "result.json", "best/launch.json")
         if not any(os.path.isfile(os.path.join(run_dir, name)) for name in run_files):
@@ -97,8 +112,8 @@ def _run_on_hosts(script: Path, launch: Mapping[str, Any]) -> int:
     folder.mkdir(exist_ok=True)
     if secrets.exists():  # in this folder, they are sent to the hosts
         write(folder / SECRETS, secrets.read_text(encoding="utf-8"), private=True)
-        text = text.replace(str(secrets), str(folder / SECRETS))
-    job = Launch(argv=("sh", "-c", text), folder=str(folder), directory=launch["directory"], hosts=hosts)
+        text = text.replace(SECRETS_HERE, shlex.quote(str(folder / SECRETS)))
+    job = Launch(argv=("sh", "-c", text, str(script)), folder=str(folder), directory=launch["directory"], hosts=hosts)
     running = launcher.start(replace(job, timeout_seconds=math.inf, disk_limit_bytes=1 << 62))
     try:
         with open(folder / "stdout.log", "rb") as output, open(folder / "stderr.log", "rb") as errors:
@@ -124,7 +139,8 @@ def _serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> in
     used_urls = [url for url in launch.ready if _listens(url)]
     if used_urls:
         port = urlsplit(used_urls[0]).port
-        raise UsageError(_("port {port} is in use by another program", port=port))
+        text = N_("port {port} is in use by {program}; stop it, or choose another port with `flag run --port`")
+        raise UsageError(_(text, port=port, program=_holder(port)))
     try:
         servers = start_for_users(launch, stdout, 2)
     except (LaunchError, OSError) as error:
@@ -139,6 +155,15 @@ def _serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> in
         servers.stop()
         raise
     return ended.code if ended.code >= 0 else 128 - ended.code
+
+
+def _holder(port: int | None) -> str:
+    """Return the program that listens on a port. Other users' processes are not known."""
+    with suppress(psutil.Error, OSError):
+        for each in psutil.net_connections("tcp"):
+            if each.pid and each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN:
+                return _("{name} (process {pid})", name=psutil.Process(each.pid).name(), pid=each.pid)
+    return _("another program")
 
 
 def _listens(url: str) -> bool:

@@ -64,7 +64,7 @@ from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, 
 from flagcore.i18n import N_, _, ngettext
 from flagcore.plugins.entry_points import one_line
 from flagcore.report.estimate import Estimate
-from flagcore.report.result import noise_warnings
+from flagcore.report.result import noise_warnings, notes_of
 from flagcore.report.result import trial as trial_record
 from flagcore.report.summary import no_best
 from flagcore.spec.convert import engines_of, select_engine
@@ -286,7 +286,7 @@ class _EngineRun:
         folder = self.directory.path
         outcome = save(result, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
         warn(noise_warnings(result.plan))
-        warn(outcome.data.get("notes", ()))
+        warn(notes_of(outcome.data))
         try:
             self.experience.save(self.name, result.problem.platform, result.plan.trials)
         except RunError as error:

@@ -15,7 +15,7 @@ from flagcore.errors import Interrupted, NoDevice, SpecError
 
 DATA = {
     "serve": {"engine": ["slow", "quick", "absent"]},
-    "auto_tuner": {"space": {"a": [1], "quick": {"b": [2]}}, "control": {"max_trials": 9, "max_time": 90}},
+    "auto_tuner": {"space": {"a": [1], "quick": {"b": [2]}}, "control": {"max_trials": 9, "max_time": "90s"}},
 }
 ENGINES = ("slow", "quick", "absent")
 RATES = {"slow": 10.0, "quick": 20.0}

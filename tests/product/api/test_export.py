@@ -112,6 +112,29 @@ def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path
     assert {"--node-rank=7", "--master-addr=node-a", "--nnodes=128"} <= set(words)
 
 
+def test_a_plan_on_two_chips_is_a_heterogeneous_job_of_slurm(tmp_path: Path) -> None:
+    groups = [{"chip": chip, "nodes": 2, "devices_per_node": 8} for chip in ("H100-SXM", "C550")]
+    for each in groups:
+        each["nic_bytes_per_second"] = 5e10
+    train = {**SMALL_TRAINING["train"], "engine_version": "0.15", "seq_length": 4096, "global_batch_size": 128}
+    space = {"meshes": ["H100-SXM tp2 dp8 + C550 tp2 dp8"], "micro_batch_size": 1, "use_recompute": "auto"}
+    model = {**SHAPE, "num_layers": 8}
+    data = {"model": model, "cluster": {"groups": groups}, "train": train, "auto_tuner": {"space": space}}
+    script = only(exported(written(tmp_path, data), "slurm"))
+    options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert options[2] == "#SBATCH hetjob"
+    assert all("--nodes=2 --ntasks-per-node=1 --gpus-per-node=8" in options[each] for each in (1, 3))
+    (tmp_path / "bin").mkdir()
+    last = 'while [ "$1" != : ]; do shift; done; shift 2; SLURMD_NODENAME=d exec "$@"'  # a task of the second component
+    for name, text in (("scontrol", 'echo "$3" | tr , "\\n"'), ("srun", last)):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    nodes = {"SLURM_JOB_NODELIST_HET_GROUP_0": "a,b", "SLURM_JOB_NODELIST_HET_GROUP_1": "c,d"}
+    words = started(script, tmp_path, "torchrun", **nodes)
+    assert {"--node-rank=3", "--master-addr=a", "--nnodes=4"} <= set(words)
+    assert words[words.index("--hetero-current-device-type") + 1] == "C550"
+
+
 @pytest.mark.parametrize("start", ["exec torchrun --node-rank=$NODE_RANK", "srun torchrun --node-rank=$SLURM_NODEID"])
 def test_a_script_is_started_once_per_node_with_the_rank_of_the_node(start: str, tmp_path: Path) -> None:
     sizes = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --micro-batch-size 1"
@@ -170,9 +193,40 @@ def test_slurm_assigns_the_devices_itself(tmp_path: Path) -> None:
         assert "CUDA_VISIBLE_DEVICES" not in only(exported(server(tmp_path), "slurm", "instances=1, tp=4"))
 
 
-@pytest.mark.parametrize(("count", "proxy"), [(1, set()), (2, {"nginx.conf"})])
-def test_several_servers_of_a_compose_file_have_a_proxy(count: int, proxy: set[str], tmp_path: Path) -> None:
-    assert set(exported(server(tmp_path), "compose", f"instances={count}, tp=2")) == {"compose.yaml", *proxy}
+@pytest.mark.parametrize(
+    ("chip", "image", "own", "all_devices"),
+    [
+        ("H100-SXM", "vllm/vllm-openai:v0.11.2", {"'2'", "'3'"}, set()),
+        ("MI300X", "vllm/vllm-openai-rocm:v0.11.2", set(), {"/dev/kfd", "/dev/dri"}),
+        ("C550", "${IMAGE", set(), {"/dev/mxcd", "/dev/dri"}),
+        ("910B3", "${IMAGE", {"/dev/davinci2", "/dev/davinci3"}, {"/dev/davinci_manager"}),
+        ("P800", "quay.io/kunlun/vllm_kunlun:", {"/dev/xpu2", "/dev/xpu3"}, {"/dev/xpuctrl"}),
+    ],
+)
+def test_a_compose_file_starts_as_it_is(
+    chip: str, image: str, own: set[str], all_devices: set[str], tmp_path: Path
+) -> None:
+    spec = server(tmp_path, cluster={"chip": chip, "devices_per_node": 4})
+    data = json.loads(spec.read_text())
+    data["serve"] |= {"weights": "Qwen/Qwen3-0.6B", "engine_version": "0.11.2", "engine_args": {}}
+    text = only(exported(written(tmp_path, data), "compose", "instances=2, tp=2"))
+    services = yaml.safe_load(text)["services"]
+    assert list(services) == ["instance-0", "instance-1", "balancer"]
+    second = services["instance-1"]
+    assert second["image"].startswith(image)
+    assert second["environment"]["HF_TOKEN"] is None
+    assert any(each.endswith(":/root/.cache/huggingface") for each in second["volumes"])
+    assert "127.0.0.1:8002/health" in second["healthcheck"]["test"][1]
+    devices = {repr(each) for each in found(second, "device_ids")[0]} if chip == "H100-SXM" else set(second["devices"])
+    assert own | all_devices <= devices
+    assert not devices & {"'0'", "/dev/davinci0", "/dev/xpu0"}
+    assert any("VISIBLE_DEVICES" in name for name in second["environment"]) == (not own)
+
+
+def test_a_single_server_of_a_compose_file_listens_on_all_addresses(tmp_path: Path) -> None:
+    (service,) = yaml.safe_load(only(exported(server(tmp_path), "compose", "instances=1")))["services"].values()
+    words = service["entrypoint"]
+    assert words[words.index("--host") + 1] == "0.0.0.0"
 
 
 def test_the_script_of_a_server_starts_the_engine_of_another_machine(tmp_path: Path) -> None:
@@ -272,7 +326,7 @@ def test_an_interrupted_export_leaves_the_folder_as_it_was(
 
     monkeypatch.setattr(Path, "write_text", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        api.export(spec, "compose", "instances=2, tp=2", output=place)
+        api.export(spec, "flagscale", "instances=2, tp=2", output=place)
     assert not list(Path().rglob("*"))
 
 

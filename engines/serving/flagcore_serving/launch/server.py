@@ -14,15 +14,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from flagcore.domain.launch import FailurePattern
+from flagcore.domain.launch import PORT, FailurePattern
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore_serving.job import Load
 from flagcore_serving.load.result import MinRate
 from flagcore_serving.load.routing import MAX_MORE, MAX_RATIO
 
-PORT = "{port}"
-"""Placeholder for the port in a command line. The port is chosen when the server is started."""
 HEAD, HEAD_PORT = "{head}", "{head_port}"
 """Placeholders in the command line of an instance on several hosts: its first host, and a free port of this host."""
 TRANSFER_PORT, URL = "{transfer_port}", "{url}"
@@ -34,6 +32,8 @@ def address(task: Task) -> str:
     return "0.0.0.0" if task.spec.on_each_host else "127.0.0.1"
 
 
+ROUTERS = {"vllm-router": "vllm-router==0.1.17", "sglang_router": "sglang-router==0.3.2"}
+"""The pip requirements of the routers, by program or module. `Router` has the flags of these releases."""
 ROUTER_HEALTH = "/health"
 """Path that returns status 200 when a router is ready, for all routers."""
 LOCAL_ADDRESS = ("--host", "127.0.0.1", "--port", PORT)
@@ -46,6 +46,7 @@ class Instance:
 
     - `argv`: the command line, with the placeholder PORT.
     - `cores`: the CPU cores to which it is pinned; empty for all cores.
+    - `devices`: the names of its devices on their host, as in `Device.selector`.
     - `requested`: the knob values that the server must report. None means that the engine chooses.
     - `host`: the index of the host on which it runs.
     - `further`: the command lines for the other hosts if it spans several. Only the first host serves requests.
@@ -55,14 +56,18 @@ class Instance:
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
     requested: Mapping[str, KnobValue] = field(default_factory=dict)
     host: int = 0
     further: tuple[tuple[str, ...], ...] = ()
     kind: str = ""
 
-    def at_port(self, port: int) -> Instance:
-        """Return the instance with `port` in place of PORT, and this machine's address in place of a remaining HEAD."""
-        return self.filled({PORT: str(port), TRANSFER_PORT: str(transfer_port(port)), HEAD: "127.0.0.1"})
+    def at_port(self, port: int, text: str = "") -> Instance:
+        """Return the instance with `port` in place of PORT, and this machine's address in place of a remaining HEAD.
+
+        `text`: how the command writes the port, by default as a number.
+        """
+        return self.filled({PORT: text or str(port), TRANSFER_PORT: str(transfer_port(port)), HEAD: "127.0.0.1"})
 
     def at_head(self, host: str, port: str) -> Instance:
         """Return the instance with `host` in place of HEAD, and the rendezvous port `port` in place of HEAD_PORT."""
@@ -87,7 +92,7 @@ class Router:
     - `prefill`: the words to add for each instance that only prefills, with the placeholders URL and TRANSFER_PORT.
     - `decode`: the words to add for each other instance, with the same placeholders.
 
-    Source of the flags: `--help` of vllm-router 0.1.17 and sglang-router 0.3.2.
+    Source of the flags: `--help` of the releases in ROUTERS.
     """
 
     argv: tuple[str, ...]
@@ -109,15 +114,19 @@ class Router:
         return cls(argv=argv, prefill=tuple(prefill), decode=("--decode", URL))
 
     @property
-    def name(self) -> str:
-        """The name of the router's program, or of its Python package."""
-        return self.argv[2].partition(".")[0] if self.argv[1] == "-m" else Path(self.argv[0]).name
+    def requirement(self) -> str:
+        """The pip requirement of the router."""
+        name = self.argv[2].partition(".")[0] if self.argv[1] == "-m" else Path(self.argv[0]).name
+        return ROUTERS[name]
 
-    def instance(self, places: Sequence[tuple[str, str, int]]) -> Instance:
-        """Return the router as an instance to start. `places`: the kind, host and port of each server behind it."""
+    def instance(self, places: Sequence[tuple[str, str, int]], port_text: Callable[[int], str] = str) -> Instance:
+        """Return the router as an instance to start. `places`: the kind, host and port of each server behind it.
+
+        `port_text`: how the command writes a port.
+        """
         words = list(self.argv)
         for kind, host, port in places:
-            values = {URL: f"http://{host}:{port}", TRANSFER_PORT: str(transfer_port(port))}
+            values = {URL: f"http://{host}:{port_text(port)}", TRANSFER_PORT: str(transfer_port(port))}
             words += [_replaced(word, values) for word in (self.prefill if kind == "prefill" else self.decode)]
         return Instance(argv=tuple(words))
 

@@ -1,5 +1,6 @@
 """How the servers of an engine are started: as a trial, or as the servers of the best configuration."""
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -144,7 +145,11 @@ class EngineProfile:
                 hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
                 if not hosts and any(each.host or each.further for each in instances):
                     raise UsageError(_("servers on several hosts need cluster.hostfile and auto_tuner.launcher"))
-                started = export.launch(instances, folder, directory, self.reports.health, hosts, router)
+                is_elsewhere = {"in_image": serve.elsewhere == "image"}
+                programs = "" if serve.elsewhere else str(Path(sys.executable).parent)
+                started = export.launch(
+                    instances, folder, directory, self.reports.health, hosts, router, programs=programs, **is_elsewhere
+                )
                 if started.script and not serve.elsewhere:
                     _write_script(started.script, Path(folder, export.START), instances)
                 return started
@@ -196,21 +201,48 @@ class EngineProfile:
         return instances
 
     def router_of(self, platform: Platform, candidate: Candidate, count: int) -> Router | None:
-        """Return the router in front of `count` instances, or None if nginx or none suffices. Raises UsageError."""
+        """Return the router in front of `count` instances, or None if it needs none. Raises UsageError."""
         values, is_aware = candidate.as_dict(), platform.task.spec.serve.prefix_aware
         return self.router(platform.task, values) if values.get(PREFILL_DECODE) or (count > 1 and is_aware) else None
 
+    def image(self, platform: Platform) -> str:
+        """Return the published image of the engine for the chip: the vendor's, or else the engine's own.
+
+        Only the tag of the engine's image follows the release in the spec.
+        """
+        container, version = platform.support.container, platform.task.spec.work.engine_version or ""
+        if container and self.name in container.images:
+            return container.images[self.name]
+        image = self.program.published.get(platform.task.cluster.groups[0].chip.vendor.casefold(), "")
+        return re.sub(r":v\d+(\.\d+)+", f":v{version}", image) if version.count(".") >= 2 else image
+
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the files of an export to docker compose, by name. Raises UsageError."""
-        task = job.platform.task
+        task, support = job.platform.task, job.platform.support
         instances = self.instances(job.platform, job.candidate, is_public=True)
         if any(each.further or each.host for each in instances):
             raise UsageError("--to compose starts servers on one host only; use --to slurm or dynamo")
+        container = support.container
+        if container and container.selects:
+            instances = tuple(
+                replace(each, environment=without_devices(support, each.environment)) for each in instances
+            )
         variables = {**job.platform.environment, **task.spec.envs}
         common = {key: value for key, value in variables.items() if not any(each in value for each in DEVICES_OF_HOST)}
-        router = self.router_of(job.platform, job.candidate, len(instances))
-        image = job.options.get("image", "")
-        return export.compose_files(instances, task.spec.serve.directory, common, job.comments, router, image)
+        known = container is not None or support.shared_devices
+        note = "Put the device settings of the vendor's container runtime into compose.override.yaml."
+        text = export.compose_file(
+            instances,
+            self.reports.health,
+            directory=task.spec.serve.directory,
+            weights=task.spec.serve.weights or "",
+            common=common,
+            comments=job.comments if known else (*job.comments, note),
+            router=self.router_of(job.platform, job.candidate, len(instances)),
+            image=job.options.get("image", job.image),
+            devices=container.service if container else {},
+        )
+        return {export.COMPOSE: text}
 
     def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
         """Return the groups of identical servers of a candidate, or None if they need no router, and one host each.
@@ -282,6 +314,7 @@ class EngineProfile:
             argv=argv,
             environment=environment,
             cores=cores,
+            devices=() if cores else tuple(each.selector for each in own_devices),
             requested=set_values,
             host=number,
             further=tuple(other_argvs),

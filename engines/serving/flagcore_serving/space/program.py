@@ -63,6 +63,7 @@ class Program:
     - `commands`: all commands with which users may start it.
     - `model_flags`: flags for the model, which may also follow the command without a flag.
     - `images`: the entry points of public container images (see `Engine.images`).
+    - `published`: the image of a release for the chips of a vendor, by the vendor's name.
     - `in_image`: the path of the program in these images. Empty if it is on the PATH.
     - `config_flag`: the flag of a YAML file with more flags.
     - `local_flag`: the flag of the data-parallel ranks on each host.
@@ -102,6 +103,7 @@ class Program:
     commands: Sequence[Sequence[str]] = ()
     model_flags: Sequence[str] = ()
     images: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    published: Mapping[str, str] = field(default_factory=dict)
     in_image: str = ""
     config_flag: str = ""
     local_flag: str = ""
@@ -357,8 +359,10 @@ class Program:
         The path is that of the target for a command that is for another machine.
         """
         if spec.serve.elsewhere:
-            own = (self.in_image,) if self.in_image and spec.serve.elsewhere == "image" else ()
-            return tuple(spec.serve.command or own or self.program or self.commands[0])
+            command = tuple(spec.serve.command or self.program or self.commands[0])
+            if spec.serve.elsewhere == "host":
+                return command
+            return (self.in_image if self.in_image and not spec.serve.command else Path(command[0]).name, *command[1:])
         try:
             return self.command(spec)
         except NoDevice:

@@ -21,7 +21,7 @@ from engines.serving.tests.engines.tasks import serving
 from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport, KubernetesResource
-from flagcore.domain.launch import Launch, ServerGroups
+from flagcore.domain.launch import PORT, Launch, ServerGroups
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import SpecError, UsageError
@@ -54,8 +54,8 @@ def instances(where: Platform, folder: Path, **values: Any) -> tuple[Instance, .
 
 def composed(where: Platform, **values: Any) -> dict[str, Any]:
     candidate = Candidate.of({**LLAMACPP.defaults(where.task), **values})
-    files = export.compose_files(LLAMACPP.instances(where, candidate), None, {}, ())
-    return dict(yaml.safe_load(files[export.COMPOSE])["services"])
+    job = ExportJob(name="x", comments=(), platform=where, candidate=candidate, launch=NO_LAUNCH, devices=2)
+    return dict(yaml.safe_load(LLAMACPP.export(job, "compose")[export.COMPOSE])["services"])
 
 
 @pytest.mark.parametrize(
@@ -153,20 +153,19 @@ def test_only_requested_values_must_be_read_back(tmp_path: Path, values: Any, re
 def test_a_single_winner_is_started_with_the_engines_command(tmp_path: Path) -> None:
     best = launched(on_cards(tmp_path), tmp_path, for_real=True, parallel=4)
     assert best.argv[:2] == ("/bin/echo", "serve")
-    assert best.argv[best.argv.index("--port") + 1] == str(export.FRONT_PORT)
+    assert best.argv[best.argv.index("--port") + 1] == PORT
     assert best.environment[VISIBLE] == "0"
     assert not (tmp_path / export.START).exists()
 
 
-def test_several_winners_are_started_behind_nginx(tmp_path: Path) -> None:
+def test_several_winners_are_started_behind_a_balancer(tmp_path: Path) -> None:
     where = on_cards(tmp_path)
     best = launched(where, tmp_path, for_real=True, instances=2, pipeline_model_parallel_size=2)
     assert best.argv == ("/bin/bash", str(tmp_path / export.START))
     conf = best.script
     assert (tmp_path / export.START).read_text() == f"#!/bin/bash\n{conf}"
-    assert "least_conn;" in conf
-    assert conf.count("server 127.0.0.1:") == 2
-    assert "proxy_buffering off;" in conf
+    assert "reverse_proxy 127.0.0.1:$((PORT + 1)) 127.0.0.1:$((PORT + 2)) {" in conf
+    assert "lb_policy least_conn" in conf
     services = composed(where, instances=2, pipeline_model_parallel_size=2)
     assert list(services) == ["instance-0", "instance-1", "balancer"]
     assert [services[f"instance-{number}"]["environment"][VISIBLE] for number in (0, 1)] == ["0,1", "2,3"]
@@ -174,23 +173,24 @@ def test_several_winners_are_started_behind_nginx(tmp_path: Path) -> None:
     assert f"{weights}:{weights}:ro" in services["instance-0"]["volumes"]
     for number in (0, 1):
         argv = services[f"instance-{number}"]["entrypoint"]
-        assert argv[0] == "echo"  # the image's own
         assert argv[argv.index("--port") + 1] == str(export.FRONT_PORT + 1 + number)
-        assert f":{export.FRONT_PORT + 1 + number} " in conf
+        assert argv[argv.index("--host") + 1] == "127.0.0.1"
+        assert f'--port "$((PORT + {1 + number}))"' in conf
+    assert services["balancer"]["depends_on"]["instance-1"] == {"condition": "service_healthy"}
 
 
 def test_the_start_script_ends_all_servers_when_one_ends(tmp_path: Path) -> None:
     marks = [tmp_path / name for name in ("one", "two")]
     short = Instance(argv=("sh", "-c", f"touch {marks[0]}; sleep 0.2"))
     long = Instance(argv=("sh", "-c", f"touch {marks[1]}; echo $$ > {tmp_path}/pid; exec sleep 600"))
-    script, nginx = tmp_path / "start.sh", tmp_path / "nginx"
+    script, balancer = tmp_path / "start.sh", tmp_path / export.BALANCER
     script.write_text(export.start_script([short, long]))
     start: Any = partial(subprocess.run, ["/bin/bash", str(script)], capture_output=True, text=True, timeout=60)
     done = start(check=False, env={"PATH": "/no/such/folder"})
-    assert (done.returncode, done.stderr.strip()[:22]) == (2, "nginx is not installed")
+    assert (done.returncode, done.stderr.strip()[:22]) == (2, "caddy is not installed")
     assert not any(mark.exists() for mark in marks)
-    nginx.write_text("#!/bin/sh\nexec sleep 600\n")
-    nginx.chmod(0o700)
+    balancer.write_text("#!/bin/sh\nexec sleep 600\n")
+    balancer.chmod(0o700)
     done = start(check=False, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert done.returncode == 1
     assert "has ended" in done.stderr
@@ -205,9 +205,9 @@ def test_containers_mount_the_targets_of_links_and_get_all_variables(tmp_path: P
     (blobs / "1").touch()
     (snapshot / "model.safetensors").symlink_to(blobs / "1")
     instance = Instance(argv=("/opt/bin/serve", str(snapshot)), environment={"PRICE": "$5", "A": "own"})
-    files = export.compose_files([instance], "/work", {"A": "plugin", "B": "user"}, ())
-    (service,) = yaml.safe_load(files[export.COMPOSE])["services"].values()
-    assert {f"{place}:{place}:ro" for place in (blobs, snapshot, "/work")} == set(service["volumes"])
+    text = export.compose_file([instance], "/health", directory="/work", common={"A": "plugin", "B": "user"})
+    (service,) = yaml.safe_load(text)["services"].values()
+    assert {f"{place}:{place}:ro" for place in (blobs, snapshot, "/work")} < set(service["volumes"])
     assert service["environment"] == {"A": "own", "B": "user", "PRICE": "$$5"}
 
 
@@ -233,9 +233,9 @@ def test_winners_on_hosts_are_started_on_each_by_its_number(tmp_path: Path) -> N
     assert best.ready == ()
     script = (tmp_path / export.START).read_text()
     own = script[script.index("1)\n") : script.index("esac")]
-    assert "--port 8002" in own
-    assert "--port 8001" not in own
-    assert "server b:8002" in script
+    assert '--port "$((PORT + 2))"' in own
+    assert '--port "$((PORT + 1))"' not in own
+    assert "b:$((PORT + 2))" in script
     subprocess.run(["bash", "-n", str(tmp_path / export.START)], check=True)
 
 
@@ -243,8 +243,8 @@ def test_an_instance_on_two_hosts_meets_at_the_first(tmp_path: Path) -> None:
     far = Instance(argv=("serve", "{head}:{head_port}", "{port}"), further=(("follow", "{head}:{head_port}"),), host=1)
     best = export.launch([far], str(tmp_path), "/work", "/health", ["a", "b", "c"])
     assert best.argv == ("/bin/bash", str(tmp_path / export.START))
-    assert best.script.index("1)\nserve b:8500 8000") < best.script.index("2)\nfollow b:8500")
-    assert "nginx" not in best.script
+    assert best.script.index('1)\nserve b:8500 "$PORT"') < best.script.index("2)\nfollow b:8500")
+    assert export.BALANCER not in best.script
 
 
 def on_two_kinds(folder: Path) -> Platform:
@@ -279,17 +279,17 @@ def test_winners_of_two_kinds_are_started_behind_a_router(tmp_path: Path) -> Non
     found = VLLM.launch(where, candidate, str(tmp_path), for_real=True)
     script = (tmp_path / export.START).read_text()
     assert subprocess.run(["bash", "-n", found.argv[1]], check=True).returncode == 0
-    for words in ("--prefill http://127.0.0.1:8001", "--decode http://127.0.0.1:8017"):
+    for words in ('--prefill http://127.0.0.1:"$((PORT + 1))"', '--decode http://127.0.0.1:"$((PORT + 17))"'):
         assert words in script
     assert "VLLM_NIXL_SIDE_CHANNEL_PORT=18017" in script
-    assert "nginx" not in script
-    assert not (tmp_path / export.NGINX).exists()
+    assert export.BALANCER not in script
     job = ExportJob(name="x", comments=(), platform=where, candidate=candidate, launch=NO_LAUNCH, devices=2)
     services = yaml.safe_load(VLLM.export(job, "compose")[export.COMPOSE])["services"]
     assert list(services) == ["instance-0", "instance-1", "router"]
     words = services["router"]["entrypoint"]
-    assert (words[0], words[words.index("--decode") + 1]) == ("vllm-router", "http://127.0.0.1:8017")
-    assert "vllm-router" in services["router"]["image"]
+    assert (words[4], words[words.index("--decode") + 1]) == ("vllm-router", "http://127.0.0.1:8017")
+    assert "pip install --quiet vllm-router==" in words[2]
+    assert words[words.index("--host") + 1] == "0.0.0.0"
 
 
 def test_pairs_that_a_target_cannot_start_are_refused(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_prefix_aware_router_is_in_front_of_several_instances(tmp_path: Path) 
     launched(where, tmp_path, for_real=True, **values)
     start = (tmp_path / "start.sh").read_text()
     assert "vllm-router --policy cache_aware" in start
-    assert "http://127.0.0.1:8001 http://127.0.0.1:8002" in start
+    assert 'http://127.0.0.1:"$((PORT + 1))" http://127.0.0.1:"$((PORT + 2))"' in start
     candidate = Candidate.of({**LLAMACPP.defaults(where.task), **values})
     job = ExportJob(name="x", comments=(), platform=where, candidate=candidate, launch=NO_LAUNCH, devices=8)
     assert "router" in yaml.safe_load(LLAMACPP.export(job, "compose")[export.COMPOSE])["services"]
