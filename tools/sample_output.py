@@ -11,6 +11,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "README.zh.md", "docs/tutorial.md", "docs/tutorial.zh.md", "docs/index.md", "docs/report.md")
 SHORT = ("docs/index.md",)
 """Pages whose table has only the baseline and the best."""
+HEADLINE = ("README.md",)
+"""Pages that have only the first lines."""
 
 
 def sample(report: str, *, is_short: bool) -> str:
@@ -28,6 +30,8 @@ def main(run: Path) -> None:
         file, text = ROOT / name, sample(report, is_short=name in SHORT)
         block = re.compile(r"(?<=^```text\n)Best on .*?(?=^```$)", re.DOTALL | re.MULTILINE)
         counts = re.compile(r"(?<=^```text\n)combinations .*?(?=^```$)", re.DOTALL | re.MULTILINE)
+        if name in HEADLINE:
+            text = text.split("\n\n")[0] + "\n"
         page = block.sub(lambda _: text, file.read_text(encoding="utf-8"))  # noqa: B023
         file.write_text(counts.sub(lambda _: report[report.index("\ncombinations ") + 1 :], page), encoding="utf-8")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs.site import cli_page, docstrings, engine_tables, report_picture, spec_tables, vendor_pages  # noqa: E402
+from docs.site import cli_page, docstrings, engine_tables, spec_tables, vendor_pages  # noqa: E402
 
 RENDERERS: Mapping[str, Callable[[str], str]] = {
     "flag": cli_page.render,
@@ -45,7 +45,6 @@ def files() -> dict[Path, str]:
     return {
         **{file: filled(text) for file, text in pages.items() if BLOCK.search(text)},
         **vendor_pages.pages(),
-        report_picture.FILE: report_picture.picture(),
     }
 
 

@@ -8,6 +8,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ from flagcore.i18n import N_, _
     metavar="NAME",
     help="Compare a layout with the best: of a published run, named by words of --evidence, or as knobs or flags.",
 )
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the plan as a page with charts to FILE.",
+)
 @options.output
 @options.plugins
 def estimate_command(
@@ -65,8 +72,11 @@ def estimate_command(
     if click.get_current_context().params["model"] and arguments["chip"] is None:
         api.require_accelerator()
     if spec is not None:
-        if arguments["evidence"] + (explain is not None) + (arguments["like"] is not None) > 1:
-            raise click.UsageError(_("--evidence, --explain and --like are mutually exclusive"))
+        if (
+            arguments["evidence"] + sum(each is not None for each in (explain, arguments["like"], arguments["report"]))
+            > 1
+        ):
+            raise click.UsageError(_("--evidence, --explain, --like and --report are mutually exclusive"))
         _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
     elif jobs is not None:
         context = click.get_current_context()
@@ -84,7 +94,8 @@ def estimate_command(
 def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
     from flagcore.report.estimate import estimate_columns, estimate_texts, published_table
 
-    like = arguments.pop("like")
+    like, report = arguments.pop("like"), arguments.pop("report")
+    on_page = None if report is None else partial(options.write_file, report)
     if (number := _number(explain)) is None or like is not None:
         objective = {"auto_tuner.objective": arguments["objective"]} if arguments["objective"] else {}
         report_on, name = (api.explain_candidate, str(explain)) if like is None else (api.explain_like, like)
@@ -92,7 +103,8 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         _print(report_on(changed, name, chip=arguments["chip"], without=arguments["without"]), form)
         return
     is_shown = form == "table" and explain is None and not arguments["evidence"] and sys.stderr.isatty()
-    estimate = api.estimate(spec, top=max(top, number), on_first=options.say if is_shown else None, **arguments)
+    on_first = options.say if is_shown else None
+    estimate = api.estimate(spec, top=max(top, number), on_first=on_first, on_page=on_page, **arguments)
     if explain is not None:
         if number > len(estimate.candidates):
             count = len(estimate.candidates)

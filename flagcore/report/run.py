@@ -54,6 +54,8 @@ class RunData(Plan):
     - `data`: the content of result.json.
     - `stop_reason`: why the run stopped, from `data`, in the selected language.
     - `engines`: the results or errors of several engines, from `data`.
+    - `spec`: the content of the spec.
+    - `date`: the day of the last change, in UTC. Empty if unknown.
     """
 
     folder: Path
@@ -66,6 +68,8 @@ class RunData(Plan):
     data: Record = field(default_factory=dict)
     stop_reason: str = ""
     engines: Mapping[str, RunData | str] = field(default_factory=dict)
+    spec: Record = field(default_factory=dict)
+    date: str = ""
 
     @classmethod
     def from_json(cls, data: Record, folder: Path, **context: Any) -> RunData:
@@ -87,11 +91,13 @@ class RunData(Plan):
         )
 
     @classmethod
-    def redacted(cls, data: Record, insight: Record, secrets: Sequence[str], folder: Path, **context: Any) -> RunData:
+    def redacted(
+        cls, data: Record, insight: Record, spec: Record, secrets: Sequence[str], folder: Path, **context: Any
+    ) -> RunData:
         """Create a run without its secrets, because users share reports. `data` has the format of result.json."""
         paths = own_paths(folder)
-        plain, insight = (_shortened(redact_data(each, secrets), paths) for each in (data, insight))
-        return cls.from_json(plain, folder, insight=insight, secrets=tuple(secrets), **context)
+        plain, insight, spec = (_shortened(redact_data(each, secrets), paths) for each in (data, insight, spec))
+        return cls.from_json(plain, folder, insight=insight, spec=spec, secrets=tuple(secrets), **context)
 
     @property
     def serves(self) -> bool:

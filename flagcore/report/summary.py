@@ -115,12 +115,13 @@ def _failures(run: RunData) -> Iterator[str]:
 
 def next_steps(run: RunData) -> Iterator[str]:
     """Yield what to do next, with the command for it. It is empty if the best of a finished run can be started."""
-    command = f"flag tune SPEC --run-dir {shlex.quote(run.folder_name)}"
+    command = "flag tune SPEC" + (f" --run-dir {shlex.quote(run.folder_name)}" if run.folder_name else "")
     if run.was_interrupted:
         text = N_("`{command}` resumes it") if run.stopped_because else N_("if it has ended, `{command}` resumes it")
         yield _(text, command=command)
     elif run.fidelity == ESTIMATE:
-        yield _("on the devices, `{command}` measures candidates", command=f"{command} --fidelity run")
+        command += " --fidelity run" if run.folder_name else ""
+        yield _("on the devices, `{command}` measures candidates", command=command)
     elif run.is_unmeasured:
         yield _("when the cause is fixed, `{command}` starts again", command=f"{command} --new")
     elif run.best is None:

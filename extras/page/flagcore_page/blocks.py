@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from importlib.resources import files
+from string import ascii_uppercase
 from typing import TypeAlias
 
 from jinja2 import Environment, StrictUndefined
@@ -16,7 +17,7 @@ from markupsafe import Markup
 from flagcore.i18n import _, language
 from flagcore.report.blocks import Cell, Facts, Table, Text
 from flagcore.report.formats import NAMES, shown, size_text
-from flagcore_page.charts import SYMBOLS, Bars, Plot
+from flagcore_page.charts import SYMBOLS, Bars, Plot, Stacks
 
 TEMPLATES = files("flagcore_page") / "templates"
 TAGS = {"en": "en", "zh": "zh-CN"}
@@ -34,12 +35,12 @@ class Code:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A drawing with a summary in one sentence, and with its data as a table."""
+    """A drawing with a summary in one sentence, and with its data as tables, which are folded."""
 
     title: str
     summary: str
-    drawing: Bars | Plot
-    table: Table
+    drawing: Bars | Plot | Stacks
+    tables: Sequence[Table]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,12 @@ Block: TypeAlias = Text | Facts | Table | Code | Chart | Collapsed
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading with blocks. `anchor` is its id in the page."""
+    """A heading with blocks. `anchor` is its id in the page. If `half`, it shares the width with another section."""
 
     anchor: str
     title: str
     blocks: Sequence[Block]
+    half: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,5 +100,6 @@ def render(page: Page) -> str:
         script=Markup(script),
         kind_of=lambda block: type(block).__name__,
         symbols=SYMBOLS,
+        letters=ascii_uppercase,
         description_of=description_of,
     )

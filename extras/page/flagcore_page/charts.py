@@ -1,4 +1,4 @@
-"""Charts: bars, plots and their axes.
+"""Charts: bars, stacked bars, plots and their axes.
 
 `page.html` draws them as inline SVG: positions are percentages of the chart's area, so that a chart follows the width
 of the page without a script, while its text and markers keep their size. Each series also has its own symbol or dash,
@@ -7,9 +7,9 @@ for readers without colour.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, isfinite, log1p, log10
 
 from flagcore.report.formats import shown
 
@@ -45,23 +45,31 @@ class ChartAxis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Points `(x, y, name)` with the markers of a style, or with a line in steps. `large` markers stand out."""
+    """Points `(x, y, name)` with the markers of a style, or with a line in steps. `large` markers stand out.
+
+    `ranges`: the lowest and the highest y of each point, if they are shown.
+    """
 
     name: str
     points: Sequence[tuple[float, float, str]]
     style: int
     stepped: bool = False
     large: bool = False
+    ranges: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """Series over two axes. `limits`: vertical lines, as pairs of a name and a value of the x axis."""
+    """Series over two axes. `limits`: vertical lines, as pairs of a name and a value of the x axis.
+
+    `diagonal`: the name of the line on which x and y are equal, for two equal axes. Empty means no such line.
+    """
 
     x: ChartAxis
     y: ChartAxis
     series: Sequence[Series]
     limits: Sequence[tuple[str, float]] = ()
+    diagonal: str = ""
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Return the position of a point from the left and from the top, in percent."""
@@ -79,13 +87,17 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar with its value and its range. `kind` is one of `BEST`, `BASELINE` and `OTHER`."""
+    """A bar with its value and its range. `kind` is one of `BEST`, `BASELINE` and `OTHER`.
+
+    `text`: shown instead of the value, if any.
+    """
 
     label: str
     kind: str
     value: float
     low: float
     high: float
+    text: str = ""
 
     @property
     def hover(self) -> str:
@@ -96,14 +108,52 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Horizontal bars, from the top."""
+    """Horizontal bars, from the top. If `is_log`, the length is the logarithm of one more than the value."""
 
     unit: str
     bars: Sequence[Bar]
+    is_log: bool = False
 
     def share(self, value: float) -> float:
         """Return the length of the bar for `value`, in percent of the width."""
-        return _percent(value / (max(each.high for each in self.bars) or 1.0))
+        value, whole = (log1p(each) if self.is_log else each for each in (value, max(each.high for each in self.bars)))
+        return _percent(value / (whole or 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A bar of parts, by name, from the left, with its sum as text. `mark`: a measured value on the same scale."""
+
+    label: str
+    parts: Mapping[str, float]
+    text: str
+    mark: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """Stacked horizontal bars, from the top. `mark`: what the marks are. `limit`: a name and a value."""
+
+    stacks: Sequence[Stack]
+    mark: str
+    limit: tuple[str, float] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parts, in the order of their styles."""
+        return list(dict.fromkeys(name for each in self.stacks for name in each.parts))
+
+    def share(self, value: float) -> float:
+        """Return a length, in percent of the width."""
+        values = [max(sum(each.parts.values()), each.mark or 0.0) for each in self.stacks]
+        return _percent(value / (max([*values, self.limit[1] if self.limit else 0.0]) or 1.0))
+
+    def spans(self, stack: Stack) -> Iterator[tuple[int, float, float, str]]:
+        """Yield the style, the start and the width of each part in percent, and its name with its share."""
+        start, names, total = 0.0, self.names, sum(stack.parts.values()) or 1.0
+        for name, value in stack.parts.items():
+            yield names.index(name), self.share(start), self.share(value), f"{name}: {value / total:.1%}"
+            start += value
 
 
 def _percent(share: float) -> float:

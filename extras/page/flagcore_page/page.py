@@ -1,16 +1,19 @@
 """Assembles the sections of the page of a run, including environment and chip facts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+from flagcore.domain.metrics import load_text
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.blocks import Cell, Facts, Text, table
-from flagcore.report.formats import NAMES, shown, size_text
+from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.run import RunData
 from flagcore.report.summary import answer, details, ending
+from flagcore.report.text import duration_text, limits_text
 from flagcore_page.blocks import Block, Code, Collapsed, Page, Section, render
-from flagcore_page.resources import improvements, memory, pipeline, serving, step_time
+from flagcore_page.resources import improvements, measured_points, memory, pipeline, serving, step_time
 from flagcore_page.run_files import text_of
 from flagcore_page.search import accuracy, funnel, progress, trials
 from flagcore_page.start import commands, configurations
@@ -18,18 +21,12 @@ from flagcore_page.start import commands, configurations
 
 def page(run: RunData) -> Page:
     """Return the page of a run. Empty sections are left out."""
-    resources = (step_time, memory, pipeline)
-    sections = (summary, serving, trials, funnel, improvements, *resources, progress, accuracy, environment, chips)
+    pictures = (step_time, memory, accuracy, progress, funnel, improvements)
+    sections = (summary, serving, *pictures, trials, pipeline, environment, chips)
     title = N_("Serving on {hardware}: {run}") if run.serves else N_("Training on {hardware}: {run}")
     return Page(
         title=_(title, hardware=run.hardware, run=run.folder.resolve().name),
-        subtitle=ngettext(
-            "{count} candidate, {how}; objective: {objective}",
-            "{count} candidates, {how}; objective: {objective}",
-            len(run.trials),
-            how=_("not measured") if run.is_unmeasured else _(NAMES["trials_made"][run.fidelity]),
-            objective=run.unit,
-        ),
+        subtitle=" · ".join(filter(None, _job(run))),
         sections=tuple(section for make in sections if (section := make(run)) is not None),
     )
 
@@ -39,11 +36,33 @@ def as_html(run: RunData) -> str:
     return render(page(run))
 
 
+def _job(run: RunData) -> Iterator[str]:
+    """Yield the model, the work, the objective, the number of candidates, the time that they took, and the date."""
+    model, train, load = (lookup(run.spec, key) or {} for key in ("model", "train", "serve.profile"))
+    yield str(model.get("name") or "") if isinstance(model, Mapping) else Path(str(model)).name
+    if samples := train.get("global_batch_size"):
+        yield _(
+            "sequences of {length} tokens, global batch size {samples}", length=train["seq_length"], samples=samples
+        )
+    if load.get("input_len"):
+        yield _(
+            "prompts of {input} tokens, answers of {output}", input=load["input_len"], output=load.get("output_len")
+        )
+    points = [point for trial in (run.best, run.baseline) if trial for point in measured_points(trial)]
+    yield ", ".join(dict.fromkeys(map(load_text, points)))
+    yield limits_text(run.limits)
+    how = _("not measured") if run.is_unmeasured else _(NAMES["trials_made"][run.fidelity])
+    yield ngettext("{count} candidate, {how}", "{count} candidates, {how}", len(run.trials), how=how)
+    yield _("objective: {objective}", objective=run.unit)
+    spent_s = sum(each.duration_s for each in run.all_trials)
+    yield duration_text(spent_s) if spent_s else ""
+    yield run.date
+
+
 def summary(run: RunData) -> Section:
-    """Return the summary section."""
-    blocks: list[Block] = [*answer(run), *(commands(run, run.best) if run.best else ())]
-    blocks += filter(None, [configurations(run)])
-    return Section("summary", _("Summary"), [*blocks, *details(run), *ending(run)])
+    """Return the summary section: the winner, how to start it, and what to do next."""
+    blocks: list[Block] = [*answer(run), *(commands(run, run.best) if run.best else ()), *ending(run)]
+    return Section("summary", _("Summary"), [*blocks, *filter(None, [configurations(run)]), *details(run)])
 
 
 UNITS = {"bytes": (2**30, "GiB"), "bytes/s": (1e9, "GB/s"), "flops/s": (1e12, "TFLOP/s")}
@@ -60,7 +79,7 @@ def environment(run: RunData) -> Section:
         rows: list[list[Any]] = [[str(name), str(value)] for name, value in variables.items()]
         blocks.append(table(_("Environment variables set by plugins"), [_("variable"), _("value")], rows))
     if trial and measured and measured.telemetry:
-        rows = [[str(name), float(value)] for name, value in measured.telemetry.items()]
+        rows = [_metric(str(name), float(value)) for name, value in measured.telemetry.items()]
         blocks.append(table(_("Telemetry of trial {number}", number=trial.number), [_("metric"), _("value")], rows))
     if trial and measured and measured.effective:
         rows = [[str(name), str(value)] for name, value in measured.effective.items()]
@@ -69,7 +88,23 @@ def environment(run: RunData) -> Section:
     if spec := text_of(run, run.folder / "spec.yaml"):
         title = _("Spec (spec.yaml)")
         blocks.append(Collapsed("spec", title, (Code(title, spec.rstrip()),)))
-    return Section("environment", _("Environment"), blocks)
+    folded = Collapsed("versions", _("Versions, variables and telemetry"), blocks)
+    return Section("environment", _("Environment"), [folded])
+
+
+METRICS = {"bytes per second": (1e6, "MB/s"), "bytes": (2**30, "GiB"), "hertz": (1e9, "GHz"), "share": (0.01, "%")}
+METRICS |= {"watts": (1.0, "W"), "celsius": (1.0, "°C"), "disk wait": (0.01, "%")}
+"""The sizes and names of units, by the last words of a metric of telemetry."""
+
+
+def _metric(name: str, value: float) -> list[Any]:
+    """Return the name and the value of a metric of telemetry in units for people."""
+    words = name.replace("_", " ")
+    size, unit = next((unit for end, unit in METRICS.items() if words.endswith(end)), (1.0, ""))
+    return [
+        words.removesuffix(" bytes per second").removesuffix(" bytes"),
+        Cell(f"{shown(value / size)} {unit}".strip(), value),
+    ]
 
 
 def chips(run: RunData) -> Section:
@@ -89,7 +124,9 @@ def chips(run: RunData) -> Section:
         blocks.append(table(devices, [_("fact"), _("value"), _("kind of source"), _("source")], rows))
         if chip.get("notes"):
             blocks.append(Text(str(chip["notes"])))
-    return Section("chips", _("Chips"), blocks or (Text(_("This run has no facts about the chip.")),))
+    if not blocks:
+        return Section("chips", _("Chips"), (Text(_("This run has no facts about the chip.")),))
+    return Section("chips", _("Chips"), [Collapsed("facts", _("Figures on which predictions are based"), blocks)])
 
 
 PEAK = NAMES["facts"]["peak"]

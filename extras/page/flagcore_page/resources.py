@@ -3,7 +3,8 @@
 Sections on serving: throughput against latency with the Pareto front, limits, and statistics of latencies.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flagcore_vendorkit.transformer import SCHEDULES
@@ -30,7 +31,10 @@ from flagcore.report.text import (
     values_text,
 )
 from flagcore_page.blocks import Block, Chart, Collapsed, Section, size
-from flagcore_page.charts import Plot, Series, linear, spread
+from flagcore_page.charts import OTHER, Bar, Bars, Plot, Series, Stack, Stacks, linear, spread
+
+MAX_KNOBS = 10
+"""The maximum number of knobs in a chart, those with the largest influence."""
 
 
 def improvements(run: RunData) -> Section | None:
@@ -45,31 +49,40 @@ def improvements(run: RunData) -> Section | None:
     blocks: list[Block] = [Text(bottleneck_text(run.best.predicted) or predicted)]
     if knobs := run.insight.get("knobs") or []:
         blocks += _sensitivity(run, knobs)
-    return Section("improvements", _("Bottleneck"), blocks)
+    return Section("improvements", _("Bottleneck"), blocks, half=True)
 
 
 def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
-    """Yield, for each value of each knob, the slowdown of the fastest predicted candidate with this value."""
+    """Yield a chart of the slowdown by the worst value of each knob, with a table of all values."""
     fastest_s = min(_seconds(value) for knob in knobs for value in knob["values"])
     slowdowns = [(max(map(_seconds, knob["values"])) / fastest_s - 1.0, knob) for knob in knobs]
     slowdowns.sort(key=lambda pair: -pair[0])
     names = [knob_of(str(knob["knob"]), run.knobs).title for _slower, knob in slowdowns]
-    rows = list[list[Any]]()
-    for (_slower, knob), name in zip(slowdowns, names, strict=True):
+    rows, bars = list[list[Any]](), list[Bar]()
+    for (slower, knob), name in zip(slowdowns, names, strict=True):
         for value in knob["values"]:
             figure = lookup(value, "fastest.predicted.objective.value") if run.serves else _seconds(value)
             row: list[Any] = [name, value_text(value["value"]), _("yes") if value["value"] == knob["best"] else ""]
             row += [percent(_seconds(value) / fastest_s - 1.0, signed=True), cell(figure), cell(value["candidates"])]
             rows.append([*row, values_text(value["fastest"]["candidate"], run.knobs)])
+        if len(bars) < MAX_KNOBS:
+            best, worst = (value_text(pick(knob["values"], key=_seconds)["value"]) for pick in (min, max))
+            text = _("{knob}: {worst} instead of {best}", knob=name, worst=worst, best=best)
+            bars.append(Bar(text, OTHER, slower, slower, slower, f"+{slower:.1%}"))
+    figure_heading = f"~{run.unit}" if run.serves else _("~step s")
+    headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit in memory")]
+    caption = _("The fastest predicted candidate with each value, compared to the fastest of all")
+    data = table(caption, [*headings, _("fastest")], rows, sortable=True)
     text = N_(
         "{knob} has the largest influence: its worst value makes the fastest candidate {share:.1%} slower. Other "
         "knobs are re-optimized for each value."
     )
-    yield Text(_(text, knob=names[0], share=slowdowns[0][0]))
-    figure_heading = f"~{run.unit}" if run.serves else _("~step s")
-    headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit in memory")]
-    caption = _("The fastest predicted candidate with each value, compared to the fastest of all")
-    yield table(caption, [*headings, _("fastest")], rows, sortable=True)
+    yield Chart(
+        title=_("Influence of each knob (predicted)"),
+        summary=_(text, knob=names[0], share=slowdowns[0][0]),
+        drawing=Bars(_("slower by"), bars),
+        tables=[data],
+    )
 
 
 def _seconds(value: Record) -> float:
@@ -97,52 +110,73 @@ def memory(run: RunData) -> Section | None:
     if run.best is None:
         return None
     prediction, measured = run.best.predicted, run.best.measurement
+    if prediction is None:
+        return Section("memory", _("Memory"), [Text(_("The memory was not predicted."))])
     stages = run.insight.get("stages") or []
-    blocks: list[Block] = []
-    if any(stage["components"] for stage in stages):
-        title = _("By component and kind (predicted)")
-        blocks += [*_by_stage(run, stages, prediction), Collapsed("components", title, (_components(run, title),))]
-    if prediction:
-        rows = [
-            [_(text), size(getattr(prediction, level)), size(getattr(measured, MEASURED.get(level, level), None))]
-            for level, text in {**LEVELS, "capacity_bytes": N_("capacity")}.items()
-        ]
-        caption = _("Device with the highest memory use")
-        if len(stages) > 1:
-            caption = _("Device with the highest memory use (stage {number})", number=prediction.worst_stage)
-        blocks.append(table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows))
-    else:
-        blocks.append(Text(_("The memory was not predicted.")))
-    if run.serves and prediction:
+    has_components = any(stage["components"] for stage in stages)
+    found = [_prediction_of(stage) for stage in stages] if has_components else [prediction]
+    levels = _measured_by_stage(run, len(found))
+    if not any(levels) and measured and measured.device_used_bytes is not None and len(found) == 1:
+        levels = [{"device_used_bytes": float(measured.device_used_bytes)}]
+    tables = [_by_stage(found, levels)] if has_components else []
+    rows = [
+        [_(text), size(getattr(prediction, level)), size(getattr(measured, MEASURED.get(level, level), None))]
+        for level, text in {**LEVELS, "capacity_bytes": N_("capacity")}.items()
+    ]
+    caption = _("Device with the highest memory use")
+    if len(stages) > 1:
+        caption = _("Device with the highest memory use (stage {number})", number=prediction.worst_stage)
+    tables.append(table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows))
+    if has_components:
+        tables.append(_components(run, found))
+    if run.serves:
         sizes = {**{name: getattr(prediction, name) for name in MEMORY}, **prediction.figures}
         parts = [
             [_(text), cell(sizes[name]) if name.endswith("tokens") else size(sizes[name])]
             for name, text in NAMES["serving_memory"].items()
             if name in sizes
         ]
-        blocks.append(table(_("Parts"), [_("part"), _("size or tokens")], parts))
-    return Section("memory", _("Memory"), blocks)
+        tables.append(table(_("Parts"), [_("part"), _("size or tokens")], parts))
+    worst, capacity = max(found, key=lambda each: each.device_used_bytes), prediction.capacity_bytes
+    used = f"~{size_text(worst.device_used_bytes)}" + ("" if capacity is None else f" / {size_text(capacity)}")
+    summary = _("A device needs {used} (predicted).", used=used)
+    if len(found) > 1:
+        summary = _("Stage {number} needs the most memory: {used} (predicted).", number=worst.worst_stage, used=used)
+    stacks = [
+        Stack(
+            _("stage {number}", number=each.worst_stage) if len(found) > 1 else _("device"),
+            {_(name): max(part, 0.0) for name, part in memory_parts(each).items()},
+            _predicted_and_measured(size_text(each.device_used_bytes), level.get("device_used_bytes"), size_text),
+            level.get("device_used_bytes"),
+        )
+        for each, level in zip(found, levels, strict=True)
+    ]
+    limit = None if capacity is None else (_("limit {size}", size=size_text(capacity)), capacity)
+    drawing = Stacks(stacks=stacks, mark=_("measured"), limit=limit)
+    chart = Chart(title=_("Memory of a device"), summary=summary, drawing=drawing, tables=tables)
+    return Section("memory", _("Memory"), [chart], half=True)
 
 
-def _by_stage(run: RunData, stages: Sequence[Record], predicted: Prediction | None) -> Iterator[Block]:
-    """Yield which stage needs the most memory, and a table with the parts and levels of each stage."""
-    found = [_prediction_of(stage) for stage in stages]
+def _predicted_and_measured(predicted: str, measured: float | None, text_of: Callable[[float], str]) -> str:
+    if measured is None:
+        return f"~{predicted}"
+    return _("~{predicted}, measured {measured}", predicted=predicted, measured=text_of(measured))
+
+
+def _by_stage(found: Sequence[Prediction], measured: Sequence[Mapping[str, float]]) -> Table:
+    """Return a table with the parts and levels of each stage."""
     stage_parts = [memory_parts(each) for each in found]
     names = list(dict.fromkeys(name for parts in stage_parts for name in parts))
-    capacity = predicted.capacity_bytes if predicted else None
-    worst = max(found, key=lambda each: each.device_used_bytes)
-    used = f"~{size_text(worst.device_used_bytes)}" + ("" if capacity is None else f" / {size_text(capacity)}")
-    yield Text(_("Stage {number} needs the most memory: {used} (predicted).", number=worst.worst_stage, used=used))
     rows = [
         [cell(each.worst_stage), *(size(parts.get(name)) for name in names)]
         + [size(getattr(each, name)) for name in LEVELS]
         for each, parts in zip(found, stage_parts, strict=True)
     ]
     headings = [_("stage"), *(f"~{_(text)}" for text in (*names, *LEVELS.values()))]
-    if any(measured := _measured_by_stage(run, len(stages))):
+    if any(measured):
         rows = [[*row, *(size(each.get(name)) for name in LEVELS)] for row, each in zip(rows, measured, strict=True)]
         headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
-    yield table(_("Memory per device, by pipeline stage"), headings, rows)
+    return table(_("Memory per device, by pipeline stage"), headings, rows)
 
 
 def _prediction_of(stage: Record) -> Prediction:
@@ -151,8 +185,8 @@ def _prediction_of(stage: Record) -> Prediction:
     return read_prediction({"memory": {**stage, "activation_gib": activation_gib, "worst_stage": stage["stage"]}})
 
 
-def _components(run: RunData, title: str) -> Table:
-    stages, labels = [_prediction_of(stage) for stage in run.insight["stages"]], run.labels
+def _components(run: RunData, stages: Sequence[Prediction]) -> Table:
+    labels = run.labels
     names = {**NAMES["component_states"], "activation_bytes": N_("activations")}
     keys = [key for key in names if any(key in part for stage in stages for part in stage.components.values())]
     rows = [
@@ -161,7 +195,8 @@ def _components(run: RunData, title: str) -> Table:
         for stage in stages
         for name in by_component(stage.components, labels)
     ]
-    return table(title, [_("stage"), _("component"), *(_(names[key]) for key in keys)], rows, sortable=True)
+    headings = [_("stage"), _("component"), *(_(names[key]) for key in keys)]
+    return table(_("By component and kind (predicted)"), headings, rows, sortable=True)
 
 
 def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
@@ -187,30 +222,30 @@ def step_time(run: RunData) -> Section | None:
     predicted_trials = {name: trial for name, trial in trials.items() if _parts_s(trial)}
     if not predicted_trials:
         return None
-    blocks: list[Block] = [*_step_parts(run, predicted_trials)]
+    chart = _step_parts(run, predicted_trials)
     parts = {name: (figures, measured_s(trial)) for name, trial in trials.items() if (figures := run.step_parts(trial))}
     if parts:
         headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
-        measured_rows = [[name, *figures.values(), step_s] for name, (figures, step_s) in parts.items()]
-        blocks.append(table(_("Seconds that the trial program measured, median over steps"), headings, measured_rows))
-    return Section("step", _((REQUEST_TEXTS if run.serves else STEP_TEXTS)[0]), blocks)
+        rows = [[name, *figures.values(), step_s] for name, (figures, step_s) in parts.items()]
+        data = table(_("Seconds that the trial program measured, median over steps"), headings, rows)
+        chart = replace(chart, tables=[*chart.tables, data])
+    return Section("step", _((REQUEST_TEXTS if run.serves else STEP_TEXTS)[0]), [chart], half=True)
 
 
 def _parts_s(trial: Trial) -> Mapping[str, float]:
     return trial.predicted.parts_s if trial.predicted else {}
 
 
-def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Iterator[Block]:
-    """Yield the largest part of the first trial's predicted time, and a table with the parts of all trials' times."""
+def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Chart:
+    """Return a chart of the parts of the predicted time of each trial, with the measured time."""
     _title, title, summary = REQUEST_TEXTS if run.serves else STEP_TEXTS
     times = {name: _parts_s(trial) for name, trial in trials.items()}
     totals = {name: sum(time.values()) for name, time in times.items()}
     first, time = next(iter(times.items()))
     largest = max(time, key=lambda part: time[part])
     names = {"name": first.capitalize(), "part": _(part_name(largest)), "seconds": shown(totals[first])}
-    yield Text(_(summary, **names, share=time[largest] / (totals[first] or 1.0)))
-    rows = list[list[Any]]()
-    for part in dict.fromkeys(part for time in times.values() for part in time):
+    rows, listed = list[list[Any]](), dict.fromkeys(part for time in times.values() for part in time)
+    for part in listed:
         seconds = [(time.get(part, 0.0), totals[name] or 1.0) for name, time in times.items()]
         cells = [(cell(spent), percent(spent / total)) for spent, total in seconds]
         rows.append([_(part_name(part)), *(each for pair in cells for each in pair)])
@@ -219,7 +254,21 @@ def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Iterator[Block]:
     measured = [each.figures.get("e2e_s.mean") if run.serves else each.median_s for each in runs]
     for text, figures in ((_("predicted"), totals.values()), (_("measured"), measured)):
         rows.append([text, *(each for figure in figures for each in (cell(figure), cell(None)))])
-    yield table(_(title), [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows)
+    stacks = [
+        Stack(
+            f"{name}: {run.configuration(trial)}",
+            {_(part_name(part)): spent_s for part in listed if (spent_s := times[name].get(part))},
+            _predicted_and_measured(f"{shown(totals[name])} s", took_s, lambda seconds: f"{shown(seconds)} s"),
+            took_s,
+        )
+        for (name, trial), took_s in zip(trials.items(), measured, strict=True)
+    ]
+    return Chart(
+        title=_(title),
+        summary=_(summary, **names, share=time[largest] / (totals[first] or 1.0)),
+        drawing=Stacks(stacks=stacks, mark=_("measured")),
+        tables=[table(_(title), [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows)],
+    )
 
 
 def pipeline(run: RunData) -> Section | None:
@@ -270,17 +319,20 @@ RATE = PER_DEVICE
 
 def serving(run: RunData) -> Section | None:
     """Return the section on load points and latencies, or None for training."""
-    if not run.serves or not any(_points(trial) for trial in run.trials):
+    if not run.serves or not any(measured_points(trial) for trial in run.trials):
         return None
     limits = limits_text(run.limits)
     blocks: list[Block] = [Text(_("Latency limits: {limits}.", limits=limits) if limits else _("No latency limits."))]
     unlimited_names = [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in run.limits)]
     for latency in (*run.limits, *unlimited_names):
         blocks += _rates(run, latency, run.limits.get(latency))
-    return Section("serving", _("Load"), [*blocks, *_statistics(run)])
+    if statistics := [*_statistics(run)]:
+        blocks.append(Collapsed("latencies", _("Latencies of the best and the baseline"), statistics))
+    return Section("serving", _("Load"), blocks)
 
 
-def _points(trial: Trial) -> Sequence[Record]:
+def measured_points(trial: Trial) -> Sequence[Record]:
+    """Return the measured load points of a trial of a server."""
     return trial.measurement.points if trial.measurement else ()
 
 
@@ -289,7 +341,7 @@ def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
     measured = [
         (trial, point, x, y)
         for trial in run.trials
-        for point in _points(trial)
+        for point in measured_points(trial)
         if (x := number(point.get(latency))) is not None and (y := number(point.get(RATE))) is not None
     ]
     if not measured:
@@ -335,7 +387,9 @@ def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
             series=series,
             limits=[(_("limit {seconds:g} s", seconds=each), each) for each in limits],
         ),
-        table=table(_("Load points by {rate} and {latency}", rate=short, latency=name), headings, rows, sortable=True),
+        tables=[
+            table(_("Load points by {rate} and {latency}", rate=short, latency=name), headings, rows, sortable=True)
+        ],
     )
 
 
@@ -356,7 +410,7 @@ def _statistics(run: RunData) -> Iterator[Table]:
     for latency in LATENCIES:
         rows = []
         for who, trial in runs:
-            for point in _points(trial):
+            for point in measured_points(trial):
                 figures, answered = [point.get(f"{latency}.{each}") for each in STATISTICS], point.get("answered")
                 if figures[1] is not None:
                     name = ", ".join(filter(None, [who, load_text(point)]))

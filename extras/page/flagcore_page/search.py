@@ -2,7 +2,8 @@
 space, and predicted against measured times.
 """
 
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,13 @@ from flagcore.domain.spec import is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.i18n import N_, _
 from flagcore.report.blocks import Cell, Facts, Text, cell, percent, table
-from flagcore.report.formats import shown
+from flagcore.report.candidate_report import causes_text
+from flagcore.report.formats import NAMES, shown
 from flagcore.report.run import RunData, measured_s
 from flagcore.report.run_text import learning, trial_table
 from flagcore.report.text import duration_text, funnel_stages, repeats_text
 from flagcore_page.blocks import Block, Chart, Code, Collapsed, Section
-from flagcore_page.charts import Plot, Series, linear
+from flagcore_page.charts import BEST, Bar, Bars, Plot, Series, linear, spread
 from flagcore_page.run_files import log_ends
 
 
@@ -49,12 +51,22 @@ def _details(run: RunData, trial: Trial) -> Collapsed:
         (_("Shortened steps"), cell(_shortened_text(trial))),
         (_("Log"), cell(trial.log if has_run else None)),
     ]
-    blocks: list[Block] = [Facts([(name, value) for name, value in facts if value.text != "-"])]
+    blocks: list[Block] = [*_comparison(run, trial), Facts([pair for pair in facts if pair[1].text != "-"])]
     if has_run:
         tails = [Code(_("End of {file}", file=name), text) for name, text in log_ends(run, trial)]
         blocks += tails or [Text(_("Its logs are empty or were deleted."))]
     title = f"{_('Trial')} {run.name(trial)}: {run.state_text(trial)}, {run.configuration(trial)}"
     return Collapsed(f"trial-{trial.number}", title, blocks)
+
+
+def _comparison(run: RunData, trial: Trial) -> Iterator[Text]:
+    """Yield why a trial's configuration is slower or faster than the best, if both times are known."""
+    if run.best is None or trial.candidate == run.best.candidate or trial.fidelity != run.fidelity:
+        return
+    times = run.median_s(run.best), run.median_s(trial)
+    if times[0] is not None and times[1] is not None:
+        predictions, source = (run.best.predicted, trial.predicted), _(NAMES["trials_made"][run.fidelity])
+        yield Text(causes_text(run.objective, _("the best"), (times[0], times[1]), predictions, source))
 
 
 def _shortened_text(trial: Trial) -> str | None:
@@ -73,7 +85,7 @@ def _shortened_text(trial: Trial) -> str | None:
 
 
 def progress(run: RunData) -> Section | None:
-    """Return the section on the best value so far over time, or None if there are no trials."""
+    """Return the section on the best value so far over time, or None if no trial was measured."""
     if run.fidelity == ESTIMATE or not run.trials:
         return None
     first, listed = {trial.number for trial in run.trials}, run.listed
@@ -101,7 +113,7 @@ def progress(run: RunData) -> Section | None:
         rows,
     )
     if not steps:
-        return Section("progress", _("Search"), (Text(_("No trial was measured.")), data))
+        return None
     series = [Series(name=_("best so far (without repeats)"), points=steps, style=0, stepped=True)]
     series += [
         Series(name=kind, points=points, style=style)
@@ -123,9 +135,9 @@ def progress(run: RunData) -> Section | None:
             y=linear(run.unit, [y for _x, y, _name in drawn]),
             series=series,
         ),
-        table=data,
+        tables=[data],
     )
-    return Section("progress", _("Search"), (chart,))
+    return Section("progress", _("Search"), (chart,), half=True)
 
 
 def _improvement(run: RunData, first: float, last: float) -> str:
@@ -136,17 +148,31 @@ def _improvement(run: RunData, first: float, last: float) -> str:
 
 
 def funnel(run: RunData) -> Section:
-    """Return the section with the counts from all combinations to the untried candidates, and the text of each rule."""
+    """Return the section with the way from all combinations to the measured candidates, and the text of each rule."""
     counts, messages = run.counts, run.insight.get("messages", {})
     rows = [
         [name, cell(number if rule is None else -number), messages.get(rule, "")]
         for rule, name, number in funnel_stages(counts, run.fidelity)
     ]
     caption = _("{title}; a negative number is the number of removed candidates", title=_("Search space"))
-    stages = table(caption, [_("stage"), _("number"), _("why")], rows)
-    counted = _("{combinations:,} combinations, {candidates:,} candidates, {untried:,} untried", **asdict(counts))
+    fitting = counts.candidates - counts.does_not_fit
+    stages = {
+        _("combinations"): counts.combinations,
+        _("legal and different"): counts.candidates,
+        _("predicted to fit in memory"): fitting,
+        _("not removed by a rule"): fitting - sum(counts.pruned.values()),
+        **({_("measured"): counts.measured} if counts.measured else {}),
+    }
+    bars = [Bar(name, BEST, number, number, number, f"{number:,}") for name, number in stages.items()]
+    summary = _("{combinations:,} combinations, {candidates:,} candidates, {untried:,} untried", **asdict(counts))
+    chart = Chart(
+        title=_("Combinations that are left after each stage"),
+        summary=f"{summary}. " + _("Lengths are logarithmic."),
+        drawing=Bars(_("candidates"), bars, is_log=True),
+        tables=[table(caption, [_("stage"), _("number"), _("why")], rows)],
+    )
     notes = (Text(line) for line in repeats_text(failed_repeats(run.repeats)))
-    return Section("funnel", _("Search space"), (Collapsed("rules", counted, (stages,)), *notes))
+    return Section("funnel", _("Search space"), (chart, *notes), half=True)
 
 
 def accuracy(run: RunData) -> Section | None:
@@ -162,7 +188,7 @@ def accuracy(run: RunData) -> Section | None:
         return None
     hits = sum(low <= measured <= high for _trial, measured, (_value, low, high) in pairs)
     text = _("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(pairs))
-    blocks, rows, errors, listed = [Text(text)], list[list[Any]](), learning(run), run.listed
+    rows, errors, listed = list[list[Any]](), learning(run), run.listed
     for trial, measured, (value, low, high) in (pair for pair in pairs if pair[0].number in listed):
         verdict = _("inside") if low <= measured <= high else _("outside")
         row = [run.cell(trial), run.configuration(trial), measured, value, low, high, _error(measured, value), verdict]
@@ -174,8 +200,26 @@ def accuracy(run: RunData) -> Section | None:
     headings = [_("trial"), _("configuration"), _("measured"), _("~predicted"), _("~low"), _("~high"), _("error")]
     headings += [_("80% interval"), *([_("~learned"), _("after learning")] if errors else [])]
     caption = _("Measured and predicted {unit}, with 80% intervals", unit=run.unit if run.serves else _("s/step"))
-    blocks += filter(None, [errors])
-    return Section("accuracy", _("Predictions"), (*blocks, table(caption, headings, rows, sortable=True)))
+    unit = run.unit if run.serves else _("s/step")
+    axis = spread("", [each for _trial, measured, bounds in pairs for each in (measured, *bounds)])
+    series = []
+    for style, name, is_inside in ((2, _("inside its interval"), True), (1, _("outside its interval"), False)):
+        group = [pair for pair in pairs if (pair[2][1] <= pair[1] <= pair[2][2]) == is_inside]
+        points = [(measured, value, f"{_('trial')} {run.name(trial)}") for trial, measured, (value, *_bounds) in group]
+        ranges = [(low, high) for _trial, _measured, (_value, low, high) in group]
+        series += [Series(name=name, points=points, style=style, ranges=ranges)] if points else []
+    chart = Chart(
+        title=_("Predicted against measured"),
+        summary=" ".join([text, *([errors.text] if errors else [])]),
+        drawing=Plot(
+            x=replace(axis, title=_("measured {unit}", unit=unit)),
+            y=replace(axis, title=_("predicted {unit}", unit=unit)),
+            series=series,
+            diagonal=_("predicted = measured"),
+        ),
+        tables=[table(caption, headings, rows, sortable=True)],
+    )
+    return Section("accuracy", _("Predictions"), (chart,), half=True)
 
 
 def _error(measured: float, expected: float | None) -> Cell:

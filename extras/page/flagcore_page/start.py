@@ -11,28 +11,38 @@ from flagcore_page.blocks import Block, Chart, Code, Collapsed
 from flagcore_page.charts import BASELINE, BEST, OTHER, Bar, Bars
 from flagcore_page.run_files import text_of
 
+LISTED = ("cat << 'END'\n", "\nEND\n")
+"""What encloses the command in a script that only prints it."""
 MAX_BARS = 10
 """The maximum number of configurations, including the best and the baseline."""
 
 
 def commands(run: RunData, best: Trial) -> Iterator[Block]:
-    """Yield the command of the best configuration, its flags and its script."""
+    """Yield one command of the best configuration to copy, and folded its flags and its script."""
     script, launch = text_of(run, run.folder / "best.sh"), run.folder / "best" / "launch.json"
-    is_complete = launch.exists() and not json_file(run.folder, "best/launch.json").get("missing")
-    if is_complete:
+    missing = str(json_file(run.folder, "best/launch.json").get("missing") or "") if launch.exists() else ""
+    flags = _flags(run, best)
+    choices = [Code(_("Flags of the engine"), shlex.join(flags), copied=True)] if flags else []
+    if launch.exists() and not missing:
         caption = (
             _("Start command, to be run in the folder of the run") if run.folder_name == "." else _("Start command")
         )
-        yield Code(caption, f"flag run {shlex.quote(run.folder_name)}", copied=True)
-    elif launch.exists():
-        yield Code(_("Command of the best configuration, for you to complete (best.sh)"), script, copied=True)
+        choices.insert(0, Code(caption, f"flag run {shlex.quote(run.folder_name)}", copied=True))
+        choices.append(Code(_("Start script without flagcore (best.sh)"), script))
+    elif missing:
+        command = script.partition(LISTED[0])[2].partition(LISTED[1])[0] or script
+        choices.append(
+            Code(
+                _("Command of the best configuration, for you to complete: add {missing}", missing=missing),
+                command,
+                copied=True,
+            )
+        )
     elif script:
-        yield Code(_("Why it cannot be started here (best.sh)"), script)
-    if flags := _flags(run, best):
-        yield Code(_("Flags of the engine"), shlex.join(flags), copied=True)
-    if script and is_complete:
-        title = _("Start script without flagcore (best.sh)")
-        yield Collapsed("script", title, (Code(title, script),))
+        choices.append(Code(_("Why it cannot be started here (best.sh)"), script))
+    yield from choices[:1]
+    for number, each in enumerate(choices[1:]):
+        yield Collapsed(f"command-{number}", each.caption, (each,))
 
 
 def _flags(run: RunData, best: Trial) -> list[str]:
@@ -84,5 +94,5 @@ def configurations(run: RunData) -> Chart | None:
     title = _("The fastest configurations")
     headings = [_("trial"), _("configuration"), run.unit, _("lowest"), _("highest"), _("vs best")]
     return Chart(
-        title=title, summary=" ".join(summary), drawing=Bars(run.unit, bars), table=table(title, headings, rows)
+        title=title, summary=" ".join(summary), drawing=Bars(run.unit, bars), tables=[table(title, headings, rows)]
     )

@@ -129,6 +129,18 @@ def test_without_the_page_a_run_ends_well_and_the_report_names_what_to_install(
     assert completed.err == "flag: the page of a run cannot be written; install flagcore-page\n"
 
 
+def test_a_plan_has_the_same_page(flag: Flag, project: Project, tmp_path: Path) -> None:
+    command = ("estimate", project.spec(), "--top", "2")
+    completed = flag(*command, "--report", str(tmp_path / "plan.html"))
+    assert (completed.code, completed.out) == (0, flag(*command).out)
+    page = read((tmp_path / "plan.html").read_text())
+    assert {"summary", "step", "memory", "funnel", "improvements", "trials"} <= set(page.sections)
+    assert page.facts("summary")["Speed"].text.startswith("~")
+    assert "flag tune SPEC" in [each.text for each in page.section("summary").every("code")]
+    assert str(tmp_path) not in page.root.text
+    assert flag(*command, "--report", "page.html", "--explain", "1").code == 2
+
+
 @pytest.mark.parametrize("text", ["[1]", "{"])
 def test_an_unreadable_result_is_reported_in_one_line(copied: Copied, text: str) -> None:
     folder = copied("dense")

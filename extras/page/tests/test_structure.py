@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from flagcore_page.blocks import Chart, Code, Collapsed, Page, Section, render
-from flagcore_page.charts import BEST, OTHER, Bar, Bars, Plot, Series, linear, spread
+from flagcore_page.charts import BEST, OTHER, Bar, Bars, Plot, Series, Stack, Stacks, linear, spread
 from flagcore_page.resources import pipeline
 from flagcore_page.run_files import log_ends
 
@@ -86,13 +86,14 @@ def test_every_table_has_a_caption_and_headings_for_columns_and_rows(report: Mad
 def test_series_of_a_chart_differ_by_more_than_colour(report: Made) -> None:
     for chart in report.page.charts:
         for legend in chart.every("ul"):
-            shapes = [next(entry.every("path", "line")) for entry in legend.every("li")]
-            styles = [each.attributes.get("d") or each.attributes["class"] for each in shapes]
-            assert len(styles) == len(set(styles))
+            shapes = [next(entry.every("path", "line", "text", "rect")) for entry in legend.every("li")]
+            letters = ["".join(each.text for each in entry.every("text")) for entry in legend.every("li")]
+            styles = [each.attributes.get("d") or each.attributes.get("class", "") for each in shapes]
+            assert len(styles) == len({*zip(styles, letters, strict=True)})
 
 
 def test_the_page_is_small(report: Made) -> None:
-    assert len(report.html.encode()) < 500_000
+    assert len(report.html.encode()) < 200_000
 
 
 def test_each_stage_has_its_chip_and_layers(runs: Runs) -> None:
@@ -168,6 +169,21 @@ def test_bars_share_the_width_of_the_largest_value() -> None:
     bars = Bars("", [Bar("", BEST, 5.0, 4.0, 10.0), Bar("", OTHER, 2.0, 2.0, 2.0)])
     assert [bars.share(each.value) for each in bars.bars] == [50.0, 20.0]
     assert Bars("", [Bar("", BEST, 0.0, 0.0, 0.0)]).share(0.0) == 0.0
+    logarithmic = Bars("", [Bar("", BEST, each, each, each) for each in (99.0, 9.0, 0.0)], is_log=True)
+    assert [logarithmic.share(each.value) for each in logarithmic.bars] == [100.0, 50.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "places"), [(8.0, [(0, 0.0, 12.5), (1, 12.5, 37.5)]), (None, [(0, 0.0, 20.0), (1, 20.0, 60.0)])]
+)
+def test_parts_of_a_stack_share_the_width_of_the_largest_sum_mark_or_limit(
+    limit: float | None, places: list[tuple[int, float, float]]
+) -> None:
+    stack = Stack("", {"a": 1.0, "b": 3.0}, "", mark=5.0)
+    drawing = Stacks(stacks=[stack], mark="", limit=None if limit is None else ("", limit))
+    spans = list(drawing.spans(stack))
+    assert [each[:3] for each in spans] == places
+    assert spans[1][3] == "b: 75.0%"
 
 
 def test_a_value_that_is_not_a_number_is_refused() -> None:
@@ -187,10 +203,11 @@ def malicious_page() -> Page:
     axis = linear(MALICIOUS, [1.0, 2.0])
     series = Series(name=MALICIOUS, points=[(1.0, 2.0, MALICIOUS)], style=0)
     charts = [
-        Chart(title=MALICIOUS, summary=MALICIOUS, drawing=drawing, table=table(MALICIOUS, [MALICIOUS, "n"], rows))
+        Chart(title=MALICIOUS, summary=MALICIOUS, drawing=drawing, tables=[table(MALICIOUS, [MALICIOUS, "n"], rows)])
         for drawing in (
             Bars(MALICIOUS, [Bar(MALICIOUS, BEST, 1.0, 0.5, 2.0)]),
-            Plot(x=axis, y=axis, series=[series], limits=[(MALICIOUS, 1.5)]),
+            Plot(x=axis, y=axis, series=[series], limits=[(MALICIOUS, 1.5)], diagonal=MALICIOUS),
+            Stacks(stacks=[Stack(MALICIOUS, {MALICIOUS: 1.0}, MALICIOUS, 2.0)], mark=MALICIOUS, limit=(MALICIOUS, 3.0)),
         )
     ]
     section = Collapsed(anchor="trial-0", title=MALICIOUS, blocks=(Code(MALICIOUS, MALICIOUS), Text(MALICIOUS)))
@@ -209,7 +226,7 @@ def test_text_of_every_kind_stays_text_in_html() -> None:
     assert all(each.text == MALICIOUS for each in page.root.every("h1", "h2", "h3", "pre"))
     assert all(each.text.startswith(MALICIOUS) for each in page.root.every("title"))
     assert not [name for each in page.root.every() for name in each.attributes if name.startswith("on")]
-    assert len(page.charts) == 2
+    assert len(page.charts) == 3
 
 
 def test_a_log_with_html_is_escaped(runs: Runs) -> None:

@@ -11,11 +11,12 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from flagcore.api.inputs import RUNS, knobs_of_spec, labels_of_spec, warn
+from flagcore.api.inputs import RUNS, SpecLike, knobs_of_spec, labels_of_spec, spec_data, warn
 from flagcore.api.runs import (
     INTERRUPTED,
     RESULT,
@@ -45,7 +46,7 @@ from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, NoDevice, RunError
 from flagcore.i18n import N_, _, printable
 from flagcore.plugins import page_writer
-from flagcore.report.formats import lookup
+from flagcore.report.formats import as_yaml, lookup
 from flagcore.report.result import result
 from flagcore.report.run import INSIGHT, RunData, json_file
 from flagcore.report.run_text import result_text
@@ -53,6 +54,7 @@ from flagcore.report.summary import no_best
 from flagcore.report.text import duration_text
 from flagcore.tuner.budget import seconds_left, seconds_used
 from flagcore.tuner.effects import effects_of_row
+from flagcore.tuner.feasibility import dry_run
 from flagcore.tuner.journal import JOURNAL
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.run_folder import IDENTITY, LOCK
@@ -118,7 +120,7 @@ def run_record(folder: Path) -> dict[str, Any]:
         "run": str(folder),
         "state": RUNNING if is_running else state,
         "model": lookup(json_file(home, IDENTITY), "task.model.name"),
-        "changed": datetime.fromtimestamp(_changed(folder), timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "changed": _day(folder, " %H:%M"),
     }
     if not data and not is_running:
         return record
@@ -160,6 +162,11 @@ def _changed(folder: Path) -> float:
     return max(each.stat().st_mtime for each in files or [folder])
 
 
+def _day(folder: Path, time_form: str = "") -> str:
+    """Return the day of the last change of a run in UTC, and its time in a form, if any."""
+    return datetime.fromtimestamp(_changed(folder), timezone.utc).strftime("%Y-%m-%d" + time_form)
+
+
 def _is_run(folder: Path) -> bool:
     """Return whether flagcore wrote a run to a folder. Other programs also write files with these names."""
     is_claimed = json_file(folder, IDENTITY).keys() >= {"run", "task", "fixed"}
@@ -193,6 +200,21 @@ def report(run_dir: Path | str, *, without: Collection[str] = ()) -> str:
     """
     with _as_run_error(run_dir):
         return printable(page_writer().as_html(report_data(Path(run_dir), without)))
+
+
+def plan_report(problem: Problem, spec: SpecLike) -> str:
+    """Return the page of the plan of a spec as HTML. Raises NoDevice if flagcore-page is not installed."""
+    (file, content), plan = spec_data(spec), replace(dry_run(problem), fidelity=ESTIMATE)
+    data, best = result(plan, ""), plan.best.candidate if plan.best else None
+    context: dict[str, Any] = {"knobs": plan.knobs, "labels": optional(problem.engine, Details).labels}
+    with TemporaryDirectory() as parent:
+        folder = Path(parent, file.stem)
+        folder.mkdir()
+        own_spec = as_yaml(content).replace(f"{file.parent.resolve()}/", "")  # paths below the spec become relative
+        write(folder / "spec.yaml", own_spec + "\n")
+        return printable(
+            page_writer().as_html(_redacted(data, insight(problem, best), folder, folder, folder_name="", **context))
+        )
 
 
 def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> bool:
@@ -279,10 +301,11 @@ def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, f
     Commands on the page name the folder relative to the working directory, or `.` if it is elsewhere, so that the page
     does not reveal paths of this machine.
     """
-    secrets = tuple(dict.fromkeys((*secrets_in_data(os.environ), *secrets_in_data(_spec(home)))))
+    spec = _spec(home)
+    secrets = tuple(dict.fromkeys((*secrets_in_data(os.environ), *secrets_in_data(spec))))
     relative = os.path.relpath(folder)
-    folder_name = "." if relative.startswith("..") else relative
-    return RunData.redacted(data, insight, secrets, home, folder_name=folder_name, **context)
+    context = {"folder_name": "." if relative.startswith("..") else relative, "date": _day(home), **context}
+    return RunData.redacted(data, insight, spec, secrets, home, **context)
 
 
 def _spec(folder: Path) -> dict[str, Any]:

@@ -29,6 +29,19 @@
     });
   }
 
+  for (const table of document.querySelectorAll("#trials table.sortable")) {
+    const input = document.createElement("input"), status = document.getElementById("status"), rows = [...table.tBodies[0].rows];
+    input.type = "search";
+    input.placeholder = status.dataset.filter;
+    input.setAttribute("aria-label", status.dataset.filter);
+    input.addEventListener("input", () => {
+      const words = input.value.toLowerCase().split(/\s+/);
+      for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+      status.textContent = status.dataset.filtered.replace("{0}", () => rows.filter((row) => !row.hidden).length).replace("{1}", () => rows.length);
+    });
+    table.closest(".wide").before(input);
+  }
+
   async function copy(pre, button) {
     const status = document.getElementById("status");
     try {
