@@ -302,7 +302,7 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
     [
         *((("SPEC", "--explain", wrong), "--explain") for wrong in ("0", "-1", "99999")),
         (("SPEC", "--explain", "1", "--format", "csv"), "--format csv"),
-        (("SPEC", "--evidence", "--like", "mbs=1"), "--evidence, --explain and --like"),
+        (("SPEC", "--evidence", "--like", "mbs=1"), "--evidence, --explain, --like and --report"),
         (("SPEC", "--like", ""), "--like ''"),
         (("--jobs", "JOBS", "--explain", "moe"), "--explain requires SPEC"),
         (("--jobs", "JOBS", "--format", "csv"), "--format requires SPEC"),
