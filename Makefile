@@ -85,7 +85,8 @@ lint: setup
 test: lint
 	$(PYTEST) -m "not long" $(TESTS)
 
-# The tests of the core in an environment with its libraries and the cpu plugin, but no engine, vendor or extra.
+# The tests of the core in an environment with its libraries, the cpu plugin and the kit that it imports, but no engine,
+# vendor or extra: neither `flag calibrate` nor its overlay is registered.
 test-core: build/core
 	build/core/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not long" tests
 
@@ -94,7 +95,7 @@ build/core: | setup
 	$(BIN)/python -m venv --without-pip $@
 	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && cd $@/lib/python3*/site-packages && \
 	ln -s $$(ls -d $$site/* | grep -vE '$(OTHERS)') $$site/flagcore_cpu-*.dist-info . && \
-	printf '$(CURDIR)%s\n' / /plugins/cpu /extras/testing > core.pth
+	printf '$(CURDIR)%s\n' / /plugins/cpu /extras/testing /extras/vendorkit > core.pth
 
 # What starts no processes and takes less than half a second.
 test-fast: setup

@@ -20,6 +20,7 @@ import yaml
 from flagcore_megatron.predict import base_inputs
 from flagcore_training.layout import Layout, Training
 from flagcore_training.time.step import step_time
+from flagcore_vendorkit.chip_file import shared_costs
 from scipy.optimize import least_squares
 
 from flagcore import plugins
@@ -30,7 +31,6 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec.jobs import read_job
-from flagcore.vendorkit.chip_file import shared_costs
 
 PLUGINS = Path(__file__).parent.parent / "plugins"
 BACKWARD = 0.8

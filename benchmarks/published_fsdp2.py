@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN
+from flagcore_vendorkit import chip_file
 
 from flagcore.api.inputs import open_spec
 from flagcore.contracts import Costs
 from flagcore.domain.spec import Task
-from flagcore.vendorkit import chip_file
 
 
 def predicted(run: dict[str, Any]) -> Any:

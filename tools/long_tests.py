@@ -22,7 +22,6 @@ FURTHER = {
     "flagcore/plugins": ("tests/cli", "tests/product/cli"),
     "flagcore/tuner/store.py": ("tests/cli", "tests/tuner/test_store.py"),
     "flagcore/hooks.py": ("extras/testing", "plugins"),
-    "flagcore/vendorkit": ("extras/testing", "tests/product/vendors", "plugins"),
     "flagcore/physics": ("tests/product/vendors",),
     "engines/megatron/flagcore_megatron": (
         "engines/megatron/tests",
@@ -37,6 +36,7 @@ FURTHER = {
     "flagcore/tuner/shorten.py": ("engines/megatron/tests",),
     "extras/hosts/flagcore_hosts": ("extras/hosts/tests", "extras/kubernetes", "extras/ray"),
     "extras/testing": ("extras/testing/tests", "plugins"),
+    "extras/vendorkit": ("extras/vendorkit/tests", "extras/testing", "tests/product/vendors", "plugins"),
     "plugins": ("tests/product/vendors",),
     "benchmarks": ("tests/product/benchmarks/test_benchmarks.py", "tests/product/benchmarks"),
     "docs": ("tests/product",),

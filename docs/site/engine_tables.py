@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from flagcore_serving.engine import ServingEngine
+from flagcore_vendorkit.chip_file import load_chips
 
 from flagcore.domain.chip import Chip, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -12,7 +13,6 @@ from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.spec import Task
 from flagcore.plugins import ENGINES, engines, find_engine, names
 from flagcore.spec.convert import parse_spec
-from flagcore.vendorkit.chip_file import load_chips
 
 SERVING = {each.name: each for each in map(find_engine, names(ENGINES)) if isinstance(each, ServingEngine)}
 MODEL = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}

@@ -4,11 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from flagcore.domain.chip import Chip, Fact, Source, Support
-from flagcore.domain.engine import EngineSupport, Stack
-from flagcore.domain.knob import Factor
-from flagcore.vendorkit.chip_file import load_chips
-from flagcore.vendorkit.engines import (
+from flagcore_vendorkit.chip_file import load_chips
+from flagcore_vendorkit.engines import (
     Claim,
     Maturity,
     Report,
@@ -19,7 +16,11 @@ from flagcore.vendorkit.engines import (
     read_quirks,
     read_variables,
 )
-from flagcore.vendorkit.fields import Scope
+from flagcore_vendorkit.fields import Scope
+
+from flagcore.domain.chip import Chip, Fact, Source, Support
+from flagcore.domain.engine import EngineSupport, Stack
+from flagcore.domain.knob import Factor
 
 DOCS = Path(__file__).parents[1]
 VENDORS = {

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flagcore.api.commands.calibrate import calibrate, calibrations, summary
     from flagcore.api.commands.compare import compare
     from flagcore.api.commands.doctor import (
         check_hosts,
@@ -34,10 +33,9 @@ if TYPE_CHECKING:
     from flagcore.report.candidate_report import CandidateReport, Comparison
     from flagcore.report.estimate import Estimate
     from flagcore.report.explanation import Explanation
-    from flagcore.spec.models import similar_models
+    from flagcore.spec.models import model_from, similar_models
 
 NAMES = {
-    "api.commands.calibrate": "calibrate calibrations summary",
     "api.commands.compare": "compare",
     "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table require_accelerator verdict",
     "api.commands.estimate": "estimate",
@@ -56,7 +54,7 @@ NAMES = {
     "report.candidate_report": "CandidateReport Comparison",
     "report.estimate": "Estimate",
     "report.explanation": "Explanation",
-    "spec.models": "similar_models",
+    "spec.models": "model_from similar_models",
 }
 """The names of this package by module."""
 

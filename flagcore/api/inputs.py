@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from flagcore.api.calibrated_plugins import CalibratedPlugins
 from flagcore.contracts import Problem
 from flagcore.contracts.capabilities import Advice, Details, Servers, Shortening, optional
 from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness, unknown_chip_hint
@@ -36,6 +35,7 @@ from flagcore.plugins import (
     load_plugins,
     names,
     strategy,
+    with_overlay,
 )
 from flagcore.report.formats import as_yaml
 from flagcore.spec.clusters import without_spares
@@ -43,7 +43,6 @@ from flagcore.spec.convert import check_engines, engines_of, parse_spec, select_
 from flagcore.spec.models import absolute_model, model_from, public_name
 from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
 from flagcore.spec.validate import located
-from flagcore.tuner.calibration import Calibrations
 from flagcore.tuner.problem import OnUsual, build_problem, recommended_row
 
 
@@ -233,13 +232,12 @@ LOG = logging.getLogger("flagcore")
 
 @contextmanager
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
-    """Load the plugins and the user's calibrations. When the context ends, warn about each failure."""
-    loaded = load_plugins(without)
-    calibrated = CalibratedPlugins([*loaded.plugins, *loaded.failures], Calibrations.of_user(), LOG.warning)
+    """Load the plugins, with what an overlay adds. When the context ends, warn about each failure."""
+    loaded = with_overlay(load_plugins(without), LOG.warning)
     try:
-        yield calibrated
+        yield loaded
     finally:
-        warn(calibrated.failures)
+        warn(loaded.failures)
 
 
 class OpenedSpec(NamedTuple):

@@ -30,7 +30,7 @@ from flagcore.errors import FlagError, NotModelled, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import PublishedRun
-from flagcore.tuner.calibration import Experience
+from flagcore.tuner.experience import Experience
 from flagcore.tuner.feasibility import no_time
 from flagcore.tuner.learning import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.problem import candidate_columns, nearest_runs
@@ -151,7 +151,7 @@ class _Jobs:
         records = records_of(engine)
         task, values, noted = records.published(plan_task, job.candidate, job.notes)
         advice = self._advice[cluster]
-        not_predicted = unmodelled(plan_task, engine, advice)
+        not_predicted = unmodelled(plan_task, engine, self._loaded, advice)
         warnings = (*records.job_warnings(task, values, job.work.settings, noted), *map(str, not_predicted))
         row = _Row(place, values, engine.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr((task.spec.work, task.spec.space))

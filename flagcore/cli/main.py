@@ -6,9 +6,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from threading import active_count
 from types import FrameType
 from typing import Any, NoReturn
@@ -19,7 +21,7 @@ from click import core, decorators, exceptions, formatting, parser, types
 from flagcore import __version__
 from flagcore.cli import options
 from flagcore.cli.options import say
-from flagcore.errors import FlagError
+from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, did_you_mean, language, wrapped
 
 GROUPS = {
@@ -27,11 +29,12 @@ GROUPS = {
     N_("Plan"): {"models": "specs", "estimate": "plan", "probe": "plan", "compare": "plan"},
     N_("Inspect"): {"explain": "plan", "report": "tune", "runs": "tune"},
     N_("Use the result"): {"run": "tune", "export": "tune", "manifest": "tune"},
-    N_("Hardware"): {"devices": "machine", "doctor": "machine", "calibrate": "machine"},
+    N_("Hardware"): {"devices": "machine", "doctor": "machine", "calibrate": ""},
     N_("Extend"): {"plugins": "machine", "schema": "machine", "completion": "machine"},
 }
-"""The commands by what they are for, in the order of `flag --help`. The values are their modules in `flagcore.cli`."""
-COMMANDS = {name: f"flagcore.cli.{module}" for group in GROUPS.values() for name, module in group.items()}
+"""The commands by what they are for, in the order of `flag --help`. The values are their modules in `flagcore.cli`,
+or empty for commands of other distributions."""
+OWN = {name: f"flagcore.cli.{module}" for group in GROUPS.values() for name, module in group.items() if module}
 SYNONYMS = {
     "plan": "estimate",
     "predict": "estimate",
@@ -43,30 +46,43 @@ SYNONYMS = {
 """Names that users try, with the command that they mean."""
 
 
+@cache
+def others() -> Mapping[str, EntryPoint]:
+    """Return the commands of other distributions by name, without `flagcore.plugins`, whose import is slow."""
+    return {point.name: point for point in entry_points(group="flagcore.commands") if point.name not in OWN}
+
+
 class Commands(options.Group):
     """A group that imports the module of a command only when the command is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands in alphabetical order."""
-        return sorted(COMMANDS)
+        return sorted({*OWN, *others()})
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in groups."""
+        listed = {name for group in GROUPS.values() for name in group}
         for title, group in GROUPS.items():
-            self.write_commands(ctx, formatter, _(title), [*group])
+            further = () if title != "Extend" else (name for name in others() if name not in listed)
+            self.write_commands(ctx, formatter, _(title), [*group, *further])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command with this name, or None if the name is unknown."""
-        if cmd_name not in COMMANDS:
+        if cmd_name in OWN:
+            return translated(getattr(import_module(OWN[cmd_name]), f"{cmd_name}_command"))
+        if cmd_name not in others():
             return None
-        return translated(getattr(import_module(COMMANDS[cmd_name]), f"{cmd_name}_command"))
+        try:
+            return translated(others()[cmd_name].load())
+        except ImportError as error:
+            raise NoDevice(_("the command {name} cannot be loaded: {reason}", name=cmd_name, reason=error)) from None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that the arguments name. For an unknown name, raises UsageError with a close match."""
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            hint = did_you_mean(SYNONYMS.get(args[0], args[0]), COMMANDS)
+        if args and args[0] not in OWN and not args[0].startswith("-") and args[0] not in others():
+            hint = did_you_mean(SYNONYMS.get(args[0], args[0]), self.list_commands(ctx))
             ctx.fail("; ".join(filter(None, [_("no such command {name!r}", name=args[0]), hint])))
         return super().resolve_command(ctx, args)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
 import threading
@@ -355,10 +357,30 @@ def show_record(record: Mapping[str, Any], form: str) -> None:
 
 
 def show(text: str, form: str = "table") -> None:
-    """Print a result to stdout, without characters that command a terminal. Text and tables fit the terminal."""
+    """Print a result to stdout, without characters that command a terminal. Text and tables fit the terminal, and have
+    colours where it has them."""
     from flagcore.report.formats import WIDTH
 
-    click.echo(printable(_wrapped(text, WIDTH.get()) if form in ("table", "text") else text))
+    if form not in ("table", "text"):
+        click.echo(printable(text))
+        return
+    lines = printable(_wrapped(text, WIDTH.get())).split("\n")
+    has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    click.echo("\n".join(map(_coloured, lines) if has_colours else lines))
+
+
+def _coloured(line: str) -> str:
+    """Return a line of a result with the best row of a table in green, failed trials in red and predictions dimmed."""
+    first, *cells = line.strip().split("  ")
+    if re.fullmatch(rf"\d+(\*| .*\b{_('best')}\b.*)", first):
+        return click.style(line, fg="green")
+    if first[:1].isdigit() and {_(name) for name in FAILED} & {cell.strip() for cell in cells}:
+        return click.style(line, fg="red")
+    return re.sub(r"~[\d.,]+", lambda found: click.style(found[0], dim=True), line)
+
+
+FAILED = ("failed", "out of memory", "timed out", "invalid", "interrupted")
+"""States of trials without a measurement, as tables show them."""
 
 
 def _message_width() -> int | None:

@@ -1,7 +1,7 @@
 """Shows progress on stderr: a bar on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
@@ -98,10 +98,41 @@ def _step(trial: Trial, measured: Measurement, objective: str) -> str:
     return f"{text} ({scaled_text(measured.scaled_from, trial.shortened)})"
 
 
-def status_line(event: Event, running: Sequence[Trial], seconds_left: float | None) -> str:
-    """Return the state of a search and its running trials in one line."""
-    names = [f"{each.number}: {candidate_text(each.candidate, event.knobs)}" for each in running]
-    return " | ".join(filter(None, [*_status(event, seconds_left), ", ".join(names)]))
+def live_lines(event: Event, running: Iterable[Event], passed_s: float) -> list[tuple[str, str]]:
+    """Return the state of a search in lines, each with a style: the budget, each running trial, and the best so far.
+
+    `running`: the first event of each running trial. `passed_s`: the seconds since `event`.
+    """
+    left = None if event.seconds_left is None else max(event.seconds_left - passed_s, 0.0)
+    budget = _status(event, left)[: 1 if left is None else 2]
+    budget.insert(1, _("{time} elapsed", time=duration_text(event.elapsed_s + passed_s)))
+    lines = [(", ".join(budget), "")]
+    for start in running:
+        text = f"{_phase(start)}: {start.trial.number}: {candidate_text(start.trial.candidate, start.knobs)}"
+        if start.steps is not None:
+            done, total = start.steps()
+            text += ", " + _("step {done}/{total}", done=done, total=total)
+        lines.append((text + _predicted(start), ""))
+    for place, trial in enumerate(event.leaders, start=1):
+        result = _step(trial, trial.measurement, event.objective).split(", ")[0] if trial.measurement else "-"
+        text = f"{place}. {result}: {candidate_text(trial.candidate, event.knobs)}"
+        lines.append((text, "green" if trial == event.best else ""))
+    return lines
+
+
+def _phase(event: Event) -> str:
+    """Return the phase of the search to which a trial belongs."""
+    if event.repeats is None:
+        return _(event.trial.role.value)
+    return _("confirm, repeat {number}/{total}", number=event.repeats[0] + 1, total=event.repeats[1])
+
+
+def _share_done(event: Event, passed_s: float) -> float:
+    """Return the share of the search that is done, by time if the remaining time is known."""
+    elapsed = event.elapsed_s + passed_s
+    if event.seconds_left is None:
+        return event.trials_finished / max(event.trials_planned, 1)
+    return elapsed / max(elapsed + max(event.seconds_left - passed_s, 0.0), 1e-9)
 
 
 def finished_line(event: Event) -> str:
@@ -136,28 +167,33 @@ def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnE
 
 @contextmanager
 def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
-    """Draw one line in which the remaining time counts down during a trial, without colours if NO_COLOR is set."""
-    from rich.console import Console
+    """Draw the state of the search below the lines of finished trials, without colours if NO_COLOR is set."""
+    from rich.console import Console, Group
     from rich.live import Live
+    from rich.progress_bar import ProgressBar
     from rich.spinner import Spinner
     from rich.table import Table
     from rich.text import Text
 
-    console, running, spinner = Console(file=stream), dict[int, Trial](), Spinner("dots")
+    console, running, spinner = Console(file=stream), dict[int, Event](), Spinner("dots")
     last: list[tuple[Event, float]] = []
     """The last event, and when it happened."""
 
-    def line_of_search() -> Table:
-        text = _("detecting hardware")
-        if last:
-            (event, since), left = last[-1], last[-1][0].seconds_left
-            left = None if left is None else max(left - (time.monotonic() - since), 0.0)
-            text = status_line(event, list(running.values()), left)
-        grid = Table.grid(padding=(0, 1))
-        grid.add_row(spinner, Text(printable(text), no_wrap=True, overflow="ellipsis"))
-        return grid
+    def text_of(line: str, style: str = "", *, whole: bool = False) -> Text:
+        return Text(printable(line), style, no_wrap=not whole, overflow="fold" if whole else "ellipsis")
 
-    with Live(console=console, transient=True, get_renderable=line_of_search):
+    def view() -> Group:
+        grid = Table.grid(padding=(0, 1))
+        if not last:
+            grid.add_row(spinner, text_of(_("detecting hardware")))
+            return Group(grid)
+        ((event, since),) = last
+        passed_s = time.monotonic() - since
+        first, *others = [text_of(*each) for each in live_lines(event, [*running.values()], passed_s)]
+        grid.add_row(spinner, ProgressBar(1.0, _share_done(event, passed_s), width=BAR_WIDTH), first)
+        return Group(grid, *others)
+
+    with Live(console=console, transient=True, get_renderable=view):
 
         def draw(event: Event) -> None:
             lines = [*general_lines(event), *([line(event)] if event.kind == "trial_waits" else [])]
@@ -165,12 +201,14 @@ def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
                 console.print(printable(each), highlight=False, markup=False)
             if event.kind == "trial_finished":
                 running.pop(event.trial.number, None)
-                is_cut = not event.trial.state.failed  # a failure is shown in full
-                console.print(
-                    Text(printable(finished_line(event)), no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
-                )
-            else:
-                running[event.trial.number] = event.trial
+                is_failed = event.trial.state.failed  # a failure is shown in full
+                style = "red" if is_failed else "green" if event.trial == event.best else ""
+                console.print(text_of(finished_line(event), style, whole=is_failed))
+            elif event.kind == "trial_started":
+                running[event.trial.number] = event
             last[:] = [(event, time.monotonic())]
 
         yield draw
+
+
+BAR_WIDTH = 20

@@ -1,7 +1,10 @@
 """The commands flag init and import: new specs, and the specs and trials of other tuners."""
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from flagcore.i18n import N_, _
 @click.option("--input-len", type=click.IntRange(1), help="Serving: tokens of a prompt.")
 @click.option("--output-len", type=click.IntRange(1), help="Serving: tokens of an answer.")
 @click.option("--concurrency", type=click.IntRange(1), help="Serving: requests in flight.")
+@click.option("--slo", multiple=True, metavar="LIMIT", help="Serving: latency limit, such as p99 ttft 1s (repeatable).")
 @options.new_file
 def init_command(
     model: str | None,
@@ -33,37 +37,71 @@ def init_command(
     chip: str | None,
     nodes: int | None,
     devices: int | None,
+    slo: tuple[str, ...],
     output: Path | None,
     **given: Any,
 ) -> None:
     """Write a new spec with comments.
 
-    On a terminal, missing values are asked for. Otherwise --model and --engine are required, and the other values have
-    their defaults.
+    On a terminal, missing values are asked for, again after an invalid answer. Otherwise --model and --engine are
+    required, and the other values have their defaults.
     """
     from flagcore.plugins import ENGINES, names
 
-    model = model or _ask(_("Directory with a config.json, GGUF file, or name of a public model"), "--model")
-    engine = engine or _ask(_("Engine ({names})", names=", ".join(names(ENGINES))), "--engine")
-    defaults = api.defaults_of(engine)
-    if foreign := [name for name, value in given.items() if value is not None and name not in defaults]:
+    text = _("Directory with a config.json, GGUF file, or name of a public model")
+    model = model or _ask(text, "--model", check=partial(api.model_from, base=Path()))
+    engine = engine or _ask(_("Engine ({names})", names=", ".join(names(ENGINES))), "--engine", check=api.defaults_of)
+    values = api.defaults_of(engine)
+    if foreign := [name for name, value in given.items() if value is not None and name not in values]:
         option = "--" + foreign[0].replace("_", "-")
         raise click.UsageError(_("{option} does not apply to the engine {engine}", option=option, engine=engine))
-    chip = chip or _ask(_("Chip; auto: detected when the spec is used"), "", "auto")
-    nodes = nodes or _ask(_("Number of hosts"), "", 1)
-    devices = devices or _ask(_("Devices per host; auto: all"), "", "auto")
-    values = {name: given.get(name) or _ask(name, "", default) for name, default in defaults.items()}
-    cluster = {"chip": chip, "nodes": nodes, "devices_per_node": int(devices) if str(devices).isdecimal() else devices}
-    spec = api.new_spec(engine, model, cluster, values)
-    options.write_new(spec, output)
+    defaults = {**CLUSTER, **values}
+    answers = {"chip": chip, "nodes": nodes, "devices_per_node": devices} | given
+
+    def made(**more: Any) -> Any:
+        every = {**defaults, **{key: value for key, value in {**answers, **more}.items() if value is not None}}
+        return api.new_spec(engine, model, {key: every[key] for key in CLUSTER}, {key: every[key] for key in values})
+
+    made()  # what is given must be valid before anything is asked
+    for name in (name for name in defaults if answers.get(name) is None):
+        check = partial(lambda name, answer: made(**{name: answer}), name)
+        answers[name] = _ask(_(CLUSTER_TEXTS.get(name, name)), "", defaults[name], check)
+    spec = made()
+    data = api.LoadedSpec("spec", spec.data)
+    if "serve" in spec.data and not slo:
+        text = _("Latency limits, such as p99 ttft 1s, p99 tpot 50ms; none: no limits")
+        answer = _ask(text, "", NONE, lambda answer: answer == NONE or api.with_limits(data, [answer]))
+        slo = () if answer == NONE else (answer,)
+    options.write_new(replace(spec, data=api.with_limits(data, slo).data) if slo else spec, output)
     if output is not None:
         options.say(_("flag: next: flag estimate {file}", file=output))
 
 
-def _ask(text: str, option: str, default: Any = None) -> Any:
-    """Return the user's answer, or the default without a terminal. Raises UsageError if there is neither."""
+CLUSTER = {"chip": "auto", "nodes": 1, "devices_per_node": "auto"}
+CLUSTER_TEXTS = {
+    "chip": N_("Chip; auto: detected when the spec is used"),
+    "nodes": N_("Number of hosts"),
+    "devices_per_node": N_("Devices per host; auto: all"),
+}
+NONE = "none"
+
+
+def _ask(text: str, option: str, default: Any = None, check: Callable[[Any], object] = str) -> Any:
+    """Return the user's answer, or the default without a terminal. Raises UsageError if there is neither.
+
+    `check`: raises FlagError for an invalid answer, which is then asked for again.
+    """
+
+    def valid(answer: Any) -> Any:
+        answer = int(answer) if str(answer).isdecimal() else answer
+        try:
+            check(answer)
+        except FlagError as error:
+            raise click.UsageError(str(error)) from None
+        return answer
+
     if sys.stdin.isatty():
-        return click.prompt(text, default=default, err=True)
+        return click.prompt(text, default=default, err=True, value_proc=valid)
     if default is None:
         raise click.UsageError(_("{option} is required: stdin is not a terminal", option=option))
     return default

@@ -28,9 +28,10 @@ from flagcore.contracts.plugin import (
     communicator_bytes,
     device_use,
 )
-from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, Watcher
+from flagcore.contracts.search import LEADERS, Choice, Event, OnEvent, Problem, SearchContext, Strategy, Watcher
 
 __all__ = [
+    "LEADERS",
     "AttentionShape",
     "Choice",
     "CollectiveCosts",

@@ -144,6 +144,10 @@ class Strategy(Protocol):
         """Return the candidate to try next, or the decision to stop."""
 
 
+LEADERS = 3
+"""The maximum number of trials that an event reports as the fastest."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """An event of the search, for the display of progress.
@@ -152,6 +156,11 @@ class Event:
     then names them.
     `seconds_left`: an estimate of the remaining seconds of the run, including repeats. None if unknown.
     `objective`, `knobs`: the objective and the knobs of the task.
+    `elapsed_s`: the seconds that the run has taken, including earlier calls of a resumed run.
+    `leaders`: the fastest measured trials within the limits, at most LEADERS of different candidates, the best first.
+    `repeats`: the numbers of finished and of planned repeats, if the trial is a repeat.
+    `steps`: at the start of a trial, a function that returns the numbers of its finished and planned steps so far. None
+    if its program reports no steps.
     `search_time`: only in the first event.
     `note`: a line for the user.
     `stop`: a function without arguments that ends the search. Running trials end first, and finalists are not repeated.
@@ -165,6 +174,10 @@ class Event:
     best: Trial | None
     objective: str = ""
     knobs: Knobs = field(default_factory=dict)
+    elapsed_s: float = 0.0
+    leaders: tuple[Trial, ...] = ()
+    repeats: tuple[int, int] | None = None
+    steps: Callable[[], tuple[int, int]] | None = None
     search_time: SearchTime | None = None
     note: str = ""
     stop: Callable[[], None] = lambda: None

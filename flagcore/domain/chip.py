@@ -127,6 +127,14 @@ class Chip:
         """Return whether `name` is the chip's name or an alias. Case, spaces and the vendor's name are ignored."""
         return normalize_name(name) in self.spellings
 
+    def is_same(self, name: str, aliases: Iterable[str]) -> bool:
+        """Return whether this is the measured chip with `name` and `aliases`.
+
+        The names must be equal, and the aliases must be equal or share at least one.
+        """
+        measured, own = ({alias.casefold() for alias in each} for each in (aliases, self.aliases))
+        return name.casefold() == self.name.casefold() and (measured == own or bool(measured & own))
+
     def matches_name(self, name: str) -> bool:
         """Return whether `name` means this chip in user input: its name, an alias, or a family name."""
         return normalize_name(name) in self.spellings | self._spellings_of(self.family_names)
@@ -217,7 +225,7 @@ ASSUMED_NETWORK_RANGE = 2.0
 """The factor by which the network may be slower or faster than ASSUMED_NETWORK."""
 
 
-LOOKALIKES = str.maketrans("oil", "011")
+LOOKALIKES = str.maketrans("o", "0")
 MIN_SIMILARITY = 0.72
 """The minimum similarity (0 to 1) of normalized names at which a chip is suggested for a misspelled name."""
 
@@ -226,7 +234,7 @@ def similar_chips(word: str, chips: Iterable[Chip]) -> tuple[str, ...]:
     """Return the names of up to four chips that `word` may mean, most similar first.
 
     Chips with similar names are returned only if no chip has a name or alias that contains `word` or is part of `word`.
-    The vendor's name is ignored, and so is the difference between O and 0, and between I, l and 1.
+    The vendor's name is ignored, and so is the difference between O and 0.
     """
     containing, similar = [], []
     for chip in chips:

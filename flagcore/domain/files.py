@@ -16,6 +16,7 @@ LONE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 """Characters that are half of a pair, which JSON can contain and UTF-8 cannot."""
 HOME_VARIABLE = "FLAGCORE_HOME"
 """The environment variable that names the folder in which flagcore stores data between runs."""
+HOME_FIX = f"set {HOME_VARIABLE} to a folder that can be written"
 
 
 def data_folder() -> Path:
@@ -97,4 +98,11 @@ def writable(path: Path, fix: str = "") -> Iterator[None]:
 def write(file: Path, text: str, *, private: bool = False) -> None:
     """Write a text file of a run atomically. Raises RunError if it cannot be written."""
     with writable(file):
+        replace(file, text, private=private)
+
+
+def save(file: Path, text: str, *, private: bool = False) -> None:
+    """Write a text file below the data folder atomically. Raises RunError if it cannot be written."""
+    with writable(file, HOME_FIX):
+        file.parent.mkdir(parents=True, exist_ok=True)
         replace(file, text, private=private)

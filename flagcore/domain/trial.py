@@ -246,6 +246,16 @@ class Trial:
     silent_s: float = 0.0
     telemetry: Mapping[str, float] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """Return the trial in one line. The mark `~` means that the figure is predicted."""
+        found, text = self.measurement or self.predicted, self.reason or "-"
+        if found and (rate := found.figures.get("output_tokens_per_s")):
+            text = f"{rate:.4g} output tokens/s"
+        elif found and found.step_time_s:
+            text = f"{found.step_time_s:.4g} s/step"
+        mark = "~" if found and found is self.predicted else ""
+        return f"trial {self.number} ({self.role.value}, {self.candidate}) {self.state.value}: {mark}{text}"
+
     @property
     def search_fields(self) -> dict[str, object]:
         """The fields named in SEARCH_FIELDS that are not None, as plain data."""

@@ -102,7 +102,7 @@ class Roofline:
     Times are NaN if a peak rate of the chip is unknown.
 
     `corrections`: by kind of kernel and precision, a function of the kernel's sizes that returns the ratio of measured
-    to modelled times. `flagcore.physics.kernel_table` learns them. Kernels that were not measured have none.
+    to modelled times. `flagcore_vendorkit.kernel_table` learns them. Kernels that were not measured have none.
     """
 
     chip: Chip

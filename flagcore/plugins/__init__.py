@@ -27,5 +27,6 @@ from flagcore.plugins.entry_points import (
     strategy,
     watcher,
 )
-from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, Plugin, load_plugins
+from flagcore.plugins.here import best_chip, target
+from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, Plugin, load_plugins, with_overlay
 from flagcore.plugins.validation import PluginFailure

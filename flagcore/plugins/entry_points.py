@@ -232,8 +232,10 @@ KIT = "flagcore.kit"
 """Modules of the conformance kit, by the command of `flag plugins` that they are for."""
 JOBS = "flagcore.kinds"
 """Kinds of jobs besides training: subclasses of `Work`."""
+OVERLAYS = "flagcore.overlays"
+"""A subclass of `LoadedPlugins` that adds what no plugin knows, such as the user's calibrations."""
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
-KINDS |= {READERS: "reader", PAGES: "page writer", JOBS: "kind of job"}
+KINDS |= {READERS: "reader", PAGES: "page writer", JOBS: "kind of job", OVERLAYS: "overlay"}
 """The noun that messages use for the objects of each entry point group."""
 
 
@@ -408,6 +410,11 @@ def _first(group: str, protocol: Callable[..., T], missing: str) -> T:
     for name in names(group):
         return _named(group, protocol, name, group)
     raise NoDevice(missing)
+
+
+def overlay() -> Callable[..., Any] | None:
+    """Return the class of the first overlay, or None if none is installed. Raises NoDevice if it cannot be loaded."""
+    return next((_named(OVERLAYS, type, name, OVERLAYS) for name in names(OVERLAYS)), None)
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:

@@ -27,7 +27,7 @@ from flagcore import hooks
 from flagcore.contracts import CollectiveCosts, Costs, KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import ASSUMED_NETWORK, Chip, Device, Support, normalize_name
 from flagcore.domain.cluster import Cluster, NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport, TaskAdvice, has_common_library
+from flagcore.domain.engine import EngineSupport, TaskAdvice, Unmodelled, has_common_library
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
@@ -45,6 +45,7 @@ from flagcore.plugins.entry_points import (
     one_line,
     origin,
     origins,
+    overlay,
     stdout_to_stderr,
     version_of,
 )
@@ -430,6 +431,24 @@ class LoadedPlugins:
             harmless=tuple(name for each in advice for name in each.harmless),
         )
 
+    def unmodelled(self, task: Task) -> Iterable[Unmodelled]:
+        """Return the settings that predictions leave out on all engines: keys of models, variables of common software.
+
+        This method, `maturity` and `unlisted_chip` are for an overlay (`flagcore.plugins.with_overlay`).
+        """
+        return ()
+
+    def maturity(self, plugin: Plugin) -> Mapping[str, Any] | None:
+        """Return the evidence for the data of a plugin, with its strongest kind as `word`. None if it is unknown."""
+        return None
+
+    def unlisted_chip(self) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
+        """Return this machine's chip that no plugin lists, its engine support and its devices, or None.
+
+        Raises NoDevice if there is such a chip, but nothing can be measured.
+        """
+        return None
+
     def telemetry(self, device: Device) -> Telemetry | None:
         if self._telemetry:
             return self._telemetry(device)
@@ -503,6 +522,16 @@ class LoadedPlugins:
     def _fail(self, plugin: Plugin, stage: str, hook: str, reason: str) -> None:
         names = {"name": plugin.name, "distribution": plugin.distribution}
         self._failures[PluginFailure(**names, stage=stage, hook=hook, reason=reason)] = None
+
+
+def with_overlay(loaded: LoadedPlugins, warn: Callable[[str], object]) -> LoadedPlugins:
+    """Return the plugins with what an installed overlay adds, such as the user's calibrations.
+
+    An overlay is a subclass of LoadedPlugins. `warn`: called with its warnings.
+    """
+    kind = overlay()
+    found: LoadedPlugins = kind([*loaded.plugins, *loaded.failures], warn) if kind else loaded
+    return found
 
 
 def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from flagcore.domain.chip import Fact
@@ -55,6 +56,8 @@ class Mixing:
     - `idle`: the share of the pipeline's time in which the devices of a kind have no work.
     - `limit`: the bottleneck of the mixed plan.
     - `slowest`: the kind with the slowest stage.
+    - `stages`: for each pipeline of the mixed plan, the kind and the number of layers of each stage, in order.
+    - `kinds`: the kinds in the order of their hosts, so of their ranks.
     """
 
     mixed: ChipPlan
@@ -64,6 +67,8 @@ class Mixing:
     idle: Mapping[str, float]
     limit: str
     slowest: str
+    stages: tuple[tuple[tuple[str, int], ...], ...] = ()
+    kinds: tuple[str, ...] = ()
 
     @property
     def sum_alone(self) -> float:
@@ -219,10 +224,11 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     if ceiling := _ceiling_text(estimate):
         yield ceiling, False
     yield "\n" + _("Predicted {for_what}.", for_what=estimate.runs), False
-    if interval := interval_text(estimate.recommended):
-        yield interval, False
+    if interval := interval_text(estimate.recommended, estimate.objective):
+        if not estimate.expected_s:  # one interval for one figure
+            yield interval, False
         if estimate.unmodelled:
-            text = N_("It is wider because of settings that are not predicted: {names}.")
+            text = N_("The interval is wider because of settings that are not predicted: {names}.")
             yield _(text, names=", ".join(estimate.unmodelled)), False
     if estimate.search:
         yield "flag tune: " + search_time_text(estimate.search), False
@@ -318,7 +324,25 @@ def mixing_text(mixing: Mixing, knobs: Knobs) -> str:
     if len(mixing.alone) > 1:
         devices = sum(each.devices for each in mixing.alone)
         rows.append([_("sum of single chips"), "-", str(devices), "-", shown(mixing.sum_alone), "-"])
-    return table(headings, rows) + "\n" + verdict(mixing)
+    return "\n".join([table(headings, rows), *_order_texts(mixing), verdict(mixing)])
+
+
+def _order_texts(mixing: Mixing) -> Iterator[str]:
+    """Yield the chips of the stages of the fastest mixed plan, and the order of its hosts, if they are known."""
+    pipelines = []
+    for stages in mixing.stages:
+        runs, first = [], 1
+        for (title, layers), equal in groupby(stages):
+            last = first + len(list(equal)) - 1
+            numbers = str(first) if first == last else f"{first}-{last}"
+            runs.append(_("{stages} on {chip} (layers: {layers})", stages=numbers, chip=title, layers=layers))
+            first = last + 1
+        pipelines.append(", ".join(runs))
+    if pipelines:
+        text = N_("Stages of the fastest mixed plan: {stages}.")
+        yield _(text, stages="; ".join(dict.fromkeys(pipelines)))
+    if mixing.kinds:
+        yield _("Hosts in the order of the ranks: {kinds}.", kinds=", ".join(mixing.kinds))
 
 
 def verdict(mixing: Mixing) -> str:

@@ -259,14 +259,15 @@ def objective_text(objective: str, figure: float) -> str:
     return f"{shown(figure)} {heading(objective)}"
 
 
-def interval_text(record: Mapping[str, Any]) -> str:
-    """Return the 80% interval of a predicted candidate, relative to its rate or objective. It is empty if unknown."""
-    interval = record.get("objective") or record.get("tokens_per_second_per_device")
+def interval_text(record: Mapping[str, Any], objective: str) -> str:
+    """Return the predicted objective of a candidate with its 80% interval. It is empty if unknown."""
+    interval = record.get("objective") or record.get(objective)
     if not interval:
         return ""
-    low, high = (interval[bound] / interval["value"] for bound in ("low", "high"))
-    text = N_("80% interval of candidate {number}: {low:.2f} to {high:.2f} times its prediction.")
-    return _(text, number=record["number"], low=low, high=high)
+    low, high = shown(interval["low"]), shown(interval["high"])
+    text = N_("Candidate {number}: ~{value} (80%: {low} to {high}).")
+    value = objective_text(objective, interval["value"])
+    return _(text, number=record["number"], value=value, low=low, high=high)
 
 
 def figures_text(measured: Measurement, objective: str) -> str:

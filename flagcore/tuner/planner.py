@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flagcore.contracts import Choice, Event, OnEvent, Problem, SearchContext
+from flagcore.contracts import LEADERS, Choice, Event, OnEvent, Problem, SearchContext
+from flagcore.contracts.capabilities import Steps, optional
 from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
@@ -18,6 +19,7 @@ from flagcore.tuner.budget import Budget, has_time_to_repeat, seconds_left, stop
 from flagcore.tuner.feasibility import search_time
 from flagcore.tuner.parallel import Hosts, Parallelism
 from flagcore.tuner.problem import with_learned
+from flagcore.tuner.search_state import min_repeats
 from flagcore.tuner.shorten import shortened_steps
 from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.stages.predict import predict_stage_layers, with_figures
@@ -212,9 +214,26 @@ class Progress:
                 best=self.state.best,
                 objective=self.problem.task.spec.objective,
                 knobs=self.problem.knobs,
+                elapsed_s=self.budget.elapsed,
+                leaders=self.state.leaders(LEADERS),
+                repeats=self._repeats() if trial.role is Role.REPEAT else None,
+                steps=self._steps_of(trial) if kind == "trial_started" else None,
                 search_time=self._search_time,
                 note=self.parallel.note,
                 stop=self.stop,
             )
         )
         self._search_time, self.parallel.note = None, ""
+
+    def _repeats(self) -> tuple[int, int]:
+        """Return the numbers of finished and of planned repeats. A repeat may be added to those that were planned."""
+        done = sum(each.is_conclusive for each in self.state.repeats)
+        return done, max(sum(min_repeats(self.budget.control, self.state).values()), done + 1)
+
+    def _steps_of(self, trial: Trial) -> Callable[[], tuple[int, int]] | None:
+        """Return a function that returns the finished and the planned steps of a trial that starts, if it has steps."""
+        control, task = self.budget.control, self.problem.task
+        if not task.spec.work.has_steps or trial.fidelity != RUN:
+            return None
+        read = optional(self.problem.engine, Steps).progress(task, self.store.folder(trial))
+        return lambda: (min(len(read()), control.train_iters), control.train_iters)

@@ -77,6 +77,13 @@ class SearchState:
         """The candidates with a conclusive trial. All other candidates may be tried again."""
         return frozenset(candidate for candidate, trial in self.by_candidate.items() if trial.is_conclusive)
 
+    def leaders(self, count: int) -> tuple[Trial, ...]:
+        """Return the trials of up to `count` measured candidates that meet the limits, the best first, then the
+        fastest."""
+        rated = [(self.speed_of(each.candidate), each) for each in self.trials if self.keeps_limits(each.candidate)]
+        rated.sort(key=lambda pair: (pair[1] != self.best, -pair[0]))
+        return tuple(trial for speed, trial in rated[:count] if speed)
+
     @property
     def rivals(self) -> tuple[Trial, ...]:
         """Trials of the candidates that do not differ significantly from the best, the fastest first."""

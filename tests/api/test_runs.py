@@ -121,6 +121,7 @@ def test_a_run_without_trials_has_its_predictions(tmp_path: Path) -> None:
     run = flagcore.load_run(project.run_dir)
     assert [trial.candidate for trial in run.trials] == [trial.candidate for trial in outcome.plan.trials]
     assert run.best is not None
+    assert (str(run.best).count("\n"), str(run.best).endswith(" s/step"), len(str(run.best)) < 1000) == (0, True, True)
     assert run.best.number == outcome.data["best"]["number"]
     assert run.gain == outcome.data["gain"]
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from flagcore_testing import toy
 
-from flagcore.cli.progress import line, status_line
+from flagcore.cli.progress import line, live_lines
 from flagcore.contracts import Event
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import Role, Trial, TrialState
 from tests import tasks
 
 CANDIDATE = tasks.candidate(use_recompute=True, recompute_method="block", use_distributed_optimizer=True)
@@ -28,16 +28,21 @@ def event(best: bool = True) -> tuple[Event, Trial]:
     return found, trial
 
 
-def test_the_line_has_the_most_important_parts_first() -> None:
+def test_the_live_lines_show_budget_phase_step_and_the_best() -> None:
     found, trial = event()
-    count, left, best, running = status_line(found, [trial], 300.0).split(" | ")
-    assert (count, "5.0 min left" in left, "0.412" in best) == ("12/20 trials", True, True)
-    assert running.startswith("12: MBS")
+    start = replace(found, trial=replace(trial, role=Role.REPEAT), steps=lambda: (3, 8), repeats=(1, 4))
+    second = tasks.trial(5, tasks.candidate(), 0.5)
+    leaders = tuple(filter(None, (found.best, second)))
+    shown = live_lines(replace(found, elapsed_s=120.0, leaders=leaders), [start], 60.0)
+    (budget, _), (running, _), *best = shown
+    assert budget == "12/20 trials, 3.0 min elapsed, at most ~4.0 min left"
+    assert ("repeat 2/4: 12: MBS" in running, "step 3/8" in running) == (True, True)
+    assert [(text[:2], "0.412" in text, style) for text, style in best] == [("1.", True, "green"), ("2.", False, "")]
     served = tasks.trial(3, CANDIDATE, 1 / 40535)
     served = replace(served, measurement=replace(served.measurement, figures={"output_tokens_per_s": 40535.0}))
-    found = replace(found, best=served, objective="output_tokens_per_s")
-    assert "best 40,535 output" in status_line(found, [], None)
-    assert status_line(event(best=False)[0], [], None) == "12/20 trials"
+    served_event = replace(found, leaders=(served,), objective="output_tokens_per_s", seconds_left=None)
+    (budget, _), (text, _) = live_lines(served_event, [], 0.0)
+    assert (budget, "1. 40,535 output" in text) == ("12/20 trials, 0 s elapsed", True)
 
 
 @pytest.mark.parametrize(("objective", "value"), [("output_tokens_per_s", "50 "), ("e2e_s.mean", "0.02 ")])

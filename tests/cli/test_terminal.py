@@ -4,11 +4,14 @@ import contextlib
 import json
 import os
 import pty
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
+import click
 import pytest
 
 from flagcore.cli import options
@@ -21,7 +24,7 @@ pytestmark = pytest.mark.slow
 def on_terminal(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return what `flag` prints on a terminal of 80 columns."""
 
-    def call(*arguments: str, columns: int = 80) -> str:
+    def call(*arguments: str, columns: int = 80, colours: bool = False) -> str:
         controller, terminal_end = pty.openpty()
         pieces: list[bytes] = []
         reader = threading.Thread(target=read_all, args=(controller, pieces))
@@ -29,6 +32,7 @@ def on_terminal(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
         with monkeypatch.context() as patch, open(terminal_end, "w") as terminal, redirect_stdout(terminal):
             patch.setenv("COLUMNS", str(columns))
             patch.setenv("TERM", "xterm-256color")
+            patch.setenv("NO_COLOR", "" if colours else "1")
             with redirect_stderr(terminal):
                 completed = flag(*arguments)
         reader.join(60)
@@ -101,6 +105,18 @@ def test_files_of_a_run_are_complete_regardless_of_the_terminal(
     assert len(rows[0]) > 70
     assert "\x1b[3" not in output  # no colour
     assert "trial 0 (baseline) measured" in output
+
+
+def test_results_have_colours_on_a_terminal_only(
+    flag: Flag, on_terminal: Callable[..., str], project: Project, made_run: Path
+) -> None:
+    text = on_terminal("runs", "show", str(made_run), columns=300, colours=True)
+    best = next(line for line in text.splitlines() if re.match(r"\x1b\[32m\d+ (.* )?best ", line))
+    assert best.endswith("\x1b[0m")
+    assert re.search(r"\x1b\[2m~[\d.]+\x1b\[0m", text)
+    plain = on_terminal("runs", "show", str(made_run), columns=300)
+    assert click.unstyle(text) == plain != text
+    assert options._coloured("3  TP 2  failed  -") == click.style("3  TP 2  failed  -", fg="red")
 
 
 def test_verbose_reports_why_each_trial_was_chosen_and_where_its_log_is(flag: Flag, project: Project) -> None:

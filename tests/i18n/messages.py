@@ -57,8 +57,9 @@ def sources() -> Catalog:
     """Return all messages of the sources."""
     catalogue = Catalog(project="flagcore", domain="flagcore", fuzzy=False)
     for file in sorted([*CORE.rglob("*.py"), *ROOT.glob("e[nx]*/*/flagcore_*/**/*.py")]):
-        tree, file_name = ast.parse(file.read_text(encoding="utf-8")), str(file.relative_to(ROOT))
-        for message in [*_marked(tree), *(_help(tree) if file.parent == CORE / "cli" else [])]:
+        text, file_name = file.read_text(encoding="utf-8"), str(file.relative_to(ROOT))
+        tree = ast.parse(text)
+        for message in [*_marked(tree), *(_help(tree) if "import click\n" in text else [])]:
             catalogue.add(message, locations=[(file_name, 0)])
     tables = [*COLUMNS.values(), *({name: key for key, name in NAMES[each].items()} for each in NAMES.keys() - PLAIN)]
     for name in (name for table in tables for name in table):

@@ -59,7 +59,7 @@ def _measure_nothing(module):
 
 AFTER_IMPORT = {
     "psutil": _fix_psutil,
-    "flagcore.vendorkit.machine": lambda module: _read_below_root(module.quota_cores, module.allowed_memory_bytes),
+    "flagcore.domain.host": lambda module: _read_below_root(module.quota_cores, module.allowed_memory_bytes),
     "flagcore_cpu.rates": _measure_nothing,
     "flagcore_cpu.machine": lambda module: _read_below_root(module.Processor.read.__func__),
 }

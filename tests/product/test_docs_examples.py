@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import yaml
 from flagcore_testing.examples import FOREIGN_CHIP, task_on
+from flagcore_vendorkit.engines import Quirks
 
 from docs.site.docstrings import HOOKS as SPECS
 from flagcore.contracts import Engine
 from flagcore.domain.cluster import NodeGroup
 from flagcore.plugins import LoadedPlugins
 from flagcore.plugins.validation import check_protocol
-from flagcore.vendorkit.engines import Quirks
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_vendorkit.machine import visible
 
 from flagcore.contracts import Choice, Launcher, SearchContext
 from flagcore.domain.chip import Device
@@ -24,7 +25,6 @@ from flagcore.hooks import hookimpl
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.strategies import PREDICTED
-from flagcore.vendorkit.machine import visible
 from tests.tuner.benches import Bench, knobs, plain, plugin, sizes_of, sound, write_steps
 
 GIVE_UP_SECONDS = 30.0

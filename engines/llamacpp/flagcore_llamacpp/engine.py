@@ -29,13 +29,13 @@ from flagcore_serving.space.rules import (
 )
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, unusable_weights
+from flagcore_vendorkit import programs
+from flagcore_vendorkit.programs import strip_dashes
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
 from flagcore.spec.models import context_length
-from flagcore.vendorkit import programs
-from flagcore.vendorkit.programs import strip_dashes
 from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"

@@ -8,6 +8,7 @@ import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.predict import components, layout_of, predict, training
 from flagcore_megatron.space.knobs import candidate_columns
+from flagcore_vendorkit.transformer import SCHEDULES
 
 from engines.training.tests.candidates import LLAMA
 from engines.training.tests.simulation import step_seconds
@@ -19,7 +20,6 @@ from flagcore.domain.prediction import components_of_row
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.physics.roofline import PlainMemory
-from flagcore.physics.transformer import SCHEDULES
 from flagcore.tuner.stages.build import build
 from tests.product import tasks
 

@@ -103,11 +103,11 @@ class ProfileSection(Section):
     num_prompts: Requests | Literal["auto"] = "auto"
     """Number of requests; auto: the load lasts until its steady state is measured precisely."""
     concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None
-    """Requests in flight (closed loop); a list defines several load points of one launch; auto: each trial finds the
-    highest number that meets the SLO, up to num_prompts."""
+    """Requests in flight: how fast is this number of clients served, each waiting for its answer? A list defines
+    several load points of one launch; auto: how many clients are served within the SLO, up to num_prompts?"""
     request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | Literal["auto"] | None = None
-    """Requests per second (open loop), inf: all at once; a list defines several load points of one launch; auto: each
-    trial finds the highest rate that meets the SLO."""
+    """Requests per second that arrive whether the server is free or not (inf: all at once): which latencies result? A
+    list defines several load points of one launch; auto: which rate can arrive within the SLO?"""
     burstiness: Factor = _LOAD.burstiness
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from flagcore.domain.metrics import PER_DEVICE, load_text
 from flagcore.domain.spec import Precision
 from flagcore.domain.work import Work
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 
 EngineArg: TypeAlias = bool | int | float | str | Sequence[bool | int | float | str | None] | None
 
@@ -171,7 +171,13 @@ class ServeSpec(Work):
 
     @property
     def runs_as(self) -> str:
-        return _("as {engine} serves {load} (serve.profile)", engine=self.engine, load=_text_of(self))
+        text = _("as {engine} serves {load} (serve.profile)", engine=self.engine, load=_text_of(self))
+        if not self.slo or self.highest or self.loads[0].trace is not None:
+            return text
+        advice = N_(
+            "{text}; within the limits, concurrency: auto finds the most clients, request_rate: auto the highest rate"
+        )
+        return _(advice, text=text)
 
     def without_args(self, names: Collection[str]) -> ServeSpec:
         return replace(self, engine_args={name: each for name, each in self.engine_args.items() if name not in names})

@@ -14,6 +14,7 @@ from typing import Any
 
 from flagcore_training.commands import UserCommand, cluster_of, parse
 from flagcore_training.unmodelled import joined, note_effects
+from flagcore_vendorkit.settings import Settings, read_settings
 
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Start
@@ -21,7 +22,6 @@ from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import absolute_model, model_from, public_name
 from flagcore.spec.plain_data import Notes, package_yaml, read_text
-from flagcore.vendorkit.settings import Settings, read_settings
 from flagcore_trainers import start as files
 from flagcore_trainers.fully_shard import AC
 

@@ -106,6 +106,7 @@ def test_experts_of_job_records_are_on_the_ranks_that_share_weights() -> None:
     records = [{}, {CP: 2}, {SHARD: 2}, {EP: 1}]
     completed = [FSDP2.published(job, record, "")[1] for record in records]
     assert [each[EP] for each in completed] == [4, 4, 2, 1]
+    assert [each[REPLICATE] for each in completed] == [1, 1, 8, 1]
 
 
 def test_job_records_share_weights_over_all_other_devices() -> None:

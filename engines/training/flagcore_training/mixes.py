@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from flagcore_vendorkit.transformer import MeanLayer
 
 from flagcore.domain.model import Attention, Model
 from flagcore.domain.space import FloatArray
-from flagcore.physics.transformer import MeanLayer
 from flagcore_training.layout import distinct
 
 

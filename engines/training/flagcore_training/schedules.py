@@ -14,9 +14,9 @@ and if all stages differ.
 from collections.abc import Callable
 
 import numpy as np
+from flagcore_vendorkit.transformer import SCHEDULES
 
 from flagcore.domain.space import FloatArray
-from flagcore.physics.transformer import SCHEDULES
 from flagcore_training import critical_path
 from flagcore_training.critical_path import StageTimes
 

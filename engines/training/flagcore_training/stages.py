@@ -8,11 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-
-from flagcore.domain.model import Model
-from flagcore.domain.prediction import ModelPart
-from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.transformer import (
+from flagcore_vendorkit.transformer import (
     SCHEDULES,
     MeanLayer,
     attended,
@@ -23,6 +19,10 @@ from flagcore.physics.transformer import (
     projection_weights,
     widths,
 )
+
+from flagcore.domain.model import Model
+from flagcore.domain.prediction import ModelPart
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training import schedules
 from flagcore_training.layout import (
     DEFAULTS,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from flagcore_training.critical_path import StageTimes
 from flagcore_training.schedules import deferred, in_flight, makespan
+from flagcore_vendorkit.transformer import SCHEDULES
 
 from engines.training.tests.simulation import Pass, orders_of, step_seconds
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray
-from flagcore.physics.transformer import SCHEDULES
 
 FOLDED_SCHEDULES = [name for name, schedule in SCHEDULES.items() if schedule.folded]
 WHOLE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")

@@ -51,12 +51,12 @@ from flagcore_serving.space.knobs import (
 from flagcore_serving.space.program import Program, as_words
 from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
+from flagcore_vendorkit.programs import release, strip_dashes
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError, UsageError
-from flagcore.vendorkit.programs import release, strip_dashes
 
 NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""

@@ -6,12 +6,13 @@ Sections on serving: throughput against latency with the Pareto front, limits, a
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from flagcore_vendorkit.transformer import SCHEDULES
+
 from flagcore.domain.metrics import PER_DEVICE, STATISTICS, load_text
 from flagcore.domain.prediction import MEMORY, Passes, Prediction
 from flagcore.domain.records import read_prediction
 from flagcore.domain.trial import Trial
 from flagcore.i18n import N_, _
-from flagcore.physics.transformer import SCHEDULES
 from flagcore.report.blocks import Table, Text, cell, percent, table
 from flagcore.report.explanation import by_component, memory_parts
 from flagcore.report.formats import NAMES, lookup, shown, size_text

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from flagcore_vendorkit import detection
+
 from flagcore.domain.chip import Device
 from flagcore.plugins.entry_points import one_line
 from flagcore.plugins.validation import BadPlugin, several
-from flagcore.vendorkit import detection
 from flagcore_testing.kit import Subject, once
 from flagcore_testing.package import Transcript
 

@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from flagcore_vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
 
 from flagcore.physics import roofline  # noqa: F401 (what plugins usually import is not their own time)
 from flagcore.physics.collective_costs import topology_of
 from flagcore.plugins import LoadedPlugins, Plugin, validation
 from flagcore.plugins.entry_points import one_line
 from flagcore.plugins.validation import BadPlugin
-from flagcore.vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
 from flagcore_testing.examples import example_calls
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from flagcore_vendorkit.detection import DeviceDetector
+from flagcore_vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
+
 from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
@@ -21,8 +24,6 @@ from flagcore.errors import SpecError
 from flagcore.plugins import ENGINES, GROUP, LoadedPlugins, load_plugins, names, validation
 from flagcore.plugins.entry_points import installed, one_line
 from flagcore.spec.plain_data import parse_yaml
-from flagcore.vendorkit.detection import DeviceDetector
-from flagcore.vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import Package, Transcript, read_installed, read_transcripts, source_of
 from flagcore_testing.places import line_of_error, place_of

@@ -31,10 +31,11 @@ from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 
+from flagcore_vendorkit.fields import build, read_yaml
+
 from flagcore.domain.chip import Device
 from flagcore.errors import SpecError, UsageError
 from flagcore.plugins import GROUP
-from flagcore.vendorkit.fields import build, read_yaml
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -133,7 +133,7 @@ def _read_results(each: _Target, report: Path, process: subprocess.Popen[bytes])
         else:
             status = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
             outcome = f"{status} ended the process"
-            fix = "call native libraries in a separate process (flagcore.vendorkit.machine), with a timeout"
+            fix = "call native libraries in a separate process (flagcore_vendorkit.machine), with a timeout"
         message = f"{each.name}: {outcome} during this check; later checks did not run"
         results.append({"check": current_check, "state": "failed", "message": message, "fix": fix})
     facts = next((record["by_hand"] for record in records if "by_hand" in record), ())

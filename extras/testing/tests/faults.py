@@ -244,7 +244,7 @@ RUNS = (
 DETECTION = (
     hook("detection_is_quick", "devices", "return own or (Device(index=0, chip='ACME A1'),) * 2", "one index", also=("*",)),
     hook("missing_tool_lists_no_devices", "devices", "return own or (Device(index=0, chip='A0'),)", "A0", also=("visible_devices_are_respected", "vendor_selection_is_respected")),
-    hook("broken_tool_lists_no_devices", "devices", "from flagcore.vendorkit.machine import run_tool\n        output = run_tool('acme-smi')\n        assert not output or output.status in (0, None, -25)\n        return own", "AssertionError"),
+    hook("broken_tool_lists_no_devices", "devices", "from flagcore_vendorkit.machine import run_tool\n        output = run_tool('acme-smi')\n        assert not output or output.status in (0, None, -25)\n        return own", "AssertionError"),
     hook("hanging_tool_is_stopped", "devices", "import shutil, subprocess\n        if shutil.which('acme-smi'): subprocess.run(['acme-smi'], capture_output=True)\n        return own", "acme-smi", also=("broken_tool_lists_no_devices",)),
     Fault("hanging_tool_is_stopped", DISCOVER, 'listing=list_with(smi.read, "acme-smi")', 'listing=lambda seconds: list_with(smi.read, "acme-smi")(100.0)', "100 s"),
     hook("visible_devices_are_respected", "devices", "return own and tuple(row.device for row in self.detector.rows())", "ACME_VISIBLE_DEVICES"),

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from flagcore_testing.kit import Subject
 from flagcore_testing.scaffold import new_plugin
-
-from flagcore.vendorkit import chip_file, engines
+from flagcore_vendorkit import chip_file, engines
 
 CACHES: Any = (
     chip_file.load_chips,

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from flagcore_testing import fakes
 from flagcore_testing.scaffold import new_plugin
+from flagcore_vendorkit.machine import TorchReport
 
 from extras.testing.tests.faulty import imported
-from flagcore.vendorkit.machine import TorchReport
 
 
 @pytest.mark.parametrize(

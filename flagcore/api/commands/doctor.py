@@ -10,11 +10,13 @@ import hashlib
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from math import nan
@@ -25,8 +27,7 @@ import numpy as np
 from packaging.requirements import Requirement
 
 from flagcore import plugins
-from flagcore.api.commands.calibrate import target
-from flagcore.api.inputs import loaded_plugins
+from flagcore.api.inputs import LOG, loaded_plugins
 from flagcore.contracts import HostCheck, Telemetry, device_use
 from flagcore.domain.chip import (
     MEMORY_IN_USE,
@@ -43,10 +44,9 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.errors import FlagError, NoDevice, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
+from flagcore.plugins.limits import TooSlow, within
 from flagcore.spec.clusters import read_hosts
 from flagcore.tuner.devices import busy_reason
-from flagcore.vendorkit.engines import read_maturity
-from flagcore.vendorkit.machine import import_problem
 
 IMPORT_SECONDS = 60.0
 """Seconds that importing the modules of a chip's engines may take."""
@@ -66,7 +66,7 @@ def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
 
 def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return one record per plugin, loaded or failed, with its chips and the reasons for failures."""
-    loaded_plugins = plugins.load_plugins(without)
+    loaded_plugins = plugins.with_overlay(plugins.load_plugins(without), LOG.warning)
     undetected_vendors = loaded_plugins.detection_failures()
     chips = loaded_plugins.chips()
     records: list[dict[str, Any]] = [
@@ -75,7 +75,7 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
             "distribution": plugin.distribution,
             "version": plugin.version,
             "status": "loaded",
-            "maturity": _maturity(plugin),
+            "maturity": loaded_plugins.maturity(plugin),
             "chips": [chip.name for chip in chips if loaded_plugins.owner(chip.name) == plugin.name],
             "problem": "; ".join(str(f) for f in loaded_plugins.failures if f.name == plugin.name) or None,
             "undetected": undetected_vendors.get(plugin.name),
@@ -89,14 +89,6 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
             identity = {"name": failure.name, "distribution": failure.distribution}
             records.append({**identity, **empty, "problem": str(failure), "undetected": None})
     return records
-
-
-def _maturity(plugin: plugins.Plugin) -> dict[str, Any] | None:
-    """Return the evidence for a plugin's data from its `maturity.yaml`, or None if it has no valid one."""
-    with suppress(FlagError, TypeError):  # the package of an add-on may be a single module
-        if plugin.package and (known := read_maturity(plugin.package)):
-            return {"word": known.word, **asdict(known)}
-    return None
 
 
 def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -150,7 +142,9 @@ def require_accelerator() -> None:
         chips = [chip for name in sorted(found) if (chip := loaded.find_chip(name))]
         own = [chip.name for chip in chips if loaded.engine_support(chip, engine).shared_devices]
     if len(own) == len(found):
-        text = N_("no accelerator was found here; name the chip to plan for with --chip (`flag plugins chips` lists all)")
+        text = N_(
+            "no accelerator was found here; name the chip to plan for with --chip; `flag plugins chips` lists all"
+        )
         this = _("; `--chip {chip}` plans for this machine", chip=own[0]) if own else ""
         raise UsageError(_(text) + this)
 
@@ -188,11 +182,23 @@ def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[d
             if answer.preload:
                 preload.setdefault(answer.preload, engine)
         for modules, engine in preload.items():
-            problem = import_problem("torch", *modules, timeout_seconds=IMPORT_SECONDS)
+            problem = _import_problem("torch", *modules)
             purpose = _("engine {name} on this chip ({module})", name=engine, module=", ".join(modules))
             yield _record(chip.name, purpose, None if problem else _("imported"), problem)
         for problem in loaded.health(chip):
             yield _record(chip.name, _("software of the chip"), None, problem)
+
+
+def _import_problem(*modules: str) -> str:
+    """Return why the modules cannot be imported in this order, or "". Another process imports them, and may crash."""
+    command = (sys.executable, "-c", f"import {', '.join(modules)}")
+    run = partial(subprocess.run, command, capture_output=True, text=True, errors="replace", timeout=IMPORT_SECONDS)
+    try:
+        done = within(IMPORT_SECONDS + 5.0, run)  # a process that is stuck in a driver cannot be killed
+    except (subprocess.TimeoutExpired, TooSlow):
+        return f"the import of {', '.join(modules)} did not end within {IMPORT_SECONDS:g} s"
+    lines = done.stderr.strip().splitlines()
+    return "" if done.returncode == 0 else lines[-1] if lines else f"exit status {done.returncode}"
 
 
 def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
@@ -343,7 +349,7 @@ def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
     if find_spec("torch") is None:
         return None
     with suppress(FlagError):
-        _, support, chip_devices, _ = target(loaded)
+        _, support, chip_devices, _ = plugins.target(loaded)
         return {
             "kind": support.device_type,
             "backend": support.distributed_backend,

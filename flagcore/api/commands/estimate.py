@@ -287,6 +287,12 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
         idle={title: share for title, share in shares.items() if share is not None},
         limit=limit(problem.predictions.row(int(row[0]))),
         slowest=max(stages, default=(0.0, ""))[1],
+        stages=tuple(
+            tuple((titles[group], layers) for group, layers in zip(each.groups, each.layers, strict=True))
+            for each in pipelines
+            if each.layers
+        ),
+        kinds=titles,
     )
 
 

@@ -32,7 +32,7 @@ from flagcore.errors import RunError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import N_, _
 from flagcore.spec.convert import engines_of
 from flagcore.spec.models import absolute_model
-from flagcore.tuner.calibration import Experience
+from flagcore.tuner.experience import Experience
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.run_folder import RunDirectory
 from flagcore.tuner.stages.predict import with_figures

@@ -68,7 +68,7 @@ from flagcore.report.result import noise_warnings
 from flagcore.report.result import trial as trial_record
 from flagcore.report.summary import no_best
 from flagcore.spec.convert import engines_of, select_engine
-from flagcore.tuner.calibration import Experience
+from flagcore.tuner.experience import Experience
 from flagcore.tuner.feasibility import crowded_baseline_text
 from flagcore.tuner.loop import Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop

@@ -29,7 +29,6 @@ from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.devices import require_devices
 from flagcore.tuner.stages.discover import discover
-from flagcore.vendorkit.settings import read_settings
 
 
 def complete(spec: Spec, plugins: LoadedPlugins, engine: Engine, *, plan: bool = False) -> Platform:
@@ -108,32 +107,19 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, engine: Engine, vers
         setups=tuple(setups),
         value_rules=advice.rules,
         precision_reason=precision_reason,
-        unmodelled=unmodelled(requested, engine, advice),
+        unmodelled=unmodelled(requested, engine, plugins, advice),
     )
 
 
-def unmodelled(task: Task, engine: Engine, advice: TaskAdvice) -> tuple[Unmodelled, ...]:
+def unmodelled(task: Task, engine: Engine, plugins: LoadedPlugins, advice: TaskAdvice) -> tuple[Unmodelled, ...]:
     """Return the settings of a task that change its cost and that predictions do not include.
 
-    What is known about a setting replaces that its effect is not known to others. The engine's word on a key of the
-    model replaces the model's.
+    What is known about a setting replaces that its effect is not known to others. The engine's word replaces that for
+    all engines, and the word of the chip's plugin replaces both.
     """
-    of_engine = optional(engine, Advice).unmodelled(task)
-    of_torch = read_settings("flagcore.vendorkit").of_environment(task.spec)
-    found = [*_of_model(task), *of_engine, *of_torch, *advice.unmodelled]
+    found = [*plugins.unmodelled(task), *optional(engine, Advice).unmodelled(task), *advice.unmodelled]
     by_name = {each.name: each for each in sorted(found, key=lambda each: each.why != UNKNOWN)}
     return tuple(each for each in by_name.values() if each.why and each.name not in advice.harmless)
-
-
-def _of_model(task: Task) -> Iterator[Unmodelled]:
-    """Yield the keys of the model's config.json that change its cost and that predictions do not include."""
-    model, trains = task.spec.model, task.spec.work.has_steps
-    classes = read_settings("flagcore.spec", "config_keys.yaml")
-    for name, value in model.unread:
-        found = classes.unmodelled(name.removeprefix("text_config."), value, f"model.{name}")
-        of_training = name.endswith(("dropout", "pdrop")) or (model.vision and name == "vision_config")
-        if found and (trains or not of_training):
-            yield found
 
 
 def _with_precision(

@@ -1,17 +1,16 @@
 """discover: find the hardware of a spec, and the cost models for it."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flagcore.domain.chip import ASSUMED_NETWORK, Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport, has_common_library
+from flagcore.domain.host import cores
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, _
-from flagcore.plugins import LoadedPlugins
-from flagcore.vendorkit.machine import cores
+from flagcore.plugins import LoadedPlugins, best_chip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,33 +121,6 @@ def _find_chip(name: str, key: str, plugins: LoadedPlugins) -> Chip:
         return found
     names = {"key": key, "chip": name, "hint": unknown_chip_hint(name, chips)}
     raise NoDevice(_("{key} = {chip!r} is not supported by any installed plugin; {hint}", **names))
-
-
-def best_chip(devices: tuple[Device, ...], plugins: LoadedPlugins, engine: str) -> Chip:
-    """Return the most common chip of this machine. A CPU is returned only if there is no accelerator.
-
-    Raises NoDevice if no chip is known, or if only a CPU is found and the detection of other devices failed.
-    """
-    counts = Counter(device.chip for device in devices)
-    chip_counts = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]
-    if not chip_counts:
-        text = N_(
-            "no usable device: found {devices}; install the vendor's plugin (`flag plugins list` shows what is "
-            "installed), measure it with `flag calibrate`, or name a chip to plan for"
-        )
-        raise NoDevice(_(text, devices=", ".join(counts) or _("no device at all")))
-    is_accelerator, _count, chip = max(
-        ((not plugins.engine_support(chip, engine).shared_devices, count, chip) for chip, count in chip_counts),
-        key=lambda found: found[:2],
-    )
-    if not is_accelerator and plugins.detection_failures():
-        failures = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.detection_failures().items())
-        text = N_(
-            "no usable device: only {chip} is left, as devices could not be detected ({why}); fix that, or give "
-            "cluster.chip: {chip} to use it"
-        )
-        raise NoDevice(_(text, chip=chip.name, why=failures))
-    return chip
 
 
 def _group(requested: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:

@@ -2,9 +2,10 @@
 
 import re
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with
-from flagcore.vendorkit.machine import TorchReport, tool_output
-from flagcore.vendorkit.rows import Listing
+from flagcore_vendorkit.detection import DeviceDetector, list_with
+from flagcore_vendorkit.machine import TorchReport, tool_output
+from flagcore_vendorkit.rows import Listing
+
 from flagcore_amd import smi
 
 PCI_VENDOR = 0x1002

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from flagcore_vendorkit.rows import UNITS, Listing, Row, listing_of, parse_json, reading
+
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, parse_json, reading
 
 _NAME = re.compile(r"instinct|\bMI\d{2,3}|radeon (ai )?pro|radeon rx", re.IGNORECASE)
 """Names of accelerators and discrete GPUs, but not of graphics units of a CPU, such as `Radeon 780M`."""

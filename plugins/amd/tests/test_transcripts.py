@@ -7,8 +7,7 @@ import pytest
 from flagcore_amd import discover, smi
 from flagcore_testing import fakes
 from flagcore_testing.package import saved_outputs
-
-from flagcore.vendorkit.rows import islands, read_matrix
+from flagcore_vendorkit.rows import islands, read_matrix
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")
 

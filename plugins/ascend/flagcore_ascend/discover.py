@@ -1,6 +1,7 @@
 """Finds Ascend NPUs. torch_npu adds torch.npu; a module with two dies (910C, Atlas 300I Duo) counts as two devices."""
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with
+from flagcore_vendorkit.detection import DeviceDetector, list_with
+
 from flagcore_ascend import smi
 
 PCI_VENDOR = 0x19E5

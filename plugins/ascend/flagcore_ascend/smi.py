@@ -5,8 +5,9 @@ processes.
 import re
 from collections.abc import Mapping
 
+from flagcore_vendorkit.rows import BUS, UNITS, Listing, Row, read_table, reading, search, strip_controls, with_driver
+
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import BUS, UNITS, Listing, Row, read_table, reading, search, strip_controls, with_driver
 
 TITLE = re.compile(r"\| *npu-smi +(\S+)")
 

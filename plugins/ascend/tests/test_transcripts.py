@@ -6,9 +6,9 @@ from flagcore_ascend import smi
 from flagcore_ascend.hooks import plugin
 from flagcore_testing.examples import group_of
 from flagcore_testing.package import saved_outputs
+from flagcore_vendorkit.rows import islands, read_matrix
 
 from flagcore.contracts import communicator_bytes
-from flagcore.vendorkit.rows import islands, read_matrix
 from tests.checks import given
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")

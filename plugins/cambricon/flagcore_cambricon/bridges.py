@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from flagcore_vendorkit.rows import group_size
+
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.physics.collective_costs import (
     EFFICIENCY,
@@ -10,7 +12,6 @@ from flagcore.physics.collective_costs import (
     network_level,
     topology_of,
 )
-from flagcore.vendorkit.rows import group_size
 
 GROUP = 8
 """Number of devices joined by bridges: four cards with two devices each (vendor's page). yao-matrix/mblog

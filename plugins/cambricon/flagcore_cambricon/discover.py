@@ -4,7 +4,8 @@ With torch_mlu's gpu_migration, torch.cuda also lists MLUs; therefore only torch
 devices.
 """
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with
+from flagcore_vendorkit.detection import DeviceDetector, list_with
+
 from flagcore_cambricon import smi
 
 PCI_VENDOR = 0xCABC

@@ -1,9 +1,10 @@
 """The plugin for Cambricon MLUs, with the memory that a rank takes in addition to its tensors."""
 
+from flagcore_vendorkit.machine import tool_output
+from flagcore_vendorkit.plugin import VendorPlugin, usual_memory
+
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.hooks import hookimpl
-from flagcore.vendorkit.machine import tool_output
-from flagcore.vendorkit.plugin import VendorPlugin, usual_memory
 from flagcore_cambricon.bridges import x8_topology
 from flagcore_cambricon.discover import DETECTOR
 

@@ -5,8 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import (
+from flagcore_vendorkit.rows import (
     UNITS,
     Listing,
     Row,
@@ -19,6 +18,8 @@ from flagcore.vendorkit.rows import (
     strip_controls,
     with_driver,
 )
+
+from flagcore.domain.chip import Device
 
 TITLE = re.compile(r"\bCNMON v?\d")
 

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 
 import psutil
+from flagcore_vendorkit.chip_file import kernel_costs, load_chips
+from flagcore_vendorkit.plugin import VendorPlugin
 
 from flagcore.contracts import KernelCosts, Telemetry
 from flagcore.domain.chip import Chip, Device, DeviceUse
 from flagcore.domain.cluster import NodeGroup
 from flagcore.hooks import hookimpl
 from flagcore.physics.roofline import PlainMemory, Roofline
-from flagcore.vendorkit.chip_file import kernel_costs, load_chips
-from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_cpu import load, rates
 from flagcore_cpu.costs import MeasuredCosts, ServerCosts
 from flagcore_cpu.machine import Processor, devices, this_machine

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
+from flagcore.domain import host
 from flagcore.domain.chip import Chip, Device, Fact, Link, Source
 from flagcore.physics.collective_costs import EFFICIENCY
-from flagcore.vendorkit import machine
 from flagcore_cpu.rates import Rates
 
 SHARE_OF_TOTAL = 0.75
@@ -22,14 +22,14 @@ SHARE_OF_AVAILABLE = 0.9
 def memory_bytes_per_device() -> int:
     """Return the memory of one device: a safe share of the memory of the machine or container, divided by the cores."""
     memory = psutil.virtual_memory()
-    total = min(memory.total, machine.allowed_memory_bytes() or memory.total)
-    return int(min(total * SHARE_OF_TOTAL, memory.available * SHARE_OF_AVAILABLE)) // machine.cores()
+    total = min(memory.total, host.allowed_memory_bytes() or memory.total)
+    return int(min(total * SHARE_OF_TOTAL, memory.available * SHARE_OF_AVAILABLE)) // host.cores()
 
 
 def devices() -> tuple[Device, ...]:
     """Return one device per usable core."""
     memory = memory_bytes_per_device()
-    return tuple(Device(index=index, chip="cpu", memory_bytes=memory) for index in range(machine.cores()))
+    return tuple(Device(index=index, chip="cpu", memory_bytes=memory) for index in range(host.cores()))
 
 
 BOOST = 1.4
@@ -125,7 +125,7 @@ def this_machine(chip: Chip, processor: Processor | None, rates: Rates | None = 
     how = "share of the memory of the machine or container, divided by its usable cores"
     memory = Fact(value=memory_bytes_per_device(), source=Source(kind="measured", detail=how))
     aliases = (processor.model,) if processor else ()
-    chip = replace(_as_estimated(chip), aliases=aliases, devices_per_node=machine.cores(), memory_bytes=memory)
+    chip = replace(_as_estimated(chip), aliases=aliases, devices_per_node=host.cores(), memory_bytes=memory)
     if rates is not None:
         return _with_rates(chip, rates)
     if processor is None:

@@ -14,11 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from flagcore_vendorkit.fields import build
+from flagcore_vendorkit.machine import tool_output
+
+from flagcore.domain import host
 from flagcore.domain.files import data_folder, read_regular, replace
 from flagcore.errors import SpecError
-from flagcore.vendorkit import machine
-from flagcore.vendorkit.fields import build
-from flagcore.vendorkit.machine import tool_output
 
 PROGRAM = "flagcore_cpu.measure"
 SECONDS = 1.6
@@ -103,7 +104,7 @@ def rates_here(processor: str, *, measure: bool) -> Rates | None:
         torch = version("torch")
     except PackageNotFoundError:
         return None
-    cores = machine.cores()
+    cores = host.cores()
     text = "\n".join([processor, sys.prefix, *(os.environ.get(name, "") for name in CHOOSING_VARIABLES)])
     words = ("cpu", platform.node(), f"{cores} cores", f"torch {torch}", hashlib.sha256(text.encode()).hexdigest()[:12])
     name = "--".join(re.sub(r"[^\w.+]+", "-", word) for word in words)

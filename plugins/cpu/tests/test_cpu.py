@@ -13,12 +13,12 @@ from flagcore_cpu.costs import ServerCosts
 from flagcore_cpu.hooks import plugin
 from flagcore_cpu.machine import Processor, this_machine
 from flagcore_cpu.machine import devices as devices_here
+from flagcore_vendorkit.chip_file import load_chips
 
+from flagcore.domain import host
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.roofline import Curve
-from flagcore.vendorkit import machine
-from flagcore.vendorkit.chip_file import load_chips
 from tests.checks import given
 
 CPUINFO = """\
@@ -46,15 +46,15 @@ CPU part\t: 0xd0c
 
 def test_each_available_core_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5}, raising=False)
-    assert [device.index for device in devices_here()] == list(range(machine.cores()))
-    monkeypatch.setattr(machine, "quota_cores", lambda: 2.5)
-    assert machine.cores() == 2
-    monkeypatch.setattr(machine, "quota_cores", lambda: 0.3)
-    assert machine.cores() == 1
+    assert [device.index for device in devices_here()] == list(range(host.cores()))
+    monkeypatch.setattr(host, "quota_cores", lambda: 2.5)
+    assert host.cores() == 2
+    monkeypatch.setattr(host, "quota_cores", lambda: 0.3)
+    assert host.cores() == 1
 
 
 def test_devices_share_less_memory_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "allowed_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(host, "allowed_memory_bytes", lambda: 2**30)
     assert 0 < sum(device.memory_bytes or 0 for device in devices_here()) <= 0.75 * 2**30
 
 
@@ -92,8 +92,8 @@ def test_the_tightest_limit_of_a_container_counts(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert machine.quota_cores(tmp_path) == cores
-    assert machine.allowed_memory_bytes(tmp_path) == memory
+    assert host.quota_cores(tmp_path) == cores
+    assert host.allowed_memory_bytes(tmp_path) == memory
 
 
 AVX2 = "sse2 avx avx2 fma"

@@ -7,11 +7,11 @@ from flagcore_cpu import measure, rates
 from flagcore_cpu.costs import MeasuredCosts
 from flagcore_cpu.machine import this_machine
 from flagcore_cpu.rates import Rates
+from flagcore_vendorkit.chip_file import load_chips
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, slowness, usual_precision
 from flagcore.physics.roofline import Curve
-from flagcore.vendorkit.chip_file import load_chips
 from tests.checks import given
 
 rates_here = getattr(rates.rates_here, "__wrapped__", rates.rates_here)  # other tests measure nothing
@@ -81,7 +81,7 @@ def test_other_kernels_are_measured_anew(home: Path, monkeypatch: pytest.MonkeyP
     if change == "torch":
         monkeypatch.setattr(rates, "version", lambda name: "2.14.0")
     if change == "cores":
-        monkeypatch.setattr(rates.machine, "cores", lambda: 77)
+        monkeypatch.setattr(rates.host, "cores", lambda: 77)
     if change == "variable":
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     rates_here("Zen 2" if change == "processor" else "Zen", measure=True)
@@ -157,7 +157,7 @@ def test_the_program_measures_this_machine(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))
     monkeypatch.setattr(rates, "_found", {})
     monkeypatch.setattr(rates, "SECONDS", 0.05)
-    monkeypatch.setattr(rates.machine, "cores", lambda: 2)
+    monkeypatch.setattr(rates.host, "cores", lambda: 2)
     monkeypatch.setattr(rates, "_is_crowded", lambda: False)
     here = given(rates_here("any", measure=True))
     assert here.flops.keys() == {"fp32", "bf16", "fp16"}

@@ -1,7 +1,8 @@
 """Finds Hygon DCUs with hy-smi. DTK's torch uses the device name cuda."""
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with
-from flagcore.vendorkit.machine import TorchReport
+from flagcore_vendorkit.detection import DeviceDetector, list_with
+from flagcore_vendorkit.machine import TorchReport
+
 from flagcore_hygon import smi
 
 PCI_VENDOR = 0x1D94

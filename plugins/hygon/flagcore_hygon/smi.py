@@ -3,8 +3,9 @@
 import re
 from collections.abc import Iterator, Mapping
 
+from flagcore_vendorkit.rows import UNITS, Listing, Row, listing_of, parse_json, reading, search, strip_controls
+
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, parse_json, reading, search, strip_controls
 
 _NAME = re.compile(r"(BW\d*|[KZ]100(L|SM|_AI)?)\b")
 _CARD = re.compile(r"card(\d+)")

@@ -6,9 +6,9 @@ import pytest
 from flagcore_hygon import smi
 from flagcore_hygon.discover import DETECTOR
 from flagcore_testing.package import saved_outputs
+from flagcore_vendorkit.machine import TorchReport
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.machine import TorchReport
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")
 

@@ -6,8 +6,9 @@ A card with two chips (BI-V150, MR-V100 DUO) has two devices.
 
 from collections.abc import Mapping
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with
-from flagcore.vendorkit.machine import TorchReport, tool_output
+from flagcore_vendorkit.detection import DeviceDetector, list_with
+from flagcore_vendorkit.machine import TorchReport, tool_output
+
 from flagcore_iluvatar import smi
 
 PCI_VENDOR = 0x1E3E

@@ -1,6 +1,7 @@
 """The plugin for Iluvatar GPUs, with the memory that a rank takes in addition to its tensors."""
 
-from flagcore.vendorkit.plugin import VendorPlugin, usual_memory
+from flagcore_vendorkit.plugin import VendorPlugin, usual_memory
+
 from flagcore_iluvatar.discover import DETECTOR
 
 DRIVER_BYTES = 257 * 2**20

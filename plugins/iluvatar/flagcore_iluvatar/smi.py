@@ -3,8 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import (
+from flagcore_vendorkit.rows import (
     BUS,
     Listing,
     Row,
@@ -16,6 +15,8 @@ from flagcore.vendorkit.rows import (
     strip_controls,
     with_driver,
 )
+
+from flagcore.domain.chip import Device
 
 TITLE = "IX-ML:"
 

@@ -1,7 +1,8 @@
 """Finds Kunlunxin XPUs with xpu-smi. The vendor's torch uses the device name cuda and may call a device just GPU."""
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with
-from flagcore.vendorkit.machine import TorchReport
+from flagcore_vendorkit.detection import DeviceDetector, list_with
+from flagcore_vendorkit.machine import TorchReport
+
 from flagcore_kunlunxin import smi
 
 PCI_VENDOR = 0x1D22

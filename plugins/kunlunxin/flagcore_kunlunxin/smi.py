@@ -3,8 +3,7 @@
 import re
 from functools import partial
 
-from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import (
+from flagcore_vendorkit.rows import (
     BUS,
     Listing,
     Row,
@@ -17,6 +16,8 @@ from flagcore.vendorkit.rows import (
     strip_controls,
     with_driver,
 )
+
+from flagcore.domain.chip import Device
 
 _TITLE = re.compile(r"\| XPU-SMI +Driver Version: (\S+)")
 _NAME = re.compile(r"(\d+) +([A-Z]\d{3}\S*( \S+)*?) +\S+")

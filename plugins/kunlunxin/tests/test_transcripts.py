@@ -7,10 +7,10 @@ from flagcore_kunlunxin import discover, smi
 from flagcore_kunlunxin.discover import DETECTOR
 from flagcore_testing import fakes
 from flagcore_testing.package import saved_outputs
+from flagcore_vendorkit.machine import TorchReport
+from flagcore_vendorkit.rows import islands, read_matrix
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.machine import TorchReport
-from flagcore.vendorkit.rows import islands, read_matrix
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")
 

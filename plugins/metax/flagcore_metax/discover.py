@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with
-from flagcore.vendorkit.machine import TorchReport, tool_output
-from flagcore.vendorkit.rows import adapter_share, read_matrix
+from flagcore_vendorkit.detection import DeviceDetector, list_with
+from flagcore_vendorkit.machine import TorchReport, tool_output
+from flagcore_vendorkit.rows import adapter_share, read_matrix
+
 from flagcore_metax import smi
 
 NAME = re.compile(r"MetaX |MX[CNX]\d")

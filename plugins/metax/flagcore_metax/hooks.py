@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from flagcore_vendorkit.plugin import VendorPlugin, usual_memory
+
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
-from flagcore.vendorkit.plugin import VendorPlugin, usual_memory
 from flagcore_metax.discover import DETECTOR, adapters, peer_memory_problem, topology
 from flagcore_metax.islands import c500_topology, island_size
 

@@ -1,8 +1,9 @@
 """The C500 node: two islands of four devices behind MetaXLink bridges, and PCIe between them."""
 
+from flagcore_vendorkit.rows import group_size
+
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.physics.collective_costs import network_level
-from flagcore.vendorkit.rows import group_size
 
 ISLAND = 4
 """Devices of an island, if this machine is not a C500 node that shows it. The vendor's bridge joins two or four cards,

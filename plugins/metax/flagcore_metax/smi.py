@@ -3,8 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import (
+from flagcore_vendorkit.rows import (
     BUS,
     Listing,
     Row,
@@ -17,6 +16,8 @@ from flagcore.vendorkit.rows import (
     strip_controls,
     with_driver,
 )
+
+from flagcore.domain.chip import Device
 
 TITLES = ("MetaX System Management Interface", "Mars System Management Interface")
 """Moffett's tool is also named mx-smi, so the title is required."""

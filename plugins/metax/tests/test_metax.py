@@ -9,11 +9,11 @@ from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import c500_topology, island_size
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import saved_outputs
+from flagcore_vendorkit.rows import adapter_share, read_matrix
 
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import LoadedPlugins
-from flagcore.vendorkit.rows import adapter_share, read_matrix
 from tests.checks import given
 
 

@@ -11,8 +11,8 @@ from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import ISLAND
 from flagcore_testing import fakes
 from flagcore_testing.package import saved_outputs
+from flagcore_vendorkit.rows import devices_per_adapter, islands, near_adapters, read_matrix
 
-from flagcore.vendorkit.rows import devices_per_adapter, islands, near_adapters, read_matrix
 from tests.checks import given
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")

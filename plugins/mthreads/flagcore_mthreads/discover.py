@@ -1,6 +1,7 @@
 """Finds Moore Threads GPUs. torch_musa adds torch.musa; with torchada, torch.cuda uses these GPUs too."""
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with
+from flagcore_vendorkit.detection import DeviceDetector, list_with
+
 from flagcore_mthreads import smi
 
 PCI_VENDOR = 0x1ED5

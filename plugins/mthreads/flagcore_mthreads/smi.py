@@ -3,8 +3,7 @@
 import re
 from functools import partial
 
-from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import (
+from flagcore_vendorkit.rows import (
     BUS,
     UNITS,
     Listing,
@@ -16,6 +15,8 @@ from flagcore.vendorkit.rows import (
     strip_controls,
     with_driver,
 )
+
+from flagcore.domain.chip import Device
 
 TITLE = "mthreads-gmi:"
 

@@ -2,10 +2,11 @@
 so PCI IDs and names identify the devices.
 """
 
+from flagcore_vendorkit.detection import DeviceDetector
+from flagcore_vendorkit.machine import TorchReport, query_tool, tool_output
+from flagcore_vendorkit.rows import Listing
+
 from flagcore.domain.chip import DeviceUse
-from flagcore.vendorkit.detection import DeviceDetector
-from flagcore.vendorkit.machine import TorchReport, query_tool, tool_output
-from flagcore.vendorkit.rows import Listing
 from flagcore_nvidia import smi
 
 

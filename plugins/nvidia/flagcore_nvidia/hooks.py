@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+from flagcore_vendorkit.plugin import VendorPlugin
+
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.hooks import hookimpl
 from flagcore.physics.roofline import PlainMemory
-from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_nvidia.discover import DETECTOR
 
 SLACK = 0.0075

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from flagcore.domain.chip import Device, DeviceUse
-from flagcore.vendorkit.rows import (
+from flagcore_vendorkit.rows import (
     BUS,
     UNITS,
     Listing,
@@ -19,6 +18,8 @@ from flagcore.vendorkit.rows import (
     strip_controls,
     with_driver,
 )
+
+from flagcore.domain.chip import Device, DeviceUse
 
 FIELDS = ("index", "name", "memory.total", "driver_version", "uuid", "pci.device_id", "mig.mode.current")
 READING_FIELDS = (

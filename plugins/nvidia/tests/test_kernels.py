@@ -6,12 +6,12 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 from flagcore_nvidia.hooks import plugin
+from flagcore_vendorkit.chip_file import read_curve, read_kernels, read_provenance
+from flagcore_vendorkit.kernel_table import KernelArrays, KernelSheet, with_measured
 
 from flagcore.contracts import AttentionShape, KernelCosts
 from flagcore.domain.chip import Chip
-from flagcore.physics.kernel_table import KernelArrays, KernelSheet, with_measured
 from flagcore.physics.roofline import RUNS_AS, Roofline
-from flagcore.vendorkit.chip_file import read_curve, read_kernels, read_provenance
 
 COSTS = files("flagcore_nvidia").joinpath("costs").joinpath("h200")
 FOLDS = 8

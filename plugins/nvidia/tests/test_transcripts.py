@@ -9,9 +9,9 @@ from flagcore_nvidia.discover import DETECTOR
 from flagcore_nvidia.hooks import plugin
 from flagcore_testing import fakes
 from flagcore_testing.package import saved_outputs
+from flagcore_vendorkit.rows import devices_per_adapter, islands, near_adapters, read_matrix
 
 from flagcore.domain.chip import DeviceUse
-from flagcore.vendorkit.rows import devices_per_adapter, islands, near_adapters, read_matrix
 from tests.checks import given
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")

@@ -13,7 +13,7 @@ import flagcore
 from flagcore.api import import_history
 from flagcore.domain.trial import Role, TrialState
 from flagcore.errors import RunError, UsageError
-from flagcore.tuner.calibration import Experience
+from flagcore.tuner.experience import Experience
 from tests.checks import given
 from tests.product.cli.conftest import Project
 from tests.product.cli.test_explain_serve import SPEC as SERVE_SPEC

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from flagcore_vendorkit.chip_file import cost_file
 
 from benchmarks.scores import kendall, ranking
 from flagcore import api
 from flagcore.api.inputs import loaded_plugins
 from flagcore.domain.chip import Chip
 from flagcore.plugins import LoadedPlugins
-from flagcore.vendorkit.chip_file import cost_file
 from tests.checks import given
 from tests.product.tasks import SHAPE
 

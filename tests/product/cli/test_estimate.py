@@ -52,8 +52,7 @@ def test_candidates_are_numbered_and_report_their_bottleneck(flag: Flag, answer:
     table = flag("estimate", project.spec())
     assert "limited by" in table.out
     assert "baseline: " in table.err
-    interval = listing[0]["tokens_per_second_per_device"]
-    assert f"{interval['low'] / interval['value']:.2f} to {interval['high'] / interval['value']:.2f}" in table.err
+    assert table.err.count("(80%: ") == 1
 
 
 def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, answer: Answer, project: Project) -> None:

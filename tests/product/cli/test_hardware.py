@@ -30,7 +30,8 @@ def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
 
 
 def test_the_doctor_begins_with_a_verdict() -> None:
-    parts = [("torch", "a", True, ""), ("x", "b", True, ""), ("b1", "b", False, "pip install b"), ("p", None, False, "")]
+    parts = [("torch", "a", True, ""), ("x", "b", True, ""), ("b1", "b", False, "pip install b")]
+    parts.append(("p", "", False, ""))
     records = [{"name": name, "engine": engine, "ok": ok, "fix": fix, "for": ""} for name, engine, ok, fix in parts]
     ready, missing, others = api.verdict(records).splitlines()
     assert (ready.endswith(" a."), "b: pip install b" in missing, "p (" in others) == (True, True, True)

@@ -11,7 +11,7 @@ import yaml
 
 from flagcore import api
 from flagcore.api.inputs import fixed_task, open_spec
-from flagcore.report.estimate import ChipPlan, Mixing, verdict
+from flagcore.report.estimate import ChipPlan, Mixing, mixing_text, verdict
 from tests.product.cli.conftest import Flag, Project
 
 LARGE = {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB", "nic_bytes_per_second": 1.0e9}
@@ -140,7 +140,14 @@ def test_a_slower_group_has_fewer_layers_and_is_named(
 ) -> None:
     listed = json.loads(flag("estimate", spec(NEW, OLD), "--top", "100", "--json").out)
     assert any((each["candidate"]["meshes"] or "").startswith("new") for each in listed)
-    alone = mixing(NEW, OLD).alone
+    found = mixing(NEW, OLD)
+    assert found.kinds == ("new", "old")
+    chips = [chip for stages in found.stages for chip, _ in stages]
+    assert all(sum(layers for _, layers in stages) > 1 for stages in found.stages)
+    assert set(chips) == {"new", "old"}
+    text = mixing_text(found, {})
+    assert all(f"on {chip} (layers: {layers})" in text for stages in found.stages for chip, layers in stages)
+    alone = found.alone
     assert 2.0 < alone[1].step_time_s / alone[0].step_time_s < 4.5
     assert [each.chips for each in alone] == ["new", "old"]
 

@@ -49,13 +49,14 @@ def test_missing_values_are_asked_for_on_a_terminal_only(flag: Flag, tmp_path: P
     assert flag("init", "--engine", "vllm").code == 2
     main, other = pty.openpty()
     process = subprocess.Popen([*FLAG, "init", "--engine", "vllm"], stdin=other, stdout=subprocess.PIPE)
-    os.write(main, b"model\nH100\n\n4\n\n64\n\n")
+    os.write(main, b"nowhere\nmodel\nH1OO\nH100\n\n0\n4\n\n64\nmany\n\np99 ttft\np99 ttft 600ms\n")
     text, _ = process.communicate(timeout=30)
     os.close(main)
     os.close(other)
     data = yaml.safe_load(text)
     assert data["cluster"] == {"chip": "H100", "nodes": 1, "devices_per_node": 4}
     assert data["serve"]["profile"]["output_len"] == 64
+    assert data["serve"]["slo"] == {"ttft_s": {"p99": 0.6}}
 
 
 @pytest.mark.parametrize(

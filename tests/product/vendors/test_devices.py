@@ -11,13 +11,13 @@ from flagcore_cambricon.hooks import plugin as cambricon
 from flagcore_nvidia.hooks import plugin as nvidia
 from flagcore_testing import fakes
 from flagcore_testing.package import saved_outputs
+from flagcore_vendorkit.rows import with_own_adapters
 
 from flagcore import api
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.collective_costs import topology_of
 from flagcore.plugins import LoadedPlugins
-from flagcore.vendorkit.rows import with_own_adapters
 from tests.product.vendors.test_simulated_nodes import CAMBRICON, ILUVATAR, METAX
 
 PROCESSES = """\

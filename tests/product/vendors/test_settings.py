@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 from flagcore_testing.examples import task_on
 from flagcore_testing.toy import ENGINE
+from flagcore_vendorkit.engines import all_knobs, read_variables
+from flagcore_vendorkit.settings import read_settings
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.spec import Task
+from flagcore.plugins import with_overlay
 from flagcore.tuner.stages.complete import unmodelled
-from flagcore.vendorkit.engines import all_knobs, read_variables
-from flagcore.vendorkit.settings import read_settings
 from tests.product.vendors.test_facts import BY_NAME, PLUGINS, VENDORS
 
-OF_TORCH = read_settings("flagcore.vendorkit")
+OF_TORCH = read_settings("flagcore_vendorkit")
 
 
 def named(chip: Chip, variables: Mapping[str, str], nodes: int = 2) -> set[str]:
@@ -25,7 +26,7 @@ def named(chip: Chip, variables: Mapping[str, str], nodes: int = 2) -> set[str]:
     task = task_on(chip)
     cluster = replace(task.spec.cluster, nodes=nodes)
     asked = Task(spec=replace(task.spec, envs=variables, cluster=cluster), cluster=task.cluster)
-    return {each.name for each in unmodelled(asked, ENGINE, PLUGINS.check_task(asked))}
+    return {each.name for each in unmodelled(asked, ENGINE, with_overlay(PLUGINS, print), PLUGINS.check_task(asked))}
 
 
 @pytest.mark.parametrize("vendor", [*VENDORS, "cpu"])

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from flagcore_testing import fakes
+from flagcore_vendorkit import machine
+from flagcore_vendorkit.detection import DeviceDetector
+from flagcore_vendorkit.rows import Listing, Row
 from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving
@@ -23,9 +26,6 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.plugins.entry_points import capture_warnings
 from flagcore.tuner.devices import divide, parallel_probe_ranks, with_selected_devices
 from flagcore.tuner.stages.complete import complete_by_plugins
-from flagcore.vendorkit import machine
-from flagcore.vendorkit.detection import DeviceDetector
-from flagcore.vendorkit.rows import Listing, Row
 from tests.product import tasks
 from tests.product.vendors.test_simulated_nodes import METAX
 

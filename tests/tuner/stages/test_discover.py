@@ -315,7 +315,7 @@ def test_a_plugin_can_set_missing_settings_of_a_task() -> None:
 
 
 def test_cpus_are_those_of_the_host_with_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flagcore.vendorkit.machine.quota_cores", lambda: None)
+    monkeypatch.setattr("flagcore.domain.host.quota_cores", lambda: None)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
 
     def cpus(devices: int, **cluster: Any) -> int | None:

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from flagcore_training.unmodelled import joined
+from flagcore_vendorkit.settings import UNCHANGED, read_settings
 
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.spec import Spec
 from flagcore.spec.plain_data import package_yaml
-from flagcore.vendorkit.settings import UNCHANGED, read_settings
 from flagcore_megatron.program.arguments import FORK, known_releases, release_table
 from flagcore_megatron.program.user_command import program_arguments, readable_command
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagcore_training.layout import Options, Tower
+from flagcore_vendorkit.transformer import SCHEDULES
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.model import Model
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import NotModelled, SpecError
-from flagcore.physics.transformer import SCHEDULES
 from flagcore.spec.plain_data import package_yaml
 from flagcore_megatron.program.user_command import readable_command, release_of
 from flagcore_megatron.space.flags import settings_of_command

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
+from flagcore_vendorkit.transformer import SCHEDULES
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Task
-from flagcore.physics.transformer import SCHEDULES
 from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
 from flagcore_megatron.space.meshes import CP, DP, EP, MBS, PP, SP, TP

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from flagcore_megatron.engine import ENGINE
+from flagcore_vendorkit.programs import NoMetrics
 
 from flagcore.contracts import Launcher, RunningLaunch
 from flagcore.domain.chip import Support
@@ -17,7 +18,6 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import TimeLimit
 from flagcore.tuner.stages.launch import launch
-from flagcore.vendorkit.programs import NoMetrics
 from tests.product import tasks
 
 LONG = tasks.task(global_batch_size=512, control=Control(max_step_time=60.0))

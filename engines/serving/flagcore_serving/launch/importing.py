@@ -10,6 +10,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flagcore_vendorkit.programs import strip_dashes
+
 from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
@@ -18,7 +20,6 @@ from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import find_public
 from flagcore.spec.plain_data import Notes, mapping_of, read_mapping
-from flagcore.vendorkit.programs import strip_dashes
 from flagcore_serving.job import CLIENTS_PER_DEVICE, Load
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from flagcore_vendorkit.transformer import attended, own_key_width, paired_layers, read_layers, widths
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import Mixer
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.physics.roofline import cast_bytes
-from flagcore.physics.transformer import attended, own_key_width, paired_layers, read_layers, widths
 from flagcore_serving.model.memory import offloaded_bytes
 from flagcore_serving.model.work import Serving, SparseKernel
 from flagcore_serving.space.settings import Settings

@@ -3,12 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-
-from flagcore.contracts import Costs, communicator_bytes
-from flagcore.domain.model import Model
-from flagcore.domain.space import FloatArray
-from flagcore.physics.roofline import BYTES
-from flagcore.physics.transformer import (
+from flagcore_vendorkit.transformer import (
     attended,
     cached_layers,
     cached_widths,
@@ -17,6 +12,11 @@ from flagcore.physics.transformer import (
     projection_weights,
     widths,
 )
+
+from flagcore.contracts import Costs, communicator_bytes
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray
+from flagcore.physics.roofline import BYTES
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flagcore_vendorkit.programs import release
+
 from flagcore.domain.model import Model
-from flagcore.vendorkit.programs import release
 from flagcore_serving.space.weights import ATTENTION
 
 TOKENIZER = 1.25e-6

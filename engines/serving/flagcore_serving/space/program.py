@@ -14,6 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import yaml
+from flagcore_vendorkit import programs
+from flagcore_vendorkit.programs import strip_dashes
+from flagcore_vendorkit.settings import Settings, read_settings
 
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Flag, Knob, in_versions
@@ -21,9 +24,6 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError, join_errors
 from flagcore.spec.plain_data import SafeLoader, package_yaml
-from flagcore.vendorkit import programs
-from flagcore.vendorkit.programs import strip_dashes
-from flagcore.vendorkit.settings import Settings, read_settings
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import knobs
 from flagcore_serving.space.knobs import Auto

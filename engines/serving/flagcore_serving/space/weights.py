@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from flagcore.domain.model import Model
-from flagcore.domain.spec import Spec, Task
-from flagcore.errors import FlagError, SpecError
-from flagcore.physics.roofline import BYTES
-from flagcore.physics.transformer import (
+from flagcore_vendorkit.programs import strip_dashes
+from flagcore_vendorkit.transformer import (
     attended,
     cached_layers,
     cached_widths,
     layer_embeddings,
     projection_weights,
 )
+
+from flagcore.domain.model import Model
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import FlagError, SpecError
+from flagcore.physics.roofline import BYTES
 from flagcore.spec.huggingface import context_of, format_of_weights
 from flagcore.spec.models import context_length, find_public
-from flagcore.vendorkit.programs import strip_dashes
 from flagcore_serving.space.hardware import Hardware
 
 WIDE_PRECISIONS = ("bf16", "fp16", "fp32")

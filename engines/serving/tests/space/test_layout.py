@@ -12,6 +12,7 @@ from flagcore_serving.space.hardware import longest_request, max_in_flight
 from flagcore_serving.space.knobs import DEFAULT_SPACE
 from flagcore_serving.space.weights import cache_bytes_per_token, min_devices, parameters
 from flagcore_sglang.engine import ENGINE as SGLANG
+from flagcore_vendorkit import programs
 from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving, space_of
@@ -20,7 +21,6 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import NoDevice
 from flagcore.tuner.stages.build import build
-from flagcore.vendorkit import programs
 from tests.product.tasks import DENSE, costs
 
 ALL = pytest.mark.parametrize("engine", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)

@@ -12,10 +12,10 @@ from flagcore_serving.load.routing import P2P
 from flagcore_serving.trial.__main__ import run
 from flagcore_serving.trial.failures import TrialFailure
 from flagcore_serving.trial.servers import listeners
+from flagcore_vendorkit.programs import METRICS
 
 from engines.serving.tests.trial.trials import SERVER, requests_sent
 from flagcore.domain.trial import TrialState
-from flagcore.vendorkit.programs import METRICS
 
 pytestmark = pytest.mark.slow
 

@@ -98,7 +98,8 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
-        """Return the task and the knobs of a job record: all devices without another part share the weights.
+        """Return the task and the knobs of a job record: all devices without another part share the weights, or have
+        replicas if the record says how many share.
 
         Stages may differ by a layer, because the job did run. They are predicted as if all had the same. Ranks that
         share weights divide the experts, and send each token to a rank once, as in NeMo AutoModel's recipes
@@ -109,7 +110,8 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
             raise NotModelled(_("fsdp2 trains all weights: {name} is not modelled", name=adapters[0]))
         others = [int(values.get(name) or 1) for name in (fs.REPLICATE, fs.TP, fs.CP, fs.PP)]
         shard = int(values.get(fs.SHARD) or max(task.cluster.devices // math.prod(others), 1))
-        completed = {fs.SHARD: shard, fs.RESHARD: others[-1] == 1}
+        replicas = max(task.cluster.devices // (shard * math.prod(others[1:])), 1)
+        completed = {fs.REPLICATE: replicas, fs.SHARD: shard, fs.RESHARD: others[-1] == 1}
         if count := task.spec.model.num_moe_experts:
             completed[fs.EP] = math.gcd(count, shard * others[2])
             work = replace(task.spec.train, assumed={fs.DISPATCHER: "flex"})

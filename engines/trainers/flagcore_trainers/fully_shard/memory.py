@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from flagcore_training.memory.training import Memory
+from flagcore_vendorkit.transformer import attended, latent_widths, widths
 
 from flagcore.domain.model import Attention, Layer, Mixer, Model
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
-from flagcore.physics.transformer import attended, latent_widths, widths
 from flagcore_trainers.fully_shard import DUALPIPEV, INTERLEAVED, ZBV
 
 MAIN_BYTES = 4.0

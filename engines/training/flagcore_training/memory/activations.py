@@ -10,10 +10,10 @@ and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busies
 from dataclasses import dataclass
 
 import numpy as np
+from flagcore_vendorkit.transformer import attended, latent_widths, widths
 
 from flagcore.domain.model import Mixer
 from flagcore.domain.space import BoolArray, FloatArray
-from flagcore.physics.transformer import attended, latent_widths, widths
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.modules import Module, Sizes
 from flagcore_training.stages import padded_vocab

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from flagcore_vendorkit.transformer import attended
 
 from flagcore.domain.space import BoolArray, FloatArray
-from flagcore.physics.transformer import attended
 from flagcore_training.layout import Layout, Training
 from flagcore_training.stages import Parts, add_parts
 

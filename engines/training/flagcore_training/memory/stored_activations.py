@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from flagcore_vendorkit.transformer import MeanLayer, mean_layer
 
 from flagcore.domain.space import BoolArray, FloatArray
-from flagcore.physics.transformer import MeanLayer, mean_layer
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.activations import attention, depths, embedding, ffn, head, mixer, mixture
 from flagcore_training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from flagcore_vendorkit.transformer import attended, projection_weights, widths
 
 from flagcore.contracts import Costs, MemoryModel, communicator_bytes
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.transformer import attended, projection_weights, widths
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
 from flagcore_training.memory.activations import gathered_tokens
 from flagcore_training.memory.modules import Sizes

@@ -6,11 +6,7 @@ from functools import partial, reduce
 from operator import add
 
 import numpy as np
-
-from flagcore.contracts import AttentionShape, Costs
-from flagcore.domain.model import Indexer, Mixer, Model
-from flagcore.domain.space import FloatArray
-from flagcore.physics.transformer import (
+from flagcore_vendorkit.transformer import (
     MeanLayer,
     Share,
     attended,
@@ -19,6 +15,10 @@ from flagcore.physics.transformer import (
     paired_layers,
     widths,
 )
+
+from flagcore.contracts import AttentionShape, Costs
+from flagcore.domain.model import Indexer, Mixer, Model
+from flagcore.domain.space import FloatArray
 from flagcore_training.layout import Layout, Training
 from flagcore_training.stages import padded_vocab
 from flagcore_training.time.passes import (

@@ -7,11 +7,11 @@ from functools import reduce
 from itertools import pairwise
 
 import numpy as np
+from flagcore_vendorkit.transformer import SCHEDULES, widths
 
 from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.transformer import SCHEDULES, widths
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training
 from flagcore_training.stages import layer_input_bytes
 

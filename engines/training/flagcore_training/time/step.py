@@ -12,12 +12,12 @@ from operator import add
 from typing import Any
 
 import numpy as np
+from flagcore_vendorkit.transformer import mean_layer
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.roofline import with_slowdown
-from flagcore.physics.transformer import mean_layer
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
 from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.memory.training import split_parameters

@@ -1,7 +1,8 @@
 """Time of the vision tower for the images of one micro-batch. Its patch embedding is left out."""
 
+from flagcore_vendorkit.transformer import mean_layer
+
 from flagcore.contracts import Costs
-from flagcore.physics.transformer import mean_layer
 from flagcore_training.layout import Layout, Tower, Training
 from flagcore_training.time.layer import layer_time
 from flagcore_training.time.passes import Block, Seconds, StageTime, linear

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from flagcore_vendorkit.detection import DeviceDetector
+from flagcore_vendorkit.engines import Variable, read_quirks, read_variables
+
 from flagcore.domain.chip import Chip
 from flagcore.domain.engine import RefusedValues
 from flagcore.errors import SpecError
-from flagcore.vendorkit.detection import DeviceDetector
-from flagcore.vendorkit.engines import Variable, read_quirks, read_variables
 from flagcore_testing import fakes
 from flagcore_testing.checks.spelling import detector_of, others_detectors, others_hooks
 from flagcore_testing.examples import task_on

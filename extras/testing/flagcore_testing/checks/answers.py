@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from unittest import mock
 
+from flagcore_vendorkit import machine
+
 from flagcore.domain.chip import Chip, Device
 from flagcore.errors import SpecError
 from flagcore.plugins import kind_of
 from flagcore.plugins.entry_points import one_line
-from flagcore.vendorkit import machine
 from flagcore_testing.examples import FOREIGN_CHIP, example_calls
 from flagcore_testing.kit import Check, Problem, Problems, Subject, check
 

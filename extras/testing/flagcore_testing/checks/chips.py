@@ -8,10 +8,10 @@ from datetime import date, datetime, timedelta
 from typing import Any
 
 import numpy as np
+from flagcore_vendorkit.fields import SOURCE_KEYS
 
 from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip, Fact, normalize_name
-from flagcore.vendorkit.fields import SOURCE_KEYS
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, chips, need
 from flagcore_testing.package import Transcript
 

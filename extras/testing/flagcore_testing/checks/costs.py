@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
+from flagcore_vendorkit.chip_file import shared_costs
 
 from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, communicator_bytes
 from flagcore.domain.chip import Chip, with_network
@@ -13,7 +14,6 @@ from flagcore.domain.space import FloatArray
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import KINDS, CollectiveTable, Curve
 from flagcore.plugins import find_engine
-from flagcore.vendorkit.chip_file import shared_costs
 from flagcore_testing import fakes
 from flagcore_testing.examples import group_of, task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 
+from flagcore_vendorkit.machine import TorchReport
+
 from flagcore.domain.chip import Chip, Device
 from flagcore.errors import SpecError
 from flagcore.plugins.entry_points import capture_warnings
-from flagcore.vendorkit.machine import TorchReport
 from flagcore_testing import fakes
 from flagcore_testing.checks.spelling import detector_of
 from flagcore_testing.hook_runner import seconds_without_waiting
@@ -70,7 +71,7 @@ def hanging_tool_is_stopped(plugin: Subject) -> Problems:
         except fakes.NoLimit:
             yield Problem(
                 f"flagcore_devices waits for {tools[0]} without a time limit",
-                "run it with flagcore.vendorkit.machine.tool_output, or give subprocess a timeout",
+                "run it with flagcore_vendorkit.machine.tool_output, or give subprocess a timeout",
             )
             return
     if sum(waited.values()) > TOTAL_SECONDS:
@@ -100,7 +101,7 @@ def visible_devices_are_respected(plugin: Subject) -> Problems:
             if [device.selector for device in devices] != selectors:
                 yield Problem(
                     f"flagcore_devices returns the devices {[each.index for each in devices]} with {name}={setting}",
-                    f"return visible(found, {name!r}, environment=environment) of flagcore.vendorkit.machine; "
+                    f"return visible(found, {name!r}, environment=environment) of flagcore_vendorkit.machine; "
                     "indices start at 0, and `visible` of the detector names the variable",
                 )
 

@@ -8,6 +8,8 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from flagcore_vendorkit.engines import all_knobs, read_quirks, read_variables
+from flagcore_vendorkit.fields import Scope
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -16,8 +18,6 @@ from flagcore.domain.engine import ForcedSetting, RefusedValues
 from flagcore.domain.knob import WHOLE_STEP, Knob
 from flagcore.errors import SpecError
 from flagcore.plugins import find_engine, kind_of
-from flagcore.vendorkit.engines import all_knobs, read_quirks, read_variables
-from flagcore.vendorkit.fields import Scope
 from flagcore_testing.checks.chips import mappings
 from flagcore_testing.checks.engines import MOST
 from flagcore_testing.examples import task_on

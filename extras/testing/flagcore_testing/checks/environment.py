@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from unittest import mock
 
+from flagcore_vendorkit.engines import Variable
+from flagcore_vendorkit.fields import applicable
+
 from flagcore.domain.chip import Chip
 from flagcore.plugins import kind_of
-from flagcore.vendorkit.engines import Variable
-from flagcore.vendorkit.fields import applicable
 from flagcore_testing import fakes
 from flagcore_testing.kit import Problems, Skip, Subject, check, need, once
 

@@ -7,12 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from flagcore.domain.chip import Chip
-from flagcore.errors import SpecError
-from flagcore.physics.collective_curves import CollectiveTable
-from flagcore.physics.kernel_table import SIZES
-from flagcore.physics.roofline import Curve
-from flagcore.vendorkit.chip_file import (
+from flagcore_vendorkit.chip_file import (
     PRECISIONS,
     collective_table,
     cost_file,
@@ -20,6 +15,12 @@ from flagcore.vendorkit.chip_file import (
     read_provenance,
     shared_costs,
 )
+from flagcore_vendorkit.kernel_table import SIZES
+
+from flagcore.domain.chip import Chip
+from flagcore.errors import SpecError
+from flagcore.physics.collective_curves import CollectiveTable
+from flagcore.physics.roofline import Curve
 from flagcore_testing.checks.published import PEAKS
 from flagcore_testing.kit import Problem, Problems, Subject, check, need
 

@@ -26,14 +26,15 @@ from flagcore_testing.examples import group_of, task_on
 from flagcore_testing.hook_runner import seconds_without_waiting
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once
 
-PUBLIC_PACKAGES = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
-"""Packages of flagcore that a plugin may import."""
+PUBLIC_PACKAGES = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing")
+"""Packages of flagcore that a plugin may import, beside the kit flagcore_vendorkit."""
+KIT = "flagcore_vendorkit"
 
 
 FIX_OF_IMPORT = "correct pyproject.toml or the import; `python -c` with the entry point's module shows the traceback"
 FIX_OF_MODULE = (
-    "import it inside the hook that needs it, or run it in another process (vendorkit.machine): a plugin must load on "
-    "every machine; name what it always needs in dependencies of pyproject.toml"
+    "import it inside the hook that needs it, or run it in another process (flagcore_vendorkit.machine): a plugin must "
+    "load on every machine; name what it always needs in dependencies of pyproject.toml"
 )
 FIX_OF_HOOKS = "correct the object that the entry point names; docs/hooks.md lists all hooks"
 
@@ -51,14 +52,14 @@ def plugin_loads(plugin: Subject) -> Problems:
             yield Problem(f"{plugin.name}: {failure.reason}", fix)
 
 
-@check(f"import only flagcore's {', '.join(PUBLIC_PACKAGES)}, and no other plugin")
+@check(f"import only flagcore's {', '.join(PUBLIC_PACKAGES)}, {KIT}, and no other plugin")
 def imports_only_public_modules(plugin: Subject) -> Problems:
     need((plugin.package_folder / "__init__.py").is_file(), "the plugin is a module, not a package")
     for path in sorted(plugin.package_folder.rglob("*.py")):
         for name, line in _imports(path):
             root, _, inner = name.partition(".")
             room = inner.partition(".")[0]
-            is_other_plugin = root.startswith("flagcore_") and root != plugin.package
+            is_other_plugin = root.startswith("flagcore_") and root not in (plugin.package, KIT)
             if is_other_plugin or (root == "flagcore" and room and room not in PUBLIC_PACKAGES):
                 yield f"{path.name}:{line} imports {name}"
 

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
+from flagcore_vendorkit.chip_file import shared_costs
+from flagcore_vendorkit.engines import read_maturity
+from flagcore_vendorkit.fields import applicable
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -16,9 +19,6 @@ from flagcore import __version__
 from flagcore.domain.engine import ValueRule
 from flagcore.plugins import GROUP, kind_of
 from flagcore.plugins.entry_points import installed
-from flagcore.vendorkit.chip_file import shared_costs
-from flagcore.vendorkit.engines import read_maturity
-from flagcore.vendorkit.fields import applicable
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need
 from flagcore_testing.package import read_toml

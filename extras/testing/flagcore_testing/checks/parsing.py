@@ -10,8 +10,9 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-from flagcore.vendorkit import rows
-from flagcore.vendorkit.rows import read_matrix
+from flagcore_vendorkit import rows
+from flagcore_vendorkit.rows import read_matrix
+
 from flagcore_testing import fakes
 from flagcore_testing.checks.spelling import detector_of
 from flagcore_testing.checks.telemetry import READ

@@ -30,11 +30,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from flagcore_vendorkit.detection import DeviceDetector
+from flagcore_vendorkit.engines import all_knobs, read_engines
+
 from flagcore.domain.chip import Chip
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import parse_yaml
-from flagcore.vendorkit.detection import DeviceDetector
-from flagcore.vendorkit.engines import all_knobs, read_engines
 from flagcore_testing.checks.chips import BANDWIDTH, HOST, LINK, NIC, PEAK
 from flagcore_testing.checks.figures import MEMORY, WATTS
 from flagcore_testing.checks.spelling import detector_of

@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from flagcore_vendorkit.fields import SOURCE_KEYS
+
 from flagcore.domain.chip import Chip, Fact
-from flagcore.vendorkit.fields import SOURCE_KEYS
 from flagcore_testing.checks.chips import BANDWIDTH, DATES, HOST, LINK, NIC, PEAK, mappings
 from flagcore_testing.kit import Problem, Problems, Subject, check, chips
 

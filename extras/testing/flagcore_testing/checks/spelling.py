@@ -7,12 +7,13 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import pairwise
 
+from flagcore_vendorkit.detection import DeviceDetector
+from flagcore_vendorkit.engines import all_knobs, read_engines
+
 from flagcore.domain.engine import EngineSupport
 from flagcore.errors import SpecError
 from flagcore.launchers.network import placeholders
 from flagcore.plugins import find_engine, kind_of
-from flagcore.vendorkit.detection import DeviceDetector
-from flagcore.vendorkit.engines import all_knobs, read_engines
 from flagcore_testing import fakes
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once
 

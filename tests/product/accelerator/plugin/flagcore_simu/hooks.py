@@ -1,10 +1,10 @@
 """The plugin for Simu devices."""
 
 from flagcore_simu.discover import DETECTOR
+from flagcore_vendorkit.plugin import VendorPlugin
 
 from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.roofline import PlainMemory
-from flagcore.vendorkit.plugin import VendorPlugin
 
 CONTEXT_BYTES = 64 * 2**20
 """64 MiB, which simu-smi shows in use before a process's first tensor."""

@@ -17,7 +17,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.jobs import read_job
-from flagcore.tuner.calibration import Experience
+from flagcore.tuner.experience import Experience
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.stages.predict import predict_columns

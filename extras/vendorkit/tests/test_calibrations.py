@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flagcore_vendorkit.calibration.store import Calibration, Calibrations, collective_table, kernel_table
 
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.errors import RunError
 from flagcore.physics.roofline import Curve
-from flagcore.tuner.calibration import Calibration, Calibrations, collective_table, kernel_table
 
 ROWS = (
     {"kernel": "gemm", "precision": "bf16", "m": 64, "n": 64, "k": 64, "us": 3.0, "spread": 0.1, "repeats": 9},

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_vendorkit.chip_file import load_chips, read_chip
+from flagcore_vendorkit.engines import Variable, all_knobs, read_engines, read_maturity, read_quirks, read_variables
 
 from flagcore.domain.chip import Chip, Source
 from flagcore.domain.knob import in_versions
 from flagcore.errors import SpecError
-from flagcore.vendorkit.chip_file import load_chips, read_chip
-from flagcore.vendorkit.engines import Variable, all_knobs, read_engines, read_maturity, read_quirks, read_variables
 from tests import tasks
 
 READERS: dict[str, Any] = {

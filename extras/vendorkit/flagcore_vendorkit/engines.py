@@ -29,7 +29,7 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore.vendorkit.fields import KINDS, Content, Scope, build, entries, finish, read_as, read_file
+from flagcore_vendorkit.fields import KINDS, Content, Scope, build, entries, finish, read_as, read_file
 
 FILE = "engines.yaml"
 SUPPORT = {True: Support.YES, False: Support.IMPOSSIBLE, None: Support.UNKNOWN}

@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from flagcore_vendorkit.calibration import measuring as calibration
+from flagcore_vendorkit.calibration.store import Calibrations
 
-from flagcore.api.commands import calibrate as calibration
-from flagcore.tuner.calibration import Calibrations
+from extras.vendorkit.tests.test_calibrations import MADE
 from tests.product.cli.conftest import Answer, Flag, Project
-from tests.tuner.calibration.test_store import MADE
+from tests.product.cli.conftest import answer as answer
+from tests.product.cli.conftest import flag as flag
+from tests.product.cli.conftest import project as project
 
 
 @pytest.fixture

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.errors import SpecError
-from flagcore.physics.roofline import Curve, Roofline
-from flagcore.vendorkit.chip_file import (
+from flagcore_vendorkit.chip_file import (
     collective_table,
     kernel_costs,
     read_collectives,
@@ -19,6 +15,10 @@ from flagcore.vendorkit.chip_file import (
     read_provenance,
     shared_costs,
 )
+
+from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.errors import SpecError
+from flagcore.physics.roofline import Curve, Roofline
 from tests.checks import given, refuses
 
 PEAK = Fact(value=1e14, source=Source(kind="datasheet", detail="made up"))

@@ -1,8 +1,10 @@
-"""Plugins with the user's calibrations, chips that no plugin lists, and the load during a calibration."""
+"""What the kit adds to the installed plugins: the user's calibrations, with chips that no plugin lists, the evidence in
+`maturity.yaml`, and settings that change the cost on all engines."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -11,31 +13,32 @@ from typing import Any
 from flagcore.contracts import CollectiveCosts
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support, normalize_name
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.engine import EngineSupport
-from flagcore.errors import NoDevice, RunError
+from flagcore.domain.engine import EngineSupport, Unmodelled
+from flagcore.domain.spec import Task
+from flagcore.errors import FlagError, NoDevice, RunError
 from flagcore.i18n import N_, _
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.roofline import CollectiveCostStack, Curve, KernelCostStack, Roofline
 from flagcore.plugins import LoadedPlugins, Plugin, PluginFailure
-from flagcore.tuner.calibration import Calibration, Calibrations, collective_table, kernel_table
-from flagcore.vendorkit.machine import TorchReport, query_torch
+from flagcore_vendorkit.calibration.store import Calibration, Calibrations, collective_table, kernel_table
+from flagcore_vendorkit.engines import read_maturity
+from flagcore_vendorkit.machine import TorchReport, query_torch
+from flagcore_vendorkit.settings import unmodelled_on_all_engines
 
 CALIBRATED = "calibration"
 """The source name of a chip that only a calibration describes."""
 
 
-class CalibratedPlugins(LoadedPlugins):
+class ExtendedPlugins(LoadedPlugins):
     """`LoadedPlugins` with the kernel and collective times of the user's calibrations, for chips that have one.
 
     `warn` is called once for each calibration in use, for a calibration of fewer devices than a node has, and for each
     unreadable file of another chip.
     """
 
-    def __init__(
-        self, found: Iterable[Plugin | PluginFailure], calibrations: Calibrations, warn: Callable[[str], object]
-    ) -> None:
+    def __init__(self, found: Iterable[Plugin | PluginFailure], warn: Callable[[str], object]) -> None:
         super().__init__(found)
-        self._calibrations, self._warn = calibrations, warn
+        self._calibrations, self._warn = Calibrations.of_user(), warn
         self._found: dict[str, Calibration | None] = {}
         self._calibrated_on_few: set[str] = set()
         self._support: dict[str, EngineSupport] = {}
@@ -83,6 +86,19 @@ class CalibratedPlugins(LoadedPlugins):
         levels = self.topology(group) or topology_of(group)
         collectives = Collectives(topology=levels, table=table)
         return CollectiveCostStack((collectives, plugin_costs or Collectives(topology=levels)))
+
+    def unmodelled(self, task: Task) -> Iterable[Unmodelled]:
+        return unmodelled_on_all_engines(task)
+
+    def maturity(self, plugin: Plugin) -> Mapping[str, Any] | None:
+        """Return the content of the `maturity.yaml` of a plugin's package, or None if it has no valid one."""
+        with suppress(FlagError, TypeError):  # the package of an add-on may be a single module
+            if plugin.package and (known := read_maturity(plugin.package)):
+                return {"word": known.word, **asdict(known)}
+        return None
+
+    def unlisted_chip(self) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
+        return uncatalogued(self)
 
     def _calibration(self, chip: Chip) -> Calibration | None:
         if chip.name not in self._found:

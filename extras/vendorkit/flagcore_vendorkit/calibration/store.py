@@ -1,35 +1,26 @@
-"""Stores measurements between runs: kernels and collectives on the user's devices, and trials."""
+"""The user's calibrations as files, and what their measurements become."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flagcore.contracts import Platform
-from flagcore.contracts.capabilities import Production, optional
 from flagcore.domain.chip import Chip
-from flagcore.domain.files import HOME_VARIABLE, data_folder, read_regular, replace, writable
-from flagcore.domain.secrets import redact_data
-from flagcore.domain.spec import Task
-from flagcore.domain.trial import RUN, Trial, TrialState
-from flagcore.domain.work import Work
+from flagcore.domain.files import HOME_FIX, data_folder, read_regular, save, writable
 from flagcore.errors import RunError, SpecError
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.collective_curves import Curve as CollectiveCurve
-from flagcore.physics.kernel_table import KernelSheet, with_measured
 from flagcore.physics.roofline import Curve, Roofline
-from flagcore.spec.shapes import Shape
-from flagcore.vendorkit.chip_file import Reading, read_kernel
-from flagcore.vendorkit.fields import build
+from flagcore_vendorkit.chip_file import Reading, read_kernel
+from flagcore_vendorkit.fields import build
+from flagcore_vendorkit.kernel_table import KernelSheet, with_measured
 
 SCHEMA = 1
-HOME_FIX = f"set {HOME_VARIABLE} to a folder that can be written"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +85,7 @@ class Calibrations:
         for path, error in unreadable:
             if _is_file_of(path, chip):
                 raise error
-        matching = [pair for pair in readable if same_chip(pair[1].chip, pair[1].aliases, chip)]
+        matching = [pair for pair in readable if chip.is_same(pair[1].chip, pair[1].aliases)]
         return next((pair for pair in matching if pair[1].torch == torch), matching[0] if matching else None)
 
     def check_writable(self) -> None:
@@ -108,7 +99,7 @@ class Calibrations:
     def save(self, calibration: Calibration) -> Path:
         """Write a calibration and return its path. Raises RunError if it cannot be written."""
         path = self.folder / calibration.file_name
-        _write(path, _text(calibration))
+        save(path, _text(calibration))
         return path
 
     def _read(self) -> tuple[tuple[tuple[Path, Calibration], ...], tuple[tuple[Path, RunError], ...]]:
@@ -128,17 +119,6 @@ class Calibrations:
         return tuple(sorted(readable, key=lambda pair: pair[1].date, reverse=True)), tuple(unreadable)
 
 
-def same_chip(name: str, aliases: Iterable[str], chip: Chip) -> bool:
-    """Return whether the measured chip with `name` and `aliases` is `chip`.
-
-    The names must be equal, and the aliases must be equal or share at least one.
-    """
-    measured_aliases, chip_aliases = ({alias.casefold() for alias in each} for each in (aliases, chip.aliases))
-    return name.casefold() == chip.name.casefold() and (
-        measured_aliases == chip_aliases or bool(measured_aliases & chip_aliases)
-    )
-
-
 def read(path: Path) -> Calibration:
     """Read a calibration from a file. Raises RunError if the file is invalid."""
     try:
@@ -150,13 +130,6 @@ def read(path: Path) -> Calibration:
     except (SpecError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fix = "run `flag calibrate`, or delete the file"
         raise RunError(f"cannot read the calibration {path} ({error}); {fix}") from None
-
-
-def _write(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a file in the user's data folder atomically. Raises RunError if it cannot be written."""
-    with writable(path, HOME_FIX):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace(path, text, private=private)
 
 
 def _is_file_of(path: Path, chip: Chip) -> bool:
@@ -222,87 +195,3 @@ def _curve(kind: str, ranks: int, times: Mapping[float, float]) -> CollectiveCur
 
 def _invalid_row(calibration: Calibration, error: Exception) -> RunError:
     return RunError(f"the calibration of {calibration.chip} has an invalid row: {error!r}; run `flag calibrate`")
-
-
-GIB = 2**30
-
-
-class Experience:
-    """The measured trials in a folder. The folder is created on the first write."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @classmethod
-    def of_user(cls) -> Experience:
-        """Return the user's measured trials, from a folder next to the calibrations."""
-        return cls(Calibrations.of_user().folder.parent / "experience")
-
-    def save(self, run: str, platform: Platform, trials: Iterable[Trial]) -> Path | None:
-        """Write the measured trials of a run to a file, and return its path. Returns None if there is nothing to store.
-
-        Raises RunError if the file cannot be written. Serving jobs with several load points, a trace or images are not
-        stored, because a record describes a single load of text. Jobs whose model has no inline shape are not stored
-        either. Records have the settings of a command, not the command.
-        """
-        work = optional(platform.engine, Production).without_command(platform.task.spec)
-        if not platform.task.spec.model.is_inline or work.record({}) is None:
-            return None
-        records = [
-            _record(run, platform.task, work, trial)
-            for trial in trials
-            if trial.state is TrialState.MEASURED
-            and trial.fidelity == RUN
-            and not trial.fewer_nodes  # it ran with fewer replicas than its candidate has
-        ]
-        if not records:
-            return None
-        path = self.folder / f"{run}.jsonl"
-        _write(path, "".join(json.dumps(each) + "\n" for each in records), private=True)
-        return path
-
-    def records(self, chip: Chip, engine: str, *, exclude_run: str | None = None) -> Iterator[Mapping[str, Any]]:
-        """Yield the stored trials of an engine on a chip, latest run first. Unreadable files are skipped."""
-        for path in sorted(self.folder.glob("*.jsonl"), key=_modification_time, reverse=True):
-            if path.stem == exclude_run:
-                continue
-            with suppress(OSError, ValueError):
-                lines = [json.loads(line) for line in read_regular(path).splitlines()]
-                yield from (line for line in lines if _matches(line, chip, engine))
-
-
-def _matches(line: Any, chip: Chip, engine: str) -> bool:
-    with suppress(KeyError, TypeError, AttributeError):
-        if line[line["kind"]]["engine"] == engine:
-            return same_chip(line["cluster"]["chip"], line["measured"]["chip_aliases"], chip)
-    return False
-
-
-def _modification_time(path: Path) -> float:
-    with suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
-
-
-def _record(run: str, task: Task, work: Work, trial: Trial) -> dict[str, Any]:
-    """Return a measured trial as a record of its model, cluster, job, candidate and measurements."""
-    group, measured = task.cluster.groups[0], trial.measurement
-    assert measured is not None
-    used_bytes = measured.device_used_bytes
-    job = (work.with_samples(trial.shortened.global_batch_size) if trial.shortened else work).record(measured.versions)
-    assert job is not None
-    return {
-        "id": f"{run}/{trial.number}",
-        "kind": work.kind,
-        "model": {name: value for name in Shape.model_fields if (value := getattr(task.spec.model, name)) is not None},
-        "cluster": {"chip": group.chip.name, "devices": group.devices, "devices_per_node": group.devices_per_node},
-        work.kind: redact_data({name: value for name, value in job.items() if value is not None}),
-        "candidate": {knob: value for knob, value in trial.candidate.as_dict().items() if value is not None},
-        "measured": {
-            "chip_aliases": list(group.chip.aliases),
-            "objective": task.spec.objective,
-            "step_time_s": measured.scaled_from or measured.step_time_s,
-            "noise": max(measured.spread_s / measured.step_time_s, trial.interval) if measured.step_time_s else 0.0,
-            **({"device_used_gib": used_bytes / GIB} if used_bytes else {}),
-        },
-    }

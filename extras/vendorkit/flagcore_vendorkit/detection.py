@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 
 from flagcore.domain.chip import Device, DeviceUse
 from flagcore.domain.cluster import NodeGroup
-from flagcore.vendorkit import machine
-from flagcore.vendorkit.machine import TorchReport, query_tool, setting, tool_output, visible
-from flagcore.vendorkit.rows import Listing, Row, blocked_reason, read_processes, with_own_adapters
+from flagcore_vendorkit import machine
+from flagcore_vendorkit.machine import TorchReport, query_tool, setting, tool_output, visible
+from flagcore_vendorkit.rows import Listing, Row, blocked_reason, read_processes, with_own_adapters
 
 LOG = logging.getLogger(__name__)
 READING_SECONDS = 3.0

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from flagcore.domain.chip import Device, DeviceUse, Fact, Source
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.host import text_of
 
 BUS = re.compile(r"\b[0-9A-Fa-f]{1,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -324,14 +325,6 @@ def group_size(group: NodeGroup, text: str | None, link: str, usual: int) -> int
     sizes = {len(island) for island in joined}
     consecutive = all(island == tuple(range(island[0], island[0] + len(island))) for island in joined)
     return sizes.pop() if len(sizes) == 1 and consecutive and sizes != {1} else usual
-
-
-def text_of(path: Path) -> str:
-    """Return the text of a small file of the kernel. It is empty if the file cannot be read."""
-    try:
-        return path.read_text("ascii", "replace").strip()
-    except OSError:
-        return ""
 
 
 def _rate(path: Path) -> float | None:

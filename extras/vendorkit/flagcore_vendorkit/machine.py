@@ -1,7 +1,4 @@
-"""Finds the accelerators of this machine, with or without their management tool, and the limits of a container.
-
-No driver is loaded in this process. The limits are read from control groups of version 1 and 2.
-"""
+"""Finds the accelerators of this machine, with or without their management tool, without loading a driver here."""
 
 import importlib.util
 import json
@@ -19,7 +16,8 @@ from pathlib import Path
 from typing import IO
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import Listing, strip_controls, text_of
+from flagcore.domain.host import text_of
+from flagcore_vendorkit.rows import Listing, strip_controls
 
 _TIME = re.compile(r"(?<![\w:])\d\d:\d\d:\d\d(?!\.\d\b)(?![\w:])")
 """Matches a time of day, but not a PCI address (`0:07:00`, `00:07:00.0`)."""
@@ -211,18 +209,6 @@ def query_torch(
     return read_torch(printed or "")
 
 
-def import_problem(*modules: str, timeout_seconds: float = TORCH_SECONDS) -> str:
-    """Return why the modules cannot be imported in this order, or an empty string if they can.
-
-    The import runs in a separate process.
-    """
-    output = run_tool(sys.executable, "-c", f"import {', '.join(modules)}", timeout_seconds=timeout_seconds)
-    if output is None or output.status is None:
-        return f"the import of {', '.join(modules)} did not end within {timeout_seconds:g} s"
-    lines = output.errors.strip().splitlines()
-    return "" if output.status == 0 else lines[-1] if lines else f"exit status {output.status}"
-
-
 def read_torch(printed: str) -> TorchReport | None:
     """Return the report that torch's process printed, or None. A vendor's library may print a banner before it."""
     for line in reversed(printed.splitlines()):
@@ -235,51 +221,3 @@ def read_torch(printed: str) -> TorchReport | None:
             words = {name: str(report[name]) for name in ("version", "kind", "backend")}
             return TorchReport(**words, attributes=frozenset(report["attributes"]), devices=devices)
     return None
-
-
-ROOT = Path("/")
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use, at least one.
-
-    It is the number of cores in the CPU affinity of the process, limited by the container's quota.
-    """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = quota_cores()
-    return max(1, min(allowed, int(quota) if quota is not None else allowed))
-
-
-def quota_cores(root: Path = ROOT) -> float | None:
-    """Return the CPU quota of this process's control groups, in cores, or None if there is no limit."""
-    limits = []
-    for folder in _folders("cpu", root):
-        quota = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
-        if len(quota) == 2 and quota[0].isdigit() and float(quota[1]) > 0:
-            limits.append(float(quota[0]) / float(quota[1]))
-    return min(limits, default=None)
-
-
-def allowed_memory_bytes(root: Path = ROOT) -> int | None:
-    """Return the memory limit of this process's control groups, in bytes, or None if there is no limit."""
-    folders = _folders("memory", root)
-    limits = (_words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes") for folder in folders)
-    return min((int(words[0]) for words in limits if words and words[0].isdigit()), default=None)
-
-
-def _folders(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control groups, innermost first. Each group may set a limit."""
-    for line in text_of(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        inner = top / path.lstrip("/")
-        yield inner
-        while inner != top and top in inner.parents:
-            inner = inner.parent
-            yield inner
-
-
-def _words(file: Path) -> list[str]:
-    return text_of(file).split()

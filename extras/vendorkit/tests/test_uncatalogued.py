@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flagcore_vendorkit.calibration import overlay as unlisted_chips
+from flagcore_vendorkit.calibration.measuring import calibrate
+from flagcore_vendorkit.calibration.overlay import accelerator_report, chip_of
+from flagcore_vendorkit.calibration.store import Calibration
+from flagcore_vendorkit.machine import TorchReport
 
 from flagcore import api
-from flagcore.api import calibrated_plugins as unlisted_chips
-from flagcore.api.calibrated_plugins import accelerator_report, chip_of
 from flagcore.domain.chip import Device
 from flagcore.errors import NoDevice
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.calibration import Calibration
-from flagcore.vendorkit.machine import TorchReport
 from tests.checks import given
 from tests.product.tasks import SHAPE
 
@@ -91,7 +92,7 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
     words = {"version": "2.10.0", "kind": "cpu", "backend": "gloo"}
     one = TorchReport(**words, attributes=frozenset(), devices=(device,))
     monkeypatch.setattr(unlisted_chips, "accelerator_report", lambda: one)
-    saved_calibration, file = api.calibrate(seconds=3.0)
+    saved_calibration, file = calibrate(seconds=3.0)
     assert saved_calibration.chip == "Weird 9000"
     assert file.parent == tmp_path / "calibrations"
     chip = chip_of(saved_calibration)

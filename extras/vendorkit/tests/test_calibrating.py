@@ -3,19 +3,17 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from flagcore_testing import fakes
+from flagcore_vendorkit.calibration import measuring as calibration
+from flagcore_vendorkit.calibration.overlay import busy
 
-from flagcore.api.calibrated_plugins import busy
-from flagcore.api.commands import calibrate as calibration
+from extras.vendorkit.tests.test_calibrations import MADE
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
-from flagcore.plugins import LoadedPlugins
 from tests.product.vendors.test_simulated_nodes import METAX
-from tests.tuner.calibration.test_store import MADE
 
 X1 = Chip(name="X1", vendor="acme", devices_per_node=8)
 RUNS = EngineSupport(support=Support.YES, device_type="acme", distributed_backend="accl")
@@ -51,19 +49,6 @@ def test_the_measurement_sees_the_devices_that_are_listed(tmp_path: Path, monkey
         calibration.calibrate(devices=2)
     (environment,) = seen
     assert environment["MACA_VISIBLE_DEVICES"] == environment["CUDA_VISIBLE_DEVICES"] == "3,0"
-
-
-def test_engines_that_cannot_run_on_a_chip_do_not_say_how_to_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "best_chip", lambda *arguments: X1)
-    device, trains = Device(index=0, chip="X1"), replace(RUNS, preload=("torch_acme",))
-    loaded = SimpleNamespace(
-        devices=lambda: (device,),
-        find_chip=lambda name: X1,
-        engine_support=lambda chip, engine: (
-            trains if engine == "megatron" else replace(RUNS, support=Support.IMPOSSIBLE, reason="no serving")
-        ),
-    )
-    assert calibration.target(cast("LoadedPlugins", loaded)) == (X1, trains, (device,), "megatron")
 
 
 def test_a_chip_without_published_rates_is_measured_in_the_default_precisions() -> None:

@@ -9,8 +9,8 @@ from functools import cache, cached_property
 from itertools import chain
 
 from flagcore.domain.engine import UNKNOWN, Unmodelled
-from flagcore.domain.spec import Spec
-from flagcore.vendorkit.fields import read_as
+from flagcore.domain.spec import Spec, Task
+from flagcore_vendorkit.fields import read_as
 
 UNKNOWN_TIME = (0.8, 1.25)
 """The bounds of the time factor of a setting that is in no class. Chosen by hand."""
@@ -172,3 +172,18 @@ def _value(value: object) -> str:
 def read_settings(package: str, file: str = "settings.yaml") -> Settings:
     """Return the classes in a file of a package, or none without a file. Raises SpecError."""
     return read_as(Settings, package, file)
+
+
+def unmodelled_on_all_engines(task: Task) -> Iterator[Unmodelled]:
+    """Yield the settings of a task that change its cost on all engines and that predictions do not include.
+
+    These are keys of the model's config.json, and environment variables of torch and of other common software.
+    """
+    model, trains = task.spec.model, task.spec.work.has_steps
+    classes = read_settings(__package__, "config_keys.yaml")
+    for name, value in model.unread:
+        found = classes.unmodelled(name.removeprefix("text_config."), value, f"model.{name}")
+        of_training = name.endswith(("dropout", "pdrop")) or (model.vision and name == "vision_config")
+        if found and (trains or not of_training):
+            yield found
+    yield from read_settings(__package__).of_environment(task.spec)

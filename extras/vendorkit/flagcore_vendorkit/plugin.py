@@ -18,11 +18,11 @@ from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.roofline import PlainMemory
-from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips
-from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
-from flagcore.vendorkit.engines import all_knobs, read_engines, read_quirks, read_variables
-from flagcore.vendorkit.fields import S, applicable
-from flagcore.vendorkit.settings import read_settings
+from flagcore_vendorkit.chip_file import collective_table, kernel_costs, load_chips
+from flagcore_vendorkit.detection import DeviceDetector, DeviceReading, Readings
+from flagcore_vendorkit.engines import all_knobs, read_engines, read_quirks, read_variables
+from flagcore_vendorkit.fields import S, applicable
+from flagcore_vendorkit.settings import read_settings
 
 
 def usual_memory(**figures: float) -> Callable[[NodeGroup, str], MemoryModel]:

@@ -17,17 +17,16 @@ from typing import Any
 import psutil
 
 from flagcore import plugins
-from flagcore.api.calibrated_plugins import VENDOR, busy, facts_of, uncatalogued
 from flagcore.api.inputs import loaded_plugins, warn
-from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport, device_variables
 from flagcore.domain.launch import Launch
 from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
 from flagcore.i18n import N_, _
-from flagcore.plugins import LoadedPlugins, benchmark
+from flagcore.plugins import benchmark, target
 from flagcore.report.run import tail
-from flagcore.tuner.calibration import Calibration, Calibrations
-from flagcore.tuner.stages.discover import best_chip
+from flagcore_vendorkit.calibration.overlay import VENDOR, busy, facts_of
+from flagcore_vendorkit.calibration.store import Calibration, Calibrations
 
 SECONDS = 90.0
 LOAD_SECONDS = 0.5
@@ -153,29 +152,6 @@ def _best(name: str, rows: list[Mapping[str, Any]]) -> tuple[float, str]:
     products = 1e-6 * (10.0 if name == "attention_backward" else 4.0) * 0.5
     work = (products * r["batch"] * r["heads"] * r["queries"] * r["keys"] * r["head_dim"] / r["us"] for r in rows)
     return max(work), "TFLOP/s"
-
-
-def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
-    """Return the chip to measure, its engine support, its devices, and the name of the engine.
-
-    A chip that no plugin lists takes precedence over a plain CPU.
-    """
-    detected_devices = loaded.devices()
-    known_chips = [chip for device in detected_devices if (chip := loaded.find_chip(device.chip))]
-    training_engine = plugins.first_engine("train")
-    if all(loaded.engine_support(chip, training_engine).shared_devices for chip in known_chips) and (
-        uncatalogued_chip := uncatalogued(loaded)
-    ):
-        return (*uncatalogued_chip, training_engine)
-    reasons = []
-    for engine in dict.fromkeys([training_engine, *plugins.engines()]):
-        chip = best_chip(detected_devices, loaded, engine)
-        support = loaded.engine_support(chip, engine)
-        names_device = support.device_type is not None and support.distributed_backend is not None
-        if names_device and support.support is not Support.IMPOSSIBLE:
-            return chip, support, tuple(device for device in detected_devices if chip.has_name(device.chip)), engine
-        reasons.append(support.reason)
-    raise NoDevice("; ".join(reasons) or _("no engine is installed"))
 
 
 def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: int, seconds: float) -> dict[str, Any]:

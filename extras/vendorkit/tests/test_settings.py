@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from flagcore_vendorkit.settings import UNKNOWN_TIME, Cost, Settings
 
-from flagcore.vendorkit.settings import UNKNOWN_TIME, Cost, Settings
 from tests.tasks import task
 
 SLOWER = Cost(why="slower", time=(1.0, 1.5), source="a page")

@@ -12,7 +12,7 @@ The folder `costs/<chip>/`, where `<chip>` is the chip's name in lower case, con
   `seconds`. They apply to the innermost level of the topology, or to the level that `level` names.
 - `curve.yaml`: `curve`, parameters of `flagcore.physics.roofline.Curve`, and `source` as in a chip file. `of`
   is the data of the fit: `runs` (times of whole runs; the default), or `kernels` (kernels that were measured alone).
-- `kernels.jsonl`: measured kernels, one per line (`flagcore.physics.kernel_table`), with their time in `us`.
+- `kernels.jsonl`: measured kernels, one per line (`flagcore_vendorkit.kernel_table`), with their time in `us`.
 - `provenance.yaml`: `how`, `software`, `date`, the overhead of the measurement (`Reading`), and the `source` if others
   published the times.
 - `serving.yaml`: like `curve.yaml`, for serving engines, if their kernels reach other shares.
@@ -33,9 +33,9 @@ from flagcore.domain.chip import Chip, NotNegative, Source
 from flagcore.errors import SpecError
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.collective_curves import Curve as CollectiveCurve
-from flagcore.physics.kernel_table import RUN_SLOWDOWN, SIZES, Kernel, KernelSheet, with_measured
 from flagcore.physics.roofline import Curve, Roofline
-from flagcore.vendorkit.fields import Content, build, read_file, read_yaml
+from flagcore_vendorkit.fields import Content, build, read_file, read_yaml
+from flagcore_vendorkit.kernel_table import RUN_SLOWDOWN, SIZES, Kernel, KernelSheet, with_measured
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 KEYS = {"chip": "name", **{each.name: each.name for each in fields(Chip) if each.name != "name"}}

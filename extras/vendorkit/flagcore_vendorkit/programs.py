@@ -18,7 +18,7 @@ from typing import Any
 from flagcore.domain.files import read_regular
 from flagcore.domain.spec import Spec
 from flagcore.errors import FlagError, NoDevice, SpecError
-from flagcore.vendorkit.machine import tool_output
+from flagcore_vendorkit.machine import tool_output
 
 _FIRST_LINE = 512
 

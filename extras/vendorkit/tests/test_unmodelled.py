@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from flagcore_testing.toy import ENGINE
+from flagcore_vendorkit.calibration.overlay import ExtendedPlugins
 
 from flagcore.domain.engine import UNKNOWN, TaskAdvice, Unmodelled
 from flagcore.domain.model import Attention, Layer, Model
@@ -12,9 +13,11 @@ from flagcore.domain.spec import Task
 from flagcore.tuner.stages.complete import unmodelled
 from tests.tasks import VISION, Service, task
 
+PLUGINS = ExtendedPlugins((), print)
+
 
 def named(job: Task, **advice: Any) -> dict[str, str]:
-    return {each.name: each.why for each in unmodelled(job, ENGINE, TaskAdvice(**advice))}
+    return {each.name: each.why for each in unmodelled(job, ENGINE, PLUGINS, TaskAdvice(**advice))}
 
 
 def with_model(job: Task, **fields: Any) -> Task:

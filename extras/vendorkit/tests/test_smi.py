@@ -6,12 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-from flagcore.domain.chip import Device
-from flagcore.vendorkit import machine
-from flagcore.vendorkit.detection import DeviceReading, Readings, list_with
-from flagcore.vendorkit.machine import query_tool, tool_output, visible
-from flagcore.vendorkit.rows import (
+from flagcore_vendorkit import machine
+from flagcore_vendorkit.detection import DeviceReading, Readings, list_with
+from flagcore_vendorkit.machine import query_tool, tool_output, visible
+from flagcore_vendorkit.rows import (
     Listing,
     Row,
     cells,
@@ -23,6 +21,8 @@ from flagcore.vendorkit.rows import (
     read_table,
     reading,
 )
+
+from flagcore.domain.chip import Device
 from tests.checks import given
 
 FOUR = tuple(Device(index=index, chip="X1", uuid=f"UUID-{index}{index}{index}") for index in range(4))
