@@ -203,7 +203,6 @@ BLOCKS = [
     ("data", "sizes"),
     [
         (config("nemotron-nas", 4, 768, None, 8, 99, block_configs=BLOCKS), (3, 1152, 2)),
-        (config("lfm2", 4, 256, 12288, 8, 99, block_auto_adjust_ff_dim=True, num_key_value_heads=8), (4, 8192, 8)),
         (config("cohere2_moe", 4, 256, 512, 8, 99), (4, 512, 8)),
         (config("inkling_text", 4, 256, 96, 8, 99, dense_intermediate_size=512), (4, 512, 8)),
         (config("llama4_text", 4, 256, 96, 8, 99, intermediate_size_mlp=512), (4, 512, 8)),

@@ -56,6 +56,11 @@ def test_a_mixer_has_the_weights_of_the_module_in_transformers(mixer: Mixer, hid
     assert sum(mixer.weights(hidden)) == count
 
 
+def test_a_family_may_adjust_the_width_of_its_feed_forward_network() -> None:
+    keys = {**NEXT, "model_type": "lfm2", "intermediate_size": 12288, "block_auto_adjust_ff_dim": True}
+    assert model_of_config(keys, name="lfm2", file="").ffn_hidden_size == 8192
+
+
 def test_the_guide_adds_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[3] / "docs" / "write-a-layer.md").read_text("utf-8")
     blocks = dict(re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL))
