@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import numpy as np
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
-from flagcore_serving.launch.server import PORT, Instance, address
+from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs
 from flagcore_serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
 from flagcore_serving.space.knobs import CONTEXT, KV, SPECULATION, Auto, or_default
@@ -32,6 +32,7 @@ from flagcore_serving.space.weights import cache_bytes_per_token, unusable_weigh
 from flagcore_vendorkit import programs
 from flagcore_vendorkit.programs import strip_dashes
 
+from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice

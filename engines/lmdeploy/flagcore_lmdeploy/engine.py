@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 from flagcore_serving.engine import ServingEngine
-from flagcore_serving.launch.server import PORT, Instance, address
+from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, count
 from flagcore_serving.space.knobs import EAGER, or_default
@@ -18,6 +18,7 @@ from flagcore_serving.space.rules import context_rules, forbidden, same_as_unset
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import weight_bytes
 
+from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
-from flagcore_serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL, Instance, Router, address
+from flagcore_serving.launch.server import HEAD, HEAD_PORT, TRANSFER_PORT, URL, Instance, Router, address
 from flagcore_serving.load.routing import BOOTSTRAP
 from flagcore_serving.load.routing import PREFILL as PREFILLS
 from flagcore_serving.space import knobs, placement, rules
@@ -46,6 +46,7 @@ from flagcore_serving.space.weights import cache_bytes_per_token
 from flagcore_vendorkit.programs import strip_dashes
 
 from flagcore.domain.knob import in_versions
+from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
-from flagcore_serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, Instance, Router, address
+from flagcore_serving.launch.server import HEAD, HEAD_PORT, TRANSFER_PORT, Instance, Router, address
 from flagcore_serving.load import routing
 from flagcore_serving.space import knobs, placement, rules
 from flagcore_serving.space.hardware import (
@@ -54,6 +54,7 @@ from flagcore_serving.space.weights import cache_bytes_per_token, context_limit,
 from flagcore_vendorkit.programs import release, strip_dashes
 
 from flagcore.domain.knob import in_versions
+from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError, UsageError

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import yaml
-from flagcore_serving.launch.server import PORT
 
 from engines.serving.tests.engines.tasks import engine_of, planned, server
 from flagcore import api
 from flagcore.api.inputs import open_spec
 from flagcore.contracts import ImportedSpec
+from flagcore.domain.launch import PORT
 from flagcore.errors import SpecError, UsageError
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import commented_yaml

@@ -9,7 +9,7 @@ import pytest
 from flagcore_serving.engine import DEEP
 from flagcore_serving.job import Load
 from flagcore_serving.launch import reports
-from flagcore_serving.launch.server import PORT, Fetch
+from flagcore_serving.launch.server import Fetch
 
 from engines.serving.tests.engines.tasks import (
     GIB,
@@ -24,6 +24,7 @@ from engines.serving.tests.engines.tasks import (
     settings,
 )
 from flagcore.contracts.capabilities import probing
+from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, SpecError
