@@ -17,7 +17,6 @@ import click
 from click.core import ParameterSource
 
 from flagcore import api
-from flagcore.api.inputs import spec_data
 from flagcore.cli import options
 from flagcore.errors import NothingFits, UsageError
 from flagcore.i18n import N_, _
@@ -144,6 +143,8 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
 
 def _export_command(spec: str | api.LoadedSpec) -> str:
     """Return the command that prints the script of the recommended candidate. Empty for a config of another tool."""
+    from flagcore.api.inputs import spec_data  # late: help imports no plugins
+
     given, data = click.get_current_context().params, spec_data(spec)[1]
     work: dict[str, Any] = next((data[name] for name in ("serve", "train") if isinstance(data.get(name), dict)), {})
     if given["config_path"] or not isinstance(work.get("engine"), str):
