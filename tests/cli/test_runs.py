@@ -143,6 +143,13 @@ def test_a_dry_run_prints_the_script_of_the_best(flag: Flag, made_run: Path) -> 
     assert flag("run", str(made_run), "--dry-run").out == (made_run / "best.sh").read_text()
 
 
+def test_a_run_and_its_script_may_be_moved(flag: Flag, made_run: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(made_run, moved)
+    script = flag("run", str(moved), "--dry-run").out
+    assert str(made_run) not in script
+
+
 def test_runs_are_listed_with_their_best_and_state(flag: Flag, two_runs: Path) -> None:
     (two_runs / "second" / "result.json").unlink()
     (two_runs / "not a run").mkdir()

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flagcore.domain.launch import PORT_VARIABLE
+
 pytestmark = pytest.mark.slow
 
 SERVER = """
@@ -32,19 +34,23 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[tuple[Path, int]]:
     """A run's folder whose best is a server with a child in its own session, and its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     (tmp_path / "best").mkdir()
     (tmp_path / "server.py").write_text(SERVER)
     ready = [f"http://127.0.0.1:{port}/health"]
     launch = {"ready": ready, "missing": "", "sample": [], "folder": str(tmp_path), "directory": str(tmp_path)}
     (tmp_path / "best" / "launch.json").write_text(json.dumps(launch))
-    command = shlex.join([sys.executable, str(tmp_path / "server.py"), str(port)])
-    (tmp_path / "best.sh").write_text(f"exec {command}\n")
+    command = shlex.join([sys.executable, str(tmp_path / "server.py")])
+    (tmp_path / "best.sh").write_text(f"exec {command} ${{{PORT_VARIABLE}:-{port}}}\n")
     yield tmp_path, port
     for each in left(tmp_path):
         each.kill()
@@ -55,9 +61,9 @@ def left(folder: Path) -> list[psutil.Process]:
     return [each for each in psutil.process_iter(["cmdline"]) if name in (each.info["cmdline"] or ())]
 
 
-def started(folder: Path) -> subprocess.Popen[bytes]:
+def started(folder: Path, *options: str) -> subprocess.Popen[bytes]:
     code = "from flagcore.cli import main; main()"
-    return subprocess.Popen([sys.executable, "-c", code, "run", str(folder)], stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", code, "run", str(folder), *options], stderr=subprocess.PIPE)
 
 
 def ready_line(process: subprocess.Popen[bytes]) -> str:
@@ -91,6 +97,15 @@ def test_a_port_in_use_is_reported_and_its_owner_is_not_mistaken_for_the_server(
     folder, port = run
     with socket.create_server(("127.0.0.1", port)):
         process = started(folder)
-        assert ready_line(process).startswith(f"flag: port {port} is in use")
+        holder = f"{psutil.Process().name()} (process {os.getpid()})"
+        assert ready_line(process).startswith(f"flag: port {port} is in use by {holder}")
         assert process.wait(30) == 2
     assert not left(folder)
+
+
+def test_another_port_is_that_of_the_server(run: tuple[Path, int]) -> None:
+    folder, other = run[0], str(free_port())
+    process = started(folder, "--port", other)
+    assert ready_line(process) == f"flag: ready at http://127.0.0.1:{other}"
+    process.terminate()
+    assert process.wait(30) == 130
