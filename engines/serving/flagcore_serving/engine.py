@@ -12,8 +12,9 @@ Job records of published runs omit some settings. They are filled in as follows:
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flagcore_vendorkit.programs import release
@@ -93,13 +94,20 @@ class ServingEngine(
         kinds = placement.instance_kinds(task, columns)
         return kinds.total(self.settings(task, kinds.columns).devices).astype(np.int64)
 
-    def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
+    def overheads_for(
+        self, task: Task, *, on_host: bool = False, on_chip: Mapping[str, Any] | None = None
+    ) -> Overheads:
         """Return the engine's overheads for a task.
 
-        `on_host`: whether the CPU that schedules also computes. Small kernels then have no launch overhead.
+        `on_host`: whether the CPU that schedules also computes. Small kernels then have no launch overhead. `on_chip`:
+        overheads that differ on the chip. Raises SpecError for an unknown name of these.
         """
         serve = task.spec.serve
-        overheads = overheads_of(self.program.overheads, serve.engine_version)
+        on_chip = on_chip or {}
+        if unknown := sorted(on_chip.keys() - {each.name for each in fields(Overheads)}):
+            problem = f"is not an overhead of {self.program.title}"
+            raise SpecError(file="quirks.yaml", key=f"overheads.values.{unknown[0]}", problem=problem)
+        overheads = replace(overheads_of(self.program.overheads, serve.engine_version), **on_chip)
         if on_host:
             overheads = replace(overheads, attention=0.0, latent=0.0, ffn=0.0, experts={})
             if self.host_times is not None:
@@ -114,7 +122,7 @@ class ServingEngine(
             task,
             self.settings(task, kinds.columns),
             costs,
-            self.overheads_for(task, on_host=costs.synchronous),
+            self.overheads_for(task, on_host=costs.synchronous, on_chip=costs.overheads),
             untested=bool(self.untested),
             kinds=kinds,
         )
