@@ -199,10 +199,8 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
     if train.options.splits is not None:
         distinct_counts = train.options.splits.distinct_counts[split] * (split > 0)
     needed = np.minimum(layout.pipeline[first], np.where(split > 0, distinct_counts + 1.0, FEW_STAGES))
-    order, group = (
-        np.argsort(needed, kind="stable"),
-        np.digitize(needed, (FEW_STAGES / 2, FEW_STAGES, 2 * FEW_STAGES), right=True),
-    )
+    group = np.digitize(needed, (FEW_STAGES / 2, FEW_STAGES, 2 * FEW_STAGES), right=True)
+    order = np.argsort(needed, kind="stable")
     place, results = np.empty((kinds.size, first.size), dtype=np.int64), []
     edges = [0, *(np.flatnonzero(np.diff(group[order])) + 1).tolist(), max(order.size, 1)]
     starts = [start for low, high in pairwise(edges) for start in range(low, high, BATCH_ROWS)]

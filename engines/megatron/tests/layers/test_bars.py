@@ -9,7 +9,7 @@ import pytest
 from flagcore_megatron import start
 from flagcore_megatron.layers.fastest import split_layers, virtual_stages
 from flagcore_megatron.space.stages import pattern_stages, pattern_text, stages_with
-from flagcore_mixers.mamba2 import Mamba2
+from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import StageLayers
 from flagcore_training.stages import placed
 from flagcore_training.time.step import Blocks, costs_in_run, step_time
