@@ -487,5 +487,8 @@ ENGINE = ServingEngine(
         memory_flag="mem-fraction-static",
         release="0.5.9",
         engine_args={RECEIVE: 30},  # as in InferenceMAX's recipes
+        # lmsys.org, 2025-05-05, large-scale EP (H100), and ishandhanani/srt-slurm recipes/ (GB200, GB300).
+        wide_copies=32,
+        wide_chunk=(CHUNK, 16384),
     ),
 )

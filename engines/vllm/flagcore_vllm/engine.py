@@ -153,6 +153,7 @@ def _flat(name: str, values: Mapping[str, object]) -> Iterator[tuple[str, Engine
 CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")
 PROGRAM = VllmProgram.read("flagcore_vllm", {"contexts": CONTEXTS, "cache_types": knobs.if_fp8("auto", "fp8")})
 KNOBS = PROGRAM.knobs
+PIECEWISE = PROGRAM.code(GRAPHS, "PIECEWISE")
 
 
 def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
@@ -278,6 +279,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task)),
         chunked=values[CHUNKED],
         graph_tokens=np.where((values[EAGER] == 0) & (values[GRAPHS] != 1), graph_tokens(task), 0),
+        whole=np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
         cache_element_bytes=PROGRAM.element_bytes(values),
