@@ -1,16 +1,14 @@
 """Simulates the requests of a load point on its lanes (instances), and computes the metrics that a client would
 measure.
 
-A prefix cache contains the tokens of earlier turns, and of blocks or texts that requests share. It stores the most
-recently used parts of prompts, up to its capacity, as in vLLM (0.32: `v1/core/kv_cache_manager.py`) and SGLang (0.5:
-`mem_cache/radix_cache.py`). Generated answers are never reused: the next turn contains the answer of the trace instead.
+A prefix cache contains the tokens of earlier turns, and of blocks or texts that requests share (see `tiers`). Generated
+answers are never reused: the next turn contains the answer of the trace instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -28,10 +26,9 @@ from flagcore_serving.load.traces import BLOCK, Traffic
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.simulation import Price, SimulatedRun, Simulation
+from flagcore_serving.model.tiers import Part, cached_tokens
 from flagcore_serving.model.vision import ImageWork, image_work
-
-Part = tuple[Hashable, int]
-"""A part of a prompt: its identity, which includes everything before it, and its number of tokens."""
+from flagcore_serving.space.settings import TIERS
 
 
 def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
@@ -76,22 +73,6 @@ def _common(left: str, right: str) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if left.startswith(right[low:middle], low) else (low, middle - 1)
     return low
-
-
-def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatArray:
-    """Return how many tokens of each prompt are cached, if a cache of `capacity` tokens stores earlier prompts."""
-    cache, used, hits = OrderedDict[Hashable, int](), 0, list[float]()
-    for parts in prompts:
-        hit, matches = 0, True
-        for name, size in parts:
-            matches = matches and name in cache
-            hit += size * matches
-            used += size - cache.pop(name, 0)
-            cache[name] = size
-        while used > capacity and cache:
-            used -= cache.popitem(last=False)[1]
-        hits.append(float(hit))
-    return np.array(hits)
 
 
 def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
@@ -215,6 +196,16 @@ class RequestTimes:
 
 HIT_RATE = "cache_hit_rate"
 """The share of prompt tokens that were in the prefix cache."""
+TIER_HIT_RATE = "{tier}_hit_rate"
+"""The share of prompt tokens that were in one tier of this cache: `device`, or one of TIERS."""
+CACHE_FIGURES = (
+    HIT_RATE,
+    *(TIER_HIT_RATE.format(tier=tier) for tier in ("device", *TIERS)),
+    "cache_load_s",
+    "cache_compute_s",
+)
+"""Figures of loads whose prompts share parts. The last two are the mean seconds of a request to load what is not on the
+devices, and the seconds that computing it alone would take."""
 
 WAVES_IN_FLIGHT = 10
 """Number of requests that are simulated for a steady state, per request in flight, as in published measurements."""
@@ -317,14 +308,17 @@ class SimulatedLoad:
         )
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
-        """Return how many prompt tokens of each request on a lane (one of `lanes`) are in the lane's prefix cache."""
-        key = lanes, price.lane.retained
-        if not self.parts or not price.lane.retained:
-            return np.zeros(self._rows(lanes).size)
-        if key not in self.hits:
-            self.hits[key] = cached_tokens([self.parts[row] for row in self._rows(lanes)], price.lane.retained)
-        page = price.lane.page
-        return np.asarray(self.hits[key] // page * page)
+        """Return how many prompt tokens of each request on a lane (one of `lanes`) each tier of its prefix cache has.
+
+        The shape is (tiers, requests). The first tier is the cache of the devices."""
+        rows, lane = self._rows(lanes), price.lane
+        within = [np.zeros(rows.size)]
+        for reach in (lane.retained, *(tier.reach for tier in lane.tiers)) if self.parts else ():
+            if (lanes, reach) not in self.hits:
+                prompts, answers = [self.parts[row] for row in rows], self.output_len[rows].tolist()
+                self.hits[lanes, reach] = cached_tokens(prompts, reach, answers)
+            within.append(self.hits[lanes, reach] // lane.page * lane.page)
+        return np.diff(np.array(within), axis=0) if len(within) > 1 else np.array(within)
 
     def _rows(self, lanes: int) -> IntArray:
         """Return the indices of the requests on one of `lanes` equal lanes. A prefix-aware router divides requests
@@ -337,11 +331,29 @@ class SimulatedLoad:
                 self.rows[lanes] = np.flatnonzero(lane_of == np.argsort(counts, kind="stable")[lanes // 2])
         return self.rows[lanes]
 
-    def _hit_rate(self, price: Price, lanes: int) -> float:
-        """Return the share of prompt tokens that the prefix caches of `lanes` equal lanes contain."""
-        inputs = self.input_len[self._rows(lanes)]
-        shared = np.minimum(price.lane.shared_prefix + self._hits_of(price, lanes), inputs - 1.0)
-        return float(shared.sum() / inputs.sum())
+    @staticmethod
+    def _loads(price: Price, hits: FloatArray) -> FloatArray:
+        """Return the seconds in which each request loads its `hits` from the tiers behind the devices."""
+        seconds: FloatArray = np.array([0.0, *(tier.token_s for tier in price.lane.tiers)]) @ hits
+        return seconds
+
+    def _cache_figures(self, price: Price, lanes: int) -> dict[str, float]:
+        """Return the shares of prompt tokens that the prefix caches of `lanes` equal lanes contain, and those of each
+        tier. With tiers behind the devices, also the mean seconds of a request to load from them, and what computing
+        the same tokens alone would take."""
+        inputs, hits = self.input_len[self._rows(lanes)], self._hits_of(price, lanes)
+        hits[0] += price.lane.shared_prefix
+        found = np.diff(np.minimum(np.cumsum(hits, axis=0), inputs - 1.0), axis=0, prepend=0.0).sum(axis=1)
+        names, rates = ("device", *(tier.name for tier in price.lane.tiers)), (found / inputs.sum()).tolist()
+        figures = {HIT_RATE: sum(rates)}
+        if price.lane.tiers:
+            figures |= {TIER_HIT_RATE.format(tier=name): rate for name, rate in zip(names, rates, strict=True)}
+            loaded = hits[1:].sum(axis=0)
+            share, tokens = float((loaded > 0.0).mean()), float(loaded[loaded > 0.0].mean()) if loaded.any() else 0.0
+            pairs = tokens * (float(hits[0].mean()) + 0.5 * tokens)
+            figures["cache_load_s"] = float(self._loads(price, hits).mean())
+            figures["cache_compute_s"] = share * price.mixed(0, tokens, tokens, pairs, 0) if tokens else 0.0
+        return figures
 
     def at(self, value: float) -> SimulatedLoad:
         """Return the load at another request rate or, if it has none, with another number of clients."""
@@ -385,7 +397,7 @@ class SimulatedLoad:
         if self.arrivals is not None:  # the last request of the load may run on another lane
             times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
         figures = figures_of(times, flight / lane_flight, slo)  # the second argument: full lanes
-        return figures | {HIT_RATE: self._hit_rate(price, min(lanes, flight))} if self.parts else figures
+        return figures | self._cache_figures(price, min(lanes, flight)) if self.parts else figures
 
     def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:
         """Return the times of requests on one of `lanes` lanes with `flight` requests in flight.
@@ -408,10 +420,11 @@ class SimulatedLoad:
         images = [self.images[row] for row in rows] if self.images else ()
         arrival_times = None if (is_closed and simulated < flight) or arrivals is None else arrivals[:count].tolist()
         if prefill is None:
-            hits, think_s = self._hits_of(price, lanes)[:count].tolist(), 0.0
+            hits, think_s = self._hits_of(price, lanes)[:, :count], 0.0
             if self.turn is not None:  # first turns have no think time
                 think_s = self.think_s * float((self.turn > 0).mean())
-            simulation = Simulation(price, lengths, arrival_times, simulated, hits, think_s, images)
+            found, loads = hits.sum(axis=0).tolist(), self._loads(price, hits).tolist()
+            simulation = Simulation(price, lengths, arrival_times, simulated, found, think_s, images, loads)
         else:
             simulation = Disaggregated(price, prefill, lengths, arrival_times, simulated, images)
         times = RequestTimes.from_outcome(simulation.run())
