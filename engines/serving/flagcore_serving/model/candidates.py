@@ -19,6 +19,7 @@ from flagcore.domain.metrics import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore_serving.job import Load, ServeSpec
+from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT
 from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict, highest_load
 from flagcore_serving.model.disaggregated import Prefill
 from flagcore_serving.model.iteration import IterationCosts, interpolate
@@ -110,6 +111,8 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     names = FIGURE_NAMES
     if any(load.parts for load in loads):
         names += tuple(name for name in CACHE_FIGURES if name not in absent) if context.tiers else (HIT_RATE,)
+    if (turns := max((int(load.turn.max()) + 1 for load in loads if load.turn is not None), default=0)) > 0:
+        names += (TASK_S, *(TURN_TTFT.format(number=turn + 1) for turn in range(min(turns, MAX_TURNS))))
     names = (*names, HIGHEST_LOAD) if context.serve.highest else names
     table = {name: np.full(context.kinds.size, np.nan) for name in names}
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)

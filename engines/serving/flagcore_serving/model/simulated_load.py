@@ -19,10 +19,10 @@ from flagcore.domain.metrics import PERCENTILES, STATISTICS
 from flagcore.domain.model import Vision
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_serving.job import OPEN_LOOP_FLIGHT, Load
-from flagcore_serving.load.figures import statistics_of, widest_limits
+from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT, statistics_of, widest_limits
 from flagcore_serving.load.images import image_tokens
 from flagcore_serving.load.routing import Prefixes
-from flagcore_serving.load.traces import BLOCK, Traffic
+from flagcore_serving.load.traces import Traffic
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.simulation import Price, SimulatedRun, Simulation
@@ -37,11 +37,13 @@ def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
     Prompts with the same part share the tokens up to its end. The list is empty if prompts share only the prefix.
     """
     if requests.blocks:
-        return [[(block, BLOCK) for block in blocks] for blocks in requests.blocks]
+        return [[(block, requests.block_len) for block in blocks] for blocks in requests.blocks]
     if requests.follows is None:
         return _text_parts(requests.texts, requests.input_len.tolist()) if requests.texts else []
     parts = list[list[Part]]()
-    for index, (length, before) in enumerate(zip(requests.input_len.tolist(), requests.follows.tolist(), strict=True)):
+    for index, (length, before) in enumerate(
+        zip(requests.input_len.tolist(), requests.continued.tolist(), strict=True)
+    ):
         past = parts[before] if before >= 0 else []
         parts.append([*past, (index, max(0, length - prefix_len - sum(size for _, size in past)))])
     return parts
@@ -85,18 +87,14 @@ def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
     return lane_of
 
 
-def turn_order(follows: IntArray, flight: int, seed: int) -> tuple[IntArray, IntArray]:
-    """Return the order in which a closed loop sends the requests of conversations, and the turn of each request.
+def turn_order(task: IntArray, turn: IntArray, flight: int, seed: int) -> IntArray:
+    """Return the order in which a closed loop sends the requests of conversations.
 
     `flight` conversations run at once. A conversation sends a turn after the answer to the turn before. Requests of the
     same turn are in random order, because any instance may be the least busy one.
     """
-    is_first = follows < 0
-    conversation = np.cumsum(is_first) - 1
-    starts = np.flatnonzero(is_first)
-    turn = np.arange(follows.size) - starts[conversation]
-    random_keys = np.random.default_rng([seed, 3]).random(follows.size)
-    return np.lexsort((random_keys, turn, conversation // max(flight, 1))), turn
+    random_keys = np.random.default_rng([seed, 3]).random(turn.size)
+    return np.lexsort((random_keys, turn, task // max(flight, 1)))
 
 
 MAX_REQUEST_TIMES = 20_000
@@ -235,7 +233,8 @@ class SimulatedLoad:
     - `images`: the other work for the images of each request.
     - `parts`: the parts of each prompt that a prefix cache may contain.
     - `turn`: the turn of each request in its conversation; None if there are no conversations.
-    - `think_s`: seconds before each turn except the first one.
+    - `wait_s`: seconds before each turn; 0 for first ones.
+    - `is_spread`: whether later turns have arrival times of their own.
     - `prefix_aware`: as in ServeSpec.
     - `vision`: the vision tower of the model; None if it has none.
     - `hits`: results of `_hits_of` before rounding, by number of lanes and size of the cache.
@@ -250,7 +249,8 @@ class SimulatedLoad:
     images: Sequence[ImageWork] = ()
     parts: Sequence[Sequence[Part]] = ()
     turn: IntArray | None = None
-    think_s: float = 0.0
+    wait_s: FloatArray | None = None
+    is_spread: bool = False
     prefix_aware: bool = False
     vision: Vision | None = None
     hits: dict[tuple[int, float], FloatArray] = field(default_factory=dict, compare=False)
@@ -285,18 +285,37 @@ class SimulatedLoad:
 
     def _with_turns(self, requests: Traffic) -> SimulatedLoad:
         """Return the load of conversations with its requests in the order in which they are sent."""
-        assert requests.follows is not None
-        flight = min(self.load.concurrency or self.input_len.size, int((requests.follows < 0).sum()))
-        order, turn = turn_order(requests.follows, flight, self.load.seed)
+        task, turn = requests.tasks
+        flight = min(self.load.concurrency or self.input_len.size, int((turn == 0).sum()))
         load = self.load if requests.arrive_s is not None else replace(self.load, concurrency=flight)
-        return replace(self._ordered(order, self.arrivals), load=load, turn=turn[order], think_s=load.think_time_s)
+        drawn = replace(self, load=load, turn=turn, wait_s=requests.wait_s)
+        return drawn._ordered(turn_order(task, turn, flight, self.load.seed), self.arrivals)
 
-    def _spread(self, between_s: float) -> SimulatedLoad:
-        """Return an open loop of conversations in which each turn arrives `between_s` seconds after the one before."""
+    def _spread(self, answer_s: float) -> SimulatedLoad:
+        """Return an open loop of conversations in which each turn arrives after the one before, the seconds `answer_s`
+        of its answer, and its wait."""
         assert self.turn is not None
         assert self.arrivals is not None
-        arrivals = self.arrivals + self.turn * between_s
-        return replace(self._ordered(np.argsort(arrivals, kind="stable"), arrivals), turn=None, hits={})
+        arrivals = self.arrivals + self.turn * (answer_s + self.think_s)
+        return replace(self._ordered(np.argsort(arrivals, kind="stable"), arrivals), is_spread=True, hits={})
+
+    @property
+    def think_s(self) -> float:
+        """The mean seconds before a later turn."""
+        waits = np.zeros(0) if self.turn is None or self.wait_s is None else self.wait_s[self.turn > 0]
+        return float(waits.mean()) if waits.size else 0.0
+
+    def _task_figures(self, times: RequestTimes, rows: IntArray, e2e_s: float) -> dict[str, float]:
+        """Return the mean TTFT of each turn, and the mean time of a conversation. `rows`: the simulated requests.
+
+        `e2e_s`: the mean time of a request."""
+        assert self.turn is not None
+        figures, turns = dict[str, float](), self.turn[rows]
+        if times.ttft.size == turns.size:
+            for turn in np.unique(turns)[:MAX_TURNS].tolist():
+                figures[TURN_TTFT.format(number=turn + 1)] = float(times.ttft[turns == turn].mean())
+        count = np.count_nonzero(self.turn == 0)
+        return figures | {TASK_S: (self.turn.size * e2e_s + (self.turn.size - count) * self.think_s) / count}
 
     def _ordered(self, order: IntArray, arrivals: FloatArray | None) -> SimulatedLoad:
         return replace(
@@ -305,6 +324,8 @@ class SimulatedLoad:
             output_len=self.output_len[order],
             arrivals=None if arrivals is None else arrivals[order],
             parts=[self.parts[index] for index in order],
+            turn=None if self.turn is None else self.turn[order],
+            wait_s=None if self.wait_s is None else self.wait_s[order],
         )
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
@@ -389,14 +410,16 @@ class SimulatedLoad:
         If there is a `prefill`, the lanes only decode. In an open loop, later turns arrive after the mean time of an
         answer, which a first simulation determines.
         """
-        if self.turn is not None and self.arrivals is not None:
-            figures = self._spread(self.think_s).figures(price, lanes, slo, prefill)
-            return self._spread(self.think_s + figures["e2e_s.mean"]).figures(price, lanes, slo, prefill)
+        if self.turn is not None and self.arrivals is not None and not self.is_spread:
+            figures = self._spread(0.0).figures(price, lanes, slo, prefill)
+            return self._spread(figures["e2e_s.mean"]).figures(price, lanes, slo, prefill)
         flight, lane_flight = self._in_flight, self.flight(lanes)
         times = self._one_lane(price, min(lanes, flight), lane_flight, prefill)
         if self.arrivals is not None:  # the last request of the load may run on another lane
             times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
         figures = figures_of(times, flight / lane_flight, slo)  # the second argument: full lanes
+        if self.turn is not None:
+            figures |= self._task_figures(times, self._rows(min(lanes, flight)), figures["e2e_s.mean"])
         return figures | self._cache_figures(price, min(lanes, flight)) if self.parts else figures
 
     def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:

@@ -120,7 +120,8 @@ def test_leading_blocks_of_a_trace_are_shared() -> None:
 
 
 def test_closed_loop_sends_the_next_turns_of_its_conversations() -> None:
-    order, turn = turn_order(np.array([-1, 0, -1, 2, -1, 4]), 2, seed=0)
+    turn = np.array([0, 1, 0, 1, 0, 1])
+    order = turn_order(np.array([0, 0, 1, 1, 2, 2]), turn, 2, seed=0)
     assert turn[order].tolist() == [0, 0, 1, 1, 0, 1]
     assert set(order[:4].tolist()) == {0, 1, 2, 3}
 
