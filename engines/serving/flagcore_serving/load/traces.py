@@ -205,7 +205,7 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
 class _Turn:
     """A turn of a conversation: its whole prompt, its lengths in tokens, its answer, its images, and its blocks.
 
-    A prompt, lengths and a wait that the trace does not contain are None. A block of an agent has the number of its row.
+    A prompt, lengths and a wait that the trace lacks are None. A block of an agent has the number of its row.
     """
 
     prompt: str | None
@@ -304,7 +304,7 @@ def _agent(row: Mapping[str, Any], number: int) -> list[_Turn]:
     block_len, turns = _count(row, ("block_size",), number), list[_Turn]()
     for each in requests:
         length, ids = _count(each, ("in",), number), each.get("hash_ids", ())
-        whole = [(number, one) for one in ids]
+        whole: list[tuple[Any, ...]] = [(number, one) for one in ids]
         missing = -(-length // block_len) - len(whole)  # the last block may be incomplete, and then has no id
         whole += [(number, len(turns), place) for place in range(missing)]
         wait_s = _number(each.get("think_time") or 0.0, "think_time", number)

@@ -26,7 +26,7 @@ from flagcore_serving.model.iteration import IterationCosts, interpolate
 from flagcore_serving.model.memory import ServingMemory
 from flagcore_serving.model.simulated_load import CACHE_FIGURES, HIT_RATE, MAX_REQUESTS, TIER_HIT_RATE, SimulatedLoad
 from flagcore_serving.model.simulation import Lane, Price, tokens_per_iteration
-from flagcore_serving.model.tiers import Tier
+from flagcore_serving.model.tiers import reached
 from flagcore_serving.model.vision import EncoderCosts, ImageWork
 from flagcore_serving.model.work import TOKENIZER, Overheads
 from flagcore_serving.space.placement import InstanceKinds
@@ -220,7 +220,10 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, min(float(settings.max_running[row]), float(context.memory.sequences[row]))) * ranks
     acceptance, caches = load.load.acceptance, bool(settings.prefix_caching[row] and load.parts)
-    found = float(load.load.prefix_len)
+    found, device = float(load.load.prefix_len), max(tokens, 0.0) if caches else 0.0
+    if context.overheads.whole_prompts:  # each slot has one
+        device = min(device, float(settings.max_running[row]) * ranks * sum(load.means))
+    tiers = [(name, float(each[row]), float(token_s[row])) for name, (each, token_s) in context.tiers.items() if caches]
     if context.task.spec.model.state_bytes:  # a state is stored only at the end of a block
         found -= found % block
     drafted = 0.0 if acceptance is None else float(settings.drafted[row])
@@ -232,12 +235,9 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         ranks=ranks,
         stages=stages,
         shared_prefix=found if settings.prefix_caching[row] else 0.0,
-        retained=max(tokens, 0.0) if caches else 0.0,
-        tiers=tuple(
-            Tier(name, float(reach[row]), float(token_s[row]))
-            for name, (reach, token_s) in context.tiers.items()
-            if caches
-        ),
+        retained=device,
+        tiers=tuple(reached(device, tiers, writes_through=bool(settings.writes_through[row]))),
+        whole_prompts=context.overheads.whole_prompts,
         page=float(settings.block_size[row]) if load.parts else 1.0,
         drafted=drafted,
         gain=tokens_per_iteration(acceptance or 0.0, drafted),

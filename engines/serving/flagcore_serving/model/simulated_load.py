@@ -337,7 +337,7 @@ class SimulatedLoad:
         for reach in (lane.retained, *(tier.reach for tier in lane.tiers)) if self.parts else ():
             if (lanes, reach) not in self.hits:
                 prompts, answers = [self.parts[row] for row in rows], self.output_len[rows].tolist()
-                self.hits[lanes, reach] = cached_tokens(prompts, reach, answers)
+                self.hits[lanes, reach] = cached_tokens(prompts, reach, answers, whole=lane.whole_prompts)
             within.append(self.hits[lanes, reach] // lane.page * lane.page)
         return np.diff(np.array(within), axis=0) if len(within) > 1 else np.array(within)
 

@@ -35,6 +35,7 @@ class Lane:
     - `shared_prefix`: the first tokens of each prompt, which are always cached.
     - `retained`: tokens of other prompts that the prefix cache of the devices can hold, in blocks of `page` tokens.
     - `tiers`: the tiers of the prefix cache behind the devices.
+    - `whole_prompts`: as in `Overheads`.
     - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
       that only decodes.
     """
@@ -49,6 +50,7 @@ class Lane:
     retained: float = 0.0
     page: float = 1.0
     tiers: tuple[Tier, ...] = ()
+    whole_prompts: bool = False
     drafted: float = 0.0
     gain: float = 1.0
 

@@ -10,7 +10,7 @@ Copies to a slower tier are assumed to cost no time, because the host's link wor
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,7 @@ class Tier:
 def tiers_of(
     task: Task, serving: Serving, settings: Settings, memory: ServingMemory, costs: Costs
 ) -> dict[str, tuple[FloatArray, FloatArray]]:
-    """Return, by tier and by candidate, the `reach` and the `token_s` of the tiers of an instance (see `Tier`).
+    """Return the capacity of each tier of an instance in tokens, and its `token_s` (see `Tier`), both by candidate.
 
     A device loads its part over its own link to the host (of CPU cores: by a copy in their memory). The disks of a host
     are shared by its devices, and the store is reached over the network.
@@ -68,21 +68,27 @@ def tiers_of(
         "disk": instance_bytes / (DISK_RATE * hosts),
         "store": costs.collectives.seconds("send", prompt * memory.token, two, stride) / prompt,
     }
-    tiers, reach = dict[str, tuple[FloatArray, FloatArray]](), np.maximum(memory.cache_tokens, 0.0)
-    for name in TIERS:
-        tokens = getattr(settings, f"{name}_cache") / instance_bytes
-        if name == "host":
-            tokens = np.where(tokens > 0.0, tokens, settings.host_ratio * reach)
-        reach = np.where(settings.writes_through, np.maximum(reach, tokens), reach + tokens)
-        if tokens.any():
-            tiers[name] = reach, seconds[name]
-    return tiers
+    tokens = {name: getattr(settings, f"{name}_cache") / instance_bytes for name in TIERS}
+    of_ratio = settings.host_ratio * np.maximum(memory.cache_tokens, 0.0)
+    tokens["host"] = np.where(tokens["host"] > 0.0, tokens["host"], of_ratio)
+    return {name: (tokens[name], seconds[name]) for name in TIERS if tokens[name].any()}
 
 
-def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float, answers: Iterable[int] = ()) -> FloatArray:
+def reached(device: float, tiers: Iterable[tuple[str, float, float]], *, writes_through: bool) -> Iterator[Tier]:
+    """Yield the tiers behind devices whose cache has `device` tokens. `tiers`: name, capacity and `token_s` of each."""
+    reach = device
+    for name, tokens, token_s in tiers:
+        reach = max(reach, tokens) if writes_through else reach + tokens
+        yield Tier(name, reach, token_s)
+
+
+def cached_tokens(
+    prompts: Iterable[Sequence[Part]], capacity: float, answers: Iterable[int] = (), *, whole: bool = False
+) -> FloatArray:
     """Return how many tokens of each prompt are cached, if a cache of `capacity` tokens stores earlier prompts.
 
     `answers`: the tokens of each prompt's answer, which are stored, too, but never found: prompts contain other ones.
+    `whole`: whether prompts are evicted as a whole, the beginning first.
     """
     cache, used, hits, lengths = OrderedDict[Hashable, int](), 0, list[float](), iter(answers)
     for number, parts in enumerate(prompts):
@@ -90,13 +96,14 @@ def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float, answers: I
         for name, size in parts:
             found = cache.get(name, 0) if matches else 0
             hit, matches = hit + found, matches and found == size
-        for name, size in ((("answer", number), next(lengths, 0)), *reversed(parts)):
+        stored = ((("answer", number), next(lengths, 0)), *reversed(parts))
+        for name, size in reversed(stored) if whole else stored:
             used += size - cache.pop(name, 0)
             cache[name] = size
         while used > capacity and cache:
             name, size = cache.popitem(last=False)
             used -= size
-            if (rest := int(min(capacity - used, size))) > 0:  # the beginning of the part remains
+            if not whole and (rest := int(min(capacity - used, size))) > 0:  # the beginning of the part remains
                 cache[name], used = rest, used + rest
                 cache.move_to_end(name, last=False)
         hits.append(float(hit))
