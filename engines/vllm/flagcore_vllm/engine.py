@@ -63,7 +63,7 @@ NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""
 SEQS, TOKENS, BLOCK = "max_num_seqs", "max_num_batched_tokens", "block_size"
 MEMORY, CHUNKED, GRAPHS, THREADS = "gpu_memory_utilization", "enable_chunked_prefill", "cudagraph_mode", "threads"
-POLICY, IMAGES = "scheduling_policy", "limit_mm_per_prompt"
+POLICY, IMAGES, OFFLOAD = "scheduling_policy", "limit_mm_per_prompt", "kv_offloading_size"
 ASYNC_BY_DEFAULT = (0, 14, 0)
 """The first release with asynchronous scheduling by default, except on CPU cores (vllm-project/vllm #27614)."""
 SYNCHRONOUS_SECONDS = 956e-6
@@ -286,6 +286,8 @@ def settings(task: Task, columns: Columns) -> Settings:
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
+        host_cache=(values[OFFLOAD] * values[DP]).astype(np.float64)
+        * 2.0**30,  # each attention DP rank has a scheduler and a cache
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded="language-model-only" not in other_args),
         **knobs.exchange_settings(task, values, KNOBS),
