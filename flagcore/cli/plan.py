@@ -68,9 +68,9 @@ def estimate_command(
         raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=os.fspath(spec)))
     if spec is not None and explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
-    if click.get_current_context().params["model"] and arguments["chip"] is None:
-        api.require_accelerator()
     if spec is not None:
+        if arguments["chip"] is None:
+            api.require_chip(spec)
         if (
             arguments["evidence"] + sum(each is not None for each in (explain, arguments["like"], arguments["report"]))
             > 1
@@ -95,6 +95,7 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
 
     like, report = arguments.pop("like"), arguments.pop("report")
     on_page = None if report is None else partial(options.write_file, report)
+    command = _export_command(spec)
     if (number := _number(explain)) is None or like is not None:
         objective = {"auto_tuner.objective": arguments["objective"]} if arguments["objective"] else {}
         report_on, name = (api.explain_candidate, str(explain)) if like is None else (api.explain_like, like)
@@ -103,7 +104,7 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         return
     is_shown = form == "table" and explain is None and not arguments["evidence"] and sys.stderr.isatty()
     on_first = options.say if is_shown else None
-    estimate = api.estimate(spec, top=max(top, number), on_first=on_first, on_page=on_page, **arguments)
+    estimate = api.estimate(spec, top=max(top, number), on_first=on_first, on_page=on_page, start=command, **arguments)
     if explain is not None:
         if number > len(estimate.candidates):
             count = len(estimate.candidates)
@@ -137,7 +138,7 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
     else:
         for text, is_result in estimate_texts(estimate):
             (options.show if is_result else options.say)(text)
-        if command := _export_command(spec):
+        if command:
             options.say("\n" + _("Start the recommended candidate: {command}", command=command))
 
 

@@ -61,6 +61,7 @@ def estimate(
     without: Collection[str] = (),
     on_first: Callable[[str], object] | None = None,
     on_page: Callable[[str], object] | None = None,
+    start: str = "",
     plan: bool = True,
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
@@ -69,8 +70,8 @@ def estimate(
     the fastest candidate of each layout is returned, and its `variants` is the number of other candidates with the
     layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published` contains all published
     runs on the chip. `on_first` receives a line with the fastest usual candidate, before the whole space is predicted.
-    `on_page` receives the plan as an HTML page. With `plan` false, the space is that of trials on this machine. Raises
-    the errors of `flagcore.errors`.
+    `on_page` receives the plan as an HTML page, which shows the command `start`. With `plan` false, the space is that
+    of trials on this machine. Raises the errors of `flagcore.errors`.
     """
     if objective is not None:
         spec = changed_spec(spec, {"auto_tuner.objective": objective})
@@ -84,7 +85,7 @@ def estimate(
         change = None if is_detected else partial(cheapest_change, problem, loaded)
         raise NothingFits(nothing_fits_text(problem, change))
     if on_page is not None:
-        on_page(plan_report(problem, spec))
+        on_page(plan_report(problem, spec, start))
     published = published_runs(problem, loaded, None if evidence else NEAREST)
     place = recommended(problem, order)
     expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[place]]), loaded)
