@@ -95,7 +95,6 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
 
     like, report = arguments.pop("like"), arguments.pop("report")
     on_page = None if report is None else partial(options.write_file, report)
-    command = _export_command(spec)
     if (number := _number(explain)) is None or like is not None:
         objective = {"auto_tuner.objective": arguments["objective"]} if arguments["objective"] else {}
         report_on, name = (api.explain_candidate, str(explain)) if like is None else (api.explain_like, like)
@@ -104,7 +103,14 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         return
     is_shown = form == "table" and explain is None and not arguments["evidence"] and sys.stderr.isatty()
     on_first = options.say if is_shown else None
-    estimate = api.estimate(spec, top=max(top, number), on_first=on_first, on_page=on_page, start=command, **arguments)
+    estimate = api.estimate(
+        spec,
+        top=max(top, number),
+        on_first=on_first,
+        on_page=on_page,
+        start=partial(_export_command, spec),
+        **arguments,
+    )
     if explain is not None:
         if number > len(estimate.candidates):
             count = len(estimate.candidates)
@@ -138,23 +144,20 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
     else:
         for text, is_result in estimate_texts(estimate):
             (options.show if is_result else options.say)(text)
-        if command:
+        if estimate.target and (command := _export_command(spec, estimate.target)):
             options.say("\n" + _("Start the recommended candidate: {command}", command=command))
 
 
-def _export_command(spec: str | api.LoadedSpec) -> str:
-    """Return the command that prints the script of the recommended candidate. Empty for a config of another tool."""
-    from flagcore.api.inputs import spec_data  # late: help imports no plugins
-
-    given, data = click.get_current_context().params, spec_data(spec)[1]
-    work: dict[str, Any] = next((data[name] for name in ("serve", "train") if isinstance(data.get(name), dict)), {})
-    if given["config_path"] or not isinstance(work.get("engine"), str):
+def _export_command(spec: str | api.LoadedSpec, target: str) -> str:
+    """Return the command that writes the script of the recommended candidate. Empty for a config of another tool."""
+    given = click.get_current_context().params
+    if given["config_path"]:
         return ""
     words = ["flag", "export", *filter(None, [given["spec"]])]
     for name in ("model", "engine", "nodes", "devices", "chip", "ttft_p99"):
         words += [f"--{name.replace('_', '-')}", str(given[name])] if given[name] else []
     words += [word for name in ("slo", "settings") for each in given[name] for word in (OPTIONS[name], each)]
-    return shlex.join([*words, "--to", work["engine"], "-o", "-"])
+    return shlex.join([*words, "--to", target])
 
 
 OPTIONS = {"slo": "--slo", "settings": "--set"}

@@ -19,7 +19,7 @@ def commands(run: RunData, best: Trial) -> Iterator[Block]:
     """Yield one command of the best configuration to copy, and folded its flags and its script."""
     script, launch = text_of(run, run.folder / "best.sh"), json_file(run.folder, "best/launch.json")
     flags, command = _flags(run, best), run.start
-    caption = _("Command that prints the start script")
+    caption = _("Command that writes the start script")
     if script and launch.get("missing"):
         caption = _("Start command, for you to complete: add {missing}", missing=launch["missing"])
         command = shlex.join(["bash", f"{run.folder_name}/best.sh"])

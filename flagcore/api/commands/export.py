@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from flagcore import plugins
@@ -142,6 +143,16 @@ def _files(
         raise UsageError(_(text, target=target))
     files = {f"{name}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
     return files, job.launch.missing if job.launch.sample else ""
+
+
+def first_target(snapshot: Snapshot, candidate: Candidate) -> str:
+    """Return the first target that accepts a candidate without options, the engine first. Empty if none does."""
+    exporters = _exporters(snapshot.task.spec.work.engine)
+    with TemporaryDirectory() as folder, suppress(FlagError):
+        require_startable(snapshot.problem, candidate, elsewhere=True)
+        files_of = partial(_files, snapshot, candidate, exporters, Path(folder), "job", {})
+        return next((each for each in exporters if _is_accepted(files_of, each)), "")
+    return ""
 
 
 def _is_accepted(files_of: Callable[[str], object], target: str) -> bool:
