@@ -272,7 +272,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         drafted=_drafted(other_args, values),
         **_tiers(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
-        tower_shares=knobs.tower_shares(values, loaded="language-model-only" not in other_args),
+        tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
         **knobs.exchange_settings(task, values, KNOBS),
     )
 
