@@ -190,9 +190,9 @@ def _similar_file(path: Path) -> Path | None:
 
 
 def load_json(text: str) -> Any:
-    """Return the JSON document in `text`. Raises ValueError with a description if it is invalid or repeats a key."""
+    """Return the JSON document in `text`. Infinity is read as text. Raises ValueError for invalid documents."""
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=str)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"cannot be read as JSON: {error.msg} ({place})") from None
