@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 
 import numpy as np
+from flagcore_models.gguf import context_length
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
@@ -36,7 +37,6 @@ from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
-from flagcore.spec.models import context_length
 from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"

@@ -21,7 +21,7 @@ from flagcore.domain.spec import AUTO, COST, SERVING
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.knobs import knobs_of_engine, listed_type, section_of, value_type
-from flagcore.spec.models import ModelSource, find_public, model_of
+from flagcore.spec.models import ModelSource, model_of
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, with_fields
 from flagcore.spec.shapes import Shape
@@ -191,6 +191,8 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
     """
     model, profile, slo = context.given("model"), section.profile, _slo_of(section.slo)
     weights = section.weights or (model if isinstance(model, str) else None)
+    from flagcore_models.public import find_public  # late: it loads tables that inline shapes do not need
+
     public = find_public(weights) if weights and not (context.base / weights).exists() else None
     stored = public[1] if public else _stored_format(context.base / weights) if weights else None
     highest, objective = _highest(section, slo), context.given("auto_tuner", "objective")
@@ -225,7 +227,7 @@ def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
 
 
 def _stored_format(weights: Path) -> str | None:
-    from flagcore.spec.huggingface import format_of_weights  # late: it loads tables for models in files only
+    from flagcore_models.config import format_of_weights  # late: it loads tables for models in files only
 
     path = weights / "config.json" if weights.is_dir() else weights
     with suppress(OSError, ValueError):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from flagcore_models.public import find_public
 from flagcore_vendorkit.programs import release
 
 from flagcore.contracts import Costs, Engine, Platform, PruningRule
@@ -39,7 +40,6 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, Int
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
-from flagcore.spec.models import find_public
 from flagcore_serving.launch import importing
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState

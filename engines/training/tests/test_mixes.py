@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_mixers.mamba2 import Mamba2
+from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import Options, StageLayers, Training
 from flagcore_training.mixes import layer_kinds, mix
 from flagcore_training.stages import placed, stage, stage_parameters, stages

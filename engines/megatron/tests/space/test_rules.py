@@ -8,7 +8,7 @@ import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_megatron.space.meshes import MESHES
-from flagcore_mixers.mamba2 import Mamba2
+from flagcore_models.mixers.mamba2 import Mamba2
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Layer

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.model.iteration import NODES, distinct_experts, interpolate, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore_serving.model.simulation import Lane, Price

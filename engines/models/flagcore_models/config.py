@@ -292,7 +292,7 @@ def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
     kind, sizes = mixers().get(table.get("class", name)), dict[str, int]()
     if kind is None:
         problem = "has kinds of layers that no installed package describes"
-        fix = "pip install flagcore-mixers, or install the package with an entry point of this name"
+        fix = "install the package with an entry point of this name"
         raise spec_error("layer_types", problem, value=name, fix=fix)
     for field in fields(kind):
         names = table.get(field.name, [])
