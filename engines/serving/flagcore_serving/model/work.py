@@ -102,6 +102,9 @@ class Overheads:
       never captured.
     - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
     - `activations_beside`: whether the engine's share of memory covers only weights and cache.
+    - `whole_prompts`: whether each slot keeps its last prompt, and other tiers whole prompts. Otherwise any tokens.
+    - `loads_by_layer`: whether an iteration computes layers while the cache of later ones is loaded from other tiers.
+      Otherwise a request waits until its cache is loaded, and others are computed meanwhile.
     - `own_front_ends`: whether each attention rank has a front end, which accepts requests beside the others.
     - `frees_windows`: whether layers with sliding windows cache only the tokens in their windows.
     - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
@@ -141,6 +144,8 @@ class Overheads:
     mixes: bool = True
     reserve: float = 0.0
     activations_beside: bool = False
+    whole_prompts: bool = False
+    loads_by_layer: bool = False
     own_front_ends: bool = False
     frees_windows: bool = False
     indexes_all: bool = False

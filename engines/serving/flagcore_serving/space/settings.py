@@ -14,6 +14,9 @@ from flagcore_serving.job import EngineArg
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, longest_request
 
+TIERS = ("host", "disk", "store")
+"""Tiers of the cache behind the devices, the fastest first: the host's memory, its disks, and a shared store."""
+
 GRAPH_TOKENS = 512
 """The largest batch, in tokens, that engines capture as a graph by default."""
 
@@ -56,7 +59,9 @@ class Settings:
     - `balanced`: whether experts with much work get these copies.
     - `quantized`: whether the engine converts the weights to fp8.
     - `tower_shares`: ranks that split the vision tower's weights, infinity if it is not loaded.
-    - `host_tokens`: evicted prompt tokens of an instance that the host's memory can hold.
+    - `host_cache`, `disk_cache`, `store_cache`: bytes for the cache of an instance in each of TIERS; may be infinite.
+    - `host_ratio`: if `host_cache` is 0, the tokens that it holds relative to those on the devices.
+    - `writes_through`: whether these tiers get each computed token. Otherwise they get what the tier before evicts.
     - `crowding`: the engine's busy processes per CPU of a host, at least 1 (see `predict.crowding`). Times of the host
       are multiplied by it.
     """
@@ -94,7 +99,11 @@ class Settings:
     balanced: BoolArray
     quantized: BoolArray
     tower_shares: FloatArray
-    host_tokens: FloatArray
+    host_cache: FloatArray
+    host_ratio: FloatArray
+    disk_cache: FloatArray
+    store_cache: FloatArray
+    writes_through: BoolArray
     crowding: FloatArray
 
     @classmethod
@@ -138,7 +147,8 @@ class Settings:
             "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
             "copies": 0 * ones,
             "tower_shares": tensor,
-            "host_tokens": np.zeros(ones.shape),
+            **{name: np.zeros(ones.shape) for name in ("host_ratio", *(f"{tier}_cache" for tier in TIERS))},
+            "writes_through": ones > 0,
             "crowding": np.ones(ones.shape),
         }
         return cls(**common_settings | of_engine)
