@@ -272,7 +272,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         drafted=_drafted(other_args, values),
         **_tiers(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
-        tower_shares=knobs.tower_shares(values, loaded="language-model-only" not in other_args),
+        tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
         **knobs.exchange_settings(task, values, KNOBS),
     )
 
@@ -512,5 +512,8 @@ ENGINE = ServingEngine(
         memory_flag="mem-fraction-static",
         release="0.5.9",
         engine_args={RECEIVE: 30},  # as in InferenceMAX's recipes
+        # lmsys.org, 2025-05-05, large-scale EP (H100), and ishandhanani/srt-slurm recipes/ (GB200, GB300).
+        wide_copies=32,
+        wide_chunk=(CHUNK, 16384),
     ),
 )

@@ -203,7 +203,8 @@ def _highest(
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     times = context.times
     costs = b"".join(each[row].tobytes() for each in (times.local, times.shared, times.summed, times.cached))
-    other_costs = np.array([times.floor[row], times.captured[row], times.fixed[row], times.crowding[row]]).tobytes()
+    floors = (times.floor[row], times.decode_floor[row], times.mixed_floor[row], times.captured[row])
+    other_costs = np.array([*floors, times.fixed[row], times.crowding[row]]).tobytes()
     if context.encoder is not None:
         other_costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
     other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
@@ -466,7 +467,7 @@ def _iterations(
     computes at least `waiting` prompt tokens, up to the limit."""
     costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
     plain, reads = loop.device(decoding), loop.reads(decoding)
-    plain = np.where(batch / loop.ranks > costs.captured, np.maximum(plain, costs.floor), plain)
+    plain = np.maximum(plain, np.where(batch / loop.ranks > costs.captured, costs.floor, costs.decode_floor))
     chunk = np.maximum(loop.budget - decoding * overheads.mixes, 1.0)
     arrived = np.maximum(decoding * loop.prompt / loop.output, waiting)
     prompt_tokens = np.minimum(np.maximum(loop.prompt, arrived), chunk)
@@ -480,7 +481,7 @@ def _iterations(
     mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if overheads.mixes else 0.0)
     mixed = mixed + loop.encode * longest / loop.prompt
     is_eager = (tokens / loop.ranks > costs.captured) | (not overheads.mixes)
-    mixed = np.where(is_eager, np.maximum(mixed, costs.floor), mixed)
+    mixed = np.maximum(mixed, np.where(is_eager, costs.floor, costs.mixed_floor))
     host, mixed_host = (costs.fixed + costs.sequence * each / loop.ranks for each in (decoding, mixed_in))
     return plain + host, mixed + mixed_host, prompt_tokens
 
@@ -501,16 +502,23 @@ def parts(loop: ClosedLoop, decoding: FloatArray) -> tuple[dict[str, FloatArray]
     decode_steps = np.where(role == 1, 0.0, np.maximum(loop.output - (role == 0), 0.0))
     device = loop.device(decoding)
     decode_comm = interpolate(costs.messages, per_rank) + interpolate(costs.exchanged, batch)
+<<<<<<< HEAD
+    decode_floor = np.where(batch / loop.ranks > costs.captured, costs.floor, costs.decode_floor)
+    launch_wait = np.maximum(decode_floor - device, 0.0)
+    piece = np.minimum(loop.prompt, np.maximum(loop.budget, 1.0))
+    pieces = np.where(role == 2, 0.0, loop.prompt / piece)
+=======
     launch_wait = np.where(batch / loop.ranks > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
     computed = np.maximum(loop.prompt * (1.0 - loop.cached), 1.0)
     piece = np.minimum(computed, np.maximum(loop.budget, 1.0))
     pieces = np.where(role == 2, 0.0, computed / piece)
+>>>>>>> w-tiers
     prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged + costs.summed, piece))
     prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared + costs.summed, piece))
     prompt = prompt + interpolate(costs.sampled, np.ones_like(piece))
     prompt = np.where(role == 2, 0.0, prompt + costs.pair * computed * (loop.prompt - 0.5 * computed) + loop.encode)
     is_eager = (piece > costs.captured) | (not loop.overheads.mixes)
-    prefill_wait = np.where(is_eager, np.maximum(pieces * costs.floor - prompt, 0.0), 0.0)
+    prefill_wait = np.maximum(pieces * np.where(is_eager, costs.floor, costs.mixed_floor) - prompt, 0.0)
     host = costs.fixed + costs.sequence * decoding / loop.ranks + launch_wait
     return {
         "prefill_s": prompt - prefill_comm,

@@ -81,6 +81,7 @@ class Price:
         self._prompts = (costs.shared[row] + costs.summed[row]).tolist()
         self._fixed, self._sequence = float(costs.fixed[row]), float(costs.sequence[row])
         self._floor, self._captured = float(costs.floor[row]), float(costs.captured[row])
+        self._decode_floor, self._mixed_floor = float(costs.decode_floor[row]), float(costs.mixed_floor[row])
         self._decode: dict[int, float] = {}
 
     def cached(self, sequences: int) -> float:
@@ -98,8 +99,7 @@ class Price:
                 + _interpolate(self._sampled, per_rank)
                 + _interpolate(self._shared, batch)
             )
-            if per_rank > self._captured:
-                seconds = max(seconds, self._floor)
+            seconds = max(seconds, self._floor if per_rank > self._captured else self._decode_floor)
             seconds = (seconds + (self._fixed + self._sequence * sequences / self.lane.ranks)) / self.lane.gain
             self._decode[sequences] = seconds
         return seconds
@@ -124,8 +124,8 @@ class Price:
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
         time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
         time += _interpolate(self._prompts, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
-        if batch / self.lane.ranks > self._captured or not self.overheads.mixes:
-            time = max(time, self._floor)
+        is_eager = batch / self.lane.ranks > self._captured or not self.overheads.mixes
+        time = max(time, self._floor if is_eager else self._mixed_floor)
         return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self.lane.ranks
 
     def pieces(self, sequences: int, tokens: float, pairs: float, count: int, prompts: float = 1.0) -> float:

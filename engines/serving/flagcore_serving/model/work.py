@@ -90,6 +90,11 @@ class Overheads:
 
     - `eager_kernels`: kernels per layer.
     - `eager_experts`, `eager_latent`: additional kernels per layer with experts, and per layer with latent attention.
+    - `launch`: time of the host to launch one; 0 if it is that of the chip's costs.
+    - `layer`, `expert_layer`: time of the host for a layer, and additional time for one with experts, if each layer is
+      captured in pieces.
+    - `captures`: the default limit of captured sequences relative to the most that run.
+    - `whole`: whether an iteration that only decodes is one graph by default. Otherwise it is captured in pieces.
 
     Scheduler and memory:
 
@@ -131,6 +136,11 @@ class Overheads:
     eager_kernels: float = 0.0
     eager_experts: float = 0.0
     eager_latent: float = 0.0
+    launch: float = 0.0
+    layer: float = 0.0
+    expert_layer: float = 0.0
+    captures: float = 2.0
+    whole: bool = True
     mixes: bool = True
     reserve: float = 0.0
     activations_beside: bool = False
