@@ -7,6 +7,8 @@ Job records of published runs omit some settings. They are filled in as follows:
 - If the weights take more than 80% of a device's memory, the engine may use 95% of that memory.
 - A missing release, or a commit instead of a release, is replaced with `PublishedRuns.release`, which dates from the
   time of the measurements.
+- Experts on several hosts have the copies, load balancer, chunks and overlap of published recipes, unless the record
+  has one of these or an exchange.
 - Other settings come from the engine's `PublishedRuns`, then from its defaults.
 """
 

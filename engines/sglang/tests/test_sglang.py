@@ -99,3 +99,32 @@ def test_the_largest_decode_graph_is_that_of_the_flags() -> None:
     assert found.graph_tokens.item() == 96
     more = settings(planned("sglang", engine_args={"cuda-graph-max-bs-decode": 512}))
     assert found.memory_fraction.item() >= more.memory_fraction.item()  # SGLang reserves memory for graphs
+
+
+@pytest.mark.parametrize(
+    ("pair", "chip", "given", "assumed"),
+    [
+        (
+            "4xtp1dp4ep4+1xtp1dp48ep48",
+            "GB200",
+            {},
+            "chunked_prefill_size = 65536, enable_eplb = true, redundant_experts = 32",
+        ),
+        ("1xtp1dp32ep32+1xtp1dp32ep32", "H200", {}, "redundant_experts = 32, two_batch_overlap = true"),
+        ("1xtp1dp32ep32+1xtp1dp32ep32", "H200", {"all2all_backend": "none"}, ""),
+        ("4xtp1dp8ep8+4xtp1dp8ep8", "H200", {}, ""),
+    ],
+)
+def test_records_of_experts_on_several_hosts_have_the_recipe_of_published_runs(
+    pair: str, chip: str, given: dict[str, Any], assumed: str
+) -> None:
+    job = {
+        "model": "deepseek-ai/DeepSeek-R1",
+        "serve": {"engine": "sglang", "precision": "fp8", "input_len": 64, "output_len": 4, "concurrency": 8},
+        "cluster": {"chip": chip, "devices": 64, "devices_per_node": 4 if chip == "GB200" else 8},
+        "candidate": {"prefill_decode": pair, **given},
+    }
+    (answer,) = estimate_jobs([{"id": "a", "kind": "serve", **job}])
+    assert answer["status"] == "ok"
+    assert assumed in "".join(answer.get("warnings", ()))
+    assert bool(answer.get("warnings")) == bool(assumed)
