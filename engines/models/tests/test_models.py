@@ -94,7 +94,8 @@ def test_deepseek_v3_keeps_latent_sizes_shared_experts_and_prediction_layers(at:
 
 
 def test_text_part_of_a_larger_model_is_read(at: At) -> None:
-    outer = {"model_type": "mistral3", "vision_config": {}, "text_config": LLAMA3, "tie_word_embeddings": True}
+    outer = {"model_type": "mistral3", "vision_config": {}, "tie_word_embeddings": True}
+    outer["text_config"] = LLAMA3 | {"tie_word_embeddings": False}
     model = read_model("Some-Model", at(outer))
     assert model.num_layers == 32
     assert not model.untie_embeddings_and_output_weights
@@ -134,13 +135,14 @@ def test_windows_are_read_if_the_model_uses_them(
 
 
 def test_keys_that_are_not_read_are_kept(at: At) -> None:
-    text = GEMMA3 | {"attention_dropout": 0.1, "use_cache": False, "num_nextn_predict_layers": 1}
+    text = GEMMA3 | {"attention_dropout": float("inf"), "use_cache": False, "num_nextn_predict_layers": 1}
+    text["per_layer_config"] = {"0": {"kv_lora_rank": 2}}
     quantized = {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}}
     model = read_model("Some-Model", at({"text_config": text, "vision_config": {"depth": 2}, **quantized}))
     assert {name for name, _ in model.unread} == {
         *("vision_config", "text_config.attention_dropout"),
         *("text_config.num_nextn_predict_layers", "quantization_config.quant_method"),
-        "quantization_config.kv_cache_scheme",
+        *("quantization_config.kv_cache_scheme", "per_layer_config.kv_lora_rank"),
     }
 
 
@@ -236,6 +238,7 @@ def test_sizes_follow_the_families(at: At, data: dict[str, Any], sizes: tuple[in
     [
         (config("gemma4_text", 6, 256, 512, 8, 99, attention_k_eq_v=True, num_global_key_value_heads=2), 2),
         (config("gemma4_text", 12, 256, 512, 8, 99, num_kv_shared_layers=6), 4),
+        (config("llama", 2, 256, 512, 8, 99, per_layer_config={"01": {"num_attention_heads": 4, "rank": 2}}), 2),
         (config("glm_moe_dsa", 9, 6144, 12288, 64, 99, index_topk_freq=4), 2),
         (config("longcat_flash", 2, 256, 512, 8, 99), 1),
     ],
