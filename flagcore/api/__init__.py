@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         devices,
         doctor,
         plugin_table,
-        require_accelerator,
+        require_chip,
         verdict,
     )
     from flagcore.api.commands.estimate import estimate
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 NAMES = {
     "api.commands.compare": "compare",
-    "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table require_accelerator verdict",
+    "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table require_chip verdict",
     "api.commands.estimate": "estimate",
     "api.commands.explain": "explain explain_candidate explain_like",
     "api.commands.export": "Exported export export_targets manifest",

@@ -189,7 +189,8 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
         cache_element_bytes=element,
         on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
-        host_tokens=host_cache_mib(task) * 2**20 / (cache_bytes_per_token(task.spec.model, 1.0) * element),
+        host_cache=np.full(devices.shape, host_cache_mib(task) * 2.0**20),
+        writes_through=np.zeros(devices.shape, dtype=np.bool_),  # a prompt moves to the host, and back to a slot
     )
 
 

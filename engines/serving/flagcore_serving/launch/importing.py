@@ -248,15 +248,19 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
 
 
 def _with_config(engine: EngineProfile, pairs: list[Pair], start: Start, directory: Path, notes: Notes) -> list[Pair]:
-    """Return the flags of a command, preceded by the flags in its configuration file. Raises SpecError."""
+    """Return the flags of a command, preceded by the flags in its configuration file, if it is known. Raises SpecError."""
     name = engine.program.config_flag
     found = next((values for flag, values in pairs if name and values and strip_dashes(flag) == name), None)
     if found is None:
         return pairs
     file, *model = found  # the model may follow the file
-    notes.note(f"--{name}", f"the flags of {file} are part of the command", "serve")
-    mounted, added = start.files.get(file), list[Pair]()
-    content = read_mapping(directory / file, file=file) if mounted is None else mapping_of(mounted, file=file)
+    mounted, added, content = start.files.get(file), list[Pair](), dict[str, Any]()
+    if mounted is None and os.path.isabs(file) and not os.path.exists(file):  # of a container or another machine
+        text = f"{file} is not known here, and its flags are left out: write them into the command"
+    else:
+        text = f"the flags of {file} are part of the command"
+        content = read_mapping(directory / file, file=file) if mounted is None else mapping_of(mounted, file=file)
+    notes.note(f"--{name}", text, "serve")
     for key, value in content.items():
         if value is False:
             problem = f"dropped: as in {engine.program.title}, false in a configuration file has no effect"

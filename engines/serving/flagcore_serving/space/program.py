@@ -385,9 +385,13 @@ class Program:
         args = self.split(spec)
         for name, value in {**args.others, **args.fixed}.items():
             yield from self.effects(name, value, f"serve.engine_args.{name}")
-        if self.text_only_flag and args.others.get(self.text_only_flag):
+        if self.text_only(spec):
             yield Unmodelled(name="model.vision_config", why="")  # the vision tower is not loaded
         yield from self.settings.of_environment(spec)
+
+    def text_only(self, spec: Spec) -> bool:
+        """Return whether the flags of a spec leave out the vision tower."""
+        return bool(self.text_only_flag and self.split(spec).others.get(self.text_only_flag))
 
     def effects(self, name: str, value: object, shown: str) -> Iterator[Unmodelled]:
         """Yield the effects of a flag or a knob's value that predictions do not include, with the name `shown`.

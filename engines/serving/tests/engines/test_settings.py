@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from engines.serving.tests.engines.tasks import engine_of, planned
+from engines.serving.tests.engines.tasks import engine_of, planned, settings
 
 ENGINES = ("vllm", "sglang", "lmdeploy", "llamacpp")
 FOLDER = Path(__file__).parents[3]
@@ -73,7 +74,22 @@ def test_flags_that_predictions_leave_out_are_named(engine: str, args: dict[str,
     assert [each.name.removeprefix("serve.engine_args.") for each in found] == named
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_vision_tower_that_is_not_loaded_changes_nothing(engine: str) -> None:
-    (found,) = engine_of(engine).unmodelled(planned(engine, engine_args={"language-model-only": True}))
-    assert (found.name, found.why) == ("model.vision_config", "")
+@pytest.mark.parametrize(
+    ("engine", "args", "left_out"),
+    [
+        ("vllm", {"language-model-only": True}, True),
+        ("sglang", {"language-model-only": True}, True),
+        ("vllm", {"limit-mm-per-prompt": '{"image": 0, "video": 0}'}, True),
+        ("vllm", {"limit_mm_per_prompt": '{"image": {"count": 0}, "video": {"count": 0}}'}, True),
+        ("vllm", {"limit-mm-per-prompt": '{"image": 0}'}, False),
+        ("vllm", {"limit-mm-per-prompt": '{"image": 1, "video": 0}'}, False),
+    ],
+)
+def test_a_vision_tower_that_is_not_loaded_changes_nothing(
+    engine: str, args: dict[str, object], left_out: bool
+) -> None:
+    job = planned(engine, engine_args=args)
+    assert [(each.name, each.why) for each in engine_of(engine).unmodelled(job)] == [
+        ("model.vision_config", "")
+    ] * left_out
+    assert bool(np.isinf(settings(job).tower_shares[0])) == left_out
