@@ -175,8 +175,8 @@ class Exporter(Protocol):
     An exporter with `per_kind = True` starts several kinds of nodes, each with its own variables and flags.
     """
 
-    targets: Mapping[str, Collection[str]]
-    """The targets of `flag export --to`: by name, the engines that each can start; empty for all engines."""
+    targets: Collection[str]
+    """The names of the targets, for `flag export --to`."""
     per_server: bool
     """Whether the target starts all replicas of a server itself, and needs only the launch of one."""
 

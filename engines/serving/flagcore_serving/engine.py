@@ -12,7 +12,7 @@ Job records of published runs omit some settings. They are filled in as follows:
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +72,7 @@ class ServingEngine(
     """A serving engine as the core's `Engine`. All engines share this class and differ in their `EngineProfile`."""
 
     kind: str = "serve"
-    targets: Mapping[str, Collection[str]] = field(default_factory=lambda: {"compose": ()})
+    targets: Collection[str] = ("compose",)
     per_server: bool = False
     starts = importing.starts
     role = importing.role

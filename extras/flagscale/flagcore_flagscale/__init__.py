@@ -18,14 +18,14 @@ from flagcore_flagscale.compose import normalize_layout
 from flagcore_flagscale.experiment import check_experiment, drop_launcher_keys, environment
 from flagcore_flagscale.export import export
 from flagcore_flagscale.history import read_history
-from flagcore_flagscale.source import ENGINES, Imported, Source
+from flagcore_flagscale.source import Imported, Source
 
 
 class FlagScale:
     """Imports hydra configurations and history.csv files, and exports candidates as configurations."""
 
     name, title, has_trees = "flagscale", "FlagScale", True
-    targets: Mapping[str, Collection[str]] = {"flagscale": ("command", "megatron", *ENGINES.values())}
+    targets: Collection[str] = ("flagscale",)
     per_server = True
     per_kind = True
 

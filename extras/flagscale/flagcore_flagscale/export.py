@@ -19,7 +19,7 @@ from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND
 from flagcore.errors import UsageError
 from flagcore.spec.plain_data import dump_yaml
-from flagcore_flagscale.source import flagscale_name
+from flagcore_flagscale.source import ENGINES, flagscale_name
 
 ENTRYPOINT = "flagscale/train/train_gpt.py"
 DATA_ARGUMENTS = re.compile(r"(train_|valid_|test_|mock_)?data|split|tokenizer|vocab|merge_file|num_workers")
@@ -36,6 +36,9 @@ def export(job: ExportJob) -> Mapping[str, str]:
     """Return the top file of a configuration and its section file. Raises UsageError if FlagScale cannot start the
     job.
     """
+    engine = job.platform.task.spec.work.engine
+    if engine not in ("command", "megatron", *ENGINES.values()):
+        raise UsageError(f"--to flagscale: FlagScale does not have the engine {engine}")
     if job.servers is not None and job.servers.front is not None:
         raise UsageError("FlagScale gives all servers the same arguments; use --to kubernetes, compose or the engine")
     if job.servers is not None:

@@ -3,7 +3,7 @@
 import os
 import subprocess
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from flagcore.contracts import ExportJob, Launcher
 from flagcore.contracts.exchange import comments
@@ -28,7 +28,7 @@ def channel(host: str) -> list[str]:
 class SlurmLauncher(HostsLauncher):
     """A launcher for Slurm allocations, which also exports jobs as batch scripts."""
 
-    targets: Mapping[str, Collection[str]] = field(default_factory=lambda: {"slurm": ()})
+    targets: Collection[str] = ("slurm",)
     per_server: bool = False
     per_kind: bool = True
     fix = "start `flag tune` with salloc or sbatch"

@@ -27,8 +27,6 @@ PREFIX_AWARE = {"DYN_ROUTER_MODE": "kv", "DYN_ROUTER_USE_KV_EVENTS": "false"}
 one that has the prefix. Without cache events from the workers, the frontend infers what their caches contain from the
 requests that it sent.
 """
-ENGINES = ("sglang", "vllm")
-"""The engines that Dynamo runs, whose workers are in `dynamo.yaml`."""
 HOST_FLAGS = ("nnodes", "node-rank", "master-addr", "master-port", "dist-init-addr")
 """Flags for several hosts, which the operator adds."""
 _RELEASE = re.compile(r":v?\d+\.\d+\.\d+")
@@ -59,10 +57,12 @@ class Worker:
 def export(job: ExportJob) -> Mapping[str, str]:
     """Return the manifest of the servers, by file name.
 
-    Raises UsageError if no image is given, or if Dynamo does not exchange the engine's caches as in trials.
+    Raises UsageError if no image is given, or if Dynamo does not run the engine or exchange its caches as in trials.
     """
     engine, image = job.platform.task.spec.work.engine, job.options.get("image", "")
     table = package_yaml(__package__, "dynamo.yaml")
+    if engine not in table:
+        raise UsageError(_("--to dynamo: Dynamo does not run {engine}", engine=engine))
     if not image:
         example = f"REGISTRY/ai-dynamo/{engine}-runtime:1.3.1"
         raise UsageError(_("--to dynamo needs --image, a runtime image of Dynamo, such as {image}", image=example))

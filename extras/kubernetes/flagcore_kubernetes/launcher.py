@@ -5,7 +5,7 @@ It also writes manifests.
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def _name(host: str) -> str:
 class KubernetesLauncher(HostsLauncher):
     """The launcher, which also exports jobs as manifests."""
 
-    targets: Mapping[str, Collection[str]] = field(default_factory=lambda: {"kubernetes": (), "dynamo": dynamo.ENGINES})
+    targets: Collection[str] = ("kubernetes", "dynamo")
     per_server: bool = True
     fix = "start the job that `flag manifest` writes"
 

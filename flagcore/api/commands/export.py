@@ -142,8 +142,7 @@ def _exporters(engine: str | None) -> dict[str, Exporter | None]:
     for load in loads:
         with suppress(FlagError):
             if isinstance(found := load(), Exporter):
-                able = found.targets.items()
-                result |= {name: found for name, each in able if not (engine and each) or engine in each}
+                result |= dict.fromkeys(found.targets, found)
     return result
 
 
@@ -153,8 +152,7 @@ def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
     if target not in exporters:
         known = ", ".join(exporters)
         problem = _("--to {target} is not a target of this job; its targets are {known}", target=target, known=known)
-        groups = () if target in _exporters(None) else (plugins.LAUNCHERS, plugins.IMPORTERS)
-        extras = (plugins.missing_extra(group, target) for group in groups)
+        extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
         fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
         raise UsageError("; ".join(filter(None, [problem, fix])))
     return exporters[target]

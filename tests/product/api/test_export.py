@@ -331,14 +331,6 @@ def test_an_interrupted_export_leaves_the_folder_as_it_was(
     assert not list(Path().rglob("*"))
 
 
-@pytest.mark.parametrize(
-    ("engine", "target"), [("megatron", "dynamo"), ("lmdeploy", "flagscale"), ("fsdp2", "compose")]
-)
-def test_a_refusal_lists_only_targets_that_start_the_engine(engine: str, target: str) -> None:
-    assert target in api.export_targets()
-    assert target not in api.export_targets(engine)
-
-
 def test_a_full_folder_is_not_overwritten(tmp_path: Path) -> None:
     spec = written(tmp_path, SMALL_TRAINING)
     exported(spec, "megatron")
