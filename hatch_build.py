@@ -32,7 +32,7 @@ VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthread
 EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
 INSTALLED = {
     "plugins": ("cpu",),
-    "engines": ("llamacpp", "megatron", "mixers", "serving", "sglang", "training", "vllm"),
+    "engines": ("llamacpp", "megatron", "models", "serving", "sglang", "training", "vllm"),
     "extras": ("hosts", "importers", "page", "vendorkit"),
 }
 """What comes with the core, by folder. Each is a distribution of its own, as those of VENDORS and EXTRAS are."""

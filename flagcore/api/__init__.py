@@ -14,14 +14,14 @@ if TYPE_CHECKING:
         devices,
         doctor,
         plugin_table,
-        require_accelerator,
+        require_chip,
         verdict,
     )
     from flagcore.api.commands.estimate import estimate
     from flagcore.api.commands.explain import explain, explain_candidate, explain_like
     from flagcore.api.commands.export import Exported, export, export_targets, manifest
     from flagcore.api.commands.importing import ImportedTrials, check_imported, import_history, read_command, read_tree
-    from flagcore.api.commands.init import defaults_of, new_spec, public_model_table, spec_of_model
+    from flagcore.api.commands.init import defaults_of, new_spec, public_model_table, similar_models, spec_of_model
     from flagcore.api.commands.probe import Probed, probe
     from flagcore.api.commands.report import REPORT, list_runs, report, show_run
     from flagcore.api.commands.run import run_best
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from flagcore.report.candidate_report import CandidateReport, Comparison
     from flagcore.report.estimate import Estimate
     from flagcore.report.explanation import Explanation
-    from flagcore.spec.models import model_from, similar_models
+    from flagcore.spec.models import model_from
 
 NAMES = {
     "api.commands.compare": "compare",
-    "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table require_accelerator verdict",
+    "api.commands.doctor": "check_hosts chip_table devices doctor plugin_table require_chip verdict",
     "api.commands.estimate": "estimate",
     "api.commands.explain": "explain explain_candidate explain_like",
     "api.commands.export": "Exported export export_targets manifest",
     "api.commands.importing": "ImportedTrials check_imported import_history read_command read_tree",
-    "api.commands.init": "defaults_of new_spec public_model_table spec_of_model",
+    "api.commands.init": "defaults_of new_spec public_model_table similar_models spec_of_model",
     "api.inputs": "RUNS LoadedSpec changed_spec with_limits with_settings",
     "api.jobs": "AT_ONCE estimate_jobs",
     "api.outcome": "Outcome",
@@ -54,7 +54,7 @@ NAMES = {
     "report.candidate_report": "CandidateReport Comparison",
     "report.estimate": "Estimate",
     "report.explanation": "Explanation",
-    "spec.models": "model_from similar_models",
+    "spec.models": "model_from",
 }
 """The names of this package by module."""
 

@@ -437,7 +437,7 @@ def _task_notes(task: Task) -> Iterator[str]:
     A precision is slow if matrix products of a training job are much slower in it than in fp32.
     """
     name = task.spec.model.name
-    public = public_name(name) if name.count("/") == 1 else None
+    public = public_name(name)
     if public and public.lower() != name.lower() and model_from(name, base=Path()) == task.spec.model:
         yield _("model {name} is not a file or folder: the shape of {public} is used", name=name, public=public)
     sections = task.spec.cluster.groups or (task.spec.cluster,)

@@ -28,8 +28,8 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import is_rate
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, UsageError
-from flagcore.i18n import _, printable
-from flagcore.launchers.script import batch_script, exports, job_name, multi_line, start_lines
+from flagcore.i18n import N_, _, printable
+from flagcore.launchers.script import job_name, start_lines, start_script
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
 from flagcore.report.result import result
 from flagcore.report.run import RunData, json_file
@@ -116,28 +116,28 @@ def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) ->
 
 
 def _save_launch(plan: Plan, problem: Problem, run_dir: Path) -> str:
-    """Write `best.sh` and `best/launch.json`. Return why the best cannot be started unchanged, or an empty string."""
+    """Write `best.sh` and `best/launch.json`. Return why the best cannot be started unchanged, or an empty string.
+
+    There is no `best.sh` if the best cannot be started at all. `launch.json` then has only the reason.
+    """
     assert plan.best is not None
-    best, folder = plan.best.candidate, run_dir.resolve() / "best"
+    best, folder, file = plan.best.candidate, run_dir.resolve() / "best", run_dir / "best.sh"
     try:
         require_startable(problem, best)
         planned = planned_launch(problem.platform, best, str(folder), for_real=True)
-    except UsageError as error:
-        cannot = str(error)
-        (folder / "launch.json").unlink(missing_ok=True)
-        message = f"echo {shlex.quote(f'this cannot be started: {cannot}')} >&2"
-        text = "\n".join(["#!/bin/sh", f"# {heading(plan)}", message, "exit 2"]) + "\n"
-    else:
         launch = prepared_launch(with_selected_devices(problem.platform), replace(planned, script=""))
-        cannot = launch.missing
         text = _start_script(plan, launch, problem, run_dir)
-        place = Path(launch.directory or launch.folder)
-        inside = place.relative_to(run_dir.resolve()) if place.is_relative_to(run_dir.resolve()) else place
-        saved = {**redact_data(asdict(launch)), "folder": "best", "directory": str(inside)}
-        write(folder / "launch.json", json.dumps({**saved, **_places(problem)}, indent=1))
-    write(run_dir / "best.sh", text)
-    (run_dir / "best.sh").chmod(0o755)
-    return cannot
+    except UsageError as error:
+        file.unlink(missing_ok=True)
+        write(folder / "launch.json", json.dumps({"cannot": str(error)}))
+        return str(error)
+    place = Path(launch.directory or launch.folder)
+    inside = place.relative_to(run_dir.resolve()) if place.is_relative_to(run_dir.resolve()) else place
+    saved = {**redact_data(asdict(launch)), "folder": "best", "directory": str(inside)}
+    write(folder / "launch.json", json.dumps({**saved, **_places(problem)}, indent=1))
+    write(file, text)
+    file.chmod(0o755)
+    return launch.missing
 
 
 def _places(problem: Problem) -> dict[str, Any]:
@@ -151,8 +151,8 @@ def _places(problem: Problem) -> dict[str, Any]:
 def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -> str:
     """Return a shell script that starts a launch. Secrets of the launch that this shell lacks are written to SECRETS.
 
-    If arguments of the launch are missing, the script starts it with generated data if the job has several nodes, and
-    otherwise only prints its command.
+    If arguments of the launch are missing, the script trains on generated data, or starts the servers of a host.
+    Raises UsageError if the nodes need different scripts.
     """
     assert plan.best is not None
     groups = problem.platform.task.cluster.groups
@@ -164,10 +164,11 @@ def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -
         launch=launch,
         devices=max(group.devices_per_node for group in groups),
     )
-    if launch.missing and launch.sample and job.nodes > 1 and not job.unequal_nodes:
-        return batch_script(job)
+    if job.unequal_nodes:
+        text = N_("each kind of chips needs its own script; `flag export {run} --to slurm` writes them")
+        raise UsageError(_(text, run=run_dir))
     if launch.missing:
-        return listing(job)
+        return start_script(job)
     launch, names = _with_secret_variables(launch)
     missing_secrets = {name: value for name, value in launch.environment.items() if value and is_secret(name, value)}
     missing_secrets = {name: value for name, value in missing_secrets.items() if os.environ.get(name) != value}
@@ -229,13 +230,6 @@ shell does not have."""
 SECRETS_HERE = f'"${{here}}/"best/{SECRETS}'
 HERE = "case $0 in /*) here=${0%/*} ;; */*) here=$PWD/${0%/*} ;; *) here=$PWD ;; esac"
 """The line of best.sh that finds the run, which may be moved."""
-
-
-def listing(job: ExportJob) -> str:
-    """Return a shell script that prints the command of a launch, which the user completes, one argument per line."""
-    launch = job.launch
-    lines = ["#!/bin/sh", *comments(job), f"# Add {launch.missing}.", "cat << 'END'", *exports(launch)]
-    return "\n".join([*lines, multi_line(launch.argv), "END"]) + "\n"
 
 
 def heading(plan: Plan) -> str:

@@ -349,7 +349,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, (Mapping, LoadedSpec)) or not place.is_dir():
-        return _snapshot(place, open_spec(where, chip, without, plan=True), None)
+        return snapshot_of(open_spec(where, chip, without, plan=True), place)
     run = load_run(place)
     if chip is not None:
         raise UsageError(_("--chip {chip} works only with a spec, but {run} is a run directory", chip=chip, run=place))
@@ -357,7 +357,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
     opened = open_spec(home / SPEC, None, without, change=partial(_with_its_hardware, stored=identity))
     run = _with_known_values(run, opened.problem.space.axes)
-    return _snapshot(place, opened, run)
+    return snapshot_of(opened, place, run)
 
 
 def run_home(run: Run) -> Path:
@@ -417,7 +417,7 @@ def with_known_values(folder: Path, stored: Sequence[Trial], axes: Sequence[Axis
     return complete
 
 
-def _snapshot(where: Path, opened: OpenedSpec, run: Run | None) -> Snapshot:
+def snapshot_of(opened: OpenedSpec, where: Path = UNNAMED, run: Run | None = None) -> Snapshot:
     """Return the state of a spec or run, without other runs: they would change the predictions of a finished run."""
     problem, state = opened.problem, run.search_state if run else SearchState()
     pruned = prune_by_trials(problem, state.trials, state.probes)

@@ -26,7 +26,7 @@ from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, 
 
 GROUPS = {
     N_("Start"): {"init": "specs", "import": "specs", "tune": "tune"},
-    N_("Plan"): {"models": "specs", "estimate": "plan", "probe": "plan", "compare": "plan"},
+    N_("Plan"): {"models": "specs", "estimate": "plan", "probe": "plan", "compare": "plan", "size": ""},
     N_("Inspect"): {"explain": "plan", "report": "tune", "runs": "tune"},
     N_("Use the result"): {"run": "tune", "export": "tune", "manifest": "tune"},
     N_("Hardware"): {"devices": "machine", "doctor": "machine", "calibrate": ""},

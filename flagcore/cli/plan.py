@@ -68,9 +68,9 @@ def estimate_command(
         raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=os.fspath(spec)))
     if spec is not None and explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
-    if click.get_current_context().params["model"] and arguments["chip"] is None:
-        api.require_accelerator()
     if spec is not None:
+        if arguments["chip"] is None:
+            api.require_chip(spec)
         if (
             arguments["evidence"] + sum(each is not None for each in (explain, arguments["like"], arguments["report"]))
             > 1
@@ -103,7 +103,14 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         return
     is_shown = form == "table" and explain is None and not arguments["evidence"] and sys.stderr.isatty()
     on_first = options.say if is_shown else None
-    estimate = api.estimate(spec, top=max(top, number), on_first=on_first, on_page=on_page, **arguments)
+    estimate = api.estimate(
+        spec,
+        top=max(top, number),
+        on_first=on_first,
+        on_page=on_page,
+        start=partial(_export_command, spec),
+        **arguments,
+    )
     if explain is not None:
         if number > len(estimate.candidates):
             count = len(estimate.candidates)
@@ -137,23 +144,20 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
     else:
         for text, is_result in estimate_texts(estimate):
             (options.show if is_result else options.say)(text)
-        if command := _export_command(spec):
+        if estimate.target and (command := _export_command(spec, estimate.target)):
             options.say("\n" + _("Start the recommended candidate: {command}", command=command))
 
 
-def _export_command(spec: str | api.LoadedSpec) -> str:
-    """Return the command that prints the script of the recommended candidate. Empty for a config of another tool."""
-    from flagcore.api.inputs import spec_data  # late: help imports no plugins
-
-    given, data = click.get_current_context().params, spec_data(spec)[1]
-    work: dict[str, Any] = next((data[name] for name in ("serve", "train") if isinstance(data.get(name), dict)), {})
-    if given["config_path"] or not isinstance(work.get("engine"), str):
+def _export_command(spec: str | api.LoadedSpec, target: str) -> str:
+    """Return the command that writes the script of the recommended candidate. Empty for a config of another tool."""
+    given = click.get_current_context().params
+    if given["config_path"]:
         return ""
     words = ["flag", "export", *filter(None, [given["spec"]])]
     for name in ("model", "engine", "nodes", "devices", "chip", "ttft_p99"):
         words += [f"--{name.replace('_', '-')}", str(given[name])] if given[name] else []
     words += [word for name in ("slo", "settings") for each in given[name] for word in (OPTIONS[name], each)]
-    return shlex.join([*words, "--to", work["engine"], "-o", "-"])
+    return shlex.join([*words, "--to", target])
 
 
 OPTIONS = {"slo": "--slo", "settings": "--set"}

@@ -160,9 +160,11 @@ def _print_next_steps(folder: Path, reported: bool, can_start: bool) -> None:
         lines.append(_("Report: open {file}", file=folder / api.REPORT))
     if can_start:
         lines.append(_("Start the best configuration: {command}", command=f"flag run {folder}"))
-    else:
+    elif (script := folder / "best.sh").exists():
         text = N_("To start the best configuration, complete {file}, or write other files: {command}")
-        lines.append(_(text, file=folder / "best.sh", command=f"flag export {folder} --to ..."))
+        lines.append(_(text, file=script, command=f"flag export {folder} --to ..."))
+    else:
+        lines.append(_("The best configuration cannot be started here; `flag run {folder}` says why.", folder=folder))
     options.say("\n".join(lines))
 
 

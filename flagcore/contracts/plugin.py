@@ -164,7 +164,7 @@ class Costs:
     engine was checked on the chip.
     `assumed_network`: whether the network rate is `flagcore.domain.chip.ASSUMED_NETWORK`, because none is known.
     `synchronous`: whether the host computes, as on a CPU. Then kernels do not hide the time of launches.
-    `layer_s`: seconds that the host needs for each layer of a server's iteration, which takes at least these.
+    `overheads`: overheads of a server that differ on the chip, by name.
     `run_slowdown`: the ratio of kernel times in a run on many devices to the times of `kernels`.
     `further`: the costs of each further node group, by the rank of the group's first device, in the order of ranks.
     `between`: the times of messages between node groups. None if there is only one group.
@@ -176,7 +176,7 @@ class Costs:
     guessed: bool = False
     assumed_network: bool = False
     synchronous: bool = False
-    layer_s: float = 0.0
+    overheads: Mapping[str, object] = field(default_factory=dict)
     run_slowdown: float = 1.0
     further: Mapping[int, Costs] = field(default_factory=dict)
     between: CollectiveCosts | None = None

@@ -176,7 +176,7 @@ class EngineSupport:
     common library, messages between vendors go through the memory of the hosts.
     `kubernetes`: the resource that a pod requests. None if it is not documented.
     `container`: what a container needs. None if it is not documented.
-    `layer_s`: seconds that the host needs for each layer of a server's iteration, which takes at least these.
+    `overheads`: overheads of a server that differ on the chip, by name.
     `install`: where to get the chip's build of the engine. Empty for the public build.
     `notes`: sentences for the user.
     """
@@ -193,7 +193,7 @@ class EngineSupport:
     cross_vendor_libraries: tuple[str, ...] = ()
     kubernetes: KubernetesResource | None = None
     container: ContainerDevices | None = None
-    layer_s: float = 0.0
+    overheads: Mapping[str, object] = field(default_factory=dict)
     install: str = ""
     notes: tuple[str, ...] = ()
 

@@ -385,7 +385,7 @@ class LoadedPlugins:
             guessed=kernels is None or (support.support is Support.UNKNOWN and job is not None and not job.has_steps),
             assumed_network=group.chip.nic_bytes_per_second == ASSUMED_NETWORK,
             synchronous=synchronous,
-            layer_s=support.layer_s,
+            overheads=support.overheads,
             run_slowdown=1.0 if synchronous else run_slowdown,
         )
 

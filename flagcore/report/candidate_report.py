@@ -173,12 +173,14 @@ def _predicted(report: CandidateReport) -> Iterator[str]:
     elif bounds := predicted.objective or predicted.step:
         interval = _("(80%: {low} to {high})", low=shown(bounds.low), high=shown(bounds.high))
         yield _("Predicted: {value}", value=f"~{seconds_text(report.objective, step_s)} {interval}, {used}")
-    latencies = {name.removesuffix(".p50"): seconds for name, seconds in median_latencies(predicted).items()}
-    if medians := [f"{latency_name(name)} {seconds:.3g} s" for name, seconds in latencies.items()]:
+    medians = [f"{latency_name(name[:-4])} {each:.3g} s" for name, each in median_latencies(predicted).items()]
+    if medians:
         yield "  p50: " + ", ".join(medians)
-    time = {part: seconds for part, seconds in predicted.parts_s.items() if seconds}
-    if parts := [f"{_(part_name(part))} {seconds:.3g} s" for part, seconds in time.items()]:
+    if parts := [f"{_(part_name(part))} {seconds:.3g} s" for part, seconds in predicted.parts_s.items() if seconds]:
         yield f"  {_('time of a request') if predicted.objective else _('time')}: " + ", ".join(parts)
+    shares = [(name, share) for name, share in predicted.figures.items() if name.endswith("_hit_rate") and share]
+    if shares:
+        yield "  " + ", ".join(f"{share:.1%} {_(NAMES['rates'][name])}" for name, share in shares)
     sizes = ", ".join(f"{_(name)} {size / GIB:.3g}" for name, size in memory_parts(predicted).items())
     yield f"  {_('memory')}: {sizes} GiB"
     if layers := predicted.stage_layers:

@@ -130,6 +130,7 @@ class Estimate(Notebook):
     - `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone.
     - `search`: an upper bound for the seconds of all trials.
     - `knobs`, `labels`: the knobs of the task, and the labels of the engine.
+    - `target`: the first target of `flag export` that accepts the recommended candidate. Empty if none does.
     """
 
     chip: str
@@ -157,6 +158,7 @@ class Estimate(Notebook):
     mixing: Mixing | None = None
     knobs: Knobs = field(default_factory=dict)
     labels: Labels = field(default_factory=Labels)
+    target: str = ""
 
     @property
     def recommended(self) -> Mapping[str, Any]:

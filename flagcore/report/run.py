@@ -56,6 +56,7 @@ class RunData(Plan):
     - `engines`: the results or errors of several engines, from `data`.
     - `spec`: the content of the spec.
     - `date`: the day of the last change, in UTC. Empty if unknown.
+    - `start`: the command that starts the recommended candidate of a plan.
     """
 
     folder: Path
@@ -70,6 +71,7 @@ class RunData(Plan):
     engines: Mapping[str, RunData | str] = field(default_factory=dict)
     spec: Record = field(default_factory=dict)
     date: str = ""
+    start: str = ""
 
     @classmethod
     def from_json(cls, data: Record, folder: Path, **context: Any) -> RunData:

@@ -192,12 +192,17 @@ def _similar_file(path: Path) -> Path | None:
 def load_json(text: str) -> Any:
     """Return the JSON document in `text`. Raises ValueError with a description if it is invalid or repeats a key."""
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_constant)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"cannot be read as JSON: {error.msg} ({place})") from None
     except RecursionError:
         raise ValueError("is nested too deep") from None
+
+
+def _constant(name: str) -> str | float:
+    """Return Infinity as text: files of models have limits of this size. NaN stays a number, which `plain` refuses."""
+    return float(name) if name == "NaN" else name
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

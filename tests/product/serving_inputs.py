@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from flagcore_serving.model.iteration import IterationCosts, iteration_costs
 from flagcore_serving.model.work import Overheads, Serving
-from flagcore_serving.space.settings import Settings
+from flagcore_serving.space.settings import TIERS, Settings
 
 from flagcore.contracts import Costs
 from flagcore.domain.chip import Fact
@@ -71,8 +71,10 @@ def settings(**arguments: object) -> Settings:
         "memory_fraction": 0.9,
         "cache_element_bytes": 2.0,
         "state_slots": 1,
-        **dict.fromkeys(("cache_bytes", "graph_bytes", "host_s"), np.nan),
-        **dict.fromkeys(("drafted", "copies", "host_tokens", "least_cache", "offloaded", "state_share"), 0),
+**dict.fromkeys(("cache_bytes", "graph_bytes", "host_s", "whole"), np.nan),
+        **dict.fromkeys(("drafted", "copies", "least_cache", "offloaded", "state_share", "host_ratio"), 0),
+        **{f"{tier}_cache": 0.0 for tier in TIERS},
+        "writes_through": True,
         **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), False),
         **dict.fromkeys(("on_device", "crowding", "sharing"), 1.0),
         **arguments,

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 
 import numpy as np
+from flagcore_models.gguf import context_length
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
@@ -36,7 +37,6 @@ from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
-from flagcore.spec.models import context_length
 from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
@@ -189,7 +189,8 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
         cache_element_bytes=element,
         on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
-        host_tokens=host_cache_mib(task) * 2**20 / (cache_bytes_per_token(task.spec.model, 1.0) * element),
+        host_cache=np.full(devices.shape, host_cache_mib(task) * 2.0**20),
+        writes_through=np.zeros(devices.shape, dtype=np.bool_),  # a prompt moves to the host, and back to a slot
     )
 
 

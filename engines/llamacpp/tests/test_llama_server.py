@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from flagcore_llamacpp.engine import ENGINE as ENGINE
+from flagcore_models.gguf import context_length, gguf_shape
 from flagcore_serving.job import Load
 from flagcore_serving.load.traffic import traffic
 from flagcore_serving.model.simulated_load import cached_tokens, prompt_parts
@@ -20,7 +21,6 @@ from engines.serving.tests.trial import trials
 from engines.serving.tests.trial.test_misbehaving_servers import all_gone
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.spec.models import context_length, gguf_shape
 
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
 pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a model")

@@ -1,6 +1,7 @@
 """Predicts the memory and the step time of candidates, which are given as knob columns."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
 from flagcore.spec.plain_data import package_yaml
-from flagcore_megatron.layers.fastest import fit_splits, layouts, split_layers
+from flagcore_megatron.layers.fastest import fit_splits, layouts, split_layers, virtual_stages
 from flagcore_megatron.layers.partition import leading_layers
 from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space import meshes as mixed
@@ -29,17 +30,23 @@ from flagcore_megatron.space.knobs import columns as row_of
 from flagcore_megatron.space.meshes import ALL_REPLICAS, MESHES, MICROBATCHES, PP, RECOMPUTE_KNOBS, Meshes
 from flagcore_megatron.space.options import (
     EXPERT_GROUPS_SINCE,
+    is_hybrid,
     options,
     precision,
     release,
     settings_in_force,
+    takes_layouts,
     tower,
 )
-from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
-from flagcore_megatron.space.stages import LAYOUT, parse_layout
+from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced, stages_of
+from flagcore_megatron.space.stages import LAYOUT, PATTERN, pattern_text
 
 BATCH_ROWS = 1 << 14
-"""Candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
+"""Most candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
+
+FEW_STAGES = 4.0
+"""The usual number of stages of a candidate that differ. Candidates with half, as many, twice as many and more of them
+are in batches of their own."""
 
 DENSE_INTERVAL, MOE_INTERVAL = (0.87, 1.17), (0.80, 1.25)
 ESTIMATED_INTERVAL, SHARED_CPU_INTERVAL = (0.76, 1.39), (0.87, 1.60)
@@ -148,10 +155,10 @@ def base_inputs(task: Task, columns: Columns) -> tuple[Training, Layout]:
     train, layout = training(task), layout_of(task, columns)
     if (code := columns.get(MESHES)) is not None and code.any():
         layout = _on_meshes(task, columns)
-    if text := settings_in_force(task.spec).get(LAYOUT):
-        stages = parse_layout(str(text), train.model.num_layers, train.model.mtp_num_layers)
+    if stages := stages_of(task.spec.model, settings_in_force(task.spec)):
         layout, options = placed(train.model, layout, train.options, stages)
-        train = replace(train, options=options)
+        given = Split.from_task(task).given(columns)
+        train, layout = replace(train, options=options), replace(layout, split=layout.split * given)
     return train, layout
 
 
@@ -191,10 +198,14 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
     distinct_counts, split = np.zeros(first.shape, dtype=np.int64), layout.split[first].astype(np.int64)
     if train.options.splits is not None:
         distinct_counts = train.options.splits.distinct_counts[split] * (split > 0)
-    order = np.lexsort((np.minimum(layout.pipeline[first], 3.0), distinct_counts))
+    needed = np.minimum(layout.pipeline[first], np.where(split > 0, distinct_counts + 1.0, FEW_STAGES))
+    group = np.digitize(needed, (FEW_STAGES / 2, FEW_STAGES, 2 * FEW_STAGES), right=True)
+    order = np.argsort(needed, kind="stable")
     place, results = np.empty((kinds.size, first.size), dtype=np.int64), []
-    for start in range(0, max(order.size, 1), BATCH_ROWS):
-        batch = order[start : start + BATCH_ROWS]
+    edges = [0, *(np.flatnonzero(np.diff(group[order])) + 1).tolist(), max(order.size, 1)]
+    starts = [start for low, high in pairwise(edges) for start in range(low, high, BATCH_ROWS)]
+    for start, end in pairwise([*starts, order.size]):
+        batch = order[start:end]
         rows, size = first[batch], kinds.size * batch.size
         place[:, batch] = kinds.size * start + np.arange(size).reshape(kinds.size, batch.size)
         shared = layout[rows] if costs.further else replace(layout[rows], sharded_optimizer=kinds[:, None])
@@ -384,15 +395,36 @@ def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue
     """Return a candidate's knob values with the layout of its stages in place of `balanced`.
 
     An even split needs no layout. A layout includes the virtual stages, so the number of layers per virtual stage,
-    which Megatron then refuses, is unset.
+    which Megatron then refuses, is unset. A hybrid model has bars in its pattern instead.
     """
     task = platform.task
     values = plain_values(task, candidate)
-    if values.pop(SPLIT, None) != "balanced":
+    is_balanced, is_pattern = values.pop(SPLIT, None) == "balanced", is_hybrid(task.spec.model)
+    if not is_balanced and not is_pattern:
         return values
     ((_, ((row, costs), *_)),) = mixed.by_kinds(task, row_of(task, candidate.as_dict()), platform.costs)
-    (text,) = layouts(*inputs(task, row, costs))
+    train, layout = inputs(task, row, costs)
+    if is_pattern:
+        return values | _pattern(task, train, layout)
+    (text,) = layouts(train, layout)
     return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
+
+
+def _pattern(task: Task, train: Training, layout: Layout) -> dict[str, KnobValue]:
+    """Return the hybrid pattern of a candidate, if it is not that of the job.
+
+    A release without bars, and explicit numbers of layers of the ends, keep the pattern. So does an even split without
+    virtual stages in a command without a pattern, whose program has it.
+    """
+    given = str(settings_in_force(task.spec).get(PATTERN) or "")
+    (chunks,), is_whole = virtual_stages(train, layout), not takes_layouts(task.spec)
+    stages = int(layout.pipeline[0] * layout.virtual[0])
+    if not chunks and (is_whole or layout.first_layers[0] or layout.last_layers[0]):
+        stages = 1
+    if task.spec.train.command is not None and not given and not chunks and layout.virtual[0] == 1:
+        return {}
+    text = pattern_text(task.spec.model, chunks or [task.spec.model.num_layers // stages] * stages, given)
+    return {PATTERN: text, LAYERS_PER_VIRTUAL: None} if text and text != given else {}
 
 
 def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:

@@ -21,7 +21,7 @@ from flagcore.domain.spec import AUTO, COST, SERVING
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.knobs import knobs_of_engine, listed_type, section_of, value_type
-from flagcore.spec.models import ModelSource, find_public, model_of
+from flagcore.spec.models import ModelSource, model_of
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, with_fields
 from flagcore.spec.shapes import Shape
@@ -112,12 +112,15 @@ class ProfileSection(Section):
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None
     """File with texts or lengths, and optional arrival times and images: JSON lines with prompts, conversations as in
-    ShareGPT, or lengths as in Mooncake."""
+    ShareGPT, or lengths as in Mooncake, also with sessions; or agents as in AgentX (Weka)."""
     turns: Turns = _LOAD.turns
     """Maximum number of requests in a conversation. Each is sent after the answer to the previous request, and its
     prompt continues the conversation."""
     think_time_s: Wait = _LOAD.think_time_s
-    """Seconds from an answer to the next turn."""
+    """Seconds from an answer to the next turn, such as those of a user or a tool."""
+    sub_agents: Annotated[int, Field(ge=0, le=1000)] = _LOAD.sub_agents
+    """Number of sub-agents of a conversation, at most turns - 1. Each is a conversation of as many turns with a prompt
+    of its own after the shared prefix. They run one after the other, each before one of the later turns."""
     images: ImagesSection | None = None
     """Images of the requests, which are then sent as chats; null: none, or those of the trace."""
     acceptance: Fraction | None = None
@@ -191,6 +194,8 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
     """
     model, profile, slo = context.given("model"), section.profile, _slo_of(section.slo)
     weights = section.weights or (model if isinstance(model, str) else None)
+    from flagcore_models.public import find_public  # late: it loads tables that inline shapes do not need
+
     public = find_public(weights) if weights and not (context.base / weights).exists() else None
     stored = public[1] if public else _stored_format(context.base / weights) if weights else None
     highest, objective = _highest(section, slo), context.given("auto_tuner", "objective")
@@ -225,7 +230,7 @@ def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
 
 
 def _stored_format(weights: Path) -> str | None:
-    from flagcore.spec.huggingface import format_of_weights  # late: it loads tables for models in files only
+    from flagcore_models.config import format_of_weights  # late: it loads tables for models in files only
 
     path = weights / "config.json" if weights.is_dir() else weights
     with suppress(OSError, ValueError):
@@ -268,6 +273,9 @@ def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tup
     has_ratio, has_spread = profile.range_ratio != 1.0, profile.range_spread is not None
     if profile.concurrency is not None and profile.request_rate is not None:
         raise _not_with("serve.profile.request_rate", "profile.concurrency", profile.concurrency)
+    if profile.sub_agents > max(profile.turns - 1, 0):
+        problem = f"is more than the {profile.turns - 1} later turns"
+        raise spec_error("profile.sub_agents", problem, value=profile.sub_agents, fix="set more serve.profile.turns")
     if has_spread and has_ratio:
         raise _not_with("serve.profile.range_ratio", "profile.range_spread", profile.range_spread)
     if profile.distribution != "uniform" and (has_spread or has_ratio):

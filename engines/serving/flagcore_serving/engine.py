@@ -10,12 +10,16 @@ Job records of published runs omit some settings. They are filled in as follows:
 - Other settings come from the engine's `PublishedRuns`, then from its defaults.
 """
 
+import itertools
+import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from flagcore_models.public import find_public
 from flagcore_vendorkit.programs import release
 
 from flagcore.contracts import Costs, Engine, Platform, PruningRule
@@ -36,10 +40,9 @@ from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.metrics import MIN_REQUESTS, RATES
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
-from flagcore.domain.spec import AUTO, Spec, Task
+from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
-from flagcore.spec.models import find_public
 from flagcore_serving.launch import importing
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
@@ -63,6 +66,9 @@ from flagcore_serving.space.weights import (
 from flagcore_serving.trial import reading
 from flagcore_serving.trial.failures import PATTERNS
 from flagcore_serving.trial.reading import with_measured_acceptance
+
+WIDE_RECIPE = (common_knobs.EXCHANGE, common_knobs.OVERLAP, common_knobs.REDUNDANT, common_knobs.BALANCING)
+"""Knobs that describe how experts on several hosts are served. A record with one of them has its own recipe."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -93,13 +99,20 @@ class ServingEngine(
         kinds = placement.instance_kinds(task, columns)
         return kinds.total(self.settings(task, kinds.columns).devices).astype(np.int64)
 
-    def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
+    def overheads_for(
+        self, task: Task, *, on_host: bool = False, on_chip: Mapping[str, Any] | None = None
+    ) -> Overheads:
         """Return the engine's overheads for a task.
 
-        `on_host`: whether the CPU that schedules also computes. Small kernels then have no launch overhead.
+        `on_host`: whether the CPU that schedules also computes. Small kernels then have no launch overhead. `on_chip`:
+        overheads that differ on the chip. Raises SpecError for an unknown name of these.
         """
         serve = task.spec.serve
-        overheads = overheads_of(self.program.overheads, serve.engine_version)
+        on_chip = on_chip or {}
+        if unknown := sorted(on_chip.keys() - {each.name for each in fields(Overheads)}):
+            problem = f"is not an overhead of {self.program.title}"
+            raise SpecError(file="quirks.yaml", key=f"overheads.values.{unknown[0]}", problem=problem)
+        overheads = replace(overheads_of(self.program.overheads, serve.engine_version), **on_chip)
         if on_host:
             overheads = replace(overheads, attention=0.0, latent=0.0, ffn=0.0, experts={})
             if self.host_times is not None:
@@ -114,7 +127,7 @@ class ServingEngine(
             task,
             self.settings(task, kinds.columns),
             costs,
-            self.overheads_for(task, on_host=costs.synchronous),
+            self.overheads_for(task, on_host=costs.synchronous, on_chip=costs.overheads),
             untested=bool(self.untested),
             kinds=kinds,
         )
@@ -189,12 +202,45 @@ class ServingEngine(
         if runs.release and release(serve.engine_version or "") is None:
             serve = replace(serve, engine_version=runs.release)
         serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+        assumed = self._as_in_production(task, parsed)
+        parsed |= assumed
         if runs.memory_flag and _weights_share(task, parsed) > CROWDED_SHARE:
             serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
         # The space must contain the value of PREFILL_DECODE, which is possibly not among those of `auto`.
         kinds = parsed.get(PREFILL_DECODE)
         space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else task.spec.space
-        return replace(task, spec=replace(task.spec, work=serve, space=space)), parsed, frozenset()
+        return replace(task, spec=replace(task.spec, work=serve, space=space)), parsed, frozenset(assumed)
+
+    def _as_in_production(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
+        """Return the values that published recipes set if experts are on several hosts, unless `values` or
+        `engine_args` have one of them: copies of experts, placed by a load balancer, large chunks of prompts and, if
+        links end at the host, two-batch overlap. Copies are the fewest with which all ranks hold equally many."""
+        runs, experts, group = self.published_runs, task.spec.model.num_moe_experts, task.cluster.groups[0]
+        pair, fixed = values.get(PREFILL_DECODE), self.program.parse(task.spec).fixed
+        layouts = [each.layout for each in placement.roles(str(pair))] if pair else [{}]
+        sizes = [{name: int(each.get(name, values.get(name)) or 1) for name in (TP, DP, EP)} for each in layouts]
+        wide = [each for each in sizes if each[EP] > 1 and each[DP] > 1]
+        ranks = [each[TP] * each[DP] for each in wide]
+        recipe = {*WIDE_RECIPE, runs.wide_chunk[0]}
+        if not (runs.wide_copies and experts and max(ranks, default=1) > group.devices_per_node):
+            return {}
+        if any(values.get(name) is not None for name in recipe) or recipe & fixed.keys():
+            return {}
+        copies = next(
+            number
+            for number in itertools.count(runs.wide_copies)
+            if not any((experts + number) % each[EP] for each in wide)
+        )
+        chunk = {runs.wide_chunk[0]: runs.wide_chunk[1] * sizes[0][TP] * sizes[0][DP]}
+        overlap = {common_knobs.OVERLAP: True} if group.link_domain <= group.devices_per_node else {}
+        return {common_knobs.REDUNDANT: copies, common_knobs.BALANCING: True, **chunk, **overlap}
+
+    def job_warnings(
+        self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
+    ) -> Sequence[str]:
+        """Return a warning that names the values of the recipes of experts on several hosts, if they were assumed."""
+        assumed = ", ".join(f"{name} = {json.dumps(values[name])}" for name in sorted(noted))
+        return (f"experts on several hosts are assumed as in published recipes: {assumed}",) if assumed else ()
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return a space of the layouts that an expert would consider, with the engine's defaults for all other knobs.

@@ -80,6 +80,8 @@ class Load:
     - `turns`: the maximum number of requests of a conversation. The prompt of each request continues the previous
       request and its answer, and `input_len` is the length of the new part.
     - `think_time_s`: the time between an answer and the next request of the conversation.
+    - `sub_agents`: conversations of `turns` requests that each conversation starts, one after another, each after one
+      of its own answers. Their prompts share only the prefix with others.
     - `images`: images that are sent in addition to the text.
     - `acceptance`: the share of drafted tokens that the model accepts. None if unknown.
     """
@@ -100,6 +102,7 @@ class Load:
     trace: str | None = None
     turns: int = 1
     think_time_s: float = 0.0
+    sub_agents: int = 0
     acceptance: float | None = None
     images: Images | None = None
     warmup: int = 0

@@ -47,12 +47,12 @@ from flagcore_vendorkit.programs import strip_dashes
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
-HICACHE = "hicache_size"
+HICACHE, STORAGE = "hicache_size", "hicache_storage_backend"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
 """The smallest default that SGLang uses for max_running_requests."""
@@ -270,10 +270,35 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
         drafted=_drafted(other_args, values),
+        **_tiers(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
         **knobs.exchange_settings(task, values, KNOBS),
     )
+
+
+HICACHE_RATIO = 2.0
+"""SGLang's default size of the host's cache relative to that of the device (0.5.23 `arg_groups/hicache_hook.py`)."""
+FILES = "file"
+"""The storage backend that writes caches to a folder; the others are stores on the network."""
+
+
+def _tiers(other_args: Mapping[str, EngineArg], columns: Columns) -> dict[str, FloatArray | BoolArray]:
+    """Return the fields of `Settings` for the tiers of HiCache (0.5.23 `mem_cache/pool_host/base.py`: GB of each rank).
+
+    A storage backend needs the host's cache, and is assumed to have room for all tokens.
+    """
+    size, storage = columns[HICACHE] * 1e9, columns[STORAGE]
+    is_on = (size > 0) | (storage > 0) | bool(other_args.get("enable-hierarchical-cache"))
+    ratio = other_args.get("hicache-ratio", HICACHE_RATIO)
+    ranks = columns[TP] * columns[PP] * columns[DP]
+    return {
+        "host_cache": size * ranks,
+        "host_ratio": np.where(is_on, float(ratio) if isinstance(ratio, int | float) else HICACHE_RATIO, 0.0),
+        "disk_cache": np.where(storage == PROGRAM.code(STORAGE, FILES), np.inf, 0.0),
+        "store_cache": np.where((storage > 0) & (storage != PROGRAM.code(STORAGE, FILES)), np.inf, 0.0),
+        "writes_through": np.full(size.shape, other_args.get("hicache-write-policy") != "write_back"),
+    }
 
 
 def _drafted(other_args: Mapping[str, EngineArg], columns: Columns) -> IntArray:
@@ -314,7 +339,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     argv += ["--host", address(task), "--port", PORT, "--enable-metrics"]
     argv += knobs.arguments(KNOBS, {**values, TP: ranks, DP: 1}, version)
     argv += _drafts(values)
-    if values.get(HICACHE):
+    if values.get(HICACHE) or values.get(STORAGE):
         argv.append("--enable-hierarchical-cache")
     if data > 1:
         is_newer = version and in_versions(ATTENTION_DP, version)
@@ -487,5 +512,8 @@ ENGINE = ServingEngine(
         memory_flag="mem-fraction-static",
         release="0.5.9",
         engine_args={RECEIVE: 30},  # as in InferenceMAX's recipes
+        # lmsys.org, 2025-05-05, large-scale EP (H100), and ishandhanani/srt-slurm recipes/ (GB200, GB300).
+        wide_copies=32,
+        wide_chunk=(CHUNK, 16384),
     ),
 )

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_mixers.gated_delta_net import GatedDeltaNet
-from flagcore_mixers.mamba2 import Mamba2
-from flagcore_mixers.short_convolution import ShortConvolution
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.mixers.mamba2 import Mamba2
+from flagcore_models.mixers.short_convolution import ShortConvolution
 from flagcore_trainers.fsdp2.engine import FIELDS, FSDP2
 from flagcore_trainers.fully_shard import (
     AC,

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flagcore_mixers.gated_delta_net import GatedDeltaNet  # noqa: E402
-from flagcore_mixers.mamba2 import Mamba2  # noqa: E402
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet  # noqa: E402
+from flagcore_models.mixers.mamba2 import Mamba2  # noqa: E402
 from flagcore_trainers.fsdp2 import mixers  # noqa: E402
 from torch.nn import functional  # noqa: E402
 

@@ -54,37 +54,62 @@ class StageLayers:
     loss: int = 0
 
 
+MANY = 8
+"""Most stages of a split whose own mixes of layers are predicted: all others have the mix of the one before."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
     """Explicit splits of layers over stages, numbered from 1. Number 0 means that the fields of `Layout` set the split.
 
     `contents`: the layers and ends of each stage, with the shape (splits, stages, fields of `stages.Part`).
     `stage_counts`: the number of stages of each split.
+    `chunks`: the number of layers of each (virtual) stage in model order, with the shape (splits, virtual stages).
+    `mixes`: the number of layers of each kind on each stage (`mixes.LayerKinds`), with the shape (splits, stages,
+    kinds), for a model whose layers are unlike.
     `distinct_stages`: the indices of the first stage, the second stage and each stage that differs from the previous
-    one, with the shape (splits, distinct stages). Shorter splits are padded with the index of their last stage.
+    one, with the shape (splits, distinct stages). Shorter splits are padded with the index of their last stage. Stages
+    that differ only in their kinds of layers count as equal if more than MANY would differ.
     `distinct_counts`: the number of distinct stages of each split, without the padding.
     """
 
     contents: FloatArray
     stage_counts: FloatArray
+    chunks: FloatArray
+    mixes: FloatArray
     distinct_stages: FloatArray
     distinct_counts: IntArray
 
     @classmethod
-    def from_contents(cls, contents: FloatArray, stage_counts: FloatArray, before: Splits | None = None) -> Splits:
+    def from_contents(
+        cls,
+        contents: FloatArray,
+        stage_counts: FloatArray,
+        chunks: FloatArray,
+        mixes: FloatArray,
+        before: Splits | None = None,
+    ) -> Splits:
         """Return splits with these contents and numbers of stages, numbered after the splits in `before`."""
-        all_contents, all_stage_counts = (np.zeros((1, 1, contents.shape[2])), np.ones(1))
+        given, counts = [np.zeros((1, *each.shape[1:])) for each in (contents, chunks, mixes)], np.ones(1)
         if before is not None:
-            all_contents, all_stage_counts = before.contents, before.stage_counts
-        longest = max(all_contents.shape[1], contents.shape[1])
-        padded = [np.pad(each, ((0, 0), (0, longest - each.shape[1]), (0, 0))) for each in (all_contents, contents)]
-        all_contents, all_stage_counts = np.concatenate(padded), np.concatenate((all_stage_counts, stage_counts))
-        index, last = np.arange(longest), all_stage_counts[:, None] - 1.0
-        is_distinct = np.ones(all_contents.shape[:2], dtype=np.bool_)
-        is_distinct[:, 2:] = (all_contents[:, 2:] != all_contents[:, 1:-1]).any(axis=2)
+            given, counts = [before.contents, before.chunks, before.mixes], before.stage_counts
+        contents, chunks, mixes = (_joined(*each) for each in zip(given, (contents, chunks, mixes), strict=True))
+        counts = np.concatenate((counts, stage_counts))
+        index, last = np.arange(contents.shape[1]), counts[:, None] - 1.0
+        is_distinct, differs = np.ones(contents.shape[:2], dtype=np.bool_), mixes[:, 2:] != mixes[:, 1:-1]
+        is_distinct[:, 2:] = (contents[:, 2:] != contents[:, 1:-1]).any(axis=2)
+        has_few = (is_distinct[:, 2:] | differs.any(axis=2)).sum(axis=1) <= MANY
+        is_distinct[:, 2:] |= differs.any(axis=2) & has_few[:, None]
         distinct_stages = np.sort(np.where(is_distinct & (index < last), index, last), axis=1)
         distinct_counts = np.maximum((distinct_stages < last).sum(axis=1), 1)
-        return cls(all_contents, all_stage_counts, distinct_stages[:, : distinct_counts.max()], distinct_counts)
+        return cls(contents, counts, chunks, mixes, distinct_stages[:, : distinct_counts.max()], distinct_counts)
+
+
+def _joined(first: FloatArray, second: FloatArray) -> FloatArray:
+    """Return the rows of both arrays, the shorter of which are padded with zeros."""
+    longest = max(first.shape[1], second.shape[1])
+    padding = [(0, 0)] * (first.ndim - 2)
+    return np.concatenate([np.pad(each, [(0, 0), (0, longest - each.shape[1]), *padding]) for each in (first, second)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

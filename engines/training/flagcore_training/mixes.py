@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from flagcore_vendorkit.transformer import MeanLayer
+from flagcore_vendorkit.transformer import MeanLayer, Schedule
 
 from flagcore.domain.model import Attention, Model
 from flagcore.domain.space import FloatArray
@@ -63,20 +63,43 @@ def layer_kinds(model: Model) -> LayerKinds | None:
     return LayerKinds(tuple(parts), counts)
 
 
-def mix(model: Model, before: FloatArray, layers: FloatArray, virtual: FloatArray) -> tuple[FloatArray, ...]:
+def mix(
+    model: Model, before: FloatArray, layers: FloatArray, virtual: FloatArray, schedule: Schedule
+) -> tuple[FloatArray, ...]:
     """Return the number of layers of each kind on a stage. Empty for a model without unlike layers.
 
     `before`: the layers of all stages before it. Virtual stages of a device are assumed to have equal numbers of
-    layers.
+    layers. If the schedule folds the pipeline, a device has the same number of the first and of the last layers. With
+    several copies, it is the mean of its two stages, from both ends.
     """
     kinds = layer_kinds(model)
     if kinds is None:
         return ()
     first, index = distinct([before, layers, virtual])
     before, layers, virtual = before[first], layers[first], virtual[first]
+    if schedule.parts == 2:
+        size = layers if schedule.copies > 1 else layers / 2.0
+        start = before * size / np.maximum(layers, 1.0)
+        chunks = [kinds.between(each, each + size) for each in (start, model.num_layers - start - size)]
+        return tuple((sum(pair) * layers / np.maximum(2.0 * size, 1.0))[index] for pair in zip(*chunks, strict=True))
     total = tuple(np.zeros_like(layers) for _ in kinds.parts)
     for place in range(int(virtual.max(initial=1.0))):
         start = (before + place * model.num_layers) / virtual
         found = kinds.between(start, start + layers / virtual)
         total = tuple(sum_ + np.where(place < virtual, each, 0.0) for sum_, each in zip(total, found, strict=True))
     return tuple(each[index] for each in total)
+
+
+def mixes_of(model: Model, chunks: Sequence[float] | FloatArray, length: int) -> FloatArray:
+    """Return the number of layers of each kind on each of `length` stages, of shape (stages, kinds).
+
+    `chunks`: the number of layers of each (virtual) stage in model order, the first `length` of which are on one device
+    each. There are no kinds for a model without unlike layers.
+    """
+    kinds = layer_kinds(model)
+    if kinds is None:
+        return np.zeros((length, 0))
+    edges = np.cumsum([0.0, *chunks])
+    of_chunks = np.stack(kinds.between(edges[:-1], edges[1:]), axis=1)
+    mixes: FloatArray = of_chunks.reshape(-1, length, len(kinds.parts)).sum(axis=0)
+    return mixes

@@ -35,11 +35,11 @@ from flagcore_training.layout import (
     distinct,
     pick,
 )
-from flagcore_training.mixes import layer_kinds, mix
+from flagcore_training.mixes import layer_kinds, mix, mixes_of
 from flagcore_training.vision import tower_flops, tower_weights
 
-LAYERS, DENSE, MTP = 3, 4, 5
-"""Indices of the fields `layers`, `dense` and `mtp` of `Part` in the contents of a split."""
+MTP = 5
+"""Index of the field `mtp` of `Part` in the contents of a split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Se
     end, longest = layout.pipeline - 1.0, int(layout.pipeline.max(initial=1.0))
     indices, others = _distinct_stages(model, layout, options), [*starts, *_richest_stages(model, layout, options)]
     if others:
-        indices = [*np.sort(np.stack([*indices, *others]), axis=0)]
+        indices = _each_once(np.stack([*indices, *others]), end)
     by_stage = options.offload_stages or options.schedule
     if by_stage or longest <= len(indices) + 1:
         indices = [np.minimum(end, float(number)) for number in range(longest - 1)]
@@ -116,6 +116,14 @@ def _distinct_stages(model: Model, layout: Layout, options: Options) -> list[Flo
         return [*distinct_stages]
     even += [end] * (count - len(even))
     return [np.where(number > 0, distinct_stages[min(place, count - 1)], each) for place, each in enumerate(even)]
+
+
+def _each_once(indices: FloatArray, end: FloatArray) -> list[FloatArray]:
+    """Return the indices of each candidate in order and without repetition, then `end` as often as others have more."""
+    indices = np.sort(indices, axis=0)
+    is_new = np.concatenate((np.ones_like(indices[:1], dtype=np.bool_), indices[1:] != indices[:-1])) & (indices < end)
+    most = max(int(is_new.sum(axis=0).max(initial=0)), 1)
+    return [*np.sort(np.where(is_new, indices, end), axis=0)[:most]]
 
 
 def _richest_stages(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
@@ -146,21 +154,15 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         if not number.all():
             part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
     found = stage_with(part, model, layout, index, options)
-    if layer_kinds(model) is None or SCHEDULES[options.schedule or "interleaved"].parts == 2:
+    if layer_kinds(model) is None:
         return found
-    before = _layers_before(model, layout, index, options)
-    return replace(found, mix=mix(model, before, part.layers, layout.virtual))
-
-
-def _layers_before(model: Model, layout: Layout, index: FloatArray, options: Options) -> FloatArray:
-    """Return the number of layers of all stages before stage `index` of each candidate."""
-    head = _even(model, layout, np.zeros_like(index), options).layers
-    middle = _chunk_layers(model, layout, options) * layout.virtual
-    before = np.where(index > 0, np.minimum(head + (index - 1.0) * middle, model.num_layers), 0.0)
-    if options.splits is None:
-        return before
-    number, layers = layout.split.astype(np.int64), options.splits.contents[:, :, LAYERS]
-    return np.where(number > 0, (np.cumsum(layers, axis=1) - layers)[number, index.astype(np.int64)], before)
+    head, middle = _even(model, layout, np.zeros_like(index), options).layers, _chunk_layers(model, layout, options)
+    before = np.where(index > 0, np.minimum(head + (index - 1.0) * middle * layout.virtual, model.num_layers), 0.0)
+    kinds = mix(model, before, part.layers, layout.virtual, SCHEDULES[options.schedule or "interleaved"])
+    if options.splits is not None and number.any():
+        own = options.splits.mixes[number, index.astype(np.int64)].T
+        kinds = tuple(np.where(number > 0, *each) for each in zip(own, kinds, strict=True))
+    return replace(found, mix=kinds)
 
 
 def stage_shares(model: Model, stage: Stage, *, moe: bool) -> tuple[FloatArray | float, ...]:
@@ -237,6 +239,29 @@ def placed(model: Model, layout: Layout, options: Options, stages: Sequence[Stag
 
     Only candidates that have as many (virtual) stages as `stages` change.
     """
+    fits = layout.pipeline * layout.virtual == len(stages)
+    lengths = np.unique(layout.pipeline[fits]).astype(np.int64)
+    number = np.where(fits, 1.0 + np.searchsorted(lengths, layout.pipeline), 0.0)
+    splits = splits_of(model, [(stages, length) for length in lengths.tolist()])
+    return replace(layout, split=number), replace(options, splits=splits)
+
+
+def splits_of(
+    model: Model, splits: Sequence[tuple[Sequence[StageLayers], int]], before: Splits | None = None
+) -> Splits:
+    """Return the splits with these contents of (virtual) stages in model order, each with a number of devices."""
+    size = len(splits), max((length for _, length in splits), default=1)
+    found = [_contents(model, stages, length) for stages, length in splits]
+    contents, mixes = (np.zeros((*size, each.shape[1])) for each in _contents(model, (StageLayers(),), 1))
+    chunks = np.zeros((len(splits), max((len(stages) for stages, _ in splits), default=1)))
+    for row, (stages, length) in enumerate(splits):
+        contents[row, :length], mixes[row, :length] = found[row]
+        chunks[row, : len(stages)] = [each.layers for each in stages]
+    return Splits.from_contents(contents, np.array([float(length) for _, length in splits]), chunks, mixes, before)
+
+
+def _contents(model: Model, stages: Sequence[StageLayers], length: int) -> tuple[FloatArray, FloatArray]:
+    """Return the contents of each of `length` devices, and its number of layers of each kind."""
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
     leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
@@ -246,15 +271,7 @@ def placed(model: Model, layout: Layout, options: Options, stages: Sequence[Stag
     if model.mtp_num_layers:
         norm = (np.arange(len(table)) == np.flatnonzero(table[:, 2]).max(initial=0)).astype(np.float64)
     columns = np.column_stack((table[:, :2], norm, table[:, 2], leading, table[:, 3]))
-    fits = layout.pipeline * layout.virtual == len(stages)
-    lengths = np.unique(layout.pipeline[fits]).astype(np.int64)
-    devices = np.zeros((lengths.size, int(lengths.max(initial=1)), columns.shape[1]))
-    for place, length in enumerate(lengths):
-        devices[place, :length] = columns.reshape(-1, length, columns.shape[1]).sum(axis=0)
-    number = np.where(fits, 1.0 + np.searchsorted(lengths, layout.pipeline), 0.0)
-    return replace(layout, split=number), replace(
-        options, splits=Splits.from_contents(devices, lengths.astype(np.float64))
-    )
+    return columns.reshape(-1, length, columns.shape[1]).sum(axis=0), mixes_of(model, table[:, 2], length)
 
 
 def depths_received(model: Model, stage: Stage) -> FloatArray:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_mixers.mamba2 import Mamba2
+from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_testing.examples import mixed
 from flagcore_training import stages as pipeline
 from flagcore_training.layout import DEFAULTS, Layout, Options, StageLayers, Training

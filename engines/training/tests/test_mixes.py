@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_mixers.mamba2 import Mamba2
+from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import Options, StageLayers, Training
 from flagcore_training.mixes import layer_kinds, mix
 from flagcore_training.stages import placed, stage, stage_parameters, stages
 from flagcore_training.time.step import passes
+from flagcore_vendorkit.transformer import SCHEDULES
 
 from engines.training.tests.candidates import LLAMA, layout, plain_costs, rank_memory, train
 from flagcore.domain.model import Attention, Layer, Model
@@ -48,7 +49,7 @@ def test_layers_that_are_alike_have_no_mix(layers: tuple[Layer, ...]) -> None:
     ],
 )
 def test_a_stage_has_its_own_layers(virtual: float, before: float, layers: float, counts: list[int]) -> None:
-    found = mix(MIXED, *(np.array([each]) for each in (before, layers, virtual)))
+    found = mix(MIXED, *(np.array([each]) for each in (before, layers, virtual)), SCHEDULES["interleaved"])
     assert [float(each[0]) for each in found] == counts
 
 
@@ -75,6 +76,24 @@ def test_the_time_and_memory_of_a_stage_are_those_of_its_layers() -> None:
     assert mixed.forward_s[1] == pytest.approx(last.forward_s[1], rel=1e-9)
     peaks = [[rank_memory(work(each), split, rank).peak[0] for rank in (0, 1)] for each in (MIXED, early, late)]
     assert peaks[0] == pytest.approx([peaks[1][0], peaks[2][1]])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "counts"),
+    [("zb-v", [[3 + 2, 1, 6], [3 + 1, 2, 6]]), ("dualpipe", [[4.5, 1.5, 6], [4.5, 1.5, 6]])],
+    ids=["layers 0 to 2 and 9 to 11", "a copy of both stages"],
+)
+def test_a_schedule_that_folds_the_pipeline_has_layers_of_both_ends(schedule: str, counts: list[list[float]]) -> None:
+    options, split = Options(schedule=schedule), layout(pipeline=2.0)
+    found = [[float(each[0]) for each in stage(MIXED, split, np.array([n]), options).mix] for n in (0.0, 1.0)]
+    assert found == counts
+
+
+def test_virtual_stages_of_an_explicit_split_have_their_own_layers() -> None:
+    chunks = [StageLayers(layers=count) for count in (7, 1, 2, 2)]
+    split, options = placed(MIXED, layout(pipeline=2.0, virtual=2.0), Options(), chunks)
+    found = [[float(each[0]) for each in stage(MIXED, split, np.array([n]), options).mix] for n in (0.0, 1.0)]
+    assert found == [[6 + 1, 1 + 1, 9], [1 + 1, 1, 3]]
 
 
 def test_an_explicit_split_and_the_stages_that_stand_for_others() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_mixers.mamba2 import Mamba2
+from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_testing.examples import mixed
 from flagcore_training.layout import Layout, Options, Training, distinct
 from flagcore_training.stages import model_flops

@@ -63,7 +63,7 @@ NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""
 SEQS, TOKENS, BLOCK = "max_num_seqs", "max_num_batched_tokens", "block_size"
 MEMORY, CHUNKED, GRAPHS, THREADS = "gpu_memory_utilization", "enable_chunked_prefill", "cudagraph_mode", "threads"
-POLICY, IMAGES = "scheduling_policy", "limit_mm_per_prompt"
+POLICY, IMAGES, OFFLOAD = "scheduling_policy", "limit_mm_per_prompt", "kv_offloading_size"
 ASYNC_BY_DEFAULT = (0, 14, 0)
 """The first release with asynchronous scheduling by default, except on CPU cores (vllm-project/vllm #27614)."""
 SYNCHRONOUS_SECONDS = 956e-6
@@ -162,6 +162,7 @@ def _flat(name: str, values: Mapping[str, object]) -> Iterator[tuple[str, Engine
 CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")
 PROGRAM = VllmProgram.read("flagcore_vllm", {"contexts": CONTEXTS, "cache_types": knobs.if_fp8("auto", "fp8")})
 KNOBS = PROGRAM.knobs
+PIECEWISE = PROGRAM.code(GRAPHS, "PIECEWISE")
 
 
 def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
@@ -287,12 +288,15 @@ def settings(task: Task, columns: Columns) -> Settings:
         context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task)),
         chunked=values[CHUNKED],
         graph_tokens=np.where((values[EAGER] == 0) & (values[GRAPHS] != 1), graph_tokens(task), 0),
+        whole=np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
         cache_element_bytes=PROGRAM.element_bytes(values),
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
+        host_cache=(values[OFFLOAD] * values[DP]).astype(np.float64)
+        * 2.0**30,  # each attention DP rank has a scheduler and a cache
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
         **knobs.exchange_settings(task, values, KNOBS),

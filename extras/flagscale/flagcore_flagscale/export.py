@@ -40,9 +40,9 @@ def export(job: ExportJob) -> Mapping[str, str]:
     if engine not in ("command", "megatron", *ENGINES.values()):
         raise UsageError(f"--to flagscale: FlagScale does not have the engine {engine}")
     if job.servers is not None and job.servers.front is not None:
-        raise UsageError("FlagScale gives all servers the same arguments; use --to kubernetes, compose or the engine")
+        raise UsageError("FlagScale gives all servers the same arguments")
     if job.servers is not None:
-        raise UsageError("FlagScale starts each server on one host; for several hosts use --to slurm or dynamo")
+        raise UsageError("FlagScale starts each server on one host")
     section = "serve" if job.launch.ready else "train"
     content: Any = _serve(job) if job.launch.ready else _train(job)
     top = {

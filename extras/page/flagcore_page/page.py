@@ -23,10 +23,12 @@ def page(run: RunData) -> Page:
     """Return the page of a run. Empty sections are left out."""
     pictures = (step_time, memory, accuracy, progress, funnel, improvements)
     sections = (summary, serving, *pictures, trials, pipeline, environment, chips)
-    title = N_("Serving on {hardware}: {run}") if run.serves else N_("Training on {hardware}: {run}")
+    model, name = lookup(run.spec, "model"), run.folder.resolve().name
+    model = str(model.get("name") or "") if isinstance(model, Mapping) else Path(str(model or "")).name
+    title = N_("Serving {model} on {hardware}") if run.serves else N_("Training {model} on {hardware}")
     return Page(
-        title=_(title, hardware=run.hardware, run=run.folder.resolve().name),
-        subtitle=" · ".join(filter(None, _job(run))),
+        title=_(title, hardware=run.hardware, model=model or name),
+        subtitle=" · ".join(filter(None, [name if model and not run.start else "", *_job(run)])),
         sections=tuple(section for make in sections if (section := make(run)) is not None),
     )
 
@@ -37,9 +39,8 @@ def as_html(run: RunData) -> str:
 
 
 def _job(run: RunData) -> Iterator[str]:
-    """Yield the model, the work, the objective, the number of candidates, the time that they took, and the date."""
-    model, train, load = (lookup(run.spec, key) or {} for key in ("model", "train", "serve.profile"))
-    yield str(model.get("name") or "") if isinstance(model, Mapping) else Path(str(model)).name
+    """Yield the work, the objective, the number of candidates, the time that they took, and the date."""
+    train, load = (lookup(run.spec, key) or {} for key in ("train", "serve.profile"))
     if samples := train.get("global_batch_size"):
         yield _(
             "sequences of {length} tokens, global batch size {samples}", length=train["seq_length"], samples=samples

@@ -5,41 +5,33 @@ from collections.abc import Iterator
 
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.i18n import _, ngettext
-from flagcore.report.blocks import percent, table
+from flagcore.report.blocks import Text, percent, table
 from flagcore.report.run import RunData, json_file
 from flagcore_page.blocks import Block, Chart, Code, Collapsed
 from flagcore_page.charts import BASELINE, BEST, OTHER, Bar, Bars
 from flagcore_page.run_files import text_of
 
-LISTED = ("cat << 'END'\n", "\nEND\n")
-"""What encloses the command in a script that only prints it."""
 MAX_BARS = 10
 """The maximum number of configurations, including the best and the baseline."""
 
 
 def commands(run: RunData, best: Trial) -> Iterator[Block]:
     """Yield one command of the best configuration to copy, and folded its flags and its script."""
-    script, launch = text_of(run, run.folder / "best.sh"), run.folder / "best" / "launch.json"
-    missing = str(json_file(run.folder, "best/launch.json").get("missing") or "") if launch.exists() else ""
-    flags = _flags(run, best)
-    choices = [Code(_("Flags of the engine"), shlex.join(flags), copied=True)] if flags else []
-    if launch.exists() and not missing:
-        caption = (
-            _("Start command, to be run in the folder of the run") if run.folder_name == "." else _("Start command")
-        )
-        choices.insert(0, Code(caption, f"flag run {shlex.quote(run.folder_name)}", copied=True))
-        choices.append(Code(_("Start script without flagcore (best.sh)"), script))
-    elif missing:
-        command = script.partition(LISTED[0])[2].partition(LISTED[1])[0] or script
-        choices.append(
-            Code(
-                _("Command of the best configuration, for you to complete: add {missing}", missing=missing),
-                command,
-                copied=True,
-            )
-        )
+    script, launch = text_of(run, run.folder / "best.sh"), json_file(run.folder, "best/launch.json")
+    flags, command = _flags(run, best), run.start
+    caption = _("Command that writes the start script")
+    if script and launch.get("missing"):
+        caption = _("Start command, for you to complete: add {missing}", missing=launch["missing"])
+        command = shlex.join(["bash", f"{run.folder_name}/best.sh"])
     elif script:
-        choices.append(Code(_("Why it cannot be started here (best.sh)"), script))
+        caption = _("Start command")
+        caption = _("Start command, to be run in the folder of the run") if run.folder_name == "." else caption
+        command = shlex.join(["flag", "run", run.folder_name])
+    elif reason := launch.get("cannot"):
+        yield Text(_("It cannot be started from here: {reason}", reason=run.public_text(str(reason))))
+    choices = [Code(caption, command, copied=True)] if command else []
+    choices += [Code(_("Flags of the engine"), shlex.join(flags), copied=True)] if flags else []
+    choices += [Code(_("Start script without flagcore (best.sh)"), script)] if script else []
     yield from choices[:1]
     for number, each in enumerate(choices[1:]):
         yield Collapsed(f"command-{number}", each.caption, (each,))

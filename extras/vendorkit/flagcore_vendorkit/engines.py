@@ -151,8 +151,14 @@ class Report(Quirk):
     reason: str = ""
     works: bool | None = None
     install: str = ""
-    layer_s: Annotated[float, Ge(0.0)] = 0.0
     preload: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOverheads(Quirk):
+    """Overheads of a server that differ on a chip: fields of `Overheads` of `flagcore_serving/model/work.py`."""
+
+    values: Mapping[str, float | bool | Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +207,7 @@ class Quirks:
     """The entries of a `quirks.yaml`."""
 
     support: tuple[Report, ...] = ()
+    overheads: tuple[ServerOverheads, ...] = ()
     refused: tuple[RefusedValues, ...] = ()
     forced: tuple[ForcedSetting, ...] = ()
     preferred: tuple[PreferredSetting, ...] = ()

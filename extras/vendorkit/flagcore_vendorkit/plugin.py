@@ -18,11 +18,17 @@ from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.roofline import PlainMemory
-from flagcore_vendorkit.chip_file import collective_table, kernel_costs, load_chips
+from flagcore_vendorkit.chip_file import collective_table, cost_file, kernel_costs, load_chips
 from flagcore_vendorkit.detection import DeviceDetector, DeviceReading, Readings
 from flagcore_vendorkit.engines import all_knobs, read_engines, read_quirks, read_variables
 from flagcore_vendorkit.fields import S, applicable
 from flagcore_vendorkit.settings import read_settings
+
+UNFITTED = (
+    "no published server on {chip} gave the times of small kernels, launches and small messages: those of other chips"
+    " are assumed, and answers may take several times as long"
+)
+"""The note on servers on a chip without times of its own."""
 
 
 def usual_memory(**figures: float) -> Callable[[NodeGroup, str], MemoryModel]:
@@ -106,16 +112,20 @@ class VendorPlugin:
             works = {None: support.support, True: Support.YES, False: Support.NOT_YET}[report.works]
             preload = support.preload if report.preload is None else report.preload
             support = replace(support, support=works, reason=report.reason, preload=preload)
-            support = replace(support, install=report.install or support.install, layer_s=report.layer_s)
+            support = replace(support, install=report.install or support.install)
+        for found in reversed(applicable(quirks.overheads, *about)):
+            support = replace(support, overheads={**support.overheads, **found.values})
         if support.support is not Support.YES and not support.reason:
             support = replace(support, reason=f"no run of {engine} on {chip.name} has been reported")
+        notes = [f"{each.note} ({each.source.kind}: {each.source.detail})" for each in applicable(quirks.notes, *about)]
+        is_fitted = support.overheads or support.shared_devices or cost_file(self.package, chip, "serving.yaml")
+        if kind == "serve" and not is_fitted:
+            notes.append(UNFITTED.format(chip=chip.name))
         return replace(
             support,
             visible_devices=support.visible_devices or (self.detector.visible if self.detector else ()),
             outer_variable=support.outer_variable or (self.detector.outer if self.detector else ""),
-            notes=tuple(
-                f"{each.note} ({each.source.kind}: {each.source.detail})" for each in applicable(quirks.notes, *about)
-            ),
+            notes=tuple(notes),
         )
 
     @hookimpl

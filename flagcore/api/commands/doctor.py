@@ -27,7 +27,7 @@ import numpy as np
 from packaging.requirements import Requirement
 
 from flagcore import plugins
-from flagcore.api.inputs import LOG, loaded_plugins
+from flagcore.api.inputs import LOG, SpecLike, loaded_plugins, spec_data
 from flagcore.contracts import HostCheck, Telemetry, device_use
 from flagcore.domain.chip import (
     MEMORY_IN_USE,
@@ -41,6 +41,7 @@ from flagcore.domain.chip import (
     usual_precision,
 )
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.spec import AUTO
 from flagcore.errors import FlagError, NoDevice, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -135,9 +136,15 @@ def verdict(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def require_accelerator() -> None:
-    """Raise UsageError if this machine has no accelerator, so that a plan needs the name of a chip."""
+def require_chip(spec: SpecLike) -> None:
+    """Raise UsageError if a plan of `spec` needs the name of a chip: it has none, and there is no accelerator here."""
+    data = spec_data(spec)[1]
+    cluster, envs = (dict(data.get(key) or {}) for key in ("cluster", "envs"))
+    if cluster.get("groups") or cluster.get("chip", AUTO) != AUTO:
+        return
     with loaded_plugins(()) as loaded:
+        if loaded.vendor({name: str(value) for name, value in envs.items()}):
+            return
         found, engine = {device.chip for device in loaded.devices()}, plugins.first_engine("train")
         chips = [chip for name in sorted(found) if (chip := loaded.find_chip(name))]
         own = [chip.name for chip in chips if loaded.engine_support(chip, engine).shared_devices]

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from flagcore.api.commands.export import first_target
 from flagcore.api.commands.report import plan_report
 from flagcore.api.inputs import SpecLike, changed_spec, open_spec
 from flagcore.api.jobs import NEAREST, detailed_predictions, expected_seconds, published_runs
+from flagcore.api.runs import snapshot_of
 from flagcore.contracts import Platform, Problem
 from flagcore.contracts.capabilities import Details, MixedClusters, Production, RuleOfThumb, optional
 from flagcore.domain.engine import ForcedSetting
@@ -61,6 +63,7 @@ def estimate(
     without: Collection[str] = (),
     on_first: Callable[[str], object] | None = None,
     on_page: Callable[[str], object] | None = None,
+    start: Callable[[str], str] | None = None,
     plan: bool = True,
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
@@ -69,8 +72,8 @@ def estimate(
     the fastest candidate of each layout is returned, and its `variants` is the number of other candidates with the
     layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published` contains all published
     runs on the chip. `on_first` receives a line with the fastest usual candidate, before the whole space is predicted.
-    `on_page` receives the plan as an HTML page. With `plan` false, the space is that of trials on this machine. Raises
-    the errors of `flagcore.errors`.
+    `on_page` receives the plan as an HTML page, with the command that `start` returns for a target of `flag export`.
+    With `plan` false, the space is that of trials on this machine. Raises the errors of `flagcore.errors`.
     """
     if objective is not None:
         spec = changed_spec(spec, {"auto_tuner.objective": objective})
@@ -83,10 +86,11 @@ def estimate(
         is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups
         change = None if is_detected else partial(cheapest_change, problem, loaded)
         raise NothingFits(nothing_fits_text(problem, change))
-    if on_page is not None:
-        on_page(plan_report(problem, spec))
     published = published_runs(problem, loaded, None if evidence else NEAREST)
     place = recommended(problem, order)
+    target = first_target(snapshot_of(opened), problem.space.candidate(int(order[place])))
+    if on_page is not None:
+        on_page(plan_report(problem, spec, start(target) if start and target else ""))
     expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[place]]), loaded)
     if len(groups) > 1:
         mixing = mixing_of(opened.spec, problem, loaded)
@@ -125,6 +129,7 @@ def estimate(
         mixing=mixing,
         knobs=problem.knobs,
         labels=optional(problem.engine, Details).labels,
+        target=target,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from flagcore import plugins
@@ -60,7 +61,6 @@ def export(
     place = Path(where)
     job_id = job_name(place.stem) if name is None else checked_name(name)
     snapshot = load_snapshot(where, chip, without)
-    exporter = _exporter(snapshot, target)
     chosen = legal_candidate(snapshot.problem, named_columns(snapshot, candidate)[0])
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
     if folder.exists() and (not folder.is_dir() or any(each.name != DRAFT for each in folder.iterdir())):
@@ -71,15 +71,20 @@ def export(
         fix = N_("set the path or the name of the model that the servers load")
         raise SpecError(key=f"{work.kind}.{work.missing}", problem="is missing", fix=fix)
     with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
-        job = _job(snapshot, chosen, exporter, draft, job_id, options or {})
-        _require_equal_nodes(job, exporter, target)
-        files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
+        exporters = _exporters(work.engine)
+        files_of = partial(_files, snapshot, chosen, exporters, draft, job_id, options or {})
+        try:
+            files, missing = files_of(target)
+        except UsageError as error:
+            accepted = ", ".join(each for each in exporters if each != target and _is_accepted(files_of, each))
+            known = _("targets that accept this job: {known}", known=accepted) if accepted else ""
+            raise UsageError("; ".join(filter(None, [str(error), known]))) from None
         for file, text in files.items():
             (draft / file).parent.mkdir(exist_ok=True)
             (draft / file).write_text(text, "utf-8", errors="surrogateescape")
             (draft / file).chmod(0o755 if text.startswith("#!") else 0o644)
     text = N_("the job trains on generated data until you replace the sample arguments; add {missing}")
-    notes = (_(text, missing=job.launch.missing),) if job.launch.sample else ()
+    notes = (_(text, missing=missing),) if missing else ()
     return Exported(files=tuple(sorted(each for each in folder.rglob("*") if each.is_file())), notes=notes)
 
 
@@ -117,14 +122,44 @@ DRAFT = ".part"
 """The end of the name of an export's folder while it is written."""
 
 
-def _require_equal_nodes(job: ExportJob, exporter: Exporter | None, target: str) -> None:
-    """Raise UsageError if a target starts all nodes in the same way, but they need different variables and flags."""
+def _files(
+    snapshot: Snapshot,
+    candidate: Candidate,
+    exporters: Mapping[str, Exporter | None],
+    folder: Path,
+    name: str,
+    options: Mapping[str, str],
+    target: str,
+) -> tuple[Mapping[str, str], str]:
+    """Return the content of each file for a target, and what is missing. Raises UsageError if it is refused."""
+    if target not in exporters:
+        extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
+        fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
+        raise UsageError("; ".join(filter(None, [_("--to {target} is not a target of this job", target=target), fix])))
+    exporter = exporters[target]
+    job = _job(snapshot, candidate, exporter, folder, name, options)
     if job.unequal_nodes and not getattr(exporter, "per_kind", False):
-        exporters = _exporters(job.platform.task.spec.work.engine).items()
-        supported_targets = [name for name, each in exporters if getattr(each, "per_kind", False)]
         text = N_("--to {target} starts all nodes with one command, but this cluster has several kinds of chips")
-        fix = _("use --to {known}", known=", ".join(supported_targets)) if supported_targets else ""
-        raise UsageError("; ".join(filter(None, [_(text, target=target), fix])))
+        raise UsageError(_(text, target=target))
+    files = {f"{name}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
+    return files, job.launch.missing if job.launch.sample else ""
+
+
+def first_target(snapshot: Snapshot, candidate: Candidate) -> str:
+    """Return the first target that accepts a candidate without options, the engine first. Empty if none does."""
+    exporters = _exporters(snapshot.task.spec.work.engine)
+    with TemporaryDirectory() as folder, suppress(FlagError):
+        require_startable(snapshot.problem, candidate, elsewhere=True)
+        files_of = partial(_files, snapshot, candidate, exporters, Path(folder), "job", {})
+        return next((each for each in exporters if _is_accepted(files_of, each)), "")
+    return ""
+
+
+def _is_accepted(files_of: Callable[[str], object], target: str) -> bool:
+    with suppress(FlagError, OSError):
+        files_of(target)
+        return True
+    return False
 
 
 def export_targets(engine: str | None = None) -> tuple[str, ...]:
@@ -144,18 +179,6 @@ def _exporters(engine: str | None) -> dict[str, Exporter | None]:
             if isinstance(found := load(), Exporter):
                 result |= dict.fromkeys(found.targets, found)
     return result
-
-
-def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
-    """Return the exporter of a target. Raises UsageError if candidates of the engine cannot be exported to it."""
-    exporters = _exporters(snapshot.task.spec.work.engine)
-    if target not in exporters:
-        known = ", ".join(exporters)
-        problem = _("--to {target} is not a target of this job; its targets are {known}", target=target, known=known)
-        extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
-        fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
-        raise UsageError("; ".join(filter(None, [problem, fix])))
-    return exporters[target]
 
 
 def _job(

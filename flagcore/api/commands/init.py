@@ -13,8 +13,7 @@ from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import FlagError
 from flagcore.spec.clusters import ClusterSection
-from flagcore.spec.huggingface import context_of, format_of_weights, model_of_config
-from flagcore.spec.models import absolute_model, model_from, public_models
+from flagcore.spec.models import absolute_model, library, model_from
 from flagcore.spec.schema import CommonSection
 from flagcore.spec.validate import Section
 
@@ -90,20 +89,11 @@ def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) ->
 def public_model_table(words: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return one record per public model whose name contains all words, in any case: its shape, context and weights.
 
-    `context` is None if it is not known.
+    `context` is None if it is not known. Raises SpecError without a library of models.
     """
-    records = list[dict[str, Any]]()
-    for name, config in public_models().items():
-        if all(word.lower() in name.lower() for word in words):
-            model = model_of_config(config, name=name, file="")
-            records.append(
-                {
-                    "model": name,
-                    "layers": model.num_layers,
-                    "hidden": model.hidden_size,
-                    "experts": model.num_moe_experts,
-                    "context": context_of(config),
-                    "weights": format_of_weights(config) or "bf16",
-                }
-            )
-    return records
+    return library().table(words)
+
+
+def similar_models(name: str) -> list[str]:
+    """Return up to three public models that a name may mean. The organization does not matter."""
+    return library().similar_models(name)

@@ -202,16 +202,20 @@ def report(run_dir: Path | str, *, without: Collection[str] = ()) -> str:
         return printable(page_writer().as_html(report_data(Path(run_dir), without)))
 
 
-def plan_report(problem: Problem, spec: SpecLike) -> str:
-    """Return the page of the plan of a spec as HTML. Raises NoDevice if flagcore-page is not installed."""
+def plan_report(problem: Problem, spec: SpecLike, start: str) -> str:
+    """Return the page of the plan of a spec as HTML, with the command `start`.
+
+    Raises NoDevice if flagcore-page is not installed.
+    """
     (file, content), plan = spec_data(spec), replace(dry_run(problem), fidelity=ESTIMATE)
     data, best = result(plan, ""), plan.best.candidate if plan.best else None
     context: dict[str, Any] = {"knobs": plan.knobs, "labels": optional(problem.engine, Details).labels}
+    here = f"{file.parent.resolve()}/"  # paths below the spec become relative
+    context["start"] = start.replace(here, "")
     with TemporaryDirectory() as parent:
         folder = Path(parent, file.stem)
         folder.mkdir()
-        own_spec = as_yaml(content).replace(f"{file.parent.resolve()}/", "")  # paths below the spec become relative
-        write(folder / "spec.yaml", own_spec + "\n")
+        write(folder / "spec.yaml", as_yaml(content).replace(here, "") + "\n")
         return printable(
             page_writer().as_html(_redacted(data, insight(problem, best), folder, folder, folder_name="", **context))
         )

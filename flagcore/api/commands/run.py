@@ -31,7 +31,7 @@ from flagcore.tuner.run_folder import IDENTITY
 
 PERIOD_SECONDS = 0.5
 ANSWER_SECONDS = 2.0
-KEYS = ("ready", "missing", "sample", "folder", "directory")
+KEYS = ("ready", "missing", "folder", "directory")
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -53,8 +53,8 @@ def run_best(
     """
     launch = _saved_launch(run_dir)
     ready, missing, folder = launch["ready"], str(launch["missing"]), launch["directory"]
-    # If the user has to complete the command, best.sh prints it, or starts it on generated data.
-    argv = ["cat" if launch["sample"] else "sh", str(Path(run_dir).resolve() / "best.sh")]
+    # A command that the user has to complete would train on generated data.
+    argv = ["cat" if missing else "sh", str(Path(run_dir).resolve() / "best.sh")]
     for path in (argv[1], *(() if missing else (folder,))):
         if not os.path.exists(path):
             raise UsageError(_("{path} is missing; restore it, or tune again with --new", path=path))
@@ -88,6 +88,8 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(read_regular(file, folder=Path(run_dir)))
+        if "cannot" in launch:
+            raise UsageError(_("the best of {run} cannot be started: {reason}", run=run_dir, reason=launch["cannot"]))
         here = {name: os.path.join(os.path.abspath(run_dir), launch[name]) for name in ("folder", "directory")}
         return {"hosts": (), **launch, **{name: launch[name] for name in KEYS}, **here}  # older runs name no hosts
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -356,6 +356,8 @@ def _copy_best(source: Path, target: Path) -> None:
             shutil.copytree(source / name, target / name, dirs_exist_ok=True, copy_function=_replace)
         elif (source / name).exists():
             _replace(source / name, target / name)
+        else:
+            (target / name).unlink(missing_ok=True)
 
 
 def _replace(source: Path | str, target: Path | str) -> None:

@@ -225,10 +225,20 @@ def test_candidates_without_a_time_have_a_reason(flag: Flag, answer: Answer, pro
     assert "fastest" not in output
 
 
+def test_a_limit_in_short_is_that_limit_and_the_last_line_of_a_plan_keeps_it(flag: Flag, answer: Answer) -> None:
+    plan = ("estimate", "--model", "Qwen/Qwen3-8B", "--chip", "H20", "--devices", "1", "--top", "1")
+    assert answer(*plan, "--ttft-p99", "1s") == answer(*plan, "--slo", "p99 ttft 1s")
+    last = flag(*plan, "--ttft-p99", "1s").err.splitlines()[-1]
+    words = last.partition(": flag ")[2].split()
+    assert words[words.index("--ttft-p99") + 1] == "1s"
+    script = flag(*words, "-o", "-").worked().out
+    assert (script[:2], "Qwen/Qwen3-8B" in script) == ("#!", True)
+
+
 def test_if_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, project: Project) -> None:
     space = {"space": {"micro_batch_size": 1, "use_recompute": False}}
     auto = project.spec(cluster={"chip": "auto", "memory_per_device": "1MiB"}, auto_tuner=space)
-    completed = flag("estimate", auto)
+    completed = flag("explain", auto)
     assert completed.code == 3
     assert "(cluster.memory_per_device): " in completed.err
     assert "; cluster.chip: auto found cpu here; `flag estimate --chip NAME` plans for other hardware" in completed.err

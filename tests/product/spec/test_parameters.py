@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_models.public import find_public, public_models
 from flagcore_serving.space.weights import parameters
 
+from engines.models.tests.test_models import DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_NEXT, QWEN35_MOE, config
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
-from flagcore.spec.models import find_public, model_from, public_models
+from flagcore.spec.models import model_from
 from tests.checks import given
 from tests.product.tasks import ENGINES, SHAPE
-from tests.spec.test_models import DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_NEXT, QWEN35_MOE, config
 
 KNOWN = {
     "Gemma-7B": (config("gemma", 28, 3072, 24576, 16, 256000), 8_537_680_896),

@@ -16,8 +16,9 @@ from flagcore_importers.shell import SHELLS
 from flagcore_training.commands import Option, UserCommand, environment, expand_command
 
 from flagcore.contracts import Platform
+from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import Launch
-from flagcore.domain.model import Model
+from flagcore.domain.model import Attention, Model
 from flagcore.domain.secrets import is_secret, redact_arguments, redact_data
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SLOTS, Spec, Task
@@ -39,6 +40,7 @@ from flagcore_megatron.program.user_command import argument_table, readable_comm
 from flagcore_megatron.space.flags import flags
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS
 from flagcore_megatron.space.meshes import SIZES
+from flagcore_megatron.space.options import is_hybrid
 from flagcore_megatron.space.rules import DIST_OPT
 
 ARGUMENTS_FILE = "arguments.json"
@@ -228,15 +230,20 @@ REFERENCE: Mapping[str, Any] = package_yaml(__package__, "reference.yaml")
 def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None) -> Launch:
     """Return the launch of `pretrain_gpt.py` with the arguments of the model, the precision and the candidate.
 
-    For a mixed job, FlagScale's program is started instead.
+    For a mixed job, FlagScale's program is started instead, for a hybrid model that for hybrids. Raises LaunchError for
+    a model with layers that Megatron-LM does not have.
     """
     spec, group = task.spec, task.cluster.groups[0]
     train, nodes = spec.train, sum(each.nodes for each in task.cluster.groups)
     addresses = ["--master-addr={master_addr}", "--master-port={master_port}"]
     rendezvous = ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", "--node-rank={node_rank}", *addresses]
     program = "pretrain_gpt.py" if mixed is None else PROGRAM
+    modules: list[str] = []
+    if is_hybrid(spec.model):
+        rows = (each for each in REFERENCE["hybrids"] if in_versions(each["versions"], train.engine_version))
+        program, modules = next((each["program"], ["--spec", *each["spec"].split()]) for each in rows)
     argv = ["torchrun", *rendezvous, f"--nproc-per-node={group.devices_per_node}", program]
-    argv += model_arguments(spec.model)
+    argv += [*model_arguments(spec.model), *modules]
     argv += ["--max-position-embeddings", str(train.seq_length), *REFERENCE["precisions"][train.precision]]
     argv += ["--transformer-impl", train.implementation] if train.implementation else []
     if mixed is None:
@@ -260,7 +267,26 @@ def model_arguments(model: Model) -> list[str]:
         sizes["num_query_groups"] = model.num_query_groups
         switches.append("group_query_attention")
     words = [word for name, size in sizes.items() if size for word in (_flag(name), str(size))]
-    return [*words, *REFERENCE["fixed"], *map(_flag, switches)]
+    return [*words, *_arguments_of_layers(model), *REFERENCE["fixed"], *map(_flag, switches)]
+
+
+def _arguments_of_layers(model: Model) -> list[str]:
+    """Return the arguments of all layers but attention over all tokens, without a hybrid pattern."""
+    sizes: dict[str, object] = {}
+    for mixer in model.other_mixers:
+        if mixer.label not in REFERENCE["mixers"]:
+            raise LaunchError(f"Megatron-LM has no arguments for layers with {mixer.label}: start them with a command")
+        sizes |= {name: getattr(mixer, field) for field, name in REFERENCE["mixers"][mixer.label].items()}
+    if model.indexer:
+        sizes |= {name: getattr(model.indexer, field) for field, name in REFERENCE["indexer"].items()}
+        sizes["experimental_attention_variant"] = "dsa"
+    if model.other_mixers and not is_hybrid(model):
+        sizes["experimental_attention_variant"] = "gated_delta_net"
+        sizes["linear_attention_freq"] = [int(not isinstance(each.mixer, Attention)) for each in model.layers]
+    if window := max((each.window or 0 for each in model.attention), default=0):
+        windows = [int(isinstance(each.mixer, Attention) and each.mixer.window is not None) for each in model.layers]
+        sizes |= {"window_size": f"{window - 1},0", "window_attn_skip_freq": windows}
+    return [word for name, size in sizes.items() for word in (_flag(name), str(size).replace(" ", ""))]
 
 
 def _flag(name: str) -> str:

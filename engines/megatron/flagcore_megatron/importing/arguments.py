@@ -14,6 +14,7 @@ from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes, package_yaml
 from flagcore_megatron.program.unmodelled import not_predicted
 from flagcore_megatron.space.split import SPLIT
+from flagcore_megatron.space.stages import PATTERN
 
 TABLES: Any = package_yaml(__package__, "arguments.yaml")
 
@@ -146,7 +147,9 @@ def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dic
     samples = devices // (tensor * stages * context) * baseline["micro_batch_size"]
     if train["global_batch_size"] % samples:
         return f"{samples} samples at once do not divide a global batch of {train['global_batch_size']}"
-    has_split = any(re.match("num_layers_in_|account_for_|.*layout", key) for key in train.get("settings", {}))
+    settings = train.get("settings", {})
+    has_split = any(re.match("num_layers_in_|account_for_|.*layout", key) for key in settings)
+    has_split |= "|" in str(settings.get(PATTERN))
     if model["num_layers"] % stages and not (has_split or baseline.get(SPLIT)):
         return f"{model['num_layers']} layers cannot be split evenly over {stages} stages"
     return ""
@@ -241,8 +244,6 @@ def pattern_of(flags: Flags) -> tuple[str, int] | None:
     if name is None:
         return None
     letters, *depths = flags.get(name).split("/")
-    if "|" in letters:
-        flags.note(name, "stages of the pipeline are predicted with equal numbers of layers", "model")
     return letters.replace("|", ""), len(depths)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from flagcore_models.public import public_models, public_name
 from flagcore_training.commands import UserCommand, cluster_of
 from flagcore_training.unmodelled import note_effects
 
@@ -14,7 +15,7 @@ from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote, SettingValue, Spec
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.models import model_from, public_models, public_name
+from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import Notes, load_json
 from flagcore_megatron.importing.arguments import (
     SIZES,

@@ -7,14 +7,17 @@ import numpy as np
 from flagcore_training.critical_path import StageTimes
 from flagcore_training.layout import Layout, Splits, StageGroups, Training, distinct
 from flagcore_training.memory.training import stages_in_use, states_of
+from flagcore_training.mixes import mixes_of
 from flagcore_training.schedules import makespan
-from flagcore_training.stages import DENSE, LAYERS, MTP, layer_parameters, layers_before_last, stage, stage_of
+from flagcore_training.stages import MTP, layer_parameters, layers_before_last, stage, stage_of
 from flagcore_training.time.pipeline import shape_seconds
 from flagcore_training.time.step import DEPENDS_ON, Blocks
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore_megatron.layers.bars import place_bars
 from flagcore_megatron.layers.partition import EQUAL, LayerSplit, Paces, best_splits, leading_layers
+from flagcore_megatron.space.options import is_hybrid
 from flagcore_megatron.space.stages import chunk_layers, layout_text, may_start_empty
 
 FEW = 4.0
@@ -35,6 +38,8 @@ def split_layers(
     Memory is ignored. Candidates whose even split is as fast keep it. `costs` are the costs in a run, `blocks` the
     times of the layers of all candidates.
     """
+    if is_hybrid(train.model) and not costs.further:
+        return place_bars(train, layout, chosen, costs, blocks)
     rows = np.flatnonzero(chosen & (layout.pipeline > 1))
     if not rows.size:
         return train, layout
@@ -134,19 +139,22 @@ def _step_seconds(layers: FloatArray, times: FloatArray, microbatches: FloatArra
 
 
 def layouts(train: Training, layout: Layout) -> list[str]:
-    """Return each candidate's pipeline layout in Megatron's syntax, or "" if flagcore does not choose its split."""
-    texts, splits = [], train.options.splits
-    for row, number in enumerate(layout.split.astype(np.int64).tolist()):
-        if splits is None or not number:
-            texts.append("")
-            continue
-        contents = splits.contents[number]
-        leading = contents[:, DENSE] * (train.model.num_moe_experts is not None)
-        length, depths = int(layout.pipeline[row]), train.model.mtp_num_layers
-        early = bool(depths and not contents[length - 1, MTP])
-        chunks = _chunks(contents[:, LAYERS], leading, length, int(layout.virtual[row]), early=early)
-        texts.append(layout_text(chunks, depths, early=early))
+    """Return each candidate's pipeline layout in Megatron's syntax, or "" if it has an even split."""
+    texts, splits, depths = [], train.options.splits, train.model.mtp_num_layers
+    for row, chunks in enumerate(virtual_stages(train, layout)):
+        number, end = int(layout.split[row]), int(layout.pipeline[row]) - 1
+        is_early = bool(depths and splits and not splits.contents[number, end, MTP])
+        texts.append(layout_text(chunks, depths, early=is_early) if chunks else "")
     return texts
+
+
+def virtual_stages(train: Training, layout: Layout) -> list[list[int]]:
+    """Return the number of layers of each candidate's (virtual) stages in model order; empty for an even split."""
+    found, splits = [], train.options.splits
+    counts = (layout.pipeline * layout.virtual).astype(np.int64)
+    for number, count in zip(layout.split.astype(np.int64).tolist(), counts.tolist(), strict=True):
+        found.append(splits.chunks[number, :count].astype(np.int64).tolist() if splits and number else [])
+    return found
 
 
 def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Training, FloatArray]:
@@ -162,17 +170,20 @@ def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Tra
     layout, early, layers, leading = layout[rows], split.early[rows], layers[rows], leading[rows]
     place, end = np.arange(layers.shape[1]), layout.pipeline[:, None] - 1.0
     first, last = (place == 0) & (end >= 0), place == end
-    norm, mtp = last, (place == end - early[:, None]) * float(model.mtp_num_layers)
-    if model.mtp_num_layers:
-        norm = np.zeros_like(last)
-        lengths = layout.pipeline.astype(int), layout.virtual.astype(int)
-        splits_of_rows = enumerate(zip(layers, leading, *lengths, early, strict=True))
-        for row, (stage_layers, dense, length, virtual, is_early) in splits_of_rows:
-            chunks = _chunks(stage_layers, dense, length, virtual, early=is_early)
-            norm[row, np.flatnonzero(chunks)[-1] % length] = True
+    norm, mtp = np.zeros_like(last), (place == end - early[:, None]) * float(model.mtp_num_layers)
+    chunks = np.zeros((len(layers), int((layout.pipeline * layout.virtual).max())))
+    mixes = np.zeros((*layers.shape, mixes_of(model, (), 1).shape[1]))
+    sizes = layout.pipeline.astype(int), layout.virtual.astype(int)
+    for row, (stage_layers, lead, length, virtual, is_early) in enumerate(
+        zip(layers, leading, *sizes, early, strict=True)
+    ):
+        counts = _chunks(stage_layers, lead, length, virtual, early=is_early)
+        chunks[row, : len(counts)], mixes[row, :length] = counts, mixes_of(model, counts, length)
+        norm[row, np.flatnonzero(counts)[-1] % length] = True
+    norm = norm if model.mtp_num_layers else last
     dense = layers if model.num_moe_experts is None else leading
     table = np.stack((first, last, norm, layers, dense, mtp), axis=2).astype(np.float64)
-    splits = Splits.from_contents(table, layout.pipeline, before)
+    splits = Splits.from_contents(table, layout.pipeline, chunks, mixes, before)
     number = (1 if before is None else len(before.stage_counts)) + split_index[first_index]
     return replace(train, options=replace(train.options, splits=splits)), number.astype(np.float64)
 

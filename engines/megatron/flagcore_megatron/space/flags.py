@@ -12,7 +12,7 @@ from flagcore.spec.knobs import setting_from_text
 from flagcore_megatron.program.arguments import known_releases, release_table
 from flagcore_megatron.program.user_command import program_arguments, readable_command
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
-from flagcore_megatron.space.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
+from flagcore_megatron.space.stages import FIRST, LAST, LAYOUT, PATTERN, VIRTUAL_STAGES
 
 SETTINGS_BY_FLAG = {
     flag.name: (knob, flag.word)
@@ -48,18 +48,21 @@ def flags(candidate: Mapping[str, KnobValue], spec: Spec, train_iters: int | Non
     result = ["--seq-length", str(train.seq_length), "--global-batch-size", str(train.global_batch_size), *train.flags]
     for knob in SPACE_KNOBS:
         result += knob.arguments(candidate.get(knob.name), train.engine_version)
-    for name in (LAYOUT, FIRST, LAST, VIRTUAL_STAGES):
+    for name in (LAYOUT, PATTERN, FIRST, LAST, VIRTUAL_STAGES):
         result += BY_NAME[name].arguments(candidate.get(name), train.engine_version)
-    result += _setting_flags(spec)
+    result += _setting_flags(spec, candidate)
     if train_iters is not None:
         result += ["--train-iters", str(train_iters), "--log-interval", "1"]
     return result
 
 
-def _setting_flags(spec: Spec) -> list[str]:
-    """Return flags for the settings in the spec that the user's command does not contain, or sets to other values."""
+def _setting_flags(spec: Spec, candidate: Mapping[str, KnobValue]) -> list[str]:
+    """Return flags for the settings in the spec that the user's command does not contain, or sets to other values.
+
+    The hybrid pattern of a candidate replaces that of the spec.
+    """
     command_settings = {} if readable_command(spec) else settings_of_command(spec)
-    settings = dict(spec.train.settings)
+    settings = {key: value for key, value in spec.train.settings.items() if key != PATTERN or not candidate.get(key)}
     if {**command_settings, **settings}.get("moe_token_dispatcher_type") == "flex":
         settings.setdefault("moe_flex_dispatcher_backend", "deepep")  # Megatron has no default before 0.16
     release = spec.train.engine_version

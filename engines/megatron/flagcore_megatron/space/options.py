@@ -15,7 +15,7 @@ from flagcore.spec.plain_data import package_yaml
 from flagcore_megatron.program.user_command import readable_command, release_of
 from flagcore_megatron.space.flags import settings_of_command
 from flagcore_megatron.space.knobs import BY_NAME
-from flagcore_megatron.space.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, parse_layout
+from flagcore_megatron.space.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, PATTERN, parse_layout
 
 Settings = Mapping[str, SettingValue]
 
@@ -162,21 +162,21 @@ def release(spec: Spec) -> str | None:
 
 
 def is_hybrid(model: Model) -> bool:
-    """Return whether a model has layers without a mixer, so that a pattern of letters lists its layers."""
-    return any(each.mixer is None for each in model.layers)
+    """Return whether a model has layers with only a mixer or only a feed-forward network: those of a hybrid pattern."""
+    return any(each.mixer is None or not each.feed_forward for each in model.layers)
 
 
 def takes_layouts(spec: Spec) -> bool:
-    """Return whether the release that runs a job supports `pipeline_model_parallel_layout` for its model."""
+    """Return whether the release that runs a job supports splits of its model: layouts, or bars in a hybrid pattern."""
     if is_hybrid(spec.model):
-        return False
+        return BY_NAME[PATTERN].is_available(release(spec))
     since = MTP_LAYOUTS_SINCE if spec.model.mtp_num_layers else ""
     return BY_NAME[LAYOUT].is_available(release(spec)) and in_versions(since, release(spec))
 
 
 def takes_early_mtp(spec: Spec) -> bool:
     """Return whether a layout may place multi-token prediction on a stage before the loss."""
-    return spec.model.mtp_num_layers > 0 and in_versions(EARLY_MTP_SINCE, release(spec))
+    return spec.model.mtp_num_layers > 0 and not is_hybrid(spec.model) and in_versions(EARLY_MTP_SINCE, release(spec))
 
 
 def precision(train: TrainSpec, settings: Settings) -> str:
@@ -246,7 +246,18 @@ def check(task: Task, settings: Settings) -> None:
             f"excludes optimizer: muon before Megatron {MUON_SHARDED_SINCE.lstrip('>=')}",
         ),
         IMAGES: (model.vision is None, "needs a model directory with a known vision tower"),
-        LAYOUT: (bool({EMBEDDING, LOSS, FIRST, LAST} & enabled), "excludes other settings of the split of layers"),
+        **{
+            key: (is_hybrid(model), f"needs another model: bars in {PATTERN} split the layers of a hybrid one")
+            for key in (EMBEDDING, LOSS)
+        },
+        LAYOUT: (
+            is_hybrid(model) or bool({EMBEDDING, LOSS, FIRST, LAST} & enabled),
+            "excludes other settings of the split of layers, and hybrid models",
+        ),
+        PATTERN: (
+            "|" in str(settings.get(PATTERN)) and bool({FIRST, LAST} & enabled),
+            f"has bars, which exclude {FIRST} and {LAST}",
+        ),
     }
     for key, (is_wrong, problem) in refusals.items():
         if is_wrong and key in enabled:

@@ -28,9 +28,10 @@ from flagcore_megatron.space.options import (
     release,
     schedule,
     settings_in_force,
+    takes_layouts,
 )
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced, derived
-from flagcore_megatron.space.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
+from flagcore_megatron.space.stages import FIRST, LAST, LAYOUT, PATTERN, VIRTUAL_STAGES
 
 DIST_OPT = "use_distributed_optimizer"
 RECOMPUTE, GRANULARITY = "use_recompute", "recompute_granularity"
@@ -167,13 +168,13 @@ def _pipeline_rules(task: Task) -> Iterator[Rule]:
         is_interleaved: BoolArray = (split.virtual(c) > 1) | (c[LAYERS_PER_VIRTUAL] > 0)
         return is_interleaved
 
-    hybrid = is_hybrid(task.spec.model)
+    whole = is_hybrid(task.spec.model) and not takes_layouts(task.spec)
     yield Rule(name="pipeline_stages", knobs=(PP, SPLIT), message=_split_message(split), broken=split.uneven)
     yield Rule(
         name="hybrid_stages",
-        knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),
-        message=f"the layers of a hybrid model are split evenly, without {LAYERS_PER_VIRTUAL}",
-        broken=lambda c: hybrid & (c[PP] > 1) & ((c[SPLIT] > 0) | (c[LAYERS_PER_VIRTUAL] > 0)),
+        knobs=(PP, LAYERS_PER_VIRTUAL),
+        message=f"a hybrid model has {LAYERS_PER_VIRTUAL} from Megatron 0.17 on, where bars split its pattern",
+        broken=lambda c: whole & (c[PP] > 1) & (c[LAYERS_PER_VIRTUAL] > 0),
     )
     yield Rule(
         name="virtual_needs_pipeline",
@@ -220,6 +221,8 @@ def _expert_rules(task: Task) -> Iterator[Rule]:
 def _split_message(split: Split) -> str:
     if split.layout_layers:
         stages = len(split.layout_layers)
+        if split.has_bars:
+            return f"{PP} must divide the {stages} parts of {PATTERN} between its bars, which {SPLIT}: balanced moves"
         return f"{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end"
     extra = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
     return (
@@ -441,7 +444,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
         Merge(
             name="nothing_to_balance",
             knobs=(PP, SPLIT),
-            canonical=lambda c: {SPLIT: np.where((c[PP] > 1) & can_derive, c[SPLIT], 0)},
+            canonical=lambda c: {SPLIT: np.where(((c[PP] > 1) | split.has_bars) & can_derive, c[SPLIT], 0)},
         ),
         Merge(name="one_virtual_stage", knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL), canonical=virtual),
         *_recompute_merges(split),

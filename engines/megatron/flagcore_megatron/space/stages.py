@@ -3,15 +3,15 @@
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 
 from flagcore_training.layout import StageLayers
 
-from flagcore.domain.model import Model
+from flagcore.domain.model import Attention, Layer, Model
 from flagcore.domain.spec import SettingValue
 from flagcore.errors import SpecError
 
-LAYOUT = "pipeline_model_parallel_layout"
+LAYOUT, PATTERN = "pipeline_model_parallel_layout", "hybrid_layer_pattern"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 VIRTUAL_STAGES = "virtual_pipeline_model_parallel_size"
 EMBEDDING = "account_for_embedding_in_pipeline_split"
@@ -50,6 +50,54 @@ def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[Stage
     return tuple(
         StageLayers(embedding=s.count("E"), layers=s.count("t"), mtp=s.count("m"), loss=s.count("L")) for s in stages
     )
+
+
+LETTERS = {"Mamba-2": "M", "Gated DeltaNet": "G", "dense": "-", "experts": "E"}
+"""Letters of hybrid patterns for the labels of mixers, and for feed-forward networks. Those of attention: `_letter`."""
+
+
+def pattern_stages(text: str, model: Model) -> tuple[StageLayers, ...]:
+    """Return the contents of each (virtual) stage of a hybrid pattern in model order; empty if it has no bars.
+
+    Raises SpecError for a pattern with another number of layers than the model. Multi-token prediction is on the last
+    stage. Source of the grammar: megatron-core 0.20 `hybrid_layer_allocation.py`.
+    """
+    stages = text.partition("/")[0].split("|")
+    if (letters := sum(map(len, stages))) != model.num_layers:
+        problem, fix = f"has {letters} layers, but the model has {model.num_layers}", "give the pattern of this model"
+        raise SpecError(key=f"train.settings.{PATTERN}", value=text, problem=problem, fix=fix)
+    return stages_with([len(stage) for stage in stages], model.mtp_num_layers) if len(stages) > 1 else ()
+
+
+def stages_with(layers: Sequence[int], depths: int) -> tuple[StageLayers, ...]:
+    """Return the contents of stages with these numbers of layers. Multi-token prediction is on the last one."""
+    end = len(layers) - 1
+    return tuple(
+        StageLayers(embedding=int(place == 0), layers=each, mtp=depths * (place == end), loss=int(place == end))
+        for place, each in enumerate(layers)
+    )
+
+
+def pattern_text(model: Model, chunks: Sequence[int], given: str = "") -> str:
+    """Return the hybrid pattern of a model whose (virtual) stages have these numbers of layers, in model order.
+
+    Its letters are those of the pattern `given`, by default those of the model's layers, without which it is empty.
+    """
+    layers, *depths = given.split("/")
+    letters = layers.replace("|", "") or "".join(map(_letter, [model] * model.num_layers, model.layers))
+    if not given and model.mtp_num_layers:
+        (layer,) = model.mtp_layer.layers
+        depths = [_letter(model, layer) + LETTERS[layer.feed_forward]] * model.mtp_num_layers
+    ends = [0, *accumulate(chunks)]
+    stages = "|".join(letters[start:end] for start, end in pairwise(ends))
+    return "/".join([stages, *depths]) if len(letters) == model.num_layers else ""
+
+
+def _letter(model: Model, layer: Layer) -> str:
+    """Return the letter of a layer; empty if there is none."""
+    if isinstance(layer.mixer, Attention):
+        return "D" if layer.mixer.indexer else "+" if model.multi_latent_attention else "*"
+    return LETTERS.get(layer.mixer.label if layer.mixer else layer.feed_forward, "")
 
 
 def layout_text(chunks: Sequence[int], mtp_num_layers: int, *, early: bool = False) -> str:

@@ -64,7 +64,8 @@ def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
     length, chunks = int(split.pipeline[0]), int(split.virtual[0])
     most = work.options.early_mtp and (length > 2 or chunks == 1)
     held = np.concatenate([_holdings(work, length, chunks, early) for early in range(1 + most)])
-    splits = Splits.from_contents(held, np.full(len(held), float(length)))
+    unknown = np.zeros((len(held), 1)), np.zeros((len(held), length, 0))
+    splits = Splits.from_contents(held, np.full(len(held), float(length)), *unknown)
     rows = split[np.zeros(len(held), dtype=np.int64)]
     rows = dataclasses.replace(rows, split=np.arange(1.0, len(held) + 1.0))
     return dataclasses.replace(work, options=dataclasses.replace(work.options, splits=splits)), rows

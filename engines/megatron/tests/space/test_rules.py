@@ -8,7 +8,7 @@ import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_megatron.space.meshes import MESHES
-from flagcore_mixers.mamba2 import Mamba2
+from flagcore_models.mixers.mamba2 import Mamba2
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Layer
@@ -67,6 +67,8 @@ def scheduled(name: str, devices: int = 4, batch: int = 8) -> dict[str, Any]:
 
 MAMBA = Layer(mixer=Mamba2(num_heads=4, head_dim=8, state_size=8, groups=2), feed_forward="")
 HYBRID = dataclasses.replace(tasks.DENSE, layers=(MAMBA, Layer(mixer=None)) * (tasks.DENSE.num_layers // 2))
+OLD_PATTERN = {"model": HYBRID, "engine_version": "0.16.0"}
+BARS = {"settings": {"hybrid_layer_pattern": "M-|M-"}}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "the sizes make up the devices": ("world_size", {DP: 1, TP: 2}, {DP: 2, TP: 2}, {}),
     "context parallelism counts among the devices": ("world_size", {DP: 4, CP: 2}, {DP: 2, CP: 2}, {}),
@@ -79,7 +81,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "the feed-forward width is split evenly": ("ffn_width", {TP: 4}, {TP: 2}, dense(ffn_hidden_size=130)),
     "the shared expert is split evenly": ("ffn_width", {TP: 4, SP: True}, {TP: 2, SP: True}, {"model": SHARED}),
     "mixers are split by groups of heads": ("mixer_heads", {TP: 4, PP: 1}, {TP: 2, PP: 1}, {"model": HYBRID}),
-    "a pattern of layers has no virtual stages": ("hybrid_stages", {PP: 2, VIRTUAL: 1}, {PP: 2}, {"model": HYBRID}),
+    "a pattern has no virtual stages without bars": ("hybrid_stages", {PP: 2, VIRTUAL: 1}, {PP: 2}, OLD_PATTERN),
+    "bars of a pattern fit the pipeline": ("pipeline_stages", {PP: 4}, {PP: 2}, {"model": HYBRID, **BARS}),
+    "bars set virtual stages": ("virtual_stages", {PP: 2, VPP: 2}, {PP: 2}, {"model": HYBRID, **BARS}),
+    "bars move": ("pipeline_stages", {PP: 4}, {PP: 4, "layer_split": "balanced"}, {"model": HYBRID, **BARS}),
     "an expert is split evenly": ("expert_width", {TP: 4, SP: True}, {TP: 2, SP: True}, {"model": NARROW}),
     "context parallelism wants two chunks a device": ("context_length", {CP: 4}, {CP: 2}, {"seq_length": 100}),
     "a sequence on one device may be odd": ("context_length", {CP: 2}, {CP: 1}, {"seq_length": 101}),

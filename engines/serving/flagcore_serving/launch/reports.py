@@ -25,9 +25,10 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class ServerReports:
     """The API of an engine's server, and the format of its reports: all that the trial program knows about an engine.
 
-    - `counters`: the samples at /metrics to read, with the names that a trial's metrics give them.
-    - `shares`: metrics of a load that are ratios: the increase of the first counter, divided by the summed increases of
-      the other counters.
+    - `counters`: the samples at /metrics to read, with the names that a trial's metrics give them. A sample may be
+      limited to a label: name{label="value"}.
+    - `shares`: metrics of a load that are ratios: the increase of the first counter (or the sum of several, as in a+b),
+      divided by the summed increases of the other counters.
     - `settings`: regular expressions for the log, by knob. Their only group is the value in use; the first match
       counts.
     - `memory_lines`: regular expressions for memory in the log, by metric. The largest match counts.
@@ -85,13 +86,17 @@ AVERAGED_COUNTERS = (
 
 
 def samples(text: str) -> dict[str, list[float]]:
-    """Parse the response of /metrics. Return the finite values of each sample by name, one value per set of labels."""
+    """Parse the response of /metrics. Return the finite values of each sample by name, one value per set of labels.
+
+    A sample is also listed under its name with each label, as in name{label="value"}."""
     result: dict[str, list[float]] = {}
     for line in text.splitlines():
         sample = _SAMPLE.match(line)
         with suppress(ValueError):
             if sample and math.isfinite(value := float(sample["value"])):
-                result.setdefault(sample["name"], []).append(value)
+                named = (f'{{{label}="{each}"}}' for label, each in _LABEL.findall(sample["labels"] or ""))
+                for suffix in ("", *named):
+                    result.setdefault(sample["name"] + suffix, []).append(value)
     return result
 
 

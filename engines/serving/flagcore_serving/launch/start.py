@@ -112,8 +112,8 @@ class EngineProfile:
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the axes of a task's knobs in the order of enumeration. Raises SpecError."""
         fixed = self.program.parse(task.spec).fixed
-        if task.spec.serve.engine_args:
-            self._check_fixed(task, self.program.parse(replace(task.spec, baseline=None)).fixed)
+        if given := task.spec.serve.engine_args and self.program.parse(replace(task.spec, baseline=None)).fixed:
+            self._check_fixed(task, given)
         return common_knobs.axes(task, self.knobs, fixed, self.program.version(task.spec))
 
     def _check_fixed(self, task: Task, fixed: Mapping[str, KnobValue]) -> None:

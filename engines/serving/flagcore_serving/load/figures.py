@@ -206,7 +206,24 @@ def _latencies(answers: Sequence[Answer]) -> dict[str, float]:
         values = _values(answers, name)
         if values.size:
             figures |= {f"{name}.{statistic}": value for statistic, value in statistics_of(values).items()}
-    return figures
+    return figures | _of_tasks([answer for answer in answers if answer.task is not None])
+
+
+MAX_TURNS = 10
+"""The maximum number of turns whose TTFT is reported."""
+TURN_TTFT, TASK_S = "ttft_s.turn_{number}", "task_s.mean"
+"""The mean TTFT of a turn, from 1, and the mean seconds of a conversation from its first request to its last answer."""
+
+
+def _of_tasks(answers: Sequence[Answer]) -> dict[str, float]:
+    """Return the metrics of conversations. A conversation counts from its first turn to the last one that counts."""
+    spans, turns = dict[int, tuple[float, float]](), dict[int, list[float]]()
+    for answer in answers:
+        start, end = spans.get(answer.task or 0, (math.inf, 0.0))
+        spans[answer.task or 0] = min(start, answer.start_s), max(end, answer.end_s)
+        turns.setdefault(answer.turn, []).append(answer.ttft_s)
+    means = {TURN_TTFT.format(number=turn + 1): float(np.mean(turns[turn])) for turn in sorted(turns)[:MAX_TURNS]}
+    return means | ({TASK_S: float(np.mean([end - start for start, end in spans.values()]))} if spans else {})
 
 
 def _share(answer: Answer, window: Window) -> float:

@@ -175,8 +175,8 @@ class Request:
 
     - `input_tokens`: tokens of the prompt; 0 for a prompt that is text, because the server counts its tokens.
     - `arrive_s`: when to send it, in seconds after the start of the load; None in a closed loop.
-    - `follows`: whether it continues the conversation of the request before it. It is then sent after the answer to
-      that request and the load's think time.
+    - `task`, `turn`: the number of its conversation, and of the request in this conversation, from 0.
+    - `wait_s`: seconds from the answer to the turn before until it is sent.
     - `pieces`: the pieces of its prompt for `routing.Prefixes`.
     """
 
@@ -184,7 +184,9 @@ class Request:
     input_tokens: int
     output_tokens: int
     arrive_s: float | None
-    follows: bool = False
+    task: int = 0
+    turn: int = 0
+    wait_s: float = 0.0
     pieces: tuple[int, ...] = ()
 
 

@@ -91,6 +91,7 @@ class Answer:
     - `input_tokens`: tokens of the prompt, from the request or, for a text, as the server counted them.
     - `output_tokens`: tokens of the answer. The number always equals the requested one.
     - `target`: the index of the instance in the load's targets.
+    - `task`, `turn`: the number of its conversation (None without any), and of the request in this conversation.
     """
 
     start_s: float
@@ -101,6 +102,8 @@ class Answer:
     input_tokens: int
     output_tokens: int
     target: int = 0
+    task: int | None = None
+    turn: int = 0
 
     @property
     def end_s(self) -> float:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+import numpy as np
 import psutil
 
 from flagcore.domain.space import IntArray
@@ -107,8 +108,7 @@ def measure(
                     return sender.result(requests.notes, None)
             prefixes = Prefixes(len(targets)) if prefix_aware and pairs is None else None
             watch = Watch(main, limits or {}, steady, fewest, min_rate, load.concurrency)
-            think_s = load.think_time_s
-            sender = _LoadSender(http, targets, main, watch, think_s=think_s, prefixes=prefixes, pairs=pairs)
+            sender = _LoadSender(http, targets, main, watch, prefixes=prefixes, pairs=pairs)
             gc.collect()
             meter = Meter()
             await sender.send(load.concurrency, deadline, share_s)
@@ -127,14 +127,14 @@ class _LoadSender:
         requests: Sequence[Request],
         watch: Watch,
         *,
-        think_s: float = 0.0,
         prefixes: Prefixes | None = None,
         pairs: Pairs | None = None,
     ) -> None:
         self._http, self._targets, self._requests, self._watch = http, targets, requests, watch
-        self._think_s, self._prefixes, self._pairs = think_s, prefixes, pairs
+        self._prefixes, self._pairs = prefixes, pairs
         self._router = LeastBusy(len(targets))
         self._failed, self._late_s = False, 0.0
+        self._has_tasks = any(request.turn for request in requests)
         self.problems: Counter[str] = Counter()
 
     async def send(self, concurrency: int | None, deadline: float, share_s: float = math.inf) -> None:
@@ -176,7 +176,7 @@ class _LoadSender:
         A task sends one conversation after the other or, if conversations have arrival times, a single conversation. A
         request without further turns is a conversation, too.
         """
-        starts = [index for index, request in enumerate(self._requests) if not request.follows]
+        starts = [index for index, request in enumerate(self._requests) if not request.turn]
         ends = (*starts[1:], len(self._requests))
         conversations = [self._requests[start:end] for start, end in zip(starts, ends, strict=True)]
         if self._requests[0].arrive_s is None and concurrency is not None:
@@ -188,7 +188,7 @@ class _LoadSender:
     async def _run_slot(self, queue: Iterator[Sequence[Request]]) -> None:
         for conversation in queue:
             for request in conversation:
-                await self._think(request)
+                await asyncio.sleep(request.wait_s)
                 await self._send_one(request)
 
     async def _send_at_arrival(self, conversation: Sequence[Request], slots: asyncio.Semaphore) -> None:
@@ -196,13 +196,9 @@ class _LoadSender:
         await asyncio.sleep(due - time.perf_counter())
         self._late_s = max(self._late_s, time.perf_counter() - due)
         for request in conversation:
-            await self._think(request)
+            await asyncio.sleep(request.wait_s)
             async with slots:
                 await self._send_one(request)
-
-    async def _think(self, request: Request) -> None:
-        if request.follows and self._think_s:
-            await asyncio.sleep(self._think_s)
 
     async def _send_one(self, request: Request) -> None:
         if self._failed or self._watch.has_ended:
@@ -231,6 +227,8 @@ class _LoadSender:
             raise
         finally:
             self._router.end(target)
+        if self._has_tasks:
+            answer = replace(answer, task=request.task, turn=request.turn)
         self._watch.answered(stream, answer)
         if self._watch.has_ended:
             raise _Ended
@@ -284,9 +282,20 @@ def _requests(
 ) -> list[Request]:
     arrive_s = [None] * len(prompts) if requests.arrive_s is None else requests.arrive_s.tolist()
     counts = [0 if isinstance(prompt, str) else prompt.size for prompt in prompts]
-    follows = [False] * len(prompts) if requests.follows is None else (requests.follows >= 0).tolist()
+    task, turn = requests.tasks
+    wait_s = np.zeros(len(prompts)) if requests.wait_s is None else requests.wait_s
     images = uris or [()] * len(prompts)
-    columns = zip(prompts, images, counts, requests.output_len.tolist(), arrive_s, follows, strict=True)
+    columns = zip(
+        prompts,
+        images,
+        counts,
+        requests.output_len.tolist(),
+        arrive_s,
+        task.tolist(),
+        turn.tolist(),
+        wait_s.tolist(),
+        strict=True,
+    )
     return [
         Request(body(model, prompt, output_len, path, each), count, output_len, *others)
         for prompt, each, count, output_len, *others in columns

@@ -5,7 +5,10 @@ A file contains JSON lines, or one JSON list. Each row is one of these:
 - a prompt, which may have images;
 - a conversation, as in ShareGPT and in vLLM's multi-turn files;
 - the lengths of a request, as in Mooncake's traces: timestamp in milliseconds, input_length, output_length, and
-  hash_ids of blocks of 512 tokens (kvcache-ai/Mooncake).
+  hash_ids of blocks of 512 tokens (kvcache-ai/Mooncake). Rows with the same session_id are the turns of a conversation,
+  each sent `delay` milliseconds after the answer before (traces of Dynamo; aiperf 0.13 `dataset/loader/models.py`);
+- an agent, as in AgentX (Weka): its requests with `in`, `out`, `think_time` in seconds and hash_ids of blocks of
+  `block_size` tokens, and those of its sub-agents (aiperf 0.13 `dataset/loader/weka_trace_models.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.files import read_regular
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.errors import SpecError
 from flagcore_serving.job import Load
 from flagcore_serving.load.images import Image, RequestImages, read_image
@@ -54,12 +57,14 @@ class Traffic:
 
     - `input_len`, `output_len`: tokens of prompts and of answers.
     - `arrive_s`: seconds after the first request; None for a closed loop.
-    - `blocks`: the ids of each prompt's blocks of `BLOCK` tokens, which prompts may share; empty if unknown.
+    - `blocks`: the ids of each prompt's blocks of `block_len` tokens, which prompts may share; empty if unknown.
     - `texts`: the prompts, if the trace contains them.
     - `is_estimated`: whether some lengths of texts are estimates.
     - `follows`: the index of the previous turn in the same conversation, -1 for a first turn; None if there are no
       conversations. The prompt of a turn continues the previous prompt. The requests of a conversation are contiguous
-      and have the same arrival time.
+      and have the same arrival time. Each is sent after the answer to the one before it.
+    - `fresh`: which later requests of a conversation continue no prompt, as those of sub-agents; None if all do.
+    - `wait_s`: seconds from the answer before to each request of a conversation; 0 for first turns, None if unknown.
     - `images`: the images of each request, in addition to its prompt; empty if there are none.
     - `notes`: notes to the user about estimates and about differences between trace and load.
     """
@@ -68,8 +73,11 @@ class Traffic:
     output_len: IntArray
     arrive_s: FloatArray | None = None
     blocks: Sequence[Sequence[int]] = ()
+    block_len: int = BLOCK
     texts: Sequence[str] = ()
     follows: IntArray | None = None
+    fresh: BoolArray | None = None
+    wait_s: FloatArray | None = None
     images: RequestImages = ()
     notes: tuple[str, ...] = ()
     is_estimated: bool = False
@@ -78,10 +86,25 @@ class Traffic:
         """Return the first `count` requests, or all if `count` is None. If there are fewer, add a note."""
         available = self.input_len.size
         notes = (f"the trace has only {available} of {count} requests",) if count and count > available else ()
-        names = ("input_len", "output_len", "arrive_s", "follows", "blocks", "texts", "images")
+        names = ("input_len", "output_len", "arrive_s", "follows", "fresh", "wait_s", "blocks", "texts", "images")
         columns: dict[str, Any] = {name: getattr(self, name) for name in names}
         columns = {name: None if column is None else column[:count] for name, column in columns.items()}
         return replace(self, **columns, notes=(*self.notes, *notes))
+
+    @property
+    def tasks(self) -> tuple[IntArray, IntArray]:
+        """The number of each request's conversation, and of the request in its conversation, both from 0."""
+        index = np.arange(self.input_len.size)
+        if self.follows is None:
+            return index, np.zeros_like(index)
+        first = self.follows < 0
+        return np.cumsum(first) - 1, index - np.maximum.accumulate(np.where(first, index, 0))
+
+    @property
+    def continued(self) -> IntArray:
+        """The index of the request whose prompt each request continues, -1 if there is none."""
+        follows = np.full(self.input_len.size, -1) if self.follows is None else self.follows
+        return follows if self.fresh is None else np.where(self.fresh, -1, follows)
 
 
 @lru_cache(maxsize=4)
@@ -129,9 +152,16 @@ def _json(text: str, turns: int, output_len: int, folder: Path) -> Traffic:
         raise _InvalidRow("it is empty")
     if any(name in rows[0] for name in _TEXT):
         return _traffic(rows, lambda row, number: _turns(row, number, turns, folder), output_len)
+    if isinstance(rows[0].get("requests"), list):
+        return _traffic(rows, lambda row, number: _agent(row, number)[:turns], output_len, _block_len(rows))
     if any(name in rows[0] for name in _INPUT):
         has_blocks = any("hash_ids" in row for row in rows)
-        return _traffic(rows, lambda row, number: [_lengths(row, number, folder, has_blocks=has_blocks)], output_len)
+        read = partial(_lengths, folder=folder, has_blocks=has_blocks)
+        if any("session_id" in row for row in rows):
+            return _traffic(
+                _sessions(rows), lambda row, _: [read(each, n) for n, each in row["turns"][:turns]], output_len
+            )
+        return _traffic(rows, lambda row, number: [read(row, number)], output_len)
     raise _InvalidRow(f"row 1 has none of {', '.join((*_TEXT, *_INPUT))}")
 
 
@@ -175,7 +205,7 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
 class _Turn:
     """A turn of a conversation: its whole prompt, its lengths in tokens, its answer, its images, and its blocks.
 
-    A prompt and lengths that the trace does not contain are None.
+    A prompt, lengths and a wait that the trace lacks are None. A block of an agent has the number of its row.
     """
 
     prompt: str | None
@@ -183,11 +213,15 @@ class _Turn:
     output_len: int | None
     answer: str = ""
     images: tuple[Image, ...] = ()
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[Any, ...] = ()
+    wait_s: float | None = None
 
 
 def _traffic(
-    rows: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any], int], Sequence[_Turn]], output_len: int
+    rows: Sequence[Mapping[str, Any]],
+    read: Callable[[Mapping[str, Any], int], Sequence[_Turn]],
+    output_len: int,
+    block_len: int = BLOCK,
 ) -> Traffic:
     """Return the requests of `rows`, sorted by time. `read` returns the turns of a row, given the row and its number.
 
@@ -224,12 +258,58 @@ def _traffic(
         output_len=np.array([turn.output_len or estimated_tokens(turn.answer) for turn in requests], dtype=np.int64),
         arrive_s=None if times is None else np.array(arrivals) - (arrivals[0] if arrivals else 0.0),
         blocks=[turn.blocks for turn in requests] if any(turn.blocks for turn in requests) else (),
+        block_len=block_len,
         texts=[_HALF.sub("\ufffd", turn.prompt) for turn in requests if turn.prompt is not None],
         follows=np.array(follows) if max(follows, default=-1) >= 0 else None,
+        wait_s=np.array(
+            [turn.wait_s or 0.0 if before >= 0 else 0.0 for turn, before in zip(requests, follows, strict=True)]
+        )
+        if any(turn.wait_s is not None for turn in requests)
+        else None,
         images=images if any(images) else (),
         notes=(*((note,) if estimated else ()), *((default,) if unknown else ())),
         is_estimated=bool(estimated),
     )
+
+
+def _sessions(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each session, with its `turns` as numbered rows, at the time of the first one."""
+    sessions = dict[object, dict[str, Any]]()
+    for number, row in enumerate(rows, 1):
+        first = {name: row[name] for name in ("timestamp",) if name in row}
+        sessions.setdefault(row.get("session_id", (number,)), {**first, "turns": []})["turns"].append((number, row))
+    if any("timestamp" in each for each in sessions.values()) and not all(
+        "timestamp" in each for each in sessions.values()
+    ):
+        raise _InvalidRow("only some sessions have a timestamp")
+    return [*sessions.values()]
+
+
+def _block_len(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return the tokens of a block of agents, which must be equal in all rows."""
+    sizes = {_count(row, ("block_size",), number) for number, row in enumerate(rows, 1)}
+    if len(sizes) > 1:
+        raise _InvalidRow("rows have different block_size")
+    return sizes.pop()
+
+
+def _agent(row: Mapping[str, Any], number: int) -> list[_Turn]:
+    """Return the requests of an agent and of its sub-agents by time. Each is sent after the answer before: sub-agents
+    that ran at the same time run one after the other. The ids of blocks refer to this agent only."""
+    requests = list[Mapping[str, Any]]()
+    for each in row["requests"] if isinstance(row["requests"], list) else [None]:
+        if not isinstance(each, dict):
+            raise _InvalidRow(f"row {number} has a request that is not an object")
+        requests += each["requests"] if isinstance(each.get("requests"), list) else [each]
+    block_len, turns = _count(row, ("block_size",), number), list[_Turn]()
+    for each in requests:
+        length, ids = _count(each, ("in",), number), each.get("hash_ids", ())
+        whole: list[tuple[Any, ...]] = [(number, one) for one in ids]
+        missing = -(-length // block_len) - len(whole)  # the last block may be incomplete, and then has no id
+        whole += [(number, len(turns), place) for place in range(missing)]
+        wait_s = _number(each.get("think_time") or 0.0, "think_time", number)
+        turns.append(_Turn(None, length, _count(each, ("out",), number), blocks=tuple(whole), wait_s=max(wait_s, 0.0)))
+    return turns
 
 
 def _lengths(row: Mapping[str, Any], number: int, folder: Path, *, has_blocks: bool) -> _Turn:
@@ -244,7 +324,8 @@ def _lengths(row: Mapping[str, Any], number: int, folder: Path, *, has_blocks: b
         raise _InvalidRow(f"row {number}: hash_ids is not a list of counts")
     if has_blocks and len(ids) * BLOCK < length:
         raise _InvalidRow(f"row {number}: {len(ids)} hash_ids of {BLOCK} tokens do not cover {length}")
-    return _Turn(None, length, _count(row, _OUTPUT, number), images=images, blocks=tuple(ids))
+    wait_s = _number(row["delay"], "delay", number) / 1e3 if row.get("delay") is not None else None
+    return _Turn(None, length, _count(row, _OUTPUT, number), images=images, blocks=tuple(ids), wait_s=wait_s)
 
 
 def estimated_tokens(text: str) -> int:

@@ -16,7 +16,7 @@ from flagcore.errors import SpecError
 from flagcore_serving.job import DEFAULT_CONCURRENCY, Load
 from flagcore_serving.load.images import data_uri, draw_images, random_text
 from flagcore_serving.load.result import CHAT, COMPLETIONS, GENERATE
-from flagcore_serving.load.traces import BLOCK, Traffic, trace_of
+from flagcore_serving.load.traces import Traffic, trace_of
 
 
 def traffic(load: Load) -> Traffic:
@@ -38,7 +38,7 @@ def traffic(load: Load) -> Traffic:
             output_len=_lengths(lengths, load.output_len, load, ANSWER_SIGMA),
         )
         if load.turns > 1:
-            requests = _conversations(requests, load.turns)
+            requests = _conversations(requests, load.turns, load.sub_agents)
         if load.images is not None:
             rng = np.random.default_rng([load.seed, 3])
             requests = replace(requests, images=draw_images(load.images, load.num_prompts, rng))
@@ -49,17 +49,30 @@ def traffic(load: Load) -> Traffic:
         if load.concurrency is not None and conversations < load.concurrency:
             note = f"with {conversations} conversations, there are never {load.concurrency} requests in flight"
             requests = replace(requests, notes=(*requests.notes, note))
+    if requests.follows is not None and requests.wait_s is None:
+        requests = replace(requests, wait_s=np.where(requests.follows >= 0, load.think_time_s, 0.0))
     return replace(requests, input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
 
 
-def _conversations(requests: Traffic, turns: int) -> Traffic:
-    """Group requests into conversations of `turns` requests: a prompt continues the previous prompt and its answer."""
-    indices = np.arange(requests.input_len.size)
-    is_first = indices % turns == 0
-    new = requests.input_len + np.where(is_first, 0, np.roll(requests.output_len, 1))
-    sums = np.cumsum(new)
-    starts = np.maximum.accumulate(np.where(is_first, indices, 0))
-    return replace(requests, input_len=sums - sums[starts] + new[starts], follows=np.where(is_first, -1, indices - 1))
+def _conversations(requests: Traffic, turns: int, sub_agents: int = 0) -> Traffic:
+    """Group requests into conversations of `turns` requests: a prompt continues the previous prompt and its answer.
+
+    Sub-agents are conversations of their own between the turns of another one, after its first ones.
+    """
+    size, span = requests.input_len.size, turns * (1 + sub_agents)
+    own = [turn + turns * min(turn, sub_agents) for turn in range(turns)]  # places of the conversation's own turns
+    before = dict(zip(own[1:], own, strict=False))
+    follows = np.full(size, -1, dtype=np.int64)
+    fresh = np.zeros(size, dtype=np.bool_)
+    lengths = requests.input_len.copy()
+    for index in range(size):
+        place = index % span
+        fresh[index] = place > 0 and place not in before and place - 1 in own
+        if place:
+            follows[index] = index - place + before.get(place, place - 1)
+        if place and not fresh[index]:
+            lengths[index] += lengths[follows[index]] + requests.output_len[follows[index]]
+    return replace(requests, input_len=lengths, follows=follows, fresh=fresh if fresh.any() else None)
 
 
 def in_flight(load: Load) -> Load:
@@ -152,16 +165,17 @@ def prompts(
     prefix = _draw_tokens(prefix_len, vocab_size, (*seed, _PREFIX))
     rng = np.random.default_rng((*seed, _WARMUP if warm_up else _PROMPT))
     low, high = _token_range(vocab_size)
-    if traffic.follows is not None:
+    if traffic.follows is not None and not traffic.blocks:
         ids_by_request = list[IntArray]()
-        for length, before in zip(traffic.input_len.tolist(), traffic.follows.tolist(), strict=True):
+        for length, before in zip(traffic.input_len.tolist(), traffic.continued.tolist(), strict=True):
             past = ids_by_request[before] if before >= 0 else np.zeros(0, dtype=np.int64)
             ids_by_request.append(np.concatenate([past, rng.integers(low, high, size=length - prefix_len - past.size)]))
     elif not traffic.blocks:
         ids_by_request = [rng.integers(low, high, size=length - prefix_len) for length in traffic.input_len]
     else:
         block_ids = {block for blocks in traffic.blocks for block in blocks}
-        tokens_by_block = {block: _draw_tokens(BLOCK, vocab_size, (*seed, _BLOCK, block)) for block in block_ids}
+        keys = {block: (*seed, _BLOCK, *(block if isinstance(block, tuple) else (block,))) for block in block_ids}
+        tokens_by_block = {block: _draw_tokens(traffic.block_len, vocab_size, key) for block, key in keys.items()}
         ids_by_request = [
             np.concatenate([tokens_by_block[block] for block in blocks])[: length - prefix_len]
             for blocks, length in zip(traffic.blocks, traffic.input_len, strict=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -19,16 +19,18 @@ from flagcore.domain.metrics import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore_serving.job import Load, ServeSpec
+from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT
 from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict, highest_load
 from flagcore_serving.model.disaggregated import Prefill
 from flagcore_serving.model.iteration import IterationCosts, interpolate
 from flagcore_serving.model.memory import ServingMemory
-from flagcore_serving.model.simulated_load import HIT_RATE, MAX_REQUESTS, SimulatedLoad
+from flagcore_serving.model.simulated_load import CACHE_FIGURES, HIT_RATE, MAX_REQUESTS, TIER_HIT_RATE, SimulatedLoad
 from flagcore_serving.model.simulation import Lane, Price, tokens_per_iteration
+from flagcore_serving.model.tiers import reached
 from flagcore_serving.model.vision import EncoderCosts, ImageWork
 from flagcore_serving.model.work import TOKENIZER, Overheads
 from flagcore_serving.space.placement import InstanceKinds
-from flagcore_serving.space.settings import Settings
+from flagcore_serving.space.settings import TIERS, Settings
 
 MAX_SIMULATED = 4096
 """Maximum number of simulated candidates: the best ones in closed form. The median ratio of their simulated to their
@@ -61,7 +63,7 @@ class Candidates:
     """All inputs to the metrics of candidates: their kinds of instances, with settings, memory and iteration costs.
 
     `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode. `encoder`:
-    the costs of the vision tower; None if there is none.
+    the costs of the vision tower; None if there is none. `tiers`: those of `tiers_of`.
     """
 
     kinds: InstanceKinds
@@ -72,6 +74,7 @@ class Candidates:
     overheads: Overheads
     transfer: FloatArray
     encoder: EncoderCosts | None = None
+    tiers: Mapping[str, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
     @property
     def serve(self) -> ServeSpec:
@@ -104,7 +107,12 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     for candidate, kinds in enumerate(members):
         if has_costs[kinds].all():
             candidates_by_key.setdefault(tuple(_key(context, loads, row) for row in kinds), []).append(candidate)
-    names = (*FIGURE_NAMES, HIT_RATE) if any(load.parts for load in loads) else FIGURE_NAMES
+    absent = {TIER_HIT_RATE.format(tier=tier) for tier in TIERS if tier not in context.tiers}
+    names = FIGURE_NAMES
+    if any(load.parts for load in loads):
+        names += tuple(name for name in CACHE_FIGURES if name not in absent) if context.tiers else (HIT_RATE,)
+    if (turns := max((int(load.turn.max()) + 1 for load in loads if load.turn is not None), default=0)) > 0:
+        names += (TASK_S, *(TURN_TTFT.format(number=turn + 1) for turn in range(min(turns, MAX_TURNS))))
     names = (*names, HIGHEST_LOAD) if context.serve.highest else names
     table = {name: np.full(context.kinds.size, np.nan) for name in names}
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
@@ -195,7 +203,8 @@ def _highest(
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     times = context.times
     costs = b"".join(each[row].tobytes() for each in (times.local, times.shared, times.summed, times.cached))
-    other_costs = np.array([times.floor[row], times.captured[row], times.fixed[row], times.crowding[row]]).tobytes()
+    floors = (times.floor[row], times.decode_floor[row], times.mixed_floor[row], times.captured[row])
+    other_costs = np.array([*floors, times.fixed[row], times.crowding[row]]).tobytes()
     if context.encoder is not None:
         other_costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
     other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
@@ -211,8 +220,11 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, min(float(settings.max_running[row]), float(context.memory.sequences[row]))) * ranks
-    acceptance, evicted = load.load.acceptance, float(settings.host_tokens[row])
-    found = float(load.load.prefix_len)
+    acceptance, caches = load.load.acceptance, bool(settings.prefix_caching[row] and load.parts)
+    found, device = float(load.load.prefix_len), max(tokens, 0.0) if caches else 0.0
+    if context.overheads.whole_prompts:  # each slot has one
+        device = min(device, float(settings.max_running[row]) * ranks * sum(load.means))
+    tiers = [(name, float(each[row]), float(token_s[row])) for name, (each, token_s) in context.tiers.items() if caches]
     if context.task.spec.model.state_bytes:  # a state is stored only at the end of a block
         found -= found % block
     drafted = 0.0 if acceptance is None else float(settings.drafted[row])
@@ -224,7 +236,9 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         ranks=ranks,
         stages=stages,
         shared_prefix=found if settings.prefix_caching[row] else 0.0,
-        retained=max(tokens, 0.0) + evicted if settings.prefix_caching[row] and load.parts else 0.0,
+        retained=device,
+        tiers=tuple(reached(device, tiers, writes_through=bool(settings.writes_through[row]))),
+        whole_prompts=context.overheads.whole_prompts,
         page=float(settings.block_size[row]) if load.parts else 1.0,
         drafted=drafted,
         gain=tokens_per_iteration(acceptance or 0.0, drafted),
@@ -254,6 +268,8 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     lanes = np.minimum(kinds.count, load.flight(1))
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
     loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)
+    if HIT_RATE in figures:
+        loop = replace(loop, cached=np.nan_to_num(figures[HIT_RATE][kinds.owner]))
     visits = np.where(kinds.role > 0, 1.0 / kinds.count, 1.0)
     count = kinds.total(np.where(visits < 1.0, 0.0, 1.0))
     before, after = (
@@ -263,6 +279,8 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     if kinds.role.any():
         caches = np.where(kinds.role == 2, context.transfer * load.means[0], 0.0)
         before["transfer_s"] = kinds.total(visits * caches)
+    if "cache_load_s" in figures:
+        before["load_s"] = np.nan_to_num(figures["cache_load_s"])
     first_token, end = figures["ttft_s.mean"], figures["e2e_s.mean"]
     found = dict[str, FloatArray]()
     for rest, alone, whole in (("queue_s", before, first_token), ("shared_s", after, end - first_token)):
@@ -353,6 +371,7 @@ class ClosedLoop:
     - `ranks`, `stages`: numbers of attention DP ranks and of pipeline stages.
     - `role`: 1 if the lane only computes prompts, 2 if it only decodes, else 0.
     - `encode`: seconds of the vision tower for the images of a request.
+    - `cached`: the share of a prompt that need not be computed. Only `parts` depend on it.
     """
 
     costs: IterationCosts
@@ -367,6 +386,7 @@ class ClosedLoop:
     stages: FloatArray
     role: IntArray | int = 0
     encode: FloatArray | float = 0.0
+    cached: FloatArray | float = 0.0
 
     @property
     def front_end(self) -> FloatArray:
@@ -447,7 +467,7 @@ def _iterations(
     computes at least `waiting` prompt tokens, up to the limit."""
     costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
     plain, reads = loop.device(decoding), loop.reads(decoding)
-    plain = np.where(batch / loop.ranks > costs.captured, np.maximum(plain, costs.floor), plain)
+    plain = np.maximum(plain, np.where(batch / loop.ranks > costs.captured, costs.floor, costs.decode_floor))
     chunk = np.maximum(loop.budget - decoding * overheads.mixes, 1.0)
     arrived = np.maximum(decoding * loop.prompt / loop.output, waiting)
     prompt_tokens = np.minimum(np.maximum(loop.prompt, arrived), chunk)
@@ -461,7 +481,7 @@ def _iterations(
     mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if overheads.mixes else 0.0)
     mixed = mixed + loop.encode * longest / loop.prompt
     is_eager = (tokens / loop.ranks > costs.captured) | (not overheads.mixes)
-    mixed = np.where(is_eager, np.maximum(mixed, costs.floor), mixed)
+    mixed = np.maximum(mixed, np.where(is_eager, costs.floor, costs.mixed_floor))
     host, mixed_host = (costs.fixed + costs.sequence * each / loop.ranks for each in (decoding, mixed_in))
     return plain + host, mixed + mixed_host, prompt_tokens
 
@@ -482,15 +502,23 @@ def parts(loop: ClosedLoop, decoding: FloatArray) -> tuple[dict[str, FloatArray]
     decode_steps = np.where(role == 1, 0.0, np.maximum(loop.output - (role == 0), 0.0))
     device = loop.device(decoding)
     decode_comm = interpolate(costs.messages, per_rank) + interpolate(costs.exchanged, batch)
-    launch_wait = np.where(batch / loop.ranks > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
+<<<<<<< HEAD
+    decode_floor = np.where(batch / loop.ranks > costs.captured, costs.floor, costs.decode_floor)
+    launch_wait = np.maximum(decode_floor - device, 0.0)
     piece = np.minimum(loop.prompt, np.maximum(loop.budget, 1.0))
     pieces = np.where(role == 2, 0.0, loop.prompt / piece)
+=======
+    launch_wait = np.where(batch / loop.ranks > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
+    computed = np.maximum(loop.prompt * (1.0 - loop.cached), 1.0)
+    piece = np.minimum(computed, np.maximum(loop.budget, 1.0))
+    pieces = np.where(role == 2, 0.0, computed / piece)
+>>>>>>> w-tiers
     prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged + costs.summed, piece))
     prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared + costs.summed, piece))
     prompt = prompt + interpolate(costs.sampled, np.ones_like(piece))
-    prompt = np.where(role == 2, 0.0, prompt + costs.pair * 0.5 * loop.prompt**2 + loop.encode)
+    prompt = np.where(role == 2, 0.0, prompt + costs.pair * computed * (loop.prompt - 0.5 * computed) + loop.encode)
     is_eager = (piece > costs.captured) | (not loop.overheads.mixes)
-    prefill_wait = np.where(is_eager, np.maximum(pieces * costs.floor - prompt, 0.0), 0.0)
+    prefill_wait = np.maximum(pieces * np.where(is_eager, costs.floor, costs.mixed_floor) - prompt, 0.0)
     host = costs.fixed + costs.sequence * decoding / loop.ranks + launch_wait
     return {
         "prefill_s": prompt - prefill_comm,

@@ -40,6 +40,7 @@ class _Batch:
     link_free: float
     members: list[int] = field(default_factory=list)
     tokens: float = 0.0
+    cached: int = 0
     pairs: float = 0.0
     longest: float = 0.0
     encode: float = 0.0
@@ -94,12 +95,13 @@ class Disaggregated(Simulation):
         if batch is None or arrival > batch.start or batch.tokens + piece > lane.budget:
             batch = server.last = _Batch(max(arrival, server.free), server.link_free)
         batch.members.append(index)
+        batch.cached += request.prompt
         batch.tokens, batch.longest = batch.tokens + piece, max(batch.longest, piece)
         batch.pairs += piece * (done + 0.5 * piece)
         batch.encode += request.encode
         seconds = self._prompt_seconds(batch) + batch.encode
         batch.end = batch.start + seconds
-        caches = self.prefill.transfer * sum(self.requests[each].prompt for each in batch.members)
+        caches = self.prefill.transfer * batch.cached
         batch.done = max(batch.end, batch.link_free) + caches
         server.free = batch.start + seconds * self.occupied
         server.link_free = max(batch.end, batch.link_free) + caches * self.occupied

@@ -49,7 +49,9 @@ class IterationCosts:
     - `cached`, `pair`: seconds per cached token of a sequence and per query-key pair of a prompt, over all layers.
     - `fixed`, `sequence`: seconds added per iteration and per running sequence, multiplied by `crowding`.
     - `floor`: minimum seconds of an iteration of more than `captured` tokens, multiplied by `crowding`.
-    - `captured`, `crowding`: as in `Settings`. `captured` is 0 if the chip's host takes a time for each layer.
+    - `decode_floor`, `mixed_floor`: the same for other iterations, without prompts and with prompts.
+    - `captured`: the largest iteration that runs as a captured graph, in tokens.
+    - `crowding`: as in `Settings`.
     """
 
     local: FloatArray
@@ -63,6 +65,8 @@ class IterationCosts:
     fixed: FloatArray
     sequence: FloatArray
     floor: FloatArray
+    decode_floor: FloatArray
+    mixed_floor: FloatArray
     captured: FloatArray
     crowding: FloatArray
 
@@ -141,11 +145,10 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     launches = overheads.eager_kernels * model.num_layers + overheads.eager_experts * moe
     if model.multi_latent_attention:
         launches += overheads.eager_latent * model.num_layers
-    host = launches * kernels.launch_seconds() * settings.crowding
-    eager_s = np.where(settings.captured > 0.0, 0.0, host) if costs.synchronous else 0.0
-    captured = settings.captured
-    if costs.layer_s:
-        host, captured = model.num_layers * costs.layer_s * settings.crowding, np.zeros_like(captured)
+    host = launches * (overheads.launch or kernels.launch_seconds()) * settings.crowding
+    eager_s = np.where(settings.graph_tokens > 0, 0.0, host) if costs.synchronous else 0.0
+    pieces = (overheads.layer * model.num_layers + overheads.expert_layer * moe) * settings.crowding
+    whole = np.where(np.isnan(settings.whole), overheads.whole, settings.whole)
     return IterationCosts(
         local=local * passes / column.cores,
         shared=shared * passes / column.cores,
@@ -158,7 +161,9 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         fixed=overheads.iteration * settings.crowding + eager_s,
         sequence=overheads.sequence * settings.crowding,
         floor=np.zeros_like(host) if costs.synchronous else host,
-        captured=captured,
+        decode_floor=np.where(whole > 0.0, 0.0, pieces),
+        mixed_floor=pieces,
+        captured=settings.captured(overheads.captures),
         crowding=settings.crowding,
     )
 

@@ -61,7 +61,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     if model.vision is not None:
         tower, peak = tower_bytes(model.vision, settings.tower_shares, batched_tokens)
         weights, activations = weights + tower / settings.cores, np.maximum(activations, peak / settings.cores)
-    graphs = np.where(settings.captured > 0, GRAPH_BYTES * model.num_layers / settings.pipeline, 0.0)
+    graphs = np.where(settings.graph_tokens > 0, GRAPH_BYTES * model.num_layers / settings.pipeline, 0.0)
     graphs = np.where(np.isnan(settings.graph_bytes), graphs, settings.graph_bytes)
     budget = np.full(weights.shape, np.inf)
     if (capacity := costs.memory.capacity_bytes()) is not None:

@@ -14,6 +14,7 @@ from flagcore.domain.spec import Task, figure_name, is_rate
 from flagcore_serving.model.candidates import Candidates, expected_figures, time_parts
 from flagcore_serving.model.iteration import IterationCosts, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory
+from flagcore_serving.model.tiers import tiers_of
 from flagcore_serving.model.vision import encoder_costs
 from flagcore_serving.model.work import HOST_RATE, Overheads, Serving
 from flagcore_serving.space.hardware import Hardware
@@ -55,8 +56,8 @@ NARROW_BYTES = 1.9
 """A file with fewer bytes per weight than this stores weights in fewer than 16 bits."""
 
 WIDTH_FACTOR = 2.0
-"""Factor on both ends of an interval if the chip was not measured, the engine was not fitted, or weights are read from
-the host."""
+"""Factor on both ends of an interval if the chip was not measured, the engine was not fitted, weights are read from the
+host, or caches are loaded from other tiers."""
 
 NETWORK_FACTOR = 1.2
 """An additional factor on both ends if the rate of the network between hosts is assumed. A choice."""
@@ -92,6 +93,7 @@ def predict(
         overheads=overheads,
         transfer=transfer_seconds(task, kinds, settings, costs),
         encoder=encoder,
+        tiers=tiers_of(task, serving, settings, memory, costs),
     )
     figures = expected_figures(context)
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
@@ -99,7 +101,9 @@ def predict(
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.guessed or costs.synchronous or untested
     unmeasured |= bool(settings.offloaded.any())
-    width_factor = (WIDTH_FACTOR if unmeasured else 1.0) * (NETWORK_FACTOR if costs.assumed_network else 1.0)
+    loads = np.nan_to_num(figures.get("cache_load_s", np.zeros(kinds.size)))
+    width_factor = np.where(unmeasured | (loads > 0.0), WIDTH_FACTOR, 1.0)
+    width_factor = width_factor * (NETWORK_FACTOR if costs.assumed_network else 1.0)
     few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
     return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
 
@@ -211,7 +215,7 @@ def _file_weight_bytes(task: Task) -> float | None:
 
 
 def _predictions(
-    context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: float, *, few_cpus: bool
+    context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: FloatArray, *, few_cpus: bool
 ) -> Predictions:
     objective, memory, settings = context.task.spec.objective, context.memory, context.settings
     name = figure_name(objective)

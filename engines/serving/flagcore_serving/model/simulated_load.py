@@ -1,16 +1,14 @@
 """Simulates the requests of a load point on its lanes (instances), and computes the metrics that a client would
 measure.
 
-A prefix cache contains the tokens of earlier turns, and of blocks or texts that requests share. It stores the most
-recently used parts of prompts, up to its capacity, as in vLLM (0.32: `v1/core/kv_cache_manager.py`) and SGLang (0.5:
-`mem_cache/radix_cache.py`). Generated answers are never reused: the next turn contains the answer of the trace instead.
+A prefix cache contains the tokens of earlier turns, and of blocks or texts that requests share (see `tiers`). Generated
+answers are never reused: the next turn contains the answer of the trace instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -21,17 +19,16 @@ from flagcore.domain.metrics import PERCENTILES, STATISTICS
 from flagcore.domain.model import Vision
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_serving.job import OPEN_LOOP_FLIGHT, Load
-from flagcore_serving.load.figures import statistics_of, widest_limits
+from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT, statistics_of, widest_limits
 from flagcore_serving.load.images import image_tokens
 from flagcore_serving.load.routing import Prefixes
-from flagcore_serving.load.traces import BLOCK, Traffic
+from flagcore_serving.load.traces import Traffic
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.simulation import Price, SimulatedRun, Simulation
+from flagcore_serving.model.tiers import Part, cached_tokens
 from flagcore_serving.model.vision import ImageWork, image_work
-
-Part = tuple[Hashable, int]
-"""A part of a prompt: its identity, which includes everything before it, and its number of tokens."""
+from flagcore_serving.space.settings import TIERS
 
 
 def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
@@ -40,11 +37,13 @@ def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
     Prompts with the same part share the tokens up to its end. The list is empty if prompts share only the prefix.
     """
     if requests.blocks:
-        return [[(block, BLOCK) for block in blocks] for blocks in requests.blocks]
+        return [[(block, requests.block_len) for block in blocks] for blocks in requests.blocks]
     if requests.follows is None:
         return _text_parts(requests.texts, requests.input_len.tolist()) if requests.texts else []
     parts = list[list[Part]]()
-    for index, (length, before) in enumerate(zip(requests.input_len.tolist(), requests.follows.tolist(), strict=True)):
+    for index, (length, before) in enumerate(
+        zip(requests.input_len.tolist(), requests.continued.tolist(), strict=True)
+    ):
         past = parts[before] if before >= 0 else []
         parts.append([*past, (index, max(0, length - prefix_len - sum(size for _, size in past)))])
     return parts
@@ -78,22 +77,6 @@ def _common(left: str, right: str) -> int:
     return low
 
 
-def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatArray:
-    """Return how many tokens of each prompt are cached, if a cache of `capacity` tokens stores earlier prompts."""
-    cache, used, hits = OrderedDict[Hashable, int](), 0, list[float]()
-    for parts in prompts:
-        hit, matches = 0, True
-        for name, size in parts:
-            matches = matches and name in cache
-            hit += size * matches
-            used += size - cache.pop(name, 0)
-            cache[name] = size
-        while used > capacity and cache:
-            used -= cache.popitem(last=False)[1]
-        hits.append(float(hit))
-    return np.array(hits)
-
-
 def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
     """Return the lane (instance) to which a prefix-aware router sends each prompt, if all lanes are equally fast."""
     prefixes, counts = Prefixes(lanes), np.zeros(lanes, dtype=np.int64)
@@ -104,18 +87,14 @@ def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
     return lane_of
 
 
-def turn_order(follows: IntArray, flight: int, seed: int) -> tuple[IntArray, IntArray]:
-    """Return the order in which a closed loop sends the requests of conversations, and the turn of each request.
+def turn_order(task: IntArray, turn: IntArray, flight: int, seed: int) -> IntArray:
+    """Return the order in which a closed loop sends the requests of conversations.
 
     `flight` conversations run at once. A conversation sends a turn after the answer to the turn before. Requests of the
     same turn are in random order, because any instance may be the least busy one.
     """
-    is_first = follows < 0
-    conversation = np.cumsum(is_first) - 1
-    starts = np.flatnonzero(is_first)
-    turn = np.arange(follows.size) - starts[conversation]
-    random_keys = np.random.default_rng([seed, 3]).random(follows.size)
-    return np.lexsort((random_keys, turn, conversation // max(flight, 1))), turn
+    random_keys = np.random.default_rng([seed, 3]).random(turn.size)
+    return np.lexsort((random_keys, turn, task // max(flight, 1)))
 
 
 MAX_REQUEST_TIMES = 20_000
@@ -215,6 +194,16 @@ class RequestTimes:
 
 HIT_RATE = "cache_hit_rate"
 """The share of prompt tokens that were in the prefix cache."""
+TIER_HIT_RATE = "{tier}_hit_rate"
+"""The share of prompt tokens that were in one tier of this cache: `device`, or one of TIERS."""
+CACHE_FIGURES = (
+    HIT_RATE,
+    *(TIER_HIT_RATE.format(tier=tier) for tier in ("device", *TIERS)),
+    "cache_load_s",
+    "cache_compute_s",
+)
+"""Figures of loads whose prompts share parts. The last two are the mean seconds of a request to load what is not on the
+devices, and the seconds that computing it alone would take."""
 
 WAVES_IN_FLIGHT = 10
 """Number of requests that are simulated for a steady state, per request in flight, as in published measurements."""
@@ -244,7 +233,8 @@ class SimulatedLoad:
     - `images`: the other work for the images of each request.
     - `parts`: the parts of each prompt that a prefix cache may contain.
     - `turn`: the turn of each request in its conversation; None if there are no conversations.
-    - `think_s`: seconds before each turn except the first one.
+    - `wait_s`: seconds before each turn; 0 for first ones.
+    - `is_spread`: whether later turns have arrival times of their own.
     - `prefix_aware`: as in ServeSpec.
     - `vision`: the vision tower of the model; None if it has none.
     - `hits`: results of `_hits_of` before rounding, by number of lanes and size of the cache.
@@ -259,7 +249,8 @@ class SimulatedLoad:
     images: Sequence[ImageWork] = ()
     parts: Sequence[Sequence[Part]] = ()
     turn: IntArray | None = None
-    think_s: float = 0.0
+    wait_s: FloatArray | None = None
+    is_spread: bool = False
     prefix_aware: bool = False
     vision: Vision | None = None
     hits: dict[tuple[int, float], FloatArray] = field(default_factory=dict, compare=False)
@@ -294,18 +285,37 @@ class SimulatedLoad:
 
     def _with_turns(self, requests: Traffic) -> SimulatedLoad:
         """Return the load of conversations with its requests in the order in which they are sent."""
-        assert requests.follows is not None
-        flight = min(self.load.concurrency or self.input_len.size, int((requests.follows < 0).sum()))
-        order, turn = turn_order(requests.follows, flight, self.load.seed)
+        task, turn = requests.tasks
+        flight = min(self.load.concurrency or self.input_len.size, int((turn == 0).sum()))
         load = self.load if requests.arrive_s is not None else replace(self.load, concurrency=flight)
-        return replace(self._ordered(order, self.arrivals), load=load, turn=turn[order], think_s=load.think_time_s)
+        drawn = replace(self, load=load, turn=turn, wait_s=requests.wait_s)
+        return drawn._ordered(turn_order(task, turn, flight, self.load.seed), self.arrivals)
 
-    def _spread(self, between_s: float) -> SimulatedLoad:
-        """Return an open loop of conversations in which each turn arrives `between_s` seconds after the one before."""
+    def _spread(self, answer_s: float) -> SimulatedLoad:
+        """Return an open loop of conversations in which each turn arrives after the one before, the seconds `answer_s`
+        of its answer, and its wait."""
         assert self.turn is not None
         assert self.arrivals is not None
-        arrivals = self.arrivals + self.turn * between_s
-        return replace(self._ordered(np.argsort(arrivals, kind="stable"), arrivals), turn=None, hits={})
+        arrivals = self.arrivals + self.turn * (answer_s + self.think_s)
+        return replace(self._ordered(np.argsort(arrivals, kind="stable"), arrivals), is_spread=True, hits={})
+
+    @property
+    def think_s(self) -> float:
+        """The mean seconds before a later turn."""
+        waits = np.zeros(0) if self.turn is None or self.wait_s is None else self.wait_s[self.turn > 0]
+        return float(waits.mean()) if waits.size else 0.0
+
+    def _task_figures(self, times: RequestTimes, rows: IntArray, e2e_s: float) -> dict[str, float]:
+        """Return the mean TTFT of each turn, and the mean time of a conversation. `rows`: the simulated requests.
+
+        `e2e_s`: the mean time of a request."""
+        assert self.turn is not None
+        figures, turns = dict[str, float](), self.turn[rows]
+        if times.ttft.size == turns.size:
+            for turn in np.unique(turns)[:MAX_TURNS].tolist():
+                figures[TURN_TTFT.format(number=turn + 1)] = float(times.ttft[turns == turn].mean())
+        count = np.count_nonzero(self.turn == 0)
+        return figures | {TASK_S: (self.turn.size * e2e_s + (self.turn.size - count) * self.think_s) / count}
 
     def _ordered(self, order: IntArray, arrivals: FloatArray | None) -> SimulatedLoad:
         return replace(
@@ -314,17 +324,22 @@ class SimulatedLoad:
             output_len=self.output_len[order],
             arrivals=None if arrivals is None else arrivals[order],
             parts=[self.parts[index] for index in order],
+            turn=None if self.turn is None else self.turn[order],
+            wait_s=None if self.wait_s is None else self.wait_s[order],
         )
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
-        """Return how many prompt tokens of each request on a lane (one of `lanes`) are in the lane's prefix cache."""
-        key = lanes, price.lane.retained
-        if not self.parts or not price.lane.retained:
-            return np.zeros(self._rows(lanes).size)
-        if key not in self.hits:
-            self.hits[key] = cached_tokens([self.parts[row] for row in self._rows(lanes)], price.lane.retained)
-        page = price.lane.page
-        return np.asarray(self.hits[key] // page * page)
+        """Return how many prompt tokens of each request on a lane (one of `lanes`) each tier of its prefix cache has.
+
+        The shape is (tiers, requests). The first tier is the cache of the devices."""
+        rows, lane = self._rows(lanes), price.lane
+        within = [np.zeros(rows.size)]
+        for reach in (lane.retained, *(tier.reach for tier in lane.tiers)) if self.parts else ():
+            if (lanes, reach) not in self.hits:
+                prompts, answers = [self.parts[row] for row in rows], self.output_len[rows].tolist()
+                self.hits[lanes, reach] = cached_tokens(prompts, reach, answers, whole=lane.whole_prompts)
+            within.append(self.hits[lanes, reach] // lane.page * lane.page)
+        return np.diff(np.array(within), axis=0) if len(within) > 1 else np.array(within)
 
     def _rows(self, lanes: int) -> IntArray:
         """Return the indices of the requests on one of `lanes` equal lanes. A prefix-aware router divides requests
@@ -337,11 +352,29 @@ class SimulatedLoad:
                 self.rows[lanes] = np.flatnonzero(lane_of == np.argsort(counts, kind="stable")[lanes // 2])
         return self.rows[lanes]
 
-    def _hit_rate(self, price: Price, lanes: int) -> float:
-        """Return the share of prompt tokens that the prefix caches of `lanes` equal lanes contain."""
-        inputs = self.input_len[self._rows(lanes)]
-        shared = np.minimum(price.lane.shared_prefix + self._hits_of(price, lanes), inputs - 1.0)
-        return float(shared.sum() / inputs.sum())
+    @staticmethod
+    def _loads(price: Price, hits: FloatArray) -> FloatArray:
+        """Return the seconds in which each request loads its `hits` from the tiers behind the devices."""
+        seconds: FloatArray = np.array([0.0, *(tier.token_s for tier in price.lane.tiers)]) @ hits
+        return seconds
+
+    def _cache_figures(self, price: Price, lanes: int) -> dict[str, float]:
+        """Return the shares of prompt tokens that the prefix caches of `lanes` equal lanes contain, and those of each
+        tier. With tiers behind the devices, also the mean seconds of a request to load from them, and what computing
+        the same tokens alone would take."""
+        inputs, hits = self.input_len[self._rows(lanes)], self._hits_of(price, lanes)
+        hits[0] += price.lane.shared_prefix
+        found = np.diff(np.minimum(np.cumsum(hits, axis=0), inputs - 1.0), axis=0, prepend=0.0).sum(axis=1)
+        names, rates = ("device", *(tier.name for tier in price.lane.tiers)), (found / inputs.sum()).tolist()
+        figures = {HIT_RATE: sum(rates)}
+        if price.lane.tiers:
+            figures |= {TIER_HIT_RATE.format(tier=name): rate for name, rate in zip(names, rates, strict=True)}
+            loaded = hits[1:].sum(axis=0)
+            share, tokens = float((loaded > 0.0).mean()), float(loaded[loaded > 0.0].mean()) if loaded.any() else 0.0
+            pairs = tokens * (float(hits[0].mean()) + 0.5 * tokens)
+            figures["cache_load_s"] = float(self._loads(price, hits).mean())
+            figures["cache_compute_s"] = share * price.mixed(0, tokens, tokens, pairs, 0) if tokens else 0.0
+        return figures
 
     def at(self, value: float) -> SimulatedLoad:
         """Return the load at another request rate or, if it has none, with another number of clients."""
@@ -377,15 +410,17 @@ class SimulatedLoad:
         If there is a `prefill`, the lanes only decode. In an open loop, later turns arrive after the mean time of an
         answer, which a first simulation determines.
         """
-        if self.turn is not None and self.arrivals is not None:
-            figures = self._spread(self.think_s).figures(price, lanes, slo, prefill)
-            return self._spread(self.think_s + figures["e2e_s.mean"]).figures(price, lanes, slo, prefill)
+        if self.turn is not None and self.arrivals is not None and not self.is_spread:
+            figures = self._spread(0.0).figures(price, lanes, slo, prefill)
+            return self._spread(figures["e2e_s.mean"]).figures(price, lanes, slo, prefill)
         flight, lane_flight = self._in_flight, self.flight(lanes)
         times = self._one_lane(price, min(lanes, flight), lane_flight, prefill)
         if self.arrivals is not None:  # the last request of the load may run on another lane
             times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
         figures = figures_of(times, flight / lane_flight, slo)  # the second argument: full lanes
-        return figures | {HIT_RATE: self._hit_rate(price, min(lanes, flight))} if self.parts else figures
+        if self.turn is not None:
+            figures |= self._task_figures(times, self._rows(min(lanes, flight)), figures["e2e_s.mean"])
+        return figures | self._cache_figures(price, min(lanes, flight)) if self.parts else figures
 
     def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:
         """Return the times of requests on one of `lanes` lanes with `flight` requests in flight.
@@ -408,10 +443,11 @@ class SimulatedLoad:
         images = [self.images[row] for row in rows] if self.images else ()
         arrival_times = None if (is_closed and simulated < flight) or arrivals is None else arrivals[:count].tolist()
         if prefill is None:
-            hits, think_s = self._hits_of(price, lanes)[:count].tolist(), 0.0
+            hits, think_s = self._hits_of(price, lanes)[:, :count], 0.0
             if self.turn is not None:  # first turns have no think time
                 think_s = self.think_s * float((self.turn > 0).mean())
-            simulation = Simulation(price, lengths, arrival_times, simulated, hits, think_s, images)
+            found, loads = hits.sum(axis=0).tolist(), self._loads(price, hits).tolist()
+            simulation = Simulation(price, lengths, arrival_times, simulated, found, think_s, images, loads)
         else:
             simulation = Disaggregated(price, prefill, lengths, arrival_times, simulated, images)
         times = RequestTimes.from_outcome(simulation.run())

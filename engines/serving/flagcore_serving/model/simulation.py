@@ -15,6 +15,7 @@ from itertools import islice
 from math import ceil, inf
 
 from flagcore_serving.model.iteration import NODES, IterationCosts
+from flagcore_serving.model.tiers import Tier
 from flagcore_serving.model.vision import ImageWork
 from flagcore_serving.model.work import Overheads
 
@@ -32,7 +33,9 @@ class Lane:
     - `stages`: the number of pipeline stages. Each stage works on another batch and waits for the slowest stage, so an
       iteration is the time in which each sequence gets one token.
     - `shared_prefix`: the first tokens of each prompt, which are always cached.
-    - `retained`: tokens of other prompts that the prefix cache can hold, in blocks of `page` tokens.
+    - `retained`: tokens of other prompts that the prefix cache of the devices can hold, in blocks of `page` tokens.
+    - `tiers`: the tiers of the prefix cache behind the devices.
+    - `whole_prompts`: as in `Overheads`.
     - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
       that only decodes.
     """
@@ -46,6 +49,8 @@ class Lane:
     shared_prefix: float = 0.0
     retained: float = 0.0
     page: float = 1.0
+    tiers: tuple[Tier, ...] = ()
+    whole_prompts: bool = False
     drafted: float = 0.0
     gain: float = 1.0
 
@@ -76,6 +81,7 @@ class Price:
         self._prompts = (costs.shared[row] + costs.summed[row]).tolist()
         self._fixed, self._sequence = float(costs.fixed[row]), float(costs.sequence[row])
         self._floor, self._captured = float(costs.floor[row]), float(costs.captured[row])
+        self._decode_floor, self._mixed_floor = float(costs.decode_floor[row]), float(costs.mixed_floor[row])
         self._decode: dict[int, float] = {}
 
     def cached(self, sequences: int) -> float:
@@ -93,8 +99,7 @@ class Price:
                 + _interpolate(self._sampled, per_rank)
                 + _interpolate(self._shared, batch)
             )
-            if per_rank > self._captured:
-                seconds = max(seconds, self._floor)
+            seconds = max(seconds, self._floor if per_rank > self._captured else self._decode_floor)
             seconds = (seconds + (self._fixed + self._sequence * sequences / self.lane.ranks)) / self.lane.gain
             self._decode[sequences] = seconds
         return seconds
@@ -119,8 +124,8 @@ class Price:
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
         time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
         time += _interpolate(self._prompts, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
-        if batch / self.lane.ranks > self._captured or not self.overheads.mixes:
-            time = max(time, self._floor)
+        is_eager = batch / self.lane.ranks > self._captured or not self.overheads.mixes
+        time = max(time, self._floor if is_eager else self._mixed_floor)
         return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self.lane.ranks
 
     def pieces(self, sequences: int, tokens: float, pairs: float, count: int, prompts: float = 1.0) -> float:
@@ -168,6 +173,7 @@ class Request:
     """One request: lengths in tokens, and times in seconds.
 
     - `hit`: tokens at the start of the prompt that the prefix cache has.
+    - `load`: seconds to load those of them that are not on the devices.
     - `read`, `encode`: seconds that its images take in the front end and in the vision tower.
     - `first`, `end`: times of the first and the last token; -1 if there is none yet.
 
@@ -178,12 +184,14 @@ class Request:
     prompt: int
     output: int
     hit: float = 0.0
+    load: float = 0.0
     read: float = 0.0
     encode: float = 0.0
     first: float = -1.0
     end: float = -1.0
     done: float = 0.0
     made: int = 0
+    loaded: float = 0.0
     since: int = 0
     context: int = 0
     ticket: int = 0
@@ -206,6 +214,7 @@ class Simulation:
     - `arrivals`: times at which requests are sent. If None, `concurrency` requests are sent at once, and then one
       request `think_s` seconds after the end of another one.
     - `hits`: prompt tokens in the prefix cache, besides the prefix that all requests share.
+    - `loads`: seconds to load those of them that are not on the devices.
     - `images`: the work for the images of each request.
 
     Sums over sequences are stored as attributes:
@@ -225,6 +234,7 @@ class Simulation:
         hits: Sequence[float] = (),
         think_s: float = 0.0,
         images: Sequence[ImageWork] = (),
+        loads: Sequence[float] = (),
     ) -> None:
         self.think_s = think_s
         self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
@@ -233,16 +243,19 @@ class Simulation:
             Request(times[index] if index < len(times) else inf, int(prompt), max(int(output), 1))
             for index, (prompt, output) in enumerate(lengths)
         ]
-        for request, hit in zip(self.requests, hits, strict=False):
-            request.hit = hit
+        for index, hit in enumerate(hits):
+            self.requests[index].hit = hit
+        for index, load in enumerate(loads):
+            self.requests[index].load = load
         self._add_images(price, images)
         self.parse_ends: list[float] = []
         self.parse_groups = [0] * len(self.requests)
         self.queue: deque[Request] = deque()
         self.partial: deque[Request] = deque()
+        self.loading: deque[Request] = deque()
         self.heap: list[tuple[int, int, Request]] = []
         self.order: list[Request] = []
-        self.now = self.stalled = self.used = self.tokenized = 0.0
+        self.now = self.stalled = self.used = self.tokenized = self.link = 0.0
         self.group_arrival = -1.0
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent = len(times)
@@ -259,12 +272,15 @@ class Simulation:
     def run(self) -> SimulatedRun:
         while True:
             self._receive()
+            if not (self.queue or self.partial or self.running or self.loading) and self.next >= self.sent:
+                break
             if not (self.queue or self.partial or self.running):
-                if self.next >= self.sent:
-                    break
-                self.now = self._ready_time()
+                self.now = self._next_time()
             elif not self._prompts():
-                self._decode()
+                if self.running:
+                    self._decode()
+                else:
+                    self.now = self._next_time()
         self.outcome.duration = self.now
         return self.outcome
 
@@ -287,10 +303,19 @@ class Simulation:
     def _ready_time(self) -> float:
         return self._tokenized_time() + self.overheads.request
 
+    def _next_time(self) -> float:
+        """Return the time at which the next request is ready, or has its cache."""
+        ready = self._ready_time() if self.next < self.sent else inf
+        return min(ready, self.loading[0].loaded) if self.loading else ready
+
     def _receive(self) -> None:
-        """Move requests that are ready to the queue. A busy engine polls only every `receive` iterations."""
+        """Move requests that are ready to the queue, and those whose cache was loaded to the prompts.
+
+        A busy engine polls only every `receive` iterations."""
         if self.running and self.step % self.overheads.receive:
             return
+        while self.loading and self.loading[0].loaded <= self.now:
+            self.partial.append(self.loading.popleft())
         while self.next < self.sent and self._ready_time() <= self.now:
             self.tokenized = self._tokenized_time()
             self.queue.append(self.requests[self.next])
@@ -302,21 +327,28 @@ class Simulation:
 
     def _admit(self, ended: int) -> bool:
         """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted. If
-        no other sequence runs, the request is admitted even if the cache is too small."""
-        if not self.queue or self.running + len(self.partial) + ended >= self.lane.running:
-            return False
-        request = self.queue[0]
-        cached = self._cached_tokens(request)
-        future = request.output - request.made + self.promised + self.finish - self.running * self.step
-        required_tokens = cached + self.overheads.reserve * future
-        if self.used + required_tokens > self.lane.cache_tokens and (self.running or ended):
-            return False
-        self.queue.popleft()
-        self.partial.append(request)
-        self.promised += request.output - request.made
-        self.used += cached
-        request.done = min(self.lane.shared_prefix + request.hit, request.prompt - 1.0)
-        return True
+        no other sequence runs, the request is admitted even if the cache is too small.
+
+        Requests whose cache is in other tiers first load it, one after the other, while the next ones are admitted
+        (vLLM 0.33 `v1/core/sched/scheduler.py`: WAITING_FOR_REMOTE_KVS)."""
+        while self.queue and self.running + len(self.partial) + len(self.loading) + ended < self.lane.running:
+            request = self.queue[0]
+            cached = self._cached_tokens(request)
+            future = request.output - request.made + self.promised + self.finish - self.running * self.step
+            required_tokens = cached + self.overheads.reserve * future
+            if self.used + required_tokens > self.lane.cache_tokens and (self.running or ended or self.loading):
+                return False
+            self.queue.popleft()
+            self.promised += request.output - request.made
+            self.used += cached
+            request.done = min(self.lane.shared_prefix + request.hit, request.prompt - 1.0)
+            if not request.load or self.overheads.loads_by_layer:
+                self.partial.append(request)
+                return True
+            self.link = request.loaded = max(self.link, self.now) + request.load
+            request.load = 0.0
+            self.loading.append(request)
+        return False
 
     def _prompts(self) -> bool:
         """Compute an iteration with pieces of prompts; return False if there are no prompts to compute.
@@ -328,13 +360,14 @@ class Simulation:
         budget = self.lane.budget - decoding
         if self._pieces(decoding, budget):
             return True
-        tokens = pairs = longest = encode = 0.0
+        tokens = pairs = longest = encode = load = 0.0
         ended: list[Request] = []
         most, continued = budget / self.lane.ranks, 0
         while budget > 0 and (continued < len(self.partial) or self._admit(len(ended))):
             request = self.partial[continued]
             total = request.prompt + request.made
             encode, request.encode = encode + request.encode, 0.0
+            load, request.load = load + request.load, 0.0
             piece = min(budget, most, total - request.done)
             pairs += piece * (request.done + 0.5 * piece)
             request.done += piece
@@ -346,7 +379,7 @@ class Simulation:
                 continued += 1
         if not tokens:
             return False
-        time = self.price.mixed(decoding, tokens, longest, pairs, len(ended), encode)
+        time = max(self.price.mixed(decoding, tokens, longest, pairs, len(ended), encode), load)
         if decoding:
             time += self.price.cached(self.running) * (self.offset + self.running * self.step)
             self._advance(1, time)
@@ -457,8 +490,8 @@ class Simulation:
             self.offset + self.running * self.step
         )
         growth = self.price.cached(self.running) * self.running
-        if self.next < self.sent:
-            wait = self._ready_time() - self.now
+        if self.next < self.sent or self.loading:
+            wait = self._next_time() - self.now
             arrival_step = self.step + (_steps_within(base, growth, wait, steps) if wait > 0.0 else 0)
             poll_step = -(-max(arrival_step, self.step + 1) // self.overheads.receive) * self.overheads.receive
             steps = min(steps, poll_step - self.step)

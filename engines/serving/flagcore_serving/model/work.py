@@ -90,6 +90,11 @@ class Overheads:
 
     - `eager_kernels`: kernels per layer.
     - `eager_experts`, `eager_latent`: additional kernels per layer with experts, and per layer with latent attention.
+    - `launch`: time of the host to launch one; 0 if it is that of the chip's costs.
+    - `layer`, `expert_layer`: time of the host for a layer, and additional time for one with experts, if each layer is
+      captured in pieces.
+    - `captures`: the default limit of captured sequences relative to the most that run.
+    - `whole`: whether an iteration that only decodes is one graph by default. Otherwise it is captured in pieces.
 
     Scheduler and memory:
 
@@ -97,6 +102,9 @@ class Overheads:
       never captured.
     - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
     - `activations_beside`: whether the engine's share of memory covers only weights and cache.
+    - `whole_prompts`: whether each slot keeps its last prompt, and other tiers whole prompts. Otherwise any tokens.
+    - `loads_by_layer`: whether an iteration computes layers while the cache of later ones is loaded from other tiers.
+      Otherwise a request waits until its cache is loaded, and others are computed meanwhile.
     - `own_front_ends`: whether each attention rank has a front end, which accepts requests beside the others.
     - `frees_windows`: whether layers with sliding windows cache only the tokens in their windows.
     - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
@@ -128,9 +136,16 @@ class Overheads:
     eager_kernels: float = 0.0
     eager_experts: float = 0.0
     eager_latent: float = 0.0
+    launch: float = 0.0
+    layer: float = 0.0
+    expert_layer: float = 0.0
+    captures: float = 2.0
+    whole: bool = True
     mixes: bool = True
     reserve: float = 0.0
     activations_beside: bool = False
+    whole_prompts: bool = False
+    loads_by_layer: bool = False
     own_front_ends: bool = False
     frees_windows: bool = False
     indexes_all: bool = False

@@ -202,8 +202,7 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
         return sum(each.count * each.devices for each in pair) > hardware.cards
 
     def misplaced(pair: Pair) -> bool:
-        parts = [each.devices for each in pair for _ in range(each.count)]
-        return sum(parts) <= hardware.cards and _places(parts, hardware) is None
+        return not too_many(pair) and not _fits(pair, hardware)
 
     def rule(name: str, check: Check, message: str) -> Rule:
         table = broken_by_code(task, check)
@@ -228,11 +227,7 @@ def of_each_kind(task: Task, rule: Rule, *, one_suffices: bool = False) -> Rule:
 
     Both kinds must obey the rule, or only one of them if `one_suffices`.
     """
-    pairs = [None, *map(roles, known_roles(task))]
-    tables = [
-        {knob: np.array([pair[kind].layout[knob] if pair else 1 for pair in pairs]) for knob in SPLITS.values()}
-        for kind in range(len(KINDS))
-    ]
+    tables = _sizes(known_roles(task))
 
     def broken(c: Columns) -> BoolArray:
         codes = c[PREFILL_DECODE]
@@ -241,6 +236,22 @@ def of_each_kind(task: Task, rule: Rule, *, one_suffices: bool = False) -> Rule:
         return np.where(codes > 0, of_kinds, rule.broken(c) if set(rule.knobs) <= set(c) else False)
 
     return Rule(name=rule.name, knobs=(*rule.knobs, PREFILL_DECODE), message=rule.message, broken=broken)
+
+
+@lru_cache
+def _sizes(words: tuple[str, ...]) -> list[dict[str, IntArray]]:
+    """Return the sizes of the prefill and decode instances by the code of PREFILL_DECODE, of which `words` are the
+    values. They are 1 if it is not set."""
+    layouts = [[each.layout for each in roles(word)] for word in words]
+    return [
+        {knob: np.array([1, *(pair[kind][knob] for pair in layouts)]) for knob in SPLITS.values()}
+        for kind in range(len(KINDS))
+    ]
+
+
+@lru_cache(maxsize=1 << 16)
+def _fits(pair: Pair, hardware: Hardware) -> bool:
+    return _places([each.devices for each in pair for _ in range(each.count)], hardware) is not None
 
 
 def broken_by_code(task: Task, check: Check) -> BoolArray:

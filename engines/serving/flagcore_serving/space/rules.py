@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from flagcore_models.config import MODELS
 from flagcore_vendorkit.programs import strip_dashes
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore.spec.huggingface import MODELS
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import (
     DP,

@@ -14,6 +14,9 @@ from flagcore_serving.job import EngineArg
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, longest_request
 
+TIERS = ("host", "disk", "store")
+"""Tiers of the cache behind the devices, the fastest first: the host's memory, its disks, and a shared store."""
+
 GRAPH_TOKENS = 512
 """The largest batch, in tokens, that engines capture as a graph by default."""
 
@@ -33,6 +36,8 @@ class Settings:
     - `context_len`: maximum number of tokens of one sequence.
     - `chunked`: whether prompts are computed in chunks; otherwise a prompt is computed in one piece.
     - `graph_tokens`: the largest batch, in tokens, that the engine captures as a graph; 0 in eager mode.
+    - `whole`: 1 if an iteration that only decodes is one graph, 0 if it is captured in pieces, and NaN for the engine's
+      default.
     - `memory_fraction`: share of a device's memory for weights, activations and cache; NaN if `cache_bytes` is set.
     - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
     - `offloaded`: bytes of the layers' weights of each device that are in the memory of the host, and that each pass
@@ -54,7 +59,9 @@ class Settings:
     - `balanced`: whether experts with much work get these copies.
     - `quantized`: whether the engine converts the weights to fp8.
     - `tower_shares`: ranks that split the vision tower's weights, infinity if it is not loaded.
-    - `host_tokens`: evicted prompt tokens of an instance that the host's memory can hold.
+    - `host_cache`, `disk_cache`, `store_cache`: bytes for the cache of an instance in each of TIERS; may be infinite.
+    - `host_ratio`: if `host_cache` is 0, the tokens that it holds relative to those on the devices.
+    - `writes_through`: whether these tiers get each computed token. Otherwise they get what the tier before evicts.
     - `crowding`: the engine's busy processes per CPU of a host, at least 1 (see `predict.crowding`). Times of the host
       are multiplied by it.
     """
@@ -71,6 +78,7 @@ class Settings:
     context_len: IntArray
     chunked: IntArray
     graph_tokens: IntArray
+    whole: FloatArray
     prefix_caching: IntArray
     memory_fraction: FloatArray
     cache_bytes: FloatArray
@@ -91,7 +99,11 @@ class Settings:
     balanced: BoolArray
     quantized: BoolArray
     tower_shares: FloatArray
-    host_tokens: FloatArray
+    host_cache: FloatArray
+    host_ratio: FloatArray
+    disk_cache: FloatArray
+    store_cache: FloatArray
+    writes_through: BoolArray
     crowding: FloatArray
 
     @classmethod
@@ -118,6 +130,7 @@ class Settings:
             "context_len": common_knobs.or_default(context, longest_request(task)),
             "chunked": ones,
             "graph_tokens": 0 * ones,
+            "whole": unknown,
             "prefix_caching": columns.get(common_knobs.PREFIX, 0 * ones),
             "memory_fraction": unknown,
             "cache_bytes": unknown,
@@ -134,7 +147,8 @@ class Settings:
             "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
             "copies": 0 * ones,
             "tower_shares": tensor,
-            "host_tokens": np.zeros(ones.shape),
+            **{name: np.zeros(ones.shape) for name in ("host_ratio", *(f"{tier}_cache" for tier in TIERS))},
+            "writes_through": ones > 0,
             "crowding": np.ones(ones.shape),
         }
         return cls(**common_settings | of_engine)
@@ -144,10 +158,12 @@ class Settings:
         """The number of CPU cores that work together on each rank; 1 for other devices."""
         return np.maximum(self.devices / (self.tensor * self.data * self.pipeline), 1.0)
 
-    @property
-    def captured(self) -> FloatArray:
-        """The largest iteration of an attention DP group, in tokens, that runs as a captured graph."""
-        return np.asarray(np.minimum(self.graph_tokens, 2.0 * self.max_running))
+    def captured(self, captures: float) -> FloatArray:
+        """Return the largest iteration of an attention DP group, in tokens, that runs as a captured graph: at most
+        `captures` times the most sequences that run. vLLM captures 1, 2, 4 and multiples of 8 (0.32 `config/vllm.py`).
+        """
+        most = captures * self.max_running
+        return np.asarray(np.minimum(self.graph_tokens, np.where(most < 8.0, most, most - most % 8.0)))
 
     @property
     def communicators(self) -> FloatArray:
@@ -170,9 +186,13 @@ class PublishedRuns:
     - `memory_flag`: the flag for the engine's share of memory, which runs raise if the weights fill most of a device.
     - `release`: the engine release for records that name none, from the time of the measurements.
     - `engine_args`: other flags of the published recipes.
+    - `wide_copies`, `wide_chunk`: with experts on several hosts, the least copies of experts, and the knob for the
+      prompt tokens of an iteration with the tokens of each rank. 0 and "" if the engine's recipes set none.
     """
 
     cache_type: KnobValue = None
     memory_flag: str = ""
     release: str = ""
     engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
+    wide_copies: int = 0
+    wide_chunk: tuple[str, int] = ("", 0)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from flagcore_models.config import context_of, format_of_weights
+from flagcore_models.gguf import context_length
+from flagcore_models.public import find_public
 from flagcore_vendorkit.programs import strip_dashes
 from flagcore_vendorkit.transformer import (
     attended,
@@ -22,8 +25,6 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, SpecError
 from flagcore.physics.roofline import BYTES
-from flagcore.spec.huggingface import context_of, format_of_weights
-from flagcore.spec.models import context_length, find_public
 from flagcore_serving.space.hardware import Hardware
 
 WIDE_PRECISIONS = ("bf16", "fp16", "fp32")

@@ -310,12 +310,13 @@ def shares(reports: ServerReports, start: Mapping[str, float], end: Mapping[str,
     Ratios of counters that were reset in between are omitted.
     """
     increases = {name: value - start.get(name, 0.0) for name, value in end.items()} if start else {}
-    return {
-        name: increases.get(counter, 0.0) / whole_increase
-        for name, (counter, *total_counters) in reports.shares.items()
-        if min(increases.get(each, 0.0) for each in (counter, *total_counters)) >= 0
-        and (whole_increase := sum(increases.get(each, 0.0) for each in total_counters)) > 0
-    }
+    found = dict[str, float]()
+    for name, (counted, *total_counters) in reports.shares.items():
+        parts = [increases.get(each, 0.0) for each in counted.split("+")]
+        totals = [increases.get(each, 0.0) for each in total_counters]
+        if min(*parts, *totals) >= 0 and sum(totals) > 0:
+            found[name] = sum(parts) / sum(totals)
+    return found
 
 
 def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:

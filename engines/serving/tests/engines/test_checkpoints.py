@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.space.weights import ATTENTION, DENSE, SHARED, Quantization, context_limit, quantization
 from flagcore_testing.examples import mixed
 

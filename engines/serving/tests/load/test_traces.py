@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from flagcore_serving.job import Load
 from flagcore_serving.load.traces import Traffic, read_trace
-from flagcore_serving.load.traffic import traffic
+from flagcore_serving.load.traffic import prompts, traffic
+from flagcore_serving.model.simulated_load import prompt_parts
 
 from tests.checks import given, refuses
 
@@ -165,6 +166,35 @@ def test_prompts_without_the_length_of_an_answer_have_that_of_the_load(tmp_path:
     trace = read_trace(written(tmp_path, "\n".join(map(json.dumps, rows))), output_len=30)
     assert trace.output_len.tolist() == [30, 7]
     assert any("output_len = 30" in note for note in trace.notes)
+
+
+SESSIONS = [
+    {"session_id": "a", "timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]},
+    {"session_id": "b", "timestamp": 500, "input_length": 512, "output_length": 6, "hash_ids": [1]},
+    {"session_id": "a", "delay": 250, "input_length": 1200, "output_length": 7, "hash_ids": [1, 2, 3]},
+]
+CALLS = [
+    {"type": "s", "t": t, "in": size, "out": 4, "hash_ids": [*range(size // 64)], "think_time": 2}
+    for t, size in ((0, 130), (9, 260))
+]
+AGENT = {
+    "block_size": 64,
+    "requests": [CALLS[0], {"type": "subagent", "t": 3, "requests": [{**CALLS[0], "hash_ids": [7]}]}, CALLS[1]],
+}
+
+
+def test_sessions_and_agents_are_conversations_with_waits_and_shared_blocks(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, SESSIONS), turns=9)
+    assert columns(trace) == ([512, 600, 1200], [6, 5, 7], [0.0, 0.5, 0.5])
+    assert (given(trace.follows).tolist(), given(trace.wait_s).tolist()) == ([-1, -1, 1], [0.0, 0.0, 0.25])
+    trace = read_trace(written(tmp_path, [AGENT, AGENT]), turns=9)
+    assert given(trace.follows).tolist() == [-1, 0, 1, -1, 3, 4]
+    assert given(trace.wait_s).tolist() == [0.0, 2.0, 2.0] * 2
+    first, sub_agent, last, other, *_ = prompts(trace, prefix_len=0, vocab_size=1000, seed=(1,))
+    assert (first[:128] == last[:128]).all()
+    assert not (first[:64] == sub_agent[:64]).all()
+    assert not (first[:64] == other[:64]).all(), "blocks of another agent"
+    assert [part[1] for part in prompt_parts(trace, 0)[2]] == [64] * 5
 
 
 def test_a_long_conversation_is_read_up_to_its_turns(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.model.iteration import NODES, distinct_experts, interpolate, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore_serving.model.simulation import Lane, Price
@@ -194,6 +194,11 @@ def test_batches_without_a_graph_wait_for_the_host() -> None:
     host = 1e-3 + 36 * 60 * 11e-6
     assert eager.decode(1) == pytest.approx(host, rel=1e-2)
     assert captured.mixed(0, 513.0, 513.0, 0.0, 1) == pytest.approx(host, rel=1e-2)
+    over = replace(OVER, layer=1e-3, launch=22e-6)
+    whole, pieces = (Price(times(overheads=over, whole=[1.0, 0.0]), row, lane, over) for row in (0, 1))
+    assert whole.decode(1) == pytest.approx(captured.decode(1))
+    assert [whole.mixed(1, 8.0, 8.0, 0.0, 1), pieces.decode(1)] == pytest.approx([37e-3] * 2, rel=1e-2)
+    assert whole.mixed(0, 513.0, 513.0, 0.0, 1) == pytest.approx(2 * host - 1e-3, rel=1e-2)
 
 
 def test_tables_are_interpolated_and_zero_work_takes_no_time() -> None:
@@ -330,5 +335,6 @@ def test_attention_ranks_have_separate_caches() -> None:
 
 
 def test_graphs_and_communicators_follow_from_the_settings() -> None:
-    assert settings(max_running=[512, 4]).captured.tolist() == [512.0, 8.0]
+    assert settings(max_running=[512, 4]).captured(2.0).tolist() == [512.0, 8.0]
+    assert settings(max_running=[12, 3]).captured(1.0).tolist() == [8.0, 3.0]
     assert settings(tensor=[1, 2, 2], data=[1, 1, 2]).communicators.tolist() == [0.0, 2.0, 3.0]

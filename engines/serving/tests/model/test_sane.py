@@ -109,7 +109,7 @@ def test_turn_has_the_prompt_of_the_turn_before_in_the_cache_until_it_is_evicted
     assert cached_tokens(parts, 1e9).tolist() == [0, 10, 25, 0, 10, 25]
     interleaved = [parts[index] for index in (0, 3, 1, 4, 2, 5)]
     assert cached_tokens(interleaved, 1e9).tolist() == [0, 0, 10, 10, 25, 25]
-    assert cached_tokens(interleaved, 30).tolist() == [0, 0, 10, 0, 0, 0]
+    assert cached_tokens(interleaved, 30).tolist() == [0, 0, 10, 5, 5, 0]
 
 
 def test_leading_blocks_of_a_trace_are_shared() -> None:
@@ -120,7 +120,8 @@ def test_leading_blocks_of_a_trace_are_shared() -> None:
 
 
 def test_closed_loop_sends_the_next_turns_of_its_conversations() -> None:
-    order, turn = turn_order(np.array([-1, 0, -1, 2, -1, 4]), 2, seed=0)
+    turn = np.array([0, 1, 0, 1, 0, 1])
+    order = turn_order(np.array([0, 0, 1, 1, 2, 2]), turn, 2, seed=0)
     assert turn[order].tolist() == [0, 0, 1, 1, 0, 1]
     assert set(order[:4].tolist()) == {0, 1, 2, 3}
 

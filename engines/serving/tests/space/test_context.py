@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_models.config import context_of
 from flagcore_serving.job import Load
 from flagcore_serving.space.hardware import longest_request
 from flagcore_vllm.engine import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import LOAD, broken, serving
-from flagcore.spec.huggingface import context_of
 from tests.checks import refuses
 
 

@@ -139,7 +139,7 @@ def normed(inputs: torch.Tensor) -> torch.Tensor:
 
 
 class GatedDeltaNet(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Linear attention with a gated delta rule. `sizes`: those of `flagcore_mixers.gated_delta_net`."""
+    """Linear attention with a gated delta rule. `sizes`: those of `flagcore_models.mixers.gated_delta_net`."""
 
     def __init__(self, hidden_size: int, sizes: Any) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class GatedDeltaNet(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class Mamba2(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A selective state space. `sizes`: those of `flagcore_mixers.mamba2`."""
+    """A selective state space. `sizes`: those of `flagcore_models.mixers.mamba2`."""
 
     def __init__(self, hidden_size: int, sizes: Any) -> None:
         super().__init__()

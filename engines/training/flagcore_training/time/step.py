@@ -351,7 +351,7 @@ def _stage_time(
     weight = total.weight + costs.kernels.memory_seconds(ACCUMULATION_BYTES[_fused(train)] * added)
     if train.options.adapters:
         weight = np.zeros_like(weight)
-    forward, backward, host = total.forward, total.backward, _host(train, layout, costs)
+    forward, backward, host = total.forward, total.backward, host_of(train, layout, costs)
     busy = (backward + Seconds.from_compute(weight)).total
     forward = forward + Seconds.from_compute(launch_wait(forward.total, forward.launches, *host))
     backward = backward + Seconds.from_compute(launch_wait(busy, backward.launches, *host))
@@ -360,7 +360,7 @@ def _stage_time(
     return StageTime(forward, backward, weight)
 
 
-def _host(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray | float, float]:
+def host_of(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray | float, float]:
     """Return the seconds that the host needs for one kernel launch, and the exponent of `launch_wait`.
 
     Graphs of layers exclude full recompute.
@@ -498,7 +498,7 @@ class Pace:
             once_s=is_trained * (2.0 * one_pass - two_passes)[index],
             recomputed_layers=np.where(layout.uniform > 0, np.inf, layout.block * layout.virtual),
         )
-        return cls(passes_by_block, *_host(train, layout, costs), depths)
+        return cls(passes_by_block, *host_of(train, layout, costs), depths)
 
     def __getitem__(self, rows: IntArray) -> Pace:
         host, lag = (each[rows] if isinstance(each, np.ndarray) else each for each in (self.host, self.lag))

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import yaml
-from flagcore_mixers.gated_delta_net import GatedDeltaNet
-from flagcore_mixers.mamba2 import Mamba2
+from flagcore_models import config as model_config
+from flagcore_models.config import mixers, model_of_config
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.mixers.mamba2 import Mamba2
 
 from flagcore.domain.model import Mixer
 from flagcore.errors import SpecError
-from flagcore.spec import huggingface
-from flagcore.spec.huggingface import mixers, model_of_config
 
 NEXT = {
     "model_type": "qwen3_next",
@@ -68,8 +68,8 @@ def test_the_guide_adds_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None
     exec(blocks["python"], names)
     assert blocks["toml"] == '[project.entry-points."flagcore.mixers"]\necho = "my_package.echo:Echo"\n'
     for table, added in zip(("FAMILIES", "KINDS", "MIXERS"), yaml.safe_load_all(blocks["yaml"]), strict=True):
-        monkeypatch.setattr(huggingface, table, {**getattr(huggingface, table), **added})
+        monkeypatch.setattr(model_config, table, {**getattr(model_config, table), **added})
     known = {**mixers(), "echo": names["Echo"]}
-    monkeypatch.setattr(huggingface, "mixers", lambda: known)
+    monkeypatch.setattr(model_config, "mixers", lambda: known)
     model = model_of_config({**NEXT, "model_type": "echo_model", "layer_types": ["echo"] * 48}, name="echo", file="")
     assert model.other_mixers == {names["Echo"](num_heads=8, head_dim=64): 48}

@@ -33,6 +33,9 @@ INDEXED = "indexed"
 """The kind of layers that have an indexer, if not all layers with attention have one."""
 DENSE, EXPERTS = "dense", "experts"
 """The kinds of feed-forward networks."""
+SIZES = {"num_attention_heads": "heads", "num_key_value_heads": "groups", "head_dim": "head_dim"}
+SIZES |= {"v_head_dim": "value_dim"}
+"""The fields of `Attention` for keys of a config.json, which `per_layer_config` gives for layers that differ."""
 BASIC = (DENSE, EXPERTS, "attention", "window", INDEXED)
 """The kinds of layers that need no package."""
 LISTED = (
@@ -42,7 +45,7 @@ LISTED = (
 """The keys that may give a size for each layer, of which the mean is read, or for text and for images."""
 COMMON = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
-    *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "layer_types"),
+    *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "layer_types", "per_layer_config"),
 )
 """The keys that all model families have. The first five are required."""
 
@@ -95,6 +98,7 @@ class Config(BaseModel):
     mtp_use_repeated_layer: bool = False
     mtp_dense: bool = False
     moe_bias: bool = False
+    per_layer_config: dict[str, dict[str, Any]] | None = None
     layer_types: str | list[str] | list[int] | None = None
     full_attention_interval: Size | None = None
     full_attention_offset: NoLayers | None = None
@@ -158,21 +162,22 @@ class Config(BaseModel):
         if len(names) != self.num_hidden_layers:
             problem = f"must be num_hidden_layers = {self.num_hidden_layers} kinds"
             raise spec_error("layer_types", problem, value=len(names), fix="list the kind of each layer")
-        known, layers = dict[tuple[str, str, bool, bool], Layer](), list[Layer]()
+        known, layers = dict[tuple[Any, ...], Layer](), list[Layer]()
+        of_layers = {layer.lstrip("0") or "0": given for layer, given in (self.per_layer_config or {}).items()}
         of_names = [kinds.get(name, "attention") for name in names]
         is_blocks = any(kind in (DENSE, EXPERTS) for kind in of_names)
-        has_indexed = INDEXED in of_names
         for number, kind in enumerate(of_names):
             dense = not self.num_experts or self.enable_moe_block is False or self._is_dense(number)
             default = "" if is_blocks or " " in kind else DENSE if dense else EXPERTS
             reuses = number >= self.num_hidden_layers - self.num_kv_shared_layers
             shares = self._shares_index(number)
+            sizes = {SIZES[key]: size for key, size in of_layers.get(str(number), {}).items() if key in SIZES}
             for block in kind.split():
                 mixer, _, network = block.partition("/")
-                key = mixer, network or default, reuses, shares
+                key = mixer, network or default, reuses, shares, *sizes.items()
                 if key not in known:
-                    given = INDEXED if mixer == "attention" and not has_indexed else mixer
-                    known[key] = self._layer(given, network or default, keys, reuses=reuses, shares=shares)
+                    given = INDEXED if mixer == "attention" and INDEXED not in of_names else mixer
+                    known[key] = self._layer(given, network or default, keys, sizes, reuses=reuses, shares=shares)
                 layers.append(known[key])
         networks = [each.feed_forward for each in layers]
         leading = next((at for at, network in enumerate(networks) if network != DENSE), 0)
@@ -199,11 +204,13 @@ class Config(BaseModel):
             full = {layer for layer in range(size) if layer % interval == offset}
         return [FULL if layer < self.max_window_layers or layer in full else other for layer in range(size)]
 
-    def _layer(self, kind: str, network: str, keys: Mapping[str, Any], *, reuses: bool, shares: bool) -> Layer:
+    def _layer(
+        self, kind: str, network: str, keys: Mapping[str, Any], sizes: Mapping[str, int], *, reuses: bool, shares: bool
+    ) -> Layer:
         """Return a layer of one of KINDS, with the feed-forward network `network`.
 
-        `reuses`: whether it uses keys and values of an earlier layer. `shares`: whether it uses the choice of its
-        indexer.
+        `sizes`: those of its attention that differ. `reuses`: whether it uses keys and values of an earlier layer.
+        `shares`: whether it uses the choice of its indexer.
         """
         if kind in (DENSE, EXPERTS):
             return Layer(mixer=None, feed_forward=kind)
@@ -215,11 +222,10 @@ class Config(BaseModel):
             for name, places in MIXERS["window" if is_window else "attention"].items()
             if (found := _given(keys, places))
         }
-        usual = {"heads": self.num_attention_heads, "groups": self.num_key_value_heads, "head_dim": self.head_dim}
-        usual["value_dim"] = self.v_head_dim
-        own = {name: size for name, size in own.items() if size != usual[name]}
         if not is_window and not self.attention_k_eq_v:  # Gemma 4 reads their heads only then
             own.pop("groups", None)
+        usual = {field: getattr(self, key) for key, field in SIZES.items()}
+        own = {name: size for name, size in {**own, **sizes}.items() if size != usual[name]}
         top_k = self.index_topk or (self.index_topk_blocks or 0) * self.index_block_size
         indexer = None
         if kind == INDEXED and top_k and self.index_n_heads and self.index_head_dim:
@@ -286,7 +292,7 @@ def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
     kind, sizes = mixers().get(table.get("class", name)), dict[str, int]()
     if kind is None:
         problem = "has kinds of layers that no installed package describes"
-        fix = "pip install flagcore-mixers, or install the package with an entry point of this name"
+        fix = "install the package with an entry point of this name"
         raise spec_error("layer_types", problem, value=name, fix=fix)
     for field in fields(kind):
         names = table.get(field.name, [])
@@ -326,7 +332,7 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
     whole, kind = config, config.get("model_type")
     if inner := _section(config, "text_config"):
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-        config, path = {**outer, **inner}, ("text_config",)
+        config, path = {**inner, **outer}, ("text_config",)
         kind = config.get("model_type", kind)
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     try:
@@ -337,6 +343,8 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
             *_unread(whole, {*read, *(family or {}).get("renamed", {})}),
             *[("model_type", str(kind))] * (family is None),
         ]
+        of_layers = (known.per_layer_config or {}).values()
+        unread += [(f"per_layer_config.{key}", str(own[key])) for own in of_layers for key in own if key not in SIZES]
         if unknown := sorted({*known.layer_names()} - kinds.keys()):
             unread.append(("layer_types", ", ".join(unknown)))
         try:
@@ -362,11 +370,9 @@ def _of_family(config: Mapping[str, Any], family: Mapping[str, Any] | None) -> d
     `renamed` of a family has keys, also in sections, with the keys of others that they mean.
     """
     defaults = {**(family or {})}
-    fixed, renamed = defaults.pop("always", {}), defaults.pop("renamed", {})
-    defaults.pop("kinds", None)
+    fixed, renamed, _ = (defaults.pop(key, {}) for key in ("always", "renamed", "kinds"))
     renamed = {key: name for key, name in renamed.items() if name in renamed or config.get(name) is None}
-    names = {key: ALIASES.get(key, key) for key in config}
-    names = {key: name for key, name in names.items() if key not in renamed}
+    names = {key: ALIASES.get(key, key) for key in config if key not in renamed}
     several = Counter(name for key, name in names.items() if config[key] is not None)
     layers = config.get("num_hidden_layers")
     found = {
@@ -398,8 +404,8 @@ def _one(name: str, value: Any, layers: object) -> Any:
 
 def _derived(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return sizes that configuration classes compute from others: of Mamba, and the width of a head."""
-    sizes = {name: keys.get(name) for name in ("hidden_size", "num_attention_heads")}
-    hidden, heads = (size if isinstance(size, int) and size > 0 else 1 for size in sizes.values())
+    sizes = (keys.get(name) for name in ("hidden_size", "num_attention_heads"))
+    hidden, heads = (size if isinstance(size, int) and size > 0 else 1 for size in sizes)
     expand, own, parts = (keys.get(name) for name in ("mamba_expand", "mamba_d_ssm", "mamba_n_heads"))
     width = own if isinstance(own, int) else (expand if isinstance(expand, int) else 2) * hidden
     head = width // parts if isinstance(parts, int) and parts > 0 else None
@@ -431,8 +437,8 @@ def _computed(keys: Mapping[str, Any]) -> dict[str, Any]:
         if has_attention:
             groups.append(attention.get("n_heads_in_group") or 1)
         if has_network:
-            given = network.get("intermediate_size")
-            widths.append(given or _rounded(int(2 * network.get("ffn_mult", 4) * hidden / 3), 256))
+            width = _rounded(int(2 * network.get("ffn_mult", 4) * hidden / 3), 256)
+            widths.append(network.get("intermediate_size") or width)
     names = [name for name in names if name]
     found: dict[str, Any] = {"layer_types": names, "num_hidden_layers": len(names)}
     if widths:

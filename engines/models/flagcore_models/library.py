@@ -1,0 +1,65 @@
+"""What the core asks of this package: `flagcore.spec.models.Library`."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.model import Model
+from flagcore.i18n import _
+from flagcore.spec.models import model_from
+from flagcore.spec.plain_data import read_mapping, spec_error
+from flagcore_models.config import context_of, format_of_weights, model_of_config, vision_of
+from flagcore_models.gguf import gguf_shape
+from flagcore_models.public import find_public, public_models, public_name, similar_models
+
+__all__ = ["of_keys", "public_model", "public_name", "read", "similar_models", "table"]
+
+
+def read(path: Path) -> Model:
+    """Return the model in a directory with a config.json, in such a file, or in a GGUF file. Raises SpecError."""
+    if path.is_dir():
+        folder, path = path, path / "config.json"
+        if not path.exists():
+            fix = _("give a directory with a config.json, a GGUF file, the name of a public model, or an inline shape")
+            raise spec_error("", _("is a directory without a config.json"), value=str(folder), fix=fix)
+    file, absolute = str(path), path.absolute()
+    name = (absolute.parent.name if path.name == "config.json" else path.stem) or "model"
+    if path.suffix == ".gguf":
+        sizes = {key: value for key, value in gguf_shape(file).items() if value is not None}
+        return model_from({**sizes, "name": name}, base=path.parent, file=file)
+    data = read_mapping(path, file=file, key="model")
+    model = model_of_config(data, name=name, file=file)
+    sizes_file = path.with_name("preprocessor_config.json")
+    pixels = read_mapping(sizes_file, file=str(sizes_file), key="model") if sizes_file.is_file() else {}
+    return replace(model, vision=vision_of(data, pixels))
+
+
+def of_keys(keys: Mapping[str, Any], name: str) -> Model:
+    """Return the model that the keys of a config.json describe. Raises SpecError."""
+    return replace(model_of_config(keys, name=name, file=""), vision=vision_of(keys, {}))
+
+
+def public_model(name: str) -> Model | None:
+    """Return the public model `organization/name` or the one that it is a variant of, or None."""
+    found = find_public(name)
+    return model_of_config(found[0], name=name, file="") if found else None
+
+
+def table(words: Iterable[str]) -> list[dict[str, Any]]:
+    """Return one record per public model whose name contains all words, in any case. `context` may be None."""
+    records = list[dict[str, Any]]()
+    for name, config in public_models().items():
+        if all(word.lower() in name.lower() for word in words):
+            model = model_of_config(config, name=name, file="")
+            records.append(
+                {
+                    "model": name,
+                    "layers": model.num_layers,
+                    "hidden": model.hidden_size,
+                    "experts": model.num_moe_experts,
+                    "context": context_of(config),
+                    "weights": format_of_weights(config) or "bf16",
+                }
+            )
+    return records

@@ -1,0 +1,67 @@
+"""Knows public models by name: a plan needs no download."""
+
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any
+
+from flagcore.spec.plain_data import package_yaml
+from flagcore_models.config import format_of_weights
+
+_NAMES = package_yaml(__package__, "names.yaml")
+FORMATS, _SAME_SHAPE = _NAMES["formats"], _NAMES["same_shape"]
+
+
+@lru_cache(maxsize=1)
+def public_models() -> Mapping[str, Mapping[str, Any]]:
+    """Return the table of public models by name: the keys of config.json."""
+    table: dict[str, dict[str, Any]] = package_yaml(__package__, "public_models.yaml")
+    return table
+
+
+def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
+    """Return the config.json of a public model, and the format of its weights if they are quantized.
+
+    Letters may differ in case. Fine-tuned and quantized variants, also of other organizations, have the shape of the
+    model whose name they extend. Returns None for an unknown name.
+    """
+    found = public_name(name)
+    if found is None or name.count("/") != 1:
+        return None
+    config, weights = dict(public_models()[found]), _stem(name)[1]
+    if found.lower() == name.lower() or weights is None:
+        return config, format_of_weights(config)
+    config.pop("quantization_config", None)
+    if weights == "fp8" and name.lower().partition("/")[0] in _NAMES["fp8_blocks"]:
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return config, None if weights == "bf16" else weights
+
+
+def public_name(name: str) -> str | None:
+    """Return the public model whose shape a name has, or None. The organization does not matter."""
+    table, stem = public_models(), _stem(name)[0]
+    names = [known for known in table if known.lower() == name.lower()]
+    names += [known for known in table if _stem(known)[0] == stem]
+    return names[0] if names else None
+
+
+def similar_models(name: str) -> list[str]:
+    """Return up to three public models that a name may mean. The organization does not matter."""
+    if public := public_name(name):
+        return [public]
+    names = {each.rpartition("/")[2].lower(): each for each in public_models()}
+    return [names[each] for each in get_close_matches(name.rpartition("/")[2].lower(), names)]
+
+
+def _stem(name: str) -> tuple[str, str | None]:
+    """Return the part of a repository's name that determines the shape, and the weight format at its end, if any."""
+    words, weights = name.lower().rpartition("/")[2].replace("quantized.", "quantized-").split("-"), None
+    words = words[1:] if words[0] in _NAMES["owners"] and len(words) > 1 else words
+    words = [*words[:1], *(each for each in words[1:] if each not in ("instruct", "chat"))]
+    while len(words) > 1 and (
+        words[-1] in _SAME_SHAPE or words[-1] in FORMATS or re.fullmatch(r"[01]\d{3}|2[3-6]\d\d", words[-1])
+    ):
+        last = FORMATS.get(words.pop())
+        weights = weights or last
+    return "-".join(words), weights

@@ -1,0 +1,381 @@
+"""Models of config.json, of headers of GGUF files, and with public names."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flagcore_models.gguf import context_length, gguf_shape
+
+from flagcore.domain.model import Attention, Model
+from flagcore.errors import SpecError
+from flagcore.spec.models import model_from
+from tests.tasks import VISION
+
+ErrorOf = Callable[..., SpecError]
+
+
+@pytest.fixture
+def error_of() -> ErrorOf:
+    """Call a function that must refuse, and return its error."""
+
+    def call(function: Callable[..., object], *args: Any) -> SpecError:
+        with pytest.raises(SpecError) as caught:
+            function(*args)
+        return caught.value
+
+    return call
+
+
+def read_model(source: str | Mapping[str, object], base: Path) -> Model:
+    return model_from(source, base=base)
+
+
+def config(kind: str, layers: int, hidden: int, ffn: int, heads: int, vocab: int, **extra: Any) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        **extra,
+    }
+
+
+LLAMA3 = config("llama", 32, 4096, 14336, 32, 128256, num_key_value_heads=8)
+QWEN3 = config("qwen3", 36, 4096, 12288, 32, 151936, num_key_value_heads=8)
+QWEN2_MOE = config("qwen2_moe", 24, 2048, 5632, 16, 151936)
+QWEN3_MOE = config("qwen3_moe", 48, 2048, 6144, 32, 151936, head_dim=128)
+MIXTRAL = config("mixtral", 32, 4096, 14336, 32, 32000)
+DEEPSEEK_V2_LITE = config(
+    "deepseek_v2", 27, 2048, 10944, 16, 102400, q_lora_rank=None, moe_intermediate_size=1408, num_experts_per_tok=6
+) | {"first_k_dense_replace": 1}
+GEMMA3 = config("gemma3_text", 12, 2560, 10240, 8, 262208, sliding_window=1024)
+GPT_OSS = config("gpt_oss", 36, 2880, 2880, 64, 201088)
+QWEN3_NEXT = config("qwen3_next", 48, 2048, 5632, 16, 151936)
+QWEN35_MOE = config("qwen3_5_moe_text", 40, 2048, 512, 16, 248320)
+DEEPSEEK_V3 = config("deepseek_v3", 61, 7168, 18432, 128, 129280)
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
+    def write(data: dict[str, Any]) -> Path:
+        (tmp_path / "Some-Model").mkdir()
+        (tmp_path / "Some-Model" / "config.json").write_text(json.dumps(data))
+        return tmp_path
+
+    return write
+
+
+At = Callable[[dict[str, Any]], Path]
+
+
+def test_file_and_directory_give_the_same_model(at: At) -> None:
+    base = at(LLAMA3)
+    assert read_model("Some-Model/config.json", base) == read_model(str(base / "Some-Model"), Path("/"))
+
+
+def test_defaults_come_from_the_family(at: At) -> None:
+    model = read_model("Some-Model", at(config("qwen3", 4, 1024, 2048, 32, 1000)))
+    assert (model.kv_channels, model.num_query_groups) == (128, 32)
+    assert (model.qk_layernorm, model.add_qkv_bias) == (True, False)
+    assert model.untie_embeddings_and_output_weights
+
+
+def test_deepseek_v3_keeps_latent_sizes_shared_experts_and_prediction_layers(at: At) -> None:
+    keys = {"n_shared_experts": 2, "num_nextn_predict_layers": 1, "n_group": 8, "topk_group": 4}
+    model = read_model("Some-Model", at(DEEPSEEK_V3 | keys))
+    assert (model.q_lora_rank, model.kv_lora_rank, model.qk_head_dim, model.v_head_dim) == (1536, 512, 128, 128)
+    assert (model.num_moe_experts, model.moe_router_topk, model.moe_ffn_hidden_size) == (256, 8, 2048)
+    assert (model.moe_shared_expert_intermediate_size, model.moe_first_dense_layers) == (4096, 3)
+    assert (model.mtp_num_layers, model.moe_router_num_groups, model.moe_router_group_topk) == (1, 8, 4)
+
+
+def test_text_part_of_a_larger_model_is_read(at: At) -> None:
+    outer = {"model_type": "mistral3", "vision_config": {}, "tie_word_embeddings": True}
+    outer["text_config"] = LLAMA3 | {"tie_word_embeddings": False}
+    model = read_model("Some-Model", at(outer))
+    assert model.num_layers == 32
+    assert not model.untie_embeddings_and_output_weights
+
+
+def windows_of(model: Model) -> dict[int | None, int]:
+    return {mixer.window: number for mixer, number in model.attention.items() if isinstance(mixer, Attention)}
+
+
+@pytest.mark.parametrize(
+    ("extra", "windows"),
+    [
+        ({}, {1024: 10, None: 2}),
+        ({"sliding_window_pattern": 4}, {1024: 9, None: 3}),
+        ({"layer_types": ["sliding_attention"] * 12}, {1024: 12}),
+        ({"layer_types": ["full_attention"] * 12}, {None: 12}),
+    ],
+)
+def test_layers_with_windows_are_counted(at: At, extra: dict[str, Any], windows: dict[int | None, int]) -> None:
+    assert windows_of(read_model("Some-Model", at(GEMMA3 | extra))) == windows
+
+
+@pytest.mark.parametrize(
+    ("data", "extra", "windows"),
+    [
+        (QWEN3, {"sliding_window": 4096}, {None: 36}),
+        (QWEN3, {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 36}, {None: 36}),
+        (QWEN3, {"sliding_window": 4096, "use_sliding_window": True}, {4096: 8, None: 28}),
+        (LLAMA3 | {"model_type": "mistral"}, {"sliding_window": 4096}, {4096: 32}),
+        (LLAMA3 | {"model_type": "mistral"}, {}, {None: 32}),
+    ],
+)
+def test_windows_are_read_if_the_model_uses_them(
+    at: At, data: dict[str, Any], extra: dict[str, Any], windows: dict[int | None, int]
+) -> None:
+    assert windows_of(read_model("Some-Model", at(data | extra))) == windows
+
+
+def test_keys_that_are_not_read_are_kept(at: At) -> None:
+    text = GEMMA3 | {"attention_dropout": float("inf"), "use_cache": False, "num_nextn_predict_layers": 1}
+    text["per_layer_config"] = {"0": {"kv_lora_rank": 2}}
+    quantized = {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}}
+    model = read_model("Some-Model", at({"text_config": text, "vision_config": {"depth": 2}, **quantized}))
+    assert {name for name, _ in model.unread} == {
+        *("vision_config", "text_config.attention_dropout"),
+        *("text_config.num_nextn_predict_layers", "quantization_config.quant_method"),
+        *("quantization_config.kv_cache_scheme", "per_layer_config.kv_lora_rank"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("extra", "dense", "experts"),
+    [({"decoder_sparse_step": 2}, 24, 24), ({"mlp_only_layers": [0, 3]}, 2, 46)],
+)
+def test_layers_without_experts_may_be_anywhere(at: At, extra: dict[str, Any], dense: int, experts: int) -> None:
+    model = read_model("Some-Model", at(QWEN3_MOE | extra))
+    assert (model.feed_forward_layers("dense"), model.feed_forward_layers("experts")) == (dense, experts)
+
+
+def test_leading_dense_layers_are_read(at: At) -> None:
+    assert read_model("Some-Model", at(QWEN3_MOE | {"mlp_only_layers": [1, 0]})).moe_first_dense_layers == 2
+
+
+def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
+    base = at(QWEN2_MOE | {"decoder_sparse_step": 25})
+    assert read_model("Some-Model", base).num_moe_experts is None
+    (base / "Some-Model" / "config.json").write_text(json.dumps(DEEPSEEK_V3 | {"n_routed_experts": None}))
+    assert read_model("Some-Model", base).num_moe_experts is None
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "problem"),
+    [
+        ({}, "num_hidden_layers", "is missing"),
+        ({"text_config": {"model_type": "llama"}}, "text_config.num_hidden_layers", "is missing"),
+        ({"model_type": "llama"}, "num_hidden_layers", "is missing"),
+        (LLAMA3 | {"hidden_size": "4096"}, "hidden_size", "a whole number"),
+        (LLAMA3 | {"hidden_size": 4097}, "hidden_size", "divisible by num_attention_heads = 32"),
+        (LLAMA3 | {"num_key_value_heads": 5}, "num_key_value_heads", "must divide num_attention_heads = 32"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to"),
+        (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
+        (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
+        (DEEPSEEK_V2_LITE | {"num_experts_per_tok": None}, "num_experts_per_tok", "from 1 to"),
+    ],
+)
+def test_config_that_cannot_be_read_is_refused(
+    at: At, error_of: ErrorOf, data: dict[str, Any], key: str, problem: str
+) -> None:
+    error = error_of(read_model, "Some-Model", at(data))
+    assert error.key == key
+    assert problem in error.problem
+    assert error.file.endswith("Some-Model/config.json")
+
+
+@pytest.mark.parametrize(
+    ("extra", "unread"),
+    [
+        ({"model_type": "retnet"}, {"model_type": "retnet"}),
+        ({"layer_types": ["retention"] * 32}, {"layer_types": "retention"}),
+        ({"mlp_bias": True}, {"mlp_bias": "True"}),
+    ],
+)
+def test_what_is_not_known_is_read_as_attention_and_named(
+    at: At, extra: dict[str, Any], unread: dict[str, str]
+) -> None:
+    model = read_model("Some-Model", at(LLAMA3 | extra))
+    assert (model.num_layers, model.num_query_groups, model.mixers) == (32, 8, {Attention(): 32})
+    assert unread.items() <= dict(model.unread).items()
+
+
+BLOCKS = [
+    {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 3.0}},
+    {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.5}},
+    {"attention": {"no_op": True}, "ffn": {"no_op": True}},
+    {"attention": {"n_heads_in_group": 4}, "ffn": {"replace_with_linear": True}},
+]
+
+
+@pytest.mark.parametrize(
+    ("data", "sizes"),
+    [
+        (config("nemotron-nas", 4, 768, None, 8, 99, block_configs=BLOCKS), (3, 1152, 2)),
+        (config("cohere2_moe", 4, 256, 512, 8, 99), (4, 512, 8)),
+        (config("inkling_text", 4, 256, 96, 8, 99, dense_intermediate_size=512), (4, 512, 8)),
+        (config("llama4_text", 4, 256, 96, 8, 99, intermediate_size_mlp=512), (4, 512, 8)),
+        (config("ernie4_5_vl_moe_text", 4, 256, 512, 8, 99, num_experts=[64, 32]), (4, 512, 4)),
+        (config("qwen2", 4, 256, 512, 8, 99, sliding_window=0, head_dim=0, num_key_value_heads=8), (4, 512, 8)),
+    ],
+)
+def test_sizes_follow_the_families(at: At, data: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+    model = read_model("Some-Model", at(data))
+    assert (model.num_layers, model.ffn_hidden_size, model.num_query_groups) == sizes
+    widths = {"cohere2_moe": 512, "inkling_text": 96, "llama4_text": 96, "ernie4_5_vl_moe_text": 1536}
+    assert model.moe_ffn_hidden_size == widths.get(data["model_type"])
+    assert model.num_moe_experts != 32
+
+
+@pytest.mark.parametrize(
+    ("data", "kinds"),
+    [
+        (config("gemma4_text", 6, 256, 512, 8, 99, attention_k_eq_v=True, num_global_key_value_heads=2), 2),
+        (config("gemma4_text", 12, 256, 512, 8, 99, num_kv_shared_layers=6), 4),
+        (config("llama", 2, 256, 512, 8, 99, per_layer_config={"01": {"num_attention_heads": 4, "rank": 2}}), 2),
+        (config("glm_moe_dsa", 9, 6144, 12288, 64, 99, index_topk_freq=4), 2),
+        (config("longcat_flash", 2, 256, 512, 8, 99), 1),
+    ],
+)
+def test_layers_with_other_sizes_are_models_of_their_own(at: At, data: dict[str, Any], kinds: int) -> None:
+    model = read_model("Some-Model", at(data))
+    assert len(model.by_attention) == kinds
+    assert sum(each.attention_layers for each in model.by_attention) == model.attention_layers
+
+
+def test_a_misspelled_name_is_answered_with_the_nearest(error_of: ErrorOf) -> None:
+    error = error_of(read_model, "deepseek-ai/DeepSeek-V3.7", Path())
+    assert "known here" in error.problem
+    assert "did you mean deepseek-ai/DeepSeek-V3" in error.fix
+    assert error_of(read_model, "./Some-Model", Path("/nowhere")).problem == "does not exist"
+
+
+QWEN25_VL = config("qwen2_5_vl", 28, 3584, 18944, 28, 152064, num_key_value_heads=4) | {
+    "vision_config": {"hidden_size": 1280, "spatial_merge_size": 2}
+}
+QWEN2_VL = QWEN25_VL | {"model_type": "qwen2_vl", "vision_config": {"hidden_size": 3584}}
+QWEN3_VL = {
+    "model_type": "qwen3_vl",
+    "text_config": QWEN3 | {"model_type": "qwen3_vl_text"},
+    "vision_config": {"out_hidden_size": 4096},
+}
+"""Other sizes of towers are the defaults of their families."""
+
+
+def model_in(folder: Path, data: Mapping[str, Any], **preprocessor: Any) -> Model:
+    (folder / "config.json").write_text(json.dumps(data))
+    if preprocessor:
+        (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    return read_model(str(folder), folder)
+
+
+def test_vision_towers_are_read(tmp_path: Path) -> None:
+    model = model_in(tmp_path, QWEN25_VL, min_pixels=3136, max_pixels=12845056)
+    assert model.vision == VISION
+    assert (model.num_layers, model.add_qkv_bias) == (28, True)
+    older = model_in(tmp_path, QWEN2_VL).vision
+    assert (older.hidden_size, older.ffn_hidden_size, older.output_size) == (1280, 5120, 3584)
+    assert (older.full_layers, older.window_size, older.gated_linear_unit) == (32, 0, False)
+    assert model_in(tmp_path, QWEN3).vision is None
+    assert model_in(tmp_path, QWEN2_VL | {"vision_config": {}}).vision == older
+
+
+def test_sizes_of_images_are_those_of_the_processor(tmp_path: Path) -> None:
+    assert getattr(model_in(tmp_path, QWEN25_VL).vision, "max_pixels", None) == 28 * 28 * 1280
+    model = model_in(tmp_path, QWEN3_VL, size={"longest_edge": 16777216, "shortest_edge": 65536})
+    assert (model.vision.min_pixels, model.vision.max_pixels, model.vision.mergers) == (65536, 16777216, 4)
+    assert model.vision.tokens(1280, 704) == 40 * 22
+    assert model.qk_layernorm
+
+
+def test_an_invalid_tower_names_its_key(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as raised:
+        model_in(tmp_path, QWEN25_VL | {"vision_config": {"depth": 0, "hidden_size": 8}})
+    assert any("vision_config" in each.key for each in raised.value.problems)
+    with pytest.raises(SpecError) as raised:
+        model_in(tmp_path, QWEN25_VL, min_pixels="many")
+    assert "min_pixels" in raised.value.key
+
+
+gguf = pytest.importorskip("gguf", reason="pip install gguf to make a header")
+
+
+def header(folder: Path, arch: str, sizes: dict[str, Any], tensors: tuple[str, ...] = ()) -> str:
+    import numpy as np
+
+    file = folder / f"{arch}.gguf"
+    writer = gguf.GGUFWriter(str(file), arch)
+    for name, size in sizes.items():
+        add = writer.add_array if isinstance(size, list) else writer.add_uint32
+        add(f"{arch}.{name}", size)
+    for name in tensors:
+        writer.add_tensor(name, np.ones(32, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(file)
+
+
+DENSE = {
+    "block_count": 4,
+    "embedding_length": 256,
+    "feed_forward_length": 1024,
+    "attention.head_count": 8,
+    "attention.head_count_kv": 2,
+    "vocab_size": 1000,
+    "context_length": 4096,
+}
+
+
+def test_a_dense_model_with_tied_tables_and_biases(tmp_path: Path) -> None:
+    file = header(tmp_path, "qwen2", DENSE, ("token_embd.weight", "blk.0.ffn_gate.weight", "blk.0.attn_q.bias"))
+    found = gguf_shape(file)
+    assert (found["num_layers"], found["kv_channels"], found["num_query_groups"]) == (4, 32, 2)
+    assert (found["untie_embeddings_and_output_weights"], found["add_qkv_bias"]) == (False, True)
+    assert context_length(file) == 4096
+    assert "num_moe_experts" not in found
+
+
+def test_heads_that_differ_by_layer_count_as_the_maximum(tmp_path: Path) -> None:
+    found = gguf_shape(header(tmp_path, "deci", DENSE | {"attention.head_count_kv": [2, 4, 2, 2]}, ("output.weight",)))
+    assert found["num_query_groups"] == 4
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    sizes = {"expert_count": 16, "expert_used_count": 4, "expert_feed_forward_length": 128}
+    shared = {"expert_shared_count": 2, "leading_dense_block_count": 1}
+    found = gguf_shape(header(tmp_path, "deepseek2moe", DENSE | sizes | shared, ("blk.1.ffn_gate_exps.weight",)))
+    assert found["num_moe_experts"] == 16
+    assert (found["moe_router_topk"], found["moe_ffn_hidden_size"], found["moe_first_dense_layers"]) == (4, 128, 1)
+    assert found["moe_shared_expert_intermediate_size"] == 256
+    assert found["gated_linear_unit"]
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    latent = {
+        "attention.kv_lora_rank": 64,
+        "attention.q_lora_rank": 96,
+        "attention.key_length_mla": 48,
+        "attention.value_length_mla": 32,
+        "attention.key_length": 80,
+        "rope.dimension_count": 16,
+        "attention.head_count_kv": 1,
+    }
+    found = gguf_shape(header(tmp_path, "deepseek2", DENSE | latent, ("output.weight",)))
+    assert found["multi_latent_attention"]
+    assert (found["kv_lora_rank"], found["q_lora_rank"]) == (64, 96)
+    assert (found["qk_head_dim"], found["qk_pos_emb_head_dim"], found["v_head_dim"]) == (32, 16, 32)
+    assert found["num_query_groups"] == 8
+
+
+def test_a_missing_size_is_named(tmp_path: Path) -> None:
+    sizes = {name: size for name, size in DENSE.items() if name != "block_count"}
+    with pytest.raises(SpecError, match=r"has no llama\.block_count"):
+        gguf_shape(header(tmp_path, "llama", sizes))

@@ -1,0 +1,120 @@
+"""flag size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flagcore.cli import options
+from flagcore.errors import UsageError
+from flagcore.i18n import N_, _
+
+if TYPE_CHECKING:
+    from flagcore_serving.sizing import Sizing
+
+COLUMNS = {
+    "devices": "devices",
+    "80%": "safe_devices",
+    "chip": "chip",
+    "replicas": "replicas",
+    "devices each": "devices_per_replica",
+    "~req/s each": "rate",
+    "~in flight": "in_flight",
+    "~TTFT p50 s": "ttft_s",
+    "~TPOT p50 s": "tpot_s",
+    "cost/h": "cost_per_hour",
+    "cost/M tokens": "cost_per_million_tokens",
+    "configuration": "configuration",
+}
+"""The columns of the table: headings, and fields of `Size`."""
+HOURS = {"hour": "hour", "requests": "requests", "~req/s": "rate", "replicas": "replicas"}
+
+
+def _chips(texts: Iterable[str]) -> dict[str, float | None]:
+    """Return the chips of `NAME` and `NAME=PRICE`, with their prices. Raises UsageError."""
+    found = dict[str, float | None]()
+    for text in texts:
+        name, sign, price = text.partition("=")
+        number = -1.0
+        with suppress(ValueError):
+            number = float(price)
+        if not name or (sign and not 0 < number < 1e6):
+            raise UsageError(_("--chip {text}: expected NAME or NAME=PRICE, with a price above 0", text=text))
+        found[name] = number if sign else None
+    return found
+
+
+@click.command("size")
+@click.argument("spec", required=False, type=click.Path())
+@options.model
+@options.settings()
+@click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), help=N_("Requests per second [default: those of the spec].")
+)
+@click.option(
+    "--day",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help=N_("Trace with arrival times: the rate is that of its busiest hour, and each hour gets its replicas."),
+)
+@click.option(
+    "--chip",
+    "chips",
+    multiple=True,
+    metavar="NAME[=PRICE]",
+    help=N_("Plan for this chip, with the price of a device for an hour (repeatable, to compare chips)."),
+)
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice(("hpa", "keda", "dynamo")),
+    help=N_("Print an autoscaler for the best size: Kubernetes HPA, KEDA, or a configuration of Dynamo's planner."),
+)
+@click.option("--name", default="server", show_default=True, help=N_("With --to: name of the Deployment."))
+@options.output
+def size_command(
+    spec: Any, rate: float | None, day: Path | None, chips: tuple[str, ...], target: str | None, name: str, form: str
+) -> None:
+    """Show how many devices keep the latency limits of SPEC at a rate of requests, without running anything.
+
+    Each line is a number of replicas, each with the fastest predicted configuration of its devices. They are sorted by
+    cost if all chips have a price, otherwise by the number of devices.
+    """
+    from flagcore_serving.sizing import manifest, sizing
+
+    if spec is None:
+        raise click.UsageError(_("SPEC or --model is required"))
+    found = sizing(spec, rate, None if day is None else str(day), _chips(chips))
+    records = [asdict(each) for each in found.sizes]
+    if target is not None:
+        options.show(manifest(found, target, name).removesuffix("\n"), "yaml")
+    elif form in ("json", "yaml"):
+        hours = [asdict(each) for each in found.hours]
+        options.show_record({"rate": found.rate, "sizes": records, "hours": hours}, form)
+    else:
+        columns = {name: key for name, key in COLUMNS.items() if any(each[key] is not None for each in records)}
+        options.show_records(records, form, columns)
+        if form == "table":
+            _explain(found)
+
+
+def _explain(found: Sizing) -> None:
+    """Print what the best size is, the replicas by hour, and how to confirm one replica."""
+    best = found.best
+    text = N_("{rate:.4g} requests/s within the limits: {devices} x {chip}, as {replicas} replicas of {configuration}.")
+    values = {"chip": best.chip, "devices": best.devices, "replicas": best.replicas, "rate": found.rate}
+    options.show("\n" + _(text, **values, configuration=best.configuration))
+    if best.safe_devices > best.devices:
+        text = N_("At the low end of the 80% interval of each replica's rate: {devices} devices.")
+        options.show(_(text, devices=best.safe_devices))
+    if found.hours:
+        options.show_records([asdict(each) for each in found.hours], "table", HOURS)
+    shape = f"--set cluster.chip={best.chip} --set cluster.nodes={best.nodes}"
+    shape += f" --set cluster.devices_per_node={best.devices_per_replica // best.nodes}"
+    text = N_("Confirm one replica by trials: flag tune SPEC --set serve.profile.request_rate=auto {shape}")
+    options.say(_(text, shape=shape))

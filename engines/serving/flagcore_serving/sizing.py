@@ -1,0 +1,277 @@
+"""How many devices keep the latency limits of a spec at a rate of requests, on which chip, and by hour of a day.
+
+A replica is the fastest predicted configuration of some devices. Requests are spread over replicas at random, so each
+receives an equal share of the rate. No trial runs.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from flagcore import estimate
+from flagcore.api.inputs import LoadedSpec, SpecLike, changed_spec, spec_data
+from flagcore.domain.knob import Knobs
+from flagcore.domain.space import KnobValue
+from flagcore.errors import NothingFits, SpecError, UsageError
+from flagcore.i18n import _
+from flagcore.launchers.script import checked_name
+from flagcore.plugins import find_engine
+from flagcore.report.text import values_text
+from flagcore.spec.plain_data import dump_yaml
+from flagcore_serving.launch.reports import ServerReports
+from flagcore_serving.load.traces import read_trace
+
+HOUR = 3600
+WINDOW_S = 300.0
+"""The rate of an hour is that of its busiest WINDOW_S seconds: autoscalers and starts of servers take minutes."""
+LISTED = 8
+"""Candidates per size among which the one with the highest load is chosen; they are sorted by output tokens per second,
+which is the load times the length of answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Replicas of one configuration that keep the limits at a rate.
+
+    - `nodes`: those of one replica.
+    - `devices_per_replica`, `replicas`, `devices`: whole numbers; `devices` is the product of the others.
+    - `safe_devices`: the devices if each replica only reaches the low end of the 80% interval of its rate.
+    - `rate`: requests per second that one replica serves within the limits. `low_rate`: the low end of its interval.
+    - `in_flight`: the mean number of requests that a replica holds at this rate: rate x latency (Little's law).
+    - `ttft_s`, `tpot_s`: medians at this rate.
+    - `cost_per_hour`, `cost_per_million_tokens`: of all devices, per million output tokens, if the chip has a price.
+    """
+
+    chip: str
+    nodes: int
+    devices_per_replica: int
+    replicas: int
+    devices: int
+    safe_devices: int
+    rate: float
+    low_rate: float
+    in_flight: float
+    ttft_s: float
+    tpot_s: float
+    candidate: Mapping[str, KnobValue]
+    configuration: str
+    cost_per_hour: float | None = None
+    cost_per_million_tokens: float | None = None
+
+
+def _replicas(rate: float, of_one: float) -> int:
+    """Return how many replicas serve a rate, at least 1. An exact multiple needs no more because of rounding."""
+    return max(1, math.ceil(rate / of_one - 1e-9))
+
+
+def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None]) -> list[Size]:
+    """Return the sizes that keep the limits of `serve.slo` at `rate` requests per second, the best first.
+
+    Each has other devices per replica: powers of two up to a node of the spec, and whole nodes up to its nodes.
+    `chips`: the chips to compare, each with the price of a device for an hour or None; empty means that of the spec.
+    The best has the lowest cost if all have prices, otherwise the fewest devices. Raises the errors of
+    `flagcore.estimate`, and NothingFits if no size serves a request within the limits.
+    """
+    found, problems = list[Size](), list[NothingFits]()
+    for chip, price in (chips or {"": None}).items():
+        changes: dict[str, Any] = {"serve.profile.request_rate": "auto", "serve.profile.concurrency": None}
+        changes |= {"cluster.chip": chip} if chip else {}
+        changes |= {} if price is None else {"cluster.price_per_device_hour": price}
+        for nodes, devices in _shapes(spec):
+            shape = {"cluster.nodes": nodes, "cluster.devices_per_node": devices}
+            try:
+                found.extend(_size(changed_spec(spec, changes | shape), rate, nodes, devices))
+            except NothingFits as error:
+                problems.append(error)
+    if not found:
+        raise problems[-1] if problems else NothingFits(_("no size serves a request within the limits of serve.slo"))
+    has_prices = all(each.cost_per_hour is not None for each in found)
+    return sorted(found, key=lambda each: (each.cost_per_hour if has_prices else 0, each.devices, each.replicas))
+
+
+def _shapes(spec: LoadedSpec) -> Iterator[tuple[int, int]]:
+    """Yield the nodes and the devices per node of each replica to try."""
+    cluster = spec.data.get("cluster") or {}
+    if cluster.get("groups"):
+        problem, fix = "has groups, but replicas are of one kind of chips", "give cluster.chip, or --chip for each kind"
+        raise SpecError(key="cluster.groups", value=None, problem=problem, fix=fix)
+    per_node = cluster.get("devices_per_node") or 8
+    if not isinstance(per_node, int) or not isinstance(cluster.get("nodes", 1), int):
+        per_node = 8  # the estimate names the wrong value
+    yield from ((1, 2**power) for power in range(per_node.bit_length()) if 2**power < per_node)
+    yield from ((nodes, per_node) for nodes in range(1, int(cluster.get("nodes") or 1) + 1))
+
+
+def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int) -> Iterator[Size]:
+    """Yield the size of replicas on these devices, if the best candidate serves requests within the limits."""
+    devices = nodes * per_node
+    plan = estimate(spec, top=LISTED, distinct=True)
+    loads = [each for each in plan.candidates if each.get("highest_load") and "last" not in each]
+    if not loads:
+        return
+    best = max(loads, key=lambda each: float(each["highest_load"]))
+    per_replica, speed = float(best["highest_load"]), best["objective"]
+    low = per_replica * min(1.0, speed["low"] / speed["value"])
+    price, answer = (spec.data.get("cluster") or {}).get("price_per_device_hour"), best["output_tokens_per_s"]
+    replicas = _replicas(rate, per_replica)
+    cost = None if price is None else price * devices * replicas
+    output = answer / best["requests_per_s"] if best.get("requests_per_s") else 0.0
+    yield Size(
+        chip=plan.chip,
+        nodes=nodes,
+        devices_per_replica=devices,
+        replicas=replicas,
+        devices=devices * replicas,
+        safe_devices=devices * _replicas(rate, low),
+        rate=per_replica,
+        low_rate=low,
+        in_flight=per_replica * best["e2e_s"]["mean"],
+        ttft_s=best["ttft_s"]["p50"],
+        tpot_s=best["tpot_s"]["p50"],
+        candidate=best["candidate"],
+        configuration=_configuration(best["candidate"], plan.baseline["candidate"], plan.knobs),
+        cost_per_hour=cost,
+        cost_per_million_tokens=cost / HOUR / (rate * output) * 1e6 if cost is not None and output else None,
+    )
+
+
+def _configuration(candidate: Mapping[str, KnobValue], baseline: Mapping[str, KnobValue], knobs: Knobs) -> str:
+    shown = {name: value for name, value in candidate.items() if value != baseline.get(name) or knobs[name].layout}
+    return values_text({name: value for name, value in shown.items() if value not in (None, 1)}, knobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hour:
+    """An hour of a trace, with its highest rate over WINDOW_S seconds and the replicas that this rate needs."""
+
+    hour: int
+    requests: int
+    rate: float
+    replicas: int = 0
+
+
+def hours_of(trace: str) -> list[Hour]:
+    """Return the hours of a trace with arrival times, from its first request. Raises SpecError."""
+    times = read_trace(trace).arrive_s
+    if times is None:
+        problem, fix = "has no arrival times", "give each row a timestamp in milliseconds"
+        raise SpecError(key="--day", value=trace, problem=problem, fix=fix)
+    windows = np.bincount((times / WINDOW_S).astype(int))
+    per_hour = np.pad(windows, (0, -len(windows) % int(HOUR / WINDOW_S))).reshape(-1, int(HOUR / WINDOW_S))
+    return [
+        Hour(hour=number, requests=int(counts.sum()), rate=float(counts.max() / WINDOW_S))
+        for number, counts in enumerate(per_hour)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """The answer of `flag size`: the sizes that keep the limits at `rate` requests per second, the best first.
+
+    - `hours`: the hours of a trace with the replicas of the best size.
+    - `slo`: the limits in seconds, by latency and statistic.
+    """
+
+    rate: float
+    sizes: tuple[Size, ...]
+    hours: tuple[Hour, ...] = ()
+    engine: str
+    model: str
+    slo: Mapping[str, Mapping[str, float]]
+
+    @property
+    def best(self) -> Size:
+        """The size with the lowest cost, or with the fewest devices."""
+        return self.sizes[0]
+
+
+def sizing(spec: SpecLike, rate: float | None, day: str | None, chips: Mapping[str, float | None]) -> Sizing:
+    """Return how many devices keep the limits of a spec at a rate, or at that of the busiest hour of the trace `day`.
+
+    `chips`: as in `sizes_of`. Raises the errors of `flagcore.estimate`, and UsageError without a rate.
+    """
+    file, data = spec_data(spec)
+    serve = data.get("serve")
+    if not isinstance(serve, dict):
+        raise UsageError(_("flag size is for servers, but {file} has no section {section}", file=file, section="serve"))
+    hours = hours_of(day) if day is not None else []
+    given = (serve.get("profile") or {}).get("request_rate")
+    rate = rate or max((each.rate for each in hours), default=given if isinstance(given, (int, float)) else None)
+    if not rate:
+        raise UsageError(_("flag size needs the rate to serve: give --rate or --day"))
+    found = sizes_of(LoadedSpec(file, data), rate, chips)
+    engine = serve.get("engine")
+    return Sizing(
+        rate=rate,
+        sizes=tuple(found),
+        hours=tuple(replace(each, replicas=_replicas(each.rate, found[0].rate)) for each in hours),
+        engine=engine[0] if isinstance(engine, list) else str(engine),
+        model=data["model"] if isinstance(data["model"], str) else "",
+        slo=serve.get("slo") or {},
+    )
+
+
+AUTOSCALERS = ("hpa", "keda", "dynamo")
+PROMETHEUS = "http://prometheus-operated.monitoring.svc:9090"
+"""The address of the service that the Prometheus operator creates in the namespace `monitoring`."""
+
+
+def manifest(found: Sizing, target: str, name: str) -> str:
+    """Return the YAML of an autoscaler of the Deployment `name`: one of AUTOSCALERS.
+
+    It keeps the replicas of the best size, between those of the calmest and of the busiest hour. Sources:
+    HorizontalPodAutoscaler of autoscaling/v2; ScaledObject of keda.sh/v1alpha1 with its Prometheus scaler;
+    `PlannerConfig` of ai-dynamo 1.6.1. Raises UsageError.
+    """
+    best = found.best
+    in_flight = max(1, math.floor(best.in_flight))
+    numbers = [each.replicas for each in found.hours] or [1, best.replicas]
+    about = f"# A replica: {best.configuration}; {best.rate:.3g} requests/s, with {in_flight} in flight.\n"
+    if target == "dynamo":
+        return about + dump_yaml(_planner(found, numbers))
+    metrics = _metrics(found.engine)
+    target_of = {"apiVersion": "apps/v1", "kind": "Deployment", "name": checked_name(name)}
+    spec: dict[str, Any] = {"scaleTargetRef": target_of}
+    if target == "hpa":
+        about += "# An adapter, such as Prometheus Adapter, serves the metric of the pods.\n"
+        average = {"type": "AverageValue", "averageValue": str(in_flight)}
+        pods = {"metric": {"name": metrics[0].replace(":", "_")}, "target": average}
+        spec |= {"minReplicas": min(numbers), "maxReplicas": max(numbers), "metrics": [{"type": "Pods", "pods": pods}]}
+        version, kind = "autoscaling/v2", "HorizontalPodAutoscaler"
+    else:
+        of_pods = f'{{pod=~"{name}-.*"}}'
+        query = " + ".join(f"sum({metric}{of_pods})" for metric in metrics)
+        trigger = {"serverAddress": PROMETHEUS, "query": query, "threshold": str(in_flight)}
+        spec |= {"minReplicaCount": min(numbers), "maxReplicaCount": max(numbers)}
+        spec["triggers"] = [{"type": "prometheus", "metricType": "AverageValue", "metadata": trigger}]
+        version, kind = "keda.sh/v1alpha1", "ScaledObject"
+    return about + dump_yaml({"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec})
+
+
+def _planner(found: Sizing, numbers: Sequence[int]) -> dict[str, Any]:
+    """Return the configuration of Dynamo's planner, whose limits are milliseconds."""
+    limits = {"ttft_ms": found.slo.get("ttft_s"), "itl_ms": found.slo.get("itl_s") or found.slo.get("tpot_s")}
+    devices, is_split = found.best.devices_per_replica, bool(found.best.candidate.get("prefill_decode"))
+    return {
+        "mode": "disagg" if is_split else "agg",
+        "backend": found.engine,
+        "optimization_target": "sla",
+        **{name: 1e3 * min(limit.values()) for name, limit in limits.items() if limit},
+        "min_endpoint": min(numbers),
+        "max_gpu_budget": max(numbers) * devices,
+        **({} if is_split else {"decode_engine_num_gpu": devices}),
+        "model_name": found.model,
+    }
+
+
+def _metrics(engine: str) -> Sequence[str]:
+    """Return the engine's metrics of running and of waiting requests. Raises UsageError."""
+    reports: ServerReports | None = getattr(find_engine(engine), "reports", None)
+    names = {meaning: name for name, meaning in reports.counters.items()} if reports else {}
+    found = [names[each] for each in ("requests_running", "requests_waiting") if each in names]
+    if not found:
+        raise UsageError(_("{engine} reports no number of running requests", engine=engine))
+    return found

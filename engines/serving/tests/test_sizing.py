@@ -1,0 +1,95 @@
+"""flag size: the fewest devices for a rate, the replicas by hour, and autoscalers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from flagcore_serving.sizing import Sizing, hours_of, manifest, sizing
+
+from flagcore import estimate
+from flagcore.api.inputs import LoadedSpec, changed_spec
+from flagcore.errors import SpecError, UsageError
+
+pytestmark = pytest.mark.slow
+
+SHAPE = {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16, "vocab_size": 32000}
+SPEC = {
+    "model": SHAPE,
+    "cluster": {"chip": "H20", "devices_per_node": 2},
+    "serve": {
+        "engine": "vllm",
+        "profile": {"input_len": 1000, "output_len": 50, "num_prompts": 100, "request_rate": 3000},
+        "slo": {"ttft_s": {"p99": 1.0}, "tpot_s": {"p99": 0.05}},
+    },
+    "auto_tuner": {"space": {"max_num_seqs": [64, 256]}},
+}
+LOADED = LoadedSpec("spec.yaml", SPEC)
+PRICES = {"H20": 1.0, "H100": 3.0}
+
+
+@pytest.fixture(scope="module")
+def found() -> Sizing:
+    return sizing(LOADED, None, None, PRICES)
+
+
+def test_the_best_size_is_the_cheapest_of_all_that_are_predicted(found: Sizing) -> None:
+    costs = list[float]()
+    for chip, price in PRICES.items():
+        for devices in (1, 2):
+            changes: dict[str, Any] = {"cluster.chip": chip, "cluster.devices_per_node": devices}
+            changes["serve.profile.request_rate"] = "auto"
+            plan = estimate(changed_spec(LOADED, changes), top=1000)
+            rate = max(each["highest_load"] for each in plan.candidates if "last" not in each)
+            costs.append(price * devices * math.ceil(3000 / rate))
+    assert found.best.cost_per_hour == min(costs)
+    assert sorted(costs) == [each.cost_per_hour for each in found.sizes]
+    for each in found.sizes:
+        assert each.devices == each.replicas * each.devices_per_replica <= each.safe_devices
+        assert each.rate * each.replicas >= found.rate > each.rate * (each.replicas - 1)
+
+
+def test_each_hour_has_the_replicas_for_its_busiest_minutes(tmp_path: Path) -> None:
+    trace = tmp_path / "day.jsonl"
+    quiet, busy = range(0, 3600, 60), (7200 + number / 10 for number in range(3000))
+    rows = [{"timestamp": 1000 * second, "input_length": 10, "output_length": 2} for second in (*quiet, *busy)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    hours = hours_of(str(trace))
+    assert [(each.hour, each.requests) for each in hours] == [(0, 60), (1, 0), (2, 3000)]
+    assert [each.rate for each in hours] == pytest.approx([5 / 300, 0.0, 10.0])
+    day = sizing(LOADED, None, str(trace), {})
+    assert day.rate == pytest.approx(10.0)
+    assert [each.replicas for each in day.hours] == [1, 1, day.best.replicas]
+    trace.write_text(json.dumps({"input_length": 10, "output_length": 2}))
+    with pytest.raises(SpecError, match="no arrival times"):
+        hours_of(str(trace))
+
+
+def test_an_autoscaler_keeps_the_requests_in_flight_of_a_replica(found: Sizing) -> None:
+    best, target = found.best, math.floor(found.best.in_flight)
+    assert best.in_flight == pytest.approx(best.rate * (best.ttft_s + 49 * best.tpot_s), rel=0.2)
+    hpa = yaml.safe_load(manifest(found, "hpa", "chat"))["spec"]
+    assert hpa["scaleTargetRef"]["name"] == "chat"
+    assert hpa["maxReplicas"] == best.replicas
+    assert hpa["metrics"][0]["pods"]["target"]["averageValue"] == str(target)
+    keda = yaml.safe_load(manifest(found, "keda", "chat"))["spec"]
+    assert (keda["minReplicaCount"], keda["maxReplicaCount"]) == (1, best.replicas)
+    assert "vllm:num_requests_running" in keda["triggers"][0]["metadata"]["query"]
+    planner = yaml.safe_load(manifest(found, "dynamo", "chat"))
+    assert (planner["ttft_ms"], planner["itl_ms"], planner["max_gpu_budget"]) == (1000, 50, best.devices)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"serve.profile.request_rate": "auto"}, "--rate"),
+        ({"serve": None}, "no section serve"),
+        ({"serve.slo": {}}, "serve.slo"),
+        ({"cluster": {"groups": [{"chip": "H20"}, {"chip": "A100"}]}}, "cluster.groups"),
+    ],
+)
+def test_what_cannot_be_sized_is_refused(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises((SpecError, UsageError), match=key):
+        sizing(changed_spec(LOADED, changes), None, None, {})
