@@ -248,7 +248,7 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
 
 
 def _with_config(engine: EngineProfile, pairs: list[Pair], start: Start, directory: Path, notes: Notes) -> list[Pair]:
-    """Return the flags of a command, preceded by those in its configuration file, if it is known. Raises SpecError."""
+    """Return the flags of a command after those in its configuration file, if that is known. Raises SpecError."""
     name = engine.program.config_flag
     found = next((values for flag, values in pairs if name and values and strip_dashes(flag) == name), None)
     if found is None:

@@ -502,17 +502,11 @@ def parts(loop: ClosedLoop, decoding: FloatArray) -> tuple[dict[str, FloatArray]
     decode_steps = np.where(role == 1, 0.0, np.maximum(loop.output - (role == 0), 0.0))
     device = loop.device(decoding)
     decode_comm = interpolate(costs.messages, per_rank) + interpolate(costs.exchanged, batch)
-<<<<<<< HEAD
     decode_floor = np.where(batch / loop.ranks > costs.captured, costs.floor, costs.decode_floor)
     launch_wait = np.maximum(decode_floor - device, 0.0)
-    piece = np.minimum(loop.prompt, np.maximum(loop.budget, 1.0))
-    pieces = np.where(role == 2, 0.0, loop.prompt / piece)
-=======
-    launch_wait = np.where(batch / loop.ranks > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
     computed = np.maximum(loop.prompt * (1.0 - loop.cached), 1.0)
     piece = np.minimum(computed, np.maximum(loop.budget, 1.0))
     pieces = np.where(role == 2, 0.0, computed / piece)
->>>>>>> w-tiers
     prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged + costs.summed, piece))
     prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared + costs.summed, piece))
     prompt = prompt + interpolate(costs.sampled, np.ones_like(piece))
