@@ -91,8 +91,11 @@ def test_translations_have_the_fields_of_their_messages() -> None:
 
 
 @pytest.mark.slow
-def test_sources_have_help_headings_and_messages() -> None:
-    assert {"Hide progress and notes.", "limited by", "Saved to {folder}."} <= {message.id for message in sources()}
+def test_help_headings_messages_and_texts_of_data_files_are_translated() -> None:
+    known, found = translations(), {message.id for message in sources()} - {""}
+    vendors = "RCCL lost a peer or the network; look at the other ranks' logs"
+    assert {"Hide progress and notes.", "limited by", "Saved to {folder}.", vendors, "use backend pytorch"} <= found
+    assert [each for each in found if each not in known or not any(known[each].string)] == []
 
 
 def test_a_wide_character_takes_two_columns() -> None:
