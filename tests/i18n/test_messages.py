@@ -9,6 +9,7 @@ import pytest
 
 from flagcore import i18n
 from flagcore.i18n import Message, _, choose, columns, from_record, left, ngettext, right, wrapped
+from flagcore.report.text import reason_text
 from tests.i18n.messages import sources, translations
 
 FIELD = re.compile(r"\{[^{}]*\}")
@@ -53,6 +54,13 @@ def test_a_saved_message_is_translated_with_its_values() -> None:
     assert ids == _(message)
     assert "已达到 max_trials = 3" in ids
     assert from_record("interrupted", None) == _("interrupted") != "interrupted"
+
+
+def test_the_advice_at_the_end_of_a_reason_is_translated() -> None:
+    choose("zh")
+    assert reason_text("OutOfMemoryError (GPU 0) (the port was in use)") == "OutOfMemoryError (GPU 0)（端口已被占用）"
+    assert reason_text("ended (by no advice)") == "ended (by no advice)"
+    assert reason_text("the loss is not finite") == _("the loss is not finite") != "the loss is not finite"
 
 
 @pytest.mark.parametrize(
