@@ -206,10 +206,14 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer: how it mixes tokens (None: it does not), and its feed-forward network: dense, experts, or none ("")."""
+    """A layer: how it mixes tokens (None: it does not), and its feed-forward network: dense, experts, or none ("").
+
+    `repeats`: whether it runs the weights of an earlier layer again, with a cache of its own.
+    """
 
     mixer: Attention | Mixer | None
     feed_forward: str = "dense"
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +291,12 @@ class Model:
     def other_mixers(self) -> Mapping[Mixer, int]:
         """The kinds of mixers whose sizes are their own, with the number of layers of each."""
         return {mixer: number for mixer, number in self.mixers.items() if isinstance(mixer, Mixer)}
+
+    @property
+    def once(self) -> "Model":
+        """This model with all weights once: without the layers that repeat others."""
+        layers = tuple(each for each in self.layers if not each.repeats)
+        return self if len(layers) == len(self.layers) else replace(self, num_layers=len(layers), layers=layers)
 
     @property
     def attention_layers(self) -> int:

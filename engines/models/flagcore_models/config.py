@@ -5,7 +5,7 @@ A family or kind of layers that is not known is read as far as its keys go, and 
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -110,6 +110,12 @@ class Config(BaseModel):
     use_sliding_window: bool = True
     max_window_layers: NoLayers = 0
     num_kv_shared_layers: NoLayers = 0
+    loop_start: NoLayers = 0
+    loop_end: Layers | None = None
+    layers_after_loop: NoLayers = 0
+    loop_passes: Layers = 1
+    low_cycles: Layers | None = None
+    high_cycles: Layers = 1
     attention_k_eq_v: bool = False
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: NoSize = 0
@@ -163,7 +169,7 @@ class Config(BaseModel):
         if len(names) != self.num_hidden_layers:
             problem = f"must be num_hidden_layers = {self.num_hidden_layers} kinds"
             raise spec_error("layer_types", problem, value=len(names), fix="list the kind of each layer")
-        known, layers = dict[tuple[Any, ...], Layer](), list[Layer]()
+        known, runs = dict[tuple[Any, ...], Layer](), list[list[Layer]]()
         heads = self.num_attention_heads_per_layer or []
         of_layers = {layer.lstrip("0") or "0": given for layer, given in (self.per_layer_config or {}).items()}
         of_names = [kinds.get(name, "attention") for name in names]
@@ -176,18 +182,41 @@ class Config(BaseModel):
             sizes = {SIZES[key]: size for key, size in of_layers.get(str(number), {}).items() if key in SIZES}
             if number < len(heads):
                 sizes["heads"] = heads[number]
+            runs.append([])
             for block in kind.split():
                 mixer, _, network = block.partition("/")
                 key = mixer, network or default, reuses, shares, *sizes.items()
                 if key not in known:
                     given = INDEXED if mixer == "attention" and INDEXED not in of_names else mixer
                     known[key] = self._layer(given, network or default, keys, sizes, reuses=reuses, shares=shares)
-                layers.append(known[key])
+                runs[-1].append(known[key])
+        order = self._order()
+        layers = [
+            replace(each, repeats=order.index(number) < place)
+            for place, number in enumerate(order)
+            for each in runs[number]
+        ]
         networks = [each.feed_forward for each in layers]
         leading = next((at for at, network in enumerate(networks) if network != DENSE), 0)
         is_plain = {each.mixer for each in layers} == {Attention()} and len({*networks[leading:]}) == 1
+        is_plain &= len(order) == len(runs)
         found: dict[str, Any] = {} if is_plain else {"layers": tuple(layers)}
         return {**found, "moe_first_dense_layers": leading} if EXPERTS in networks else found
+
+    def _order(self) -> list[int]:
+        """Return the numbers of the layers in the order in which they run: those of a loop several times.
+
+        The first half runs in each of the low cycles of a high cycle, which ends with the second half (HRM-Text).
+        Source: transformers 5.24 `models/dory`, `models/inkling2_loop` and `models/hrm_text`.
+        """
+        size, start = self.num_hidden_layers, self.loop_start
+        if self.low_cycles:
+            return [*[*range(size // 2)] * self.low_cycles, *range(size // 2, size)] * self.high_cycles
+        end = self.loop_end or size - self.layers_after_loop
+        if not start <= end <= size:
+            fix = f"give layers from 0 to num_hidden_layers = {size}"
+            raise spec_error("loop_start", "is not a loop of layers", value=f"{start} to {end}", fix=fix)
+        return [*range(start), *[*range(start, end)] * self.loop_passes, *range(end, size)]
 
     def layer_names(self) -> list[str]:
         """Return the names of all layers.
@@ -420,11 +449,15 @@ def _derived(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _computed(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes that replace those of keys: of the blocks of Nemotron-NAS, or the feed-forward width of LFM2.
+    """Return sizes that replace those of keys: of the blocks of Nemotron-NAS, the feed-forward width of LFM2, or the
+    layers of both stacks of HRM-Text.
 
     Networks have their mean width. Sources: `modeling_decilm.py` of Llama-3.3-Nemotron-Super-49B, transformers 5.24
-    `models/lfm2`.
+    `models/lfm2` and `models/hrm_text`.
     """
+    stack = keys.get("layers_of_stack") or keys.get("num_hidden_layers")
+    if "layers_of_stack" in keys and isinstance(stack, int):
+        return {"num_hidden_layers": 2 * stack}
     blocks, width, hidden = (keys.get(name) for name in ("block_configs", "intermediate_size", "hidden_size"))
     if keys.get("block_auto_adjust_ff_dim") and isinstance(width, int):
         width = int(2 * width / 3 * (keys.get("block_ffn_dim_multiplier") or 1))

@@ -176,6 +176,7 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
         (LLAMA3 | {"hidden_size": 4097}, "hidden_size", "divisible by num_attention_heads = 32"),
         (LLAMA3 | {"num_key_value_heads": 5}, "num_key_value_heads", "must divide num_attention_heads = 32"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to"),
+        (config("dory", 6, 256, 512, 8, 99, n_output_layers=0), "loop_start", "not a loop"),
         (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
         (DEEPSEEK_V2_LITE | {"num_experts_per_tok": None}, "num_experts_per_tok", "from 1 to"),
@@ -248,6 +249,24 @@ def test_layers_with_other_sizes_are_models_of_their_own(at: At, data: dict[str,
     model = read_model("Some-Model", at(data))
     assert len(model.by_attention) == kinds
     assert sum(each.attention_layers for each in model.by_attention) == model.attention_layers
+
+
+LOOP = {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 3}
+
+
+@pytest.mark.parametrize(
+    ("data", "runs"),
+    [
+        (config("inkling2_loop_text", 4, 256, 512, 8, 99, **LOOP), "01212123"),
+        (config("dory", 6, 256, 512, 8, 99, n_input_layers=2, n_output_layers=2), "01232345"),
+        (config("hrm_text", 1, 256, 512, 8, 99, L_cycles=2), "001001"),
+        (config("hrm_text", 12, 256, 512, 8, 99, L_cycles=2, num_layers_per_stack=2), "010123010123"),
+    ],
+)
+def test_a_layer_of_a_loop_runs_again(at: At, data: dict[str, Any], runs: str) -> None:
+    model = read_model("Some-Model", at(data))
+    assert [each.repeats for each in model.layers] == [number in runs[:place] for place, number in enumerate(runs)]
+    assert (model.num_layers, model.once.num_layers) == (len(runs), len({*runs}))
 
 
 def test_a_misspelled_name_is_answered_with_the_nearest(error_of: ErrorOf) -> None:

@@ -466,15 +466,20 @@ def mtp_parameters(train: Training, layout: Layout) -> Parts:
     return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}
 
 
+def own_share(model: Model) -> float:
+    """Return the share of layers that have weights of their own. The others repeat them, alike on all stages."""
+    return model.once.num_layers / model.num_layers
+
+
 def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
     """Return the number of weights of one stage on one rank, by component."""
-    model = train.model
+    model, copies = train.model, stage.copies * own_share(train.model)
     parts = edge_parameters(
         train, layout, first=stage.first, last=stage.last, mtp=(stage.mtp > 0).astype(np.float64), norm=stage.final_norm
     )
-    add_parts(parts, layer_parameters(train, layout, moe=False, stage=stage), stage.dense * stage.copies)
+    add_parts(parts, layer_parameters(train, layout, moe=False, stage=stage), stage.dense * copies)
     if model.num_moe_experts is not None:
-        add_parts(parts, layer_parameters(train, layout, moe=True, stage=stage), stage.moe * stage.copies)
+        add_parts(parts, layer_parameters(train, layout, moe=True, stage=stage), stage.moe * copies)
     if model.mtp_num_layers:
         add_parts(parts, mtp_parameters(train, layout), stage.mtp / model.mtp_num_layers)
     return parts
@@ -541,6 +546,7 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
         sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
         off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
         layout = Layout(**{**sizes, **dict.fromkeys((*off, "split", "expert_groups"), np.zeros(1))})
+    train = replace(train, model=(model := model.once))
     dense_layers, moe_layers = model.feed_forward_layers("dense"), model.feed_forward_layers("experts")
     edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
     plain = replace(train, model=replace(model, layers=()))

@@ -1,6 +1,6 @@
 """Memory of an engine on a device: weights, activations, graphs, and the KV cache in the rest of the budget."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from flagcore_vendorkit.transformer import (
@@ -104,6 +104,7 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     Matrices are split over the tensor ranks, experts over all ranks of a stage. Embedding, head and router have 16
     bits. The fullest pipeline stage holds its share of the layers, rounded up, and either the embedding or the head.
     """
+    serving = replace(serving, model=serving.model.once)
     model, h = serving.model, float(serving.model.hidden_size)
     stored_bytes = serving.weight_bytes
     width = BYTES.get(serving.precision, 2.0) if stored_bytes is None else stored_bytes

@@ -230,6 +230,7 @@ def parameters(model: Model) -> float:
 
 def _parts(model: Model) -> dict[str, float]:
     """Return the numbers of weights of the parts that a checkpoint may leave in 16 bits, of experts, and of tables."""
+    model = model.once
     hidden, matrices = float(model.hidden_size), 3.0 if model.gated_linear_unit else 2.0
     experts = model.num_moe_experts or 0
     moe_layers = model.feed_forward_layers(EXPERTS)
