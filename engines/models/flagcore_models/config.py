@@ -34,7 +34,7 @@ INDEXED = "indexed"
 DENSE, EXPERTS = "dense", "experts"
 """The kinds of feed-forward networks."""
 SIZES = {"num_attention_heads": "heads", "num_key_value_heads": "groups", "head_dim": "head_dim"}
-SIZES |= {"v_head_dim": "value_dim"}
+SIZES |= {"v_head_dim": "value_dim", "kv_lora_rank": "latent_rank", "qk_nope_head_dim": "head_dim"}
 """The fields of `Attention` for keys of a config.json, which `per_layer_config` gives for layers that differ."""
 BASIC = (DENSE, EXPERTS, "attention", "window", INDEXED)
 """The kinds of layers that need no package."""
@@ -119,6 +119,9 @@ class Config(BaseModel):
     attention_k_eq_v: bool = False
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: NoSize = 0
+    hc_mult: Size = 1
+    hc_lowrank: NoSize = 0
+    hc_mixes: bool = False
     mlp_layer_types: list[str] | None = None
     linear_num_key_heads: Size | None = None
     attention_output_gate: bool = False
@@ -151,6 +154,8 @@ class Config(BaseModel):
             "num_layers": len(layers.get("layers", ())) or self.num_hidden_layers,
             "ffn_hidden_size": width,
             "layer_embedding_size": self.hidden_size_per_layer_input,
+            "residual_streams": self.hc_mult,
+            "residual_weights": self._residual_weights(),
             "num_query_groups": self.num_key_value_heads or self.num_attention_heads,
             "kv_channels": self.qk_nope_head_dim or self._head_width(),
             "untie_embeddings_and_output_weights": not self.tie_word_embeddings,
@@ -257,8 +262,8 @@ class Config(BaseModel):
         }
         if not is_window and not self.attention_k_eq_v:  # Gemma 4 reads their heads only then
             own.pop("groups", None)
-        usual = {field: getattr(self, key) for key, field in SIZES.items()}
-        own = {name: size for name, size in {**own, **sizes}.items() if size != usual[name]}
+        usual = {field: size for key, field in SIZES.items() if (size := getattr(self, key)) is not None}
+        own = {name: size for name, size in {**own, **sizes}.items() if size != usual.get(name)}
         top_k = self.index_topk or (self.index_topk_blocks or 0) * self.index_block_size
         indexer = None
         if kind == INDEXED and top_k and self.index_n_heads and self.index_head_dim:
@@ -275,6 +280,13 @@ class Config(BaseModel):
         if listed := self.indexer_types or self.index_topk_pattern:
             return layer < len(listed) and listed[layer] in ("shared", "S")
         return max(layer - self.index_skip_topk_offset + 1, 0) % self.index_topk_freq != 0
+
+    def _residual_weights(self) -> int:
+        """Return the number of weights of a hyper-connection: a product from all streams (transformers 5.24
+        `models/deepseek_v4`, `models/hy_v4`), or gates of low rank with a norm (`models/qwen4_exp`)."""
+        streams = self.hc_mult
+        outputs = 2 * self.hc_lowrank + streams + 1 if self.hc_lowrank else streams * (2 + streams * self.hc_mixes)
+        return streams * self.hidden_size * outputs * (streams > 1)
 
     def _head_width(self) -> int:
         if not self.head_dim and self.hidden_size % self.num_attention_heads:

@@ -8,7 +8,7 @@ import pytest
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import Options, StageLayers, Training
 from flagcore_training.mixes import layer_kinds, mix
-from flagcore_training.stages import parts_of_model, placed, stage, stage_parameters, stages
+from flagcore_training.stages import layer_input_bytes, parts_of_model, placed, stage, stage_parameters, stages
 from flagcore_training.time.step import passes
 from flagcore_vendorkit.transformer import SCHEDULES
 
@@ -76,6 +76,14 @@ def test_layers_that_run_twice_have_the_weights_of_one_run_and_twice_its_time_an
     assert parts_of_model(work(LOOP)) == parts_of_model(work(MIXED))
     times = [passes(work(model), layout(), plain_costs()).backward_s[0] for model in (MIXED, LOOP)]
     assert 1.5 * times[0] < times[1] < 2.0 * times[0]
+
+
+def test_residual_streams_are_stored_before_each_block_and_sent_between_stages() -> None:
+    wide, split = replace(LLAMA, residual_streams=4, residual_weights=1000), layout(pipeline=2.0)
+    memory, more = (rank_memory(work(model), split, 1).activation[0] for model in (LLAMA, wide))
+    assert more - memory == pytest.approx((2 * 16 + 1) * 4 * layer_input_bytes(work(LLAMA), split)[0], rel=0.1)
+    assert layer_input_bytes(work(wide), split) == 4 * layer_input_bytes(work(LLAMA), split)
+    assert sum(part.params * part.layers for part in parts_of_model(work(wide))) == 6_738_415_616 + 64_000
 
 
 def test_the_time_and_memory_of_a_stage_are_those_of_its_layers() -> None:

@@ -301,6 +301,12 @@ def test_layers_that_run_again_have_a_cache_and_no_weights() -> None:
     assert token_bytes(model, settings())[0] == 2 * token_bytes(DENSE, settings())[0]
 
 
+def test_residual_streams_take_time_and_memory() -> None:
+    model = replace(DENSE, residual_streams=4, residual_weights=1000)
+    assert weight_bytes(serving(model), settings())[0] - weight_bytes(serving(DENSE), settings())[0] == 72 * 2000
+    assert (times(model).local > times(DENSE).local).all()
+
+
 def test_an_index_has_a_cache_and_weights_of_its_own() -> None:
     model = mixed(LATENT, INDEXED, 36)
     assert token_bytes(model, settings(tensor=8.0))[0] == 36 * (576 * 2 + 132)
