@@ -287,7 +287,7 @@ class SearchTime:
     """The maximum number of trials and repeats of a search, and the time that they take.
 
     `measuring_s`: the predicted seconds of all their steps or loads. None if unknown.
-    `starting_s`: the usual seconds of all their starts.
+    `starting_s`: the usual seconds of all their starts. `starts_guessed`: whether no start was measured on the chip.
     `at_most_s`: the seconds if each trial runs until its time limit.
     """
 
@@ -295,4 +295,5 @@ class SearchTime:
     repeats: int
     measuring_s: float | None
     starting_s: float
+    starts_guessed: bool
     at_most_s: float

@@ -123,7 +123,7 @@ class Roofline:
         bf16_peak = self._peak("bf16")
         overhead = curve.tile_overhead * (peak / bf16_peak if peak > bf16_peak else 1.0)
         tiles_per_unit = np.ceil(m * (1 / tile)) * np.ceil(n * (1 / tile)) * (1 / curve.units)
-        partial_wave = np.minimum(1.0, np.maximum(tiles_per_unit, curve.split_depth / k))
+        partial_wave = np.minimum(1.0, np.maximum(tiles_per_unit, curve.split_depth / np.maximum(k, 1.0)))
         waves = np.where(tiles_per_unit < 1.0, partial_wave, np.ceil(tiles_per_unit))
         arithmetic = waves * (k + overhead) * (2.0 * tile * tile * curve.units / (peak * share))
         if curve.least_rows < tile:

@@ -29,9 +29,6 @@ from flagcore.report.text import candidate_text, heading, state_name
 INSIGHT = "insight.json"
 TAIL_LINES, TAIL_BYTES = 25, 4000
 """The maximum number of lines, and of bytes, that are shown from the end of a log."""
-MAX_LISTED, MAX_FAILED = 500, 100
-"""The maximum number of trials in tables, and the maximum number of trials without a time among them. Charts show all
-trials."""
 WHOLE_PATH = r"(?<![\w.~-])(?:{})(?![\w-]|\.\w)"
 """A pattern for a path that is not part of a longer name."""
 
@@ -57,6 +54,7 @@ class RunData(Plan):
     - `spec`: the content of the spec.
     - `date`: the day of the last change, in UTC. Empty if unknown.
     - `start`: the command that starts the recommended candidate of a plan.
+    - `most_listed`: the maximum number of trials in tables; at most a fifth of them have no time. Charts show all.
     """
 
     folder: Path
@@ -72,6 +70,7 @@ class RunData(Plan):
     spec: Record = field(default_factory=dict)
     date: str = ""
     start: str = ""
+    most_listed: int = 500
 
     @classmethod
     def from_json(cls, data: Record, folder: Path, **context: Any) -> RunData:
@@ -204,12 +203,12 @@ class RunData(Plan):
         return min(ranked, key=lambda each: each[:2])[2] if ranked else None
 
     @property
-    def listed(self) -> frozenset[int]:
+    def listed(self) -> tuple[int, ...]:
         """The numbers of the trials in tables: the best, the baseline, the first failed trials, and the fastest."""
         named = [each for each in (self.best, self.baseline) if each]
-        failed = [each for each in self.all_trials if seconds(each) is None][:MAX_FAILED]
+        failed = [each for each in self.all_trials if seconds(each) is None][: self.most_listed // 5]
         fastest = sorted(self.all_trials, key=lambda each: seconds(each) or inf)
-        return frozenset(list(dict.fromkeys(each.number for each in (*named, *failed, *fastest)))[:MAX_LISTED])
+        return tuple(dict.fromkeys(each.number for each in (*named, *failed, *fastest)))[: self.most_listed]
 
     def name(self, trial: Trial) -> str:
         """Return the number of a trial with its role.

@@ -87,6 +87,8 @@ def search_time_text(time: SearchTime) -> str:
     if seconds >= time.at_most_s:
         return _("Expected: the whole limit of {limit}, with {starts}.", starts=starts, limit=limit)
     text = N_("Expected: ~{time}, of which ~{start} for starts, with {starts}; limit: {limit}.")
+    if time.starts_guessed:
+        text = N_("Expected: ~{time}, of which ~{start} for starts (a guess), with {starts}; limit: {limit}.")
     of_starts = duration_text(time.starting_s)
     return _(text, time=duration_text(seconds), start=of_starts, starts=starts, limit=limit)
 

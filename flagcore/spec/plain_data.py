@@ -124,7 +124,7 @@ def _shorten_start(text: str, size: int) -> str:
     return text if len(text) <= size else "..." + text[len(text) - size + 3 :]
 
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 22
 
 
 def spec_as_data(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from flagcore.contracts import Platform
@@ -55,6 +56,12 @@ class Experience:
         save(path, "".join(json.dumps(each) + "\n" for each in records), private=True)
         return path
 
+    def start_s(self, chip: Chip, engine: str) -> float | None:
+        """Return the median seconds that trials of an engine on a chip took to start, or None if unknown."""
+        known = [line["measured"].get("start_s") for line in self.records(chip, engine)]
+        seconds = [float(each) for each in known if isinstance(each, (int, float)) and each > 0]
+        return median(seconds) if seconds else None
+
     def records(self, chip: Chip, engine: str, *, exclude_run: str | None = None) -> Iterator[Mapping[str, Any]]:
         """Yield the stored trials of an engine on a chip, latest run first. Unreadable files are skipped."""
         for path in sorted(self.folder.glob("*.jsonl"), key=_modification_time, reverse=True):
@@ -83,6 +90,8 @@ def _record(run: str, task: Task, work: Work, trial: Trial) -> dict[str, Any]:
     group, measured = task.cluster.groups[0], trial.measurement
     assert measured is not None
     used_bytes = measured.device_used_bytes
+    control = task.spec.control
+    start_s = trial.overhead_s(control.train_iters, control.warmup_iters) if work.has_steps else None
     job = (work.with_samples(trial.shortened.global_batch_size) if trial.shortened else work).record(measured.versions)
     assert job is not None
     return {
@@ -98,5 +107,6 @@ def _record(run: str, task: Task, work: Work, trial: Trial) -> dict[str, Any]:
             "step_time_s": measured.scaled_from or measured.step_time_s,
             "noise": max(measured.spread_s / measured.step_time_s, trial.interval) if measured.step_time_s else 0.0,
             **({"device_used_gib": used_bytes / GIB} if used_bytes else {}),
+            **({"start_s": start_s} if start_s else {}),
         },
     }

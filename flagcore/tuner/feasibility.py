@@ -20,6 +20,7 @@ from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.tuner.budget import SLACK, UNKNOWN_SECONDS
+from flagcore.tuner.experience import Experience
 from flagcore.tuner.problem import recommended, rows_by_time
 from flagcore.tuner.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, summarize
 from flagcore.tuner.stages.predict import with_figures
@@ -172,8 +173,9 @@ def _other_hardware(task: Task) -> str:
 
 
 USUAL_START = 0.1
-"""The usual time of a trial's start, relative to its limit: 30 s for training, 120 s for servers. Chosen by hand; after
-the first trial, the remaining time is estimated from the time that trials took."""
+"""The usual time of a trial's start, relative to its limit: 30 s for training, 120 s for servers. Chosen by hand, for
+chips on which no run has stored its starts. After the first trial, the remaining time is estimated from the time that
+trials took."""
 
 
 def search_time(problem: Problem) -> SearchTime:
@@ -203,12 +205,14 @@ def search_time(problem: Problem) -> SearchTime:
     is_unknown = has_steps and not math.isfinite(high)
     steps_limit = SLACK * high if has_steps and not is_unknown and control.max_time_per_task is None else 0.0
     trial_limit = control.max_time_per_task or (UNKNOWN_SECONDS if is_unknown else start_seconds)
+    usual_s = Experience.of_user().start_s(task.cluster.groups[0].chip, problem.engine.name)
     at_most = (rows.size + repeats) * trial_limit + steps_limit
     return SearchTime(
         trials=int(rows.size),
         repeats=repeats,
         measuring_s=predicted if math.isfinite(predicted) else None,
-        starting_s=(rows.size + repeats) * USUAL_START * start_seconds,
+        starting_s=(rows.size + repeats) * (USUAL_START * start_seconds if usual_s is None else usual_s),
+        starts_guessed=usual_s is None,
         at_most_s=min(at_most, control.max_time or math.inf),
     )
 

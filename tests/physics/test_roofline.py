@@ -52,6 +52,11 @@ def test_large_products_reach_more_of_the_peak_than_small_ones() -> None:
     assert 0.75 < rate[-1] < 0.85
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_layer_without_an_indexer_of_its_own_has_a_product_of_no_size() -> None:
+    assert np.isfinite(ROOFLINE.gemm_seconds(one(1024.0), one(4096.0), one(0.0), "bf16"))
+
+
 def test_a_thin_product_is_bound_by_memory() -> None:
     time = ROOFLINE.gemm_seconds(one(1.0), one(8192.0), one(8192.0), "bf16")
     assert time[0] == pytest.approx(2 * 8192 * 8194 / (0.91 * 3e12) + 2e-6, rel=0.02)

@@ -218,7 +218,7 @@ TEXTS = {
     "a list": (b"- 1", "the document", "must be a mapping"),
     "another encoding": (GOOD.encode("utf-16"), "file", "is not UTF-8"),
     "a NUL": (b"a: \0", "character 3", "control character"),
-    "too large": (b"a: " + b"x" * (1 << 20), "file", "more than 1048576 bytes"),
+    "too large": (b"a: " + b"x" * (1 << 22), "file", "more than 4194304 bytes"),
     "a tab": (b"a:\n\t- 1", "line 2, column 1", "cannot be read as YAML"),
     "two documents": ((GOOD + "---\n" + GOOD).encode(), "line 3, column 1", "single document"),
     "unknown alias": (b"a: *" + b"x" * 9999, "line 1, column 4", "undefined alias"),

@@ -9,8 +9,10 @@ import pytest
 from flagcore_llamacpp.engine import ENGINE as ENGINE
 from flagcore_models.gguf import context_length, gguf_shape
 from flagcore_serving.job import Load
+from flagcore_serving.load.figures import TASK_S, TURN_TTFT
 from flagcore_serving.load.traffic import traffic
-from flagcore_serving.model.simulated_load import cached_tokens, prompt_parts
+from flagcore_serving.model.simulated_load import SimulatedLoad, prompt_parts
+from flagcore_serving.model.tiers import cached_tokens
 from flagcore_serving.trial.failures import TrialFailure, log_text
 from flagcore_serving.trial.servers import Server
 
@@ -150,6 +152,20 @@ def test_cached_tokens_of_conversations_are_those_that_the_prediction_expects(se
     assert send(server.url, load=load).problems == ()
     expected = cached_tokens(prompt_parts(traffic(load), 0), capacity=1e9).sum()
     assert counted(server, "prompt_tokens_cached_total") == pytest.approx(expected, rel=0.02)
+
+
+def test_the_host_has_the_prompts_that_the_prediction_expects(model: str, tmp_path: Path) -> None:
+    """Six conversations take turns in two slots, and the host has room for all."""
+    load = Load(input_len=150, output_len=16, turns=4, num_prompts=48, concurrency=6)
+    values = {"parallel": 2, "context_len": 1024, "threads": 2, "kv_unified": "off"}
+    with started(ENGINE, task(model, engine_args={"cache-ram": 4}, loads=(load,)), values, tmp_path) as server:
+        result = send(server.url, load=load)
+        assert result.problems == ()
+        drawn = SimulatedLoad.draw(load)
+        reach = 2 * sum(drawn.means) + 4 * 2**20 / 512  # bytes of a token in this model
+        expected = cached_tokens(drawn.parts, reach, drawn.output_len.tolist(), whole=True).sum()
+        assert counted(server, "prompt_tokens_cached_total") == pytest.approx(expected, rel=0.02)
+        assert {TASK_S, TURN_TTFT.format(number=1), TURN_TTFT.format(number=4)} <= result.figures.keys()
 
 
 def test_answer_that_does_not_fit_into_its_slot_is_reported_and_not_counted(server: Server) -> None:

@@ -44,6 +44,9 @@ from flagcore_megatron.space.stages import LAYOUT, PATTERN, pattern_text
 BATCH_ROWS = 1 << 14
 """Most candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
 
+SEPARATE_ROWS = 1 << 9
+"""Fewest candidates with similar numbers of stages for which a batch of their own is faster."""
+
 FEW_STAGES = 4.0
 """The usual number of stages of a candidate that differ. Candidates with half, as many, twice as many and more of them
 are in batches of their own."""
@@ -202,7 +205,11 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
     group = np.digitize(needed, (FEW_STAGES / 2, FEW_STAGES, 2 * FEW_STAGES), right=True)
     order = np.argsort(needed, kind="stable")
     place, results = np.empty((kinds.size, first.size), dtype=np.int64), []
-    edges = [0, *(np.flatnonzero(np.diff(group[order])) + 1).tolist(), max(order.size, 1)]
+    edges = [0]
+    for edge in (np.flatnonzero(np.diff(group[order])) + 1).tolist():
+        if min(edge - edges[-1], order.size - edge) >= SEPARATE_ROWS:
+            edges.append(edge)
+    edges.append(max(order.size, 1))
     starts = [start for low, high in pairwise(edges) for start in range(low, high, BATCH_ROWS)]
     for start, end in pairwise([*starts, order.size]):
         batch = order[start:end]

@@ -99,6 +99,7 @@ class Config(BaseModel):
     mtp_dense: bool = False
     moe_bias: bool = False
     per_layer_config: dict[str, dict[str, Any]] | None = None
+    num_attention_heads_per_layer: list[Size] | None = None
     layer_types: str | list[str] | list[int] | None = None
     full_attention_interval: Size | None = None
     full_attention_offset: NoLayers | None = None
@@ -163,6 +164,7 @@ class Config(BaseModel):
             problem = f"must be num_hidden_layers = {self.num_hidden_layers} kinds"
             raise spec_error("layer_types", problem, value=len(names), fix="list the kind of each layer")
         known, layers = dict[tuple[Any, ...], Layer](), list[Layer]()
+        heads = self.num_attention_heads_per_layer or []
         of_layers = {layer.lstrip("0") or "0": given for layer, given in (self.per_layer_config or {}).items()}
         of_names = [kinds.get(name, "attention") for name in names]
         is_blocks = any(kind in (DENSE, EXPERTS) for kind in of_names)
@@ -172,6 +174,8 @@ class Config(BaseModel):
             reuses = number >= self.num_hidden_layers - self.num_kv_shared_layers
             shares = self._shares_index(number)
             sizes = {SIZES[key]: size for key, size in of_layers.get(str(number), {}).items() if key in SIZES}
+            if number < len(heads):
+                sizes["heads"] = heads[number]
             for block in kind.split():
                 mixer, _, network = block.partition("/")
                 key = mixer, network or default, reuses, shares, *sizes.items()

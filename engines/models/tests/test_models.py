@@ -240,6 +240,7 @@ def test_sizes_follow_the_families(at: At, data: dict[str, Any], sizes: tuple[in
         (config("gemma4_text", 12, 256, 512, 8, 99, num_kv_shared_layers=6), 4),
         (config("llama", 2, 256, 512, 8, 99, per_layer_config={"01": {"num_attention_heads": 4, "rank": 2}}), 2),
         (config("glm_moe_dsa", 9, 6144, 12288, 64, 99, index_topk_freq=4), 2),
+        (config("laguna", 2, 256, 512, 8, 99, num_attention_heads_per_layer=[8, 4]), 2),
         (config("longcat_flash", 2, 256, 512, 8, 99), 1),
     ],
 )

@@ -55,7 +55,7 @@ class StageLayers:
 
 
 MANY = 8
-"""Most stages of a split whose own mixes of layers are predicted: all others have the mix of the one before."""
+"""Most stages of a split whose mixes of layers alone make them differ, so that each of them is predicted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,9 +68,9 @@ class Splits:
     `mixes`: the number of layers of each kind on each stage (`mixes.LayerKinds`), with the shape (splits, stages,
     kinds), for a model whose layers are unlike.
     `distinct_stages`: the indices of the first stage, the second stage and each stage that differs from the previous
-    one, with the shape (splits, distinct stages). Shorter splits are padded with the index of their last stage. Stages
-    that differ only in their kinds of layers count as equal if more than MANY would differ.
+    one, with the shape (splits, distinct stages). Shorter splits are padded with the index of their last stage.
     `distinct_counts`: the number of distinct stages of each split, without the padding.
+    `exact`: whether stages also differ if only their mixes do, unless more than MANY of a split would.
     """
 
     contents: FloatArray
@@ -79,6 +79,7 @@ class Splits:
     mixes: FloatArray
     distinct_stages: FloatArray
     distinct_counts: IntArray
+    exact: bool
 
     @classmethod
     def from_contents(
@@ -88,21 +89,24 @@ class Splits:
         chunks: FloatArray,
         mixes: FloatArray,
         before: Splits | None = None,
+        *,
+        exact: bool = False,
     ) -> Splits:
         """Return splits with these contents and numbers of stages, numbered after the splits in `before`."""
         given, counts = [np.zeros((1, *each.shape[1:])) for each in (contents, chunks, mixes)], np.ones(1)
         if before is not None:
             given, counts = [before.contents, before.chunks, before.mixes], before.stage_counts
+            exact |= before.exact
         contents, chunks, mixes = (_joined(*each) for each in zip(given, (contents, chunks, mixes), strict=True))
         counts = np.concatenate((counts, stage_counts))
         index, last = np.arange(contents.shape[1]), counts[:, None] - 1.0
         is_distinct, differs = np.ones(contents.shape[:2], dtype=np.bool_), mixes[:, 2:] != mixes[:, 1:-1]
         is_distinct[:, 2:] = (contents[:, 2:] != contents[:, 1:-1]).any(axis=2)
-        has_few = (is_distinct[:, 2:] | differs.any(axis=2)).sum(axis=1) <= MANY
+        has_few = exact & ((is_distinct[:, 2:] | differs.any(axis=2)).sum(axis=1) <= MANY)
         is_distinct[:, 2:] |= differs.any(axis=2) & has_few[:, None]
         distinct_stages = np.sort(np.where(is_distinct & (index < last), index, last), axis=1)
         distinct_counts = np.maximum((distinct_stages < last).sum(axis=1), 1)
-        return cls(contents, counts, chunks, mixes, distinct_stages[:, : distinct_counts.max()], distinct_counts)
+        return cls(contents, counts, chunks, mixes, distinct_stages[:, : distinct_counts.max()], distinct_counts, exact)
 
 
 def _joined(first: FloatArray, second: FloatArray) -> FloatArray:

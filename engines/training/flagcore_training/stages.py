@@ -156,8 +156,9 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     found = stage_with(part, model, layout, index, options)
     if layer_kinds(model) is None:
         return found
-    head, middle = _even(model, layout, np.zeros_like(index), options).layers, _chunk_layers(model, layout, options)
-    before = np.where(index > 0, np.minimum(head + (index - 1.0) * middle * layout.virtual, model.num_layers), 0.0)
+    middle = _chunk_layers(model, layout, options) * layout.virtual
+    head = np.where(layout.first_layers > 0, layout.first_layers, middle - options.account_for_embedding)
+    before = np.where(index > 0, np.minimum(head + (index - 1.0) * middle, model.num_layers), 0.0)
     kinds = mix(model, before, part.layers, layout.virtual, SCHEDULES[options.schedule or "interleaved"])
     if options.splits is not None and number.any():
         own = options.splits.mixes[number, index.astype(np.int64)].T
@@ -257,7 +258,8 @@ def splits_of(
     for row, (stages, length) in enumerate(splits):
         contents[row, :length], mixes[row, :length] = found[row]
         chunks[row, : len(stages)] = [each.layers for each in stages]
-    return Splits.from_contents(contents, np.array([float(length) for _, length in splits]), chunks, mixes, before)
+    counts = np.array([float(length) for _, length in splits])
+    return Splits.from_contents(contents, counts, chunks, mixes, before, exact=True)
 
 
 def _contents(model: Model, stages: Sequence[StageLayers], length: int) -> tuple[FloatArray, FloatArray]:

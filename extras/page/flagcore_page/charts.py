@@ -73,7 +73,7 @@ class Plot:
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Return the position of a point from the left and from the top, in percent."""
-        return self.x.place(x), round(100.0 - self.y.place(y), 2)
+        return self.x.place(x), round(100.0 - self.y.place(y), 1)
 
     def steps(self, series: Series) -> str:
         """Return the path of a line in steps, in percent: first horizontal, then vertical."""
@@ -159,7 +159,7 @@ class Stacks:
 def _percent(share: float) -> float:
     if not isfinite(share):
         raise ValueError("a chart has a value that is not a finite number")
-    return round(100.0 * share, 2)
+    return round(100.0 * share, 1)
 
 
 def linear(title: str, values: Sequence[float], *, from_zero: bool = False) -> ChartAxis:

@@ -1,6 +1,7 @@
 """Assembles the sections of the page of a run, including environment and chip facts."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ from flagcore_page.run_files import text_of
 from flagcore_page.search import accuracy, funnel, progress, trials
 from flagcore_page.start import commands, configurations
 
+MOST_LISTED = 30
+"""The maximum number of trials in tables, so that a page of 500 trials stays small."""
+
 
 def page(run: RunData) -> Page:
     """Return the page of a run. Empty sections are left out."""
+    run = replace(run, most_listed=MOST_LISTED)
     pictures = (step_time, memory, accuracy, progress, funnel, improvements)
     sections = (summary, serving, *pictures, trials, pipeline, environment, chips)
     model, name = lookup(run.spec, "model"), run.folder.resolve().name

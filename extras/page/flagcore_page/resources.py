@@ -109,7 +109,7 @@ def memory(run: RunData) -> Section | None:
     """Return the section on the memory of one device per stage of the best, or None if there is no best."""
     if run.best is None:
         return None
-    prediction, measured = run.best.predicted, run.best.measurement
+    prediction, measured = run.best.predicted, run.measured(run.best)
     if prediction is None:
         return Section("memory", _("Memory"), [Text(_("The memory was not predicted."))])
     stages = run.insight.get("stages") or []
@@ -119,10 +119,11 @@ def memory(run: RunData) -> Section | None:
     if not any(levels) and measured and measured.device_used_bytes is not None and len(found) == 1:
         levels = [{"device_used_bytes": float(measured.device_used_bytes)}]
     tables = [_by_stage(found, levels)] if has_components else []
-    rows = [
-        [_(text), size(getattr(prediction, level)), size(getattr(measured, MEASURED.get(level, level), None))]
-        for level, text in {**LEVELS, "capacity_bytes": N_("capacity")}.items()
-    ]
+    rows = []
+    for level, text in {**LEVELS, "capacity_bytes": N_("capacity")}.items():
+        own = getattr(measured, MEASURED.get(level, level), None)
+        most = max((each[level] for each in levels if level in each), default=own)
+        rows.append([_(text), size(getattr(prediction, level)), size(most)])
     caption = _("Device with the highest memory use")
     if len(stages) > 1:
         caption = _("Device with the highest memory use (stage {number})", number=prediction.worst_stage)
@@ -200,17 +201,19 @@ def _components(run: RunData, stages: Sequence[Prediction]) -> Table:
 
 
 def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
-    """Return the maximum of the measured figures over the ranks of each stage. Ranks are ordered by stage."""
+    """Return the maximum of the figures over the ranks of each stage and the runs that count. Ranks are ordered by
+    stage.
+    """
     figures_by_stage: list[dict[str, float]] = [{} for _ in range(count)]
-    ranks = run.metrics(run.best).get("ranks") if run.best and run.best.measurement else None
-    if not isinstance(ranks, list) or not ranks or len(ranks) % count:
-        return figures_by_stage
-    for place, rank in enumerate(ranks):
-        largest = figures_by_stage[place // (len(ranks) // count)]
-        for level, key in MEASURED.items():
-            figure = number(lookup(rank, key))
-            if figure is not None:
-                largest[level] = max(largest.get(level, 0.0), figure)
+    for trial in run.counted(run.best) if run.best else ():
+        ranks = run.metrics(trial).get("ranks") if trial.measurement else None
+        if not isinstance(ranks, list) or len(ranks) % count:
+            continue
+        for place, rank in enumerate(ranks):
+            largest = figures_by_stage[place // (len(ranks) // count)]
+            for level, key in MEASURED.items():
+                if (figure := number(lookup(rank, key))) is not None:
+                    largest[level] = max(largest.get(level, 0.0), figure)
     return figures_by_stage
 
 
@@ -363,7 +366,7 @@ def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
         series = [Series(name=_("Pareto front"), points=front_points, style=3, stepped=True)]
     for style, group in enumerate((_("others"), _("best"))):
         points = [
-            (x, y, f"{_('trial')} {trial.number}: {load_text(point)}")
+            (x, y, f"{_('trial')} {trial.number}: {load_text(point)}" if trial.number in listed else "")
             for trial, point, x, y in measured
             if (run.best is not None and trial.number == run.best.number) == style
         ]

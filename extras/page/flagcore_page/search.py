@@ -2,7 +2,7 @@
 space, and predicted against measured times.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -21,13 +21,21 @@ from flagcore_page.blocks import Block, Chart, Code, Collapsed, Section
 from flagcore_page.charts import BEST, Bar, Bars, Plot, Series, linear, spread
 from flagcore_page.run_files import log_ends
 
+MAX_LOGS = 25_000
+"""About how many characters of logs a page has: those of the best, the baseline and failed trials come first."""
+
 
 def trials(run: RunData) -> Section:
     """Return the section with a table of all trials, and the details of each."""
     if not run.all_trials:
         return Section("trials", _("Trials"), (Text(_("No trial has finished.")),))
     listed, count = run.listed, len(run.all_trials)
-    details = [_details(run, trial) for trial in run.all_trials if trial.number in listed]
+    logs, left = {}, MAX_LOGS
+    by_number = {trial.number: trial for trial in run.all_trials}
+    for number in listed:
+        logs[number] = log_ends(run, by_number[number]) if left > 0 else []
+        left -= sum(len(text) for _name, text in logs[number])
+    details = [_details(run, trial, logs[trial.number]) for trial in run.all_trials if trial.number in listed]
     blocks: list[Block] = [trial_table(run, whole=True)]
     blocks.append(Collapsed("logs", _("Details and logs of each trial"), details))
     if len(listed) < count:
@@ -38,7 +46,7 @@ def trials(run: RunData) -> Section:
     return Section("trials", _("Trials"), blocks)
 
 
-def _details(run: RunData, trial: Trial) -> Collapsed:
+def _details(run: RunData, trial: Trial, logs: Sequence[tuple[str, str]]) -> Collapsed:
     has_run = trial.state is not TrialState.PREDICTED
     limit, believed = trial.time_limit, trial.believed
     facts = [
@@ -53,8 +61,8 @@ def _details(run: RunData, trial: Trial) -> Collapsed:
     ]
     blocks: list[Block] = [*_comparison(run, trial), Facts([pair for pair in facts if pair[1].text != "-"])]
     if has_run:
-        tails = [Code(_("End of {file}", file=name), text) for name, text in log_ends(run, trial)]
-        blocks += tails or [Text(_("Its logs are empty or were deleted."))]
+        tails = [Code(_("End of {file}", file=name), text) for name, text in logs]
+        blocks += tails or [Text(_("Its logs are empty, were deleted, or are too long for this page."))]
     title = f"{_('Trial')} {run.name(trial)}: {run.state_text(trial)}, {run.configuration(trial)}"
     return Collapsed(f"trial-{trial.number}", title, blocks)
 
@@ -98,18 +106,20 @@ def progress(run: RunData) -> Section | None:
         if trial.number in first:
             broken = trial.measurement.broken if trial.measurement else ()
             if figure is not None and trial.state is TrialState.MEASURED and not broken:
+                before = best
                 best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
+                if best != before:
+                    rows.append([run.cell(trial), run.configuration(trial), cell(spent), cell(figure)])
+            if len(steps) > 1 and steps[-2][1] == steps[-1][1] == best:
+                steps.pop()  # a line needs its ends only
             steps += [] if best is None else [(spent, best, name)]
         if figure is not None:
             kind = _("repeat") if trial.role is Role.REPEAT else _("trial")
             kind = _("stopped early") if trial.state is TrialState.STOPPED else kind
-            measured[kind].append((spent, figure, f"{_('trial')} {name}"))
-        if trial.number in listed:
-            row = [run.cell(trial), run.configuration(trial), run.state_text(trial), cell(spent), cell(figure)]
-            rows.append([*row, cell(best)])
+            measured[kind].append((spent, figure, f"{_('trial')} {name}" if trial.number in listed else ""))
     data = table(
-        _("Trials in the order of their start, with the best {unit} so far", unit=run.unit),
-        [_("trial"), _("configuration"), _("state"), _("elapsed, s"), run.unit, _("best so far")],
+        _("Trials that were the best so far, in the order of their start"),
+        [_("trial"), _("configuration"), _("elapsed, s"), run.unit],
         rows,
     )
     if not steps:
@@ -205,7 +215,10 @@ def accuracy(run: RunData) -> Section | None:
     series = []
     for style, name, is_inside in ((2, _("inside its interval"), True), (1, _("outside its interval"), False)):
         group = [pair for pair in pairs if (pair[2][1] <= pair[1] <= pair[2][2]) == is_inside]
-        points = [(measured, value, f"{_('trial')} {run.name(trial)}") for trial, measured, (value, *_bounds) in group]
+        points = [
+            (measured, value, f"{_('trial')} {run.name(trial)}" if trial.number in listed else "")
+            for trial, measured, (value, *_bounds) in group
+        ]
         ranges = [(low, high) for _trial, _measured, (_value, low, high) in group]
         series += [Series(name=name, points=points, style=style, ranges=ranges)] if points else []
     chart = Chart(

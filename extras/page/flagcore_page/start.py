@@ -7,6 +7,7 @@ from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.i18n import _, ngettext
 from flagcore.report.blocks import Text, percent, table
 from flagcore.report.run import RunData, json_file
+from flagcore.report.text import latency_name
 from flagcore_page.blocks import Block, Chart, Code, Collapsed
 from flagcore_page.charts import BASELINE, BEST, OTHER, Bar, Bars
 from flagcore_page.run_files import text_of
@@ -50,6 +51,14 @@ def _flags(run: RunData, best: Trial) -> list[str]:
     return flags
 
 
+def _over(run: RunData, trial: Trial) -> str:
+    """Return which latency limits a configuration exceeds, as measured or as predicted, as the end of its label."""
+    figures = trial.predicted.figures if trial.predicted and run.fidelity == ESTIMATE else {}
+    names = [latency_name(name) for name, most in run.limits.items() if figures.get(name, 0.0) > most]
+    why = run.broken_limits(trial) or ", ".join(names)
+    return "; " + _("over its limit: {why}", why=why) if why else ""
+
+
 def configurations(run: RunData) -> Chart | None:
     """Return a chart with a bar for each of the fastest configurations, the fastest first. None for fewer than two."""
     best = run.best
@@ -68,7 +77,11 @@ def configurations(run: RunData) -> Chart | None:
         return None
     kinds = {each.number: kind for kind, each in ((BASELINE, run.baseline), (BEST, best)) if each}
     bars = [
-        Bar(f"{run.name(trial)}: {run.configuration(trial)}", kinds.get(trial.number, OTHER), *figures)
+        Bar(
+            f"{run.name(trial)}: {run.configuration(trial)}{_over(run, trial)}",
+            kinds.get(trial.number, OTHER),
+            *figures,
+        )
         for trial, figures in chosen
     ]
     of_best = next(figures[0] for trial, figures in chosen if trial.number == best.number)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_page.page import MOST_LISTED
 
 from extras.page.tests.conftest import FINISHED, KINDS, SERVED, Runs
 from flagcore import api
 from flagcore.domain.plan import Counts, Speedup
 from flagcore.report.formats import lookup, shown, size_text
-from flagcore.report.run import MAX_LISTED
 from tests.page_reading import Read, read
 
 Edited = Callable[..., Read]
@@ -117,15 +117,15 @@ def test_predicted_against_measured_has_each_trial_with_its_interval(runs: Runs,
 @pytest.mark.parametrize("kind", MEASURED)
 def test_the_best_so_far_only_gets_better_and_ends_at_the_best_first_run(runs: Runs, kind: str) -> None:
     report = runs(kind)
-    rows = report.page.rows("progress", "Trials in the order")
-    best = [row["best so far"].value for row in rows if row["best so far"].value is not None]
-    assert best == sorted(best)
+    rows = report.page.rows("progress", "Trials that were the best so far")
+    heading, in_table = ("output tok/s", "output tok/s") if kind in SERVED else ("tokens/s/device", "tok/s/dev")
+    best = [row[heading].value or 0.0 for row in rows]
+    assert best == sorted(set(best))
     first = {trial["number"] for trial in report.result["trials"]}
-    heading = "output tok/s" if kind in SERVED else "tokens/s/device"
-    completed = [row[heading].value for row in rows if int(row["trial"].value or 0) in first]
-    assert best[-1] == max(value for value in completed if value is not None)
+    table = report.page.rows("trials", "All trials")
+    assert best[-1] == max(row[in_table].value or 0.0 for row in table if int(row["trial"].value or 0) in first)
     spent_s = sum(trial["duration_s"] for name in ("trials", "repeats") for trial in report.result[name])
-    assert rows[-1]["elapsed, s"].value == pytest.approx(spent_s)
+    assert 0 < (rows[-1]["elapsed, s"].value or 0.0) <= spent_s
 
 
 @pytest.mark.parametrize("kind", ["dense", "pipeline", "experts", "estimate"])
@@ -171,11 +171,11 @@ def test_the_pareto_front_of_load_points_is_in_the_result(runs: Runs) -> None:
     assert limit.attributes["class"] == "limit"
     assert limit.attributes["x1"] == limit.attributes["x2"] != "0.0%"
     names, shapes = zip(
-        *((each.text.strip(), next(each.every("line", "path"))) for each in limited.every("li")), strict=True
+        *((each.text.strip(), next(each.every("line", "use"))) for each in limited.every("li")), strict=True
     )
     assert dict(zip(names, shapes, strict=True))[limit.text].attributes["class"] == "limit"
     assert len(names) == len(set(names)) > 1
-    points = [each for svg in limited.every("svg") for each in svg.every("svg") if list(each.every("title"))]
+    points = [each for each in limited.every("use") if list(each.every("title"))]
     assert {point.text.split("\n")[0].split(":")[0] for point in points} == {
         f"trial {trial['number']}" for trial in report.result["trials"] if trial["measured"]
     }
@@ -267,14 +267,15 @@ def test_tables_of_thousands_of_trials_list_the_best_the_failed_and_the_fastest(
 ) -> None:
     def many(data: dict[str, Any]) -> None:
         slow = max((each for each in data["trials"] if each["measured"]), key=lambda each: lookup(each, STEP))
-        for number in range(1000, 1000 + 2 * MAX_LISTED):
+        for number in range(1000, 1000 + 450):
             failed = {"state": "failed", "measured": None} if number % 2 else {}
             data["trials"].append({**slow, "number": number, "role": "search", **failed})
 
     html = api.report(copied("dense", many))
+    assert len(html) < 200_000
     details = set(re.findall(r'<details id="trial-(\d+)"', html))
     assert set(re.findall(r'href="#trial-(\d+)"', html)) <= details
-    assert len(details) == MAX_LISTED
+    assert len(details) == MOST_LISTED
     assert {str(runs("dense").result[name]["number"]) for name in ("best", "baseline")} <= details
 
 
@@ -300,6 +301,8 @@ def test_the_terminal_and_the_page_show_the_same_figures(runs: Runs, kind: str) 
     facts = report.page.facts("summary")
     assert len(facts) > 3
     assert all(f"{name}: {element.text}" in lines for name, element in facts.items())
+    used = facts["Device memory in use"].text.partition(" / ")[0] if "Device memory in use" in facts else ""
+    assert used in report.page.section("memory").text
 
 
 @pytest.mark.parametrize("kind", KINDS)

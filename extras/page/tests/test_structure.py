@@ -86,9 +86,9 @@ def test_every_table_has_a_caption_and_headings_for_columns_and_rows(report: Mad
 def test_series_of_a_chart_differ_by_more_than_colour(report: Made) -> None:
     for chart in report.page.charts:
         for legend in chart.every("ul"):
-            shapes = [next(entry.every("path", "line", "text", "rect")) for entry in legend.every("li")]
+            shapes = [next(entry.every("use", "line", "text", "rect")) for entry in legend.every("li")]
             letters = ["".join(each.text for each in entry.every("text")) for entry in legend.every("li")]
-            styles = [each.attributes.get("d") or each.attributes.get("class", "") for each in shapes]
+            styles = [each.attributes.get("href") or each.attributes.get("class", "") for each in shapes]
             assert len(styles) == len({*zip(styles, letters, strict=True)})
 
 

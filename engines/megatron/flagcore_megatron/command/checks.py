@@ -32,7 +32,7 @@ from flagcore_megatron.program.user_command import (
 )
 from flagcore_megatron.space.flags import release_problem, settings_of_command
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS
-from flagcore_megatron.space.stages import EMBEDDING, LAYOUT, LOSS
+from flagcore_megatron.space.stages import EMBEDDING, LAYOUT, LOSS, PATTERN
 
 KEY = "train.command"
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
@@ -313,7 +313,7 @@ def job_warnings(
         lines.append("sequence_parallel = True does nothing: tensor_model_parallel_size is 1")
     unused = [key for key in RECOMPUTE_KNOBS if values.get(key) is not None] if recompute_is_off else []
     lines += [f"{key} = {values[key]!r} does nothing: use_recompute is False" for key in unused]
-    split_settings = {key: str(task.spec.train.settings.get(key) or "") for key in (LAYOUT, EMBEDDING, LOSS)}
+    split_settings = {key: str(task.spec.train.settings.get(key) or "") for key in (LAYOUT, PATTERN, EMBEDDING, LOSS)}
     completed_settings = [
         f"{key} = {_truncate(text, MAX_VALUE_LENGTH)}"
         for key, text in split_settings.items()

@@ -33,9 +33,12 @@ from flagcore_megatron.space.rules import EXPERT_OVERLAP, settings_with_rules
 from flagcore_megatron.space.split import EXPERT_TENSOR
 from flagcore_megatron.space.stages import (
     LAYOUT,
+    PATTERN,
     SPLIT_SETTINGS,
     VIRTUAL_STAGES,
+    even_split,
     parse_layout,
+    pattern_text,
     published_split,
 )
 
@@ -212,8 +215,12 @@ def published(
         layout_stages = parse_layout(str(layout), task.spec.model.num_layers, task.spec.model.mtp_num_layers)
         if not values.get(VIRTUAL_STAGES) and len(layout_stages) % stages == 0:
             values[VIRTUAL_STAGES] = len(layout_stages) // stages
-    elif not any(settings.get(key) or values.get(key) for key in SPLIT_SETTINGS):
-        settings |= published_split(task.spec.model, stages * int(values.get(VIRTUAL_STAGES) or 1))
+    elif not any(settings.get(key) or values.get(key) for key in (*SPLIT_SETTINGS, PATTERN)):
+        count = stages * int(values.get(VIRTUAL_STAGES) or 1)
+        found = published_split(task.spec.model, count)
+        if found and is_hybrid(task.spec.model):
+            found = {PATTERN: pattern_text(task.spec.model, even_split(task.spec.model.num_layers, count))}
+        settings |= found
     spec = replace(task.spec, work=replace(train, implementation=kind, settings=settings))
     return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
 

@@ -185,7 +185,9 @@ def _pipeline_rules(task: Task) -> Iterator[Rule]:
     yield Rule(
         name="virtual_stages",
         knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),
-        message=f"{LAYERS_PER_VIRTUAL} (or {VIRTUAL_STAGES}) must divide num_layers / {PP}",
+        message=f"{PP} x {VIRTUAL_STAGES} must be the {len(split.layout_layers)} parts of {PATTERN} between its bars"
+        if split.has_bars
+        else f"{LAYERS_PER_VIRTUAL} (or {VIRTUAL_STAGES}) must divide num_layers / {PP}",
         broken=split.ragged,
     )
     yield Rule(

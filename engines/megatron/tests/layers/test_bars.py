@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flagcore_megatron import start
 from flagcore_megatron.layers.fastest import split_layers, virtual_stages
+from flagcore_megatron.space import production
 from flagcore_megatron.space.stages import pattern_stages, pattern_text, stages_with
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import StageLayers
@@ -87,3 +88,14 @@ def test_a_launch_has_the_bars_of_its_candidate(knobs: dict[str, Any], given: st
     assert words.count("--hybrid-layer-pattern") == 1
     assert not {f"--{EACH.replace('_', '-')}", "--pipeline-model-parallel-layout"} & {*words}
     assert {"pretrain_hybrid.py", "--mamba-state-dim"} <= {*words}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "M-M|-M-|M*"), ({PATTERN: "M-M-M-M*"}, "M-M-M-M*"), ({PATTERN: "M-|M-M-|M*"}, "M-|M-M-|M*")],
+    ids=["as published runs", "without bars", "of the job"],
+)
+def test_a_published_run_whose_layers_do_not_divide_has_bars(given: dict[str, Any], expected: str) -> None:
+    task = tasks.task(model("M-M-M-M*"), settings=given, devices=3)
+    found, _, _ = production.published(task, {PP: 3}, "")
+    assert found.spec.train.settings[PATTERN] == expected

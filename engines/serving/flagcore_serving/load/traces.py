@@ -305,7 +305,9 @@ def _agent(row: Mapping[str, Any], number: int) -> list[_Turn]:
         requests += each["requests"] if isinstance(each.get("requests"), list) else [each]
     block_len, turns = _count(row, ("block_size",), number), list[_Turn]()
     for each in requests:
-        length, ids = _count(each, ("in",), number), each.get("hash_ids", ())
+        length, ids = _count(each, ("in",), number), each.get("hash_ids") or []
+        if not isinstance(ids, list):
+            raise _InvalidRow(f"row {number}: hash_ids is {ids!r:.60}, not a list")
         whole: list[tuple[Any, ...]] = [(number, one) for one in ids]
         missing = -(-length // block_len) - len(whole)  # the last block may be incomplete, and then has no id
         whole += [(number, len(turns), place) for place in range(missing)]

@@ -516,7 +516,7 @@ def parts(loop: ClosedLoop, decoding: FloatArray) -> tuple[dict[str, FloatArray]
     prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged + costs.summed, piece))
     prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared + costs.summed, piece))
     prompt = prompt + interpolate(costs.sampled, np.ones_like(piece))
-    prompt = np.where(role == 2, 0.0, prompt + costs.pair * computed * (loop.prompt - 0.5 * computed) + loop.encode)
+    prompt = np.where(role == 2, 0.0, prompt + costs.pair * (computed * (loop.prompt - 0.5 * computed)) + loop.encode)
     is_eager = (piece > costs.captured) | (not loop.overheads.mixes)
     prefill_wait = np.maximum(pieces * np.where(is_eager, costs.floor, costs.mixed_floor) - prompt, 0.0)
     host = costs.fixed + costs.sequence * decoding / loop.ranks + launch_wait

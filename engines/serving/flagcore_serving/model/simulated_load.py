@@ -87,14 +87,12 @@ def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
     return lane_of
 
 
-def turn_order(task: IntArray, turn: IntArray, flight: int, seed: int) -> IntArray:
+def turn_order(task: IntArray, turn: IntArray, flight: int) -> IntArray:
     """Return the order in which a closed loop sends the requests of conversations.
 
-    `flight` conversations run at once. A conversation sends a turn after the answer to the turn before. Requests of the
-    same turn are in random order, because any instance may be the least busy one.
+    `flight` conversations run at once, and take turns: each sends its next request after the answer to the one before.
     """
-    random_keys = np.random.default_rng([seed, 3]).random(turn.size)
-    return np.lexsort((random_keys, turn, task // max(flight, 1)))
+    return np.lexsort((task, turn, task // max(flight, 1)))
 
 
 MAX_REQUEST_TIMES = 20_000
@@ -292,7 +290,7 @@ class SimulatedLoad:
         flight = min(self.load.concurrency or self.input_len.size, int((turn == 0).sum()))
         load = self.load if requests.arrive_s is not None else replace(self.load, concurrency=flight)
         drawn = replace(self, load=load, turn=turn, wait_s=requests.wait_s)
-        return drawn._ordered(turn_order(task, turn, flight, self.load.seed), self.arrivals)
+        return drawn._ordered(turn_order(task, turn, flight), self.arrivals)
 
     def _spread(self, answer_s: float) -> SimulatedLoad:
         """Return an open loop of conversations in which each turn arrives after the one before, the seconds `answer_s`
@@ -349,7 +347,10 @@ class SimulatedLoad:
         """Return the indices of the requests on one of `lanes` equal lanes. A prefix-aware router divides requests
         unevenly, so the lane with the median number of requests is used."""
         if lanes not in self.rows:
-            self.rows[lanes] = np.arange(0, self.input_len.size, lanes)
+            lane = np.arange(self.input_len.size) % lanes
+            if self.turn is not None:  # any instance may be the least busy one
+                lane = np.random.default_rng([self.load.seed, 3]).permutation(lane)
+            self.rows[lanes] = np.flatnonzero(lane == 0)
             if self.prefix_aware and self.parts and lanes > 1:
                 lane_of = prefix_lanes(self.parts, lanes)
                 counts = np.bincount(lane_of, minlength=lanes)

@@ -55,8 +55,8 @@ def test_removed_flags_have_a_class(engine: str) -> None:
         ("sglang", {"lora-backend": "triton", "trust-remote-code": True, "decode-log-interval": 1}, ["lora-backend"]),
         (
             "sglang",
-            {"enable-hierarchical-cache": True, "hicache-ratio": 2},
-            ["enable-hierarchical-cache", "hicache-ratio"],
+            {"enable-hierarchical-cache": True, "hicache-ratio": 2, "hicache-io-backend": "direct"},
+            ["hicache-io-backend"],
         ),
         ("sglang", {"cuda-graph-max-bs-decode": 256, "stream-interval": 1, "watchdog-timeout": 1000}, []),
         (

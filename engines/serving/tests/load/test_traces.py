@@ -105,6 +105,8 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
             "span more than a year",
         ),
         ('{"prompt": ["a"], "max_tokens": 5}', "a.jsonl", "row 1: prompt is ['a'], not a string"),
+        ('{"requests": [{"in": 5, "out": 1}]}', "a.jsonl", "row 1 lacks block_size"),
+        ('{"block_size": 8, "requests": [{"in": 5, "out": 1, "hash_ids": 5}]}', "a.jsonl", "hash_ids is 5, not a list"),
         (f'{{"input_length": {"9" * 400}, "output_length": 5}}', "a.jsonl", "row 1: input_length is 999"),
         ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "a.jsonl", "row 1 has a turn whose"),
         ('{"conversations": "a"}', "a.jsonl", "row 1 has no list of turns"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flagcore_serving.job import Load, ServeSpec
+from flagcore_serving.load.figures import TASK_S, TURN_TTFT
 from flagcore_serving.load.traces import Traffic
 from flagcore_serving.load.traffic import traffic
 from flagcore_serving.model.simulated_load import HIT_RATE, cached_tokens, prompt_parts, turn_order
@@ -121,9 +122,8 @@ def test_leading_blocks_of_a_trace_are_shared() -> None:
 
 def test_closed_loop_sends_the_next_turns_of_its_conversations() -> None:
     turn = np.array([0, 1, 0, 1, 0, 1])
-    order = turn_order(np.array([0, 0, 1, 1, 2, 2]), turn, 2, seed=0)
-    assert turn[order].tolist() == [0, 0, 1, 1, 0, 1]
-    assert set(order[:4].tolist()) == {0, 1, 2, 3}
+    order = turn_order(np.array([0, 0, 1, 1, 2, 2]), turn, 2)
+    assert order.tolist() == [0, 2, 1, 3, 4, 5]
 
 
 def figures(load: Load, *, prefix_aware: bool = False, **values: KnobValue) -> dict[str, float]:
@@ -147,6 +147,18 @@ def test_prefix_aware_router_keeps_the_hit_rate_of_one_instance() -> None:
 def test_think_time_lowers_the_predicted_rate() -> None:
     assert figures(replace(CHAT, think_time_s=30.0))["requests_per_s"] < 4 / 20
     assert HIT_RATE not in figures(replace(CHAT, turns=1))
+
+
+def test_agents_have_times_of_turns_and_of_tasks() -> None:
+    agents = replace(CHAT, input_len=800, sub_agents=2, num_prompts=96, think_time_s=1.0, prefix_len=512)
+    found, alone = figures(agents), figures(replace(agents, sub_agents=0))
+    assert found[TASK_S] == pytest.approx(12 * found["e2e_s.mean"] + 11 * 1.0)
+    assert found[TASK_S] > 2.0 * alone[TASK_S]
+    assert found[TURN_TTFT.format(number=10)] > 0.0
+    assert TURN_TTFT.format(number=11) not in found
+    requests = traffic(agents)
+    assert requests.input_len[:6].tolist() == [512 + each for each in (800, 800, 1620, 2440, 3260, 1620)]
+    assert requests.continued[:12].tolist() == [-1, -1, 1, 2, 3, 0, -1, 6, 7, 8, 5, 10]
 
 
 def test_the_beginnings_of_texts_are_shared_up_to_where_they_diverge(tmp_path: Path) -> None:
