@@ -24,10 +24,10 @@ LAUNCHES = 3
 """Kernels beside a product: one sets the result of the first matrix to 0, and one multiplies with each matrix (vllm
 0.33 `lora/ops/triton_ops`)."""
 
-GATHERED, OPERATORS = 3.0, 16
+GATHERED, OPERATORS = 4.0, 16
 """How often vLLM on CPU cores moves each element of an adapter for each token: it reads it, writes it into a matrix of
-the token's own, and reads that. And how many operators of PyTorch it calls for a slice of a product (vllm 0.33
-`lora/ops/torch_ops/lora_ops.py`)."""
+the token's own, of which caches first load the lines, and reads that. And how many operators of PyTorch it calls for a
+slice of a product (vllm 0.33 `lora/ops/torch_ops/lora_ops.py`)."""
 
 
 class Pair(NamedTuple):
@@ -148,5 +148,7 @@ def adapter_launches(serving: Serving, settings: Settings, costs: Costs) -> Floa
     if not serving.adapters.number:
         return np.zeros(settings.tensor.shape)
     gathers = costs.synchronous and serving.overheads.gathers_adapters
-    number = sum(each.layers * (OPERATORS * each.slices if gathers else LAUNCHES) for each in pairs_of(serving, settings))
+    number = sum(
+        each.layers * (OPERATORS * each.slices if gathers else LAUNCHES) for each in pairs_of(serving, settings)
+    )
     return np.where(settings.adapter_rank > 0.0, number, 0.0)

@@ -148,7 +148,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     launches = overheads.eager_kernels * model.num_layers + overheads.eager_experts * moe
     if model.multi_latent_attention:
         launches += overheads.eager_latent * model.num_layers
-    host = (launches + adapter_launches(serving, settings, costs)) * (overheads.launch or kernels.launch_seconds()) * settings.crowding
+    launched = launches + adapter_launches(serving, settings, costs)
+    host = launched * (overheads.launch or kernels.launch_seconds()) * settings.crowding
     eager_s = np.where(settings.graph_tokens > 0, 0.0, host) if costs.synchronous else 0.0
     pieces = (overheads.layer * model.num_layers + overheads.expert_layer * moe) * settings.crowding
     whole = np.where(np.isnan(settings.whole), overheads.whole, settings.whole)
