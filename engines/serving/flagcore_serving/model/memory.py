@@ -17,6 +17,7 @@ from flagcore.contracts import Costs, communicator_bytes
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import BYTES
+from flagcore_serving.model.adapters import adapter_bytes
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
@@ -56,6 +57,8 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     """
     model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
     weights = weight_bytes(serving, settings) - offloaded_bytes(serving, settings)
+    if settings.adapter_rank.any():
+        weights = weights + settings.adapter_slots * adapter_bytes(serving, settings)
     running = settings.max_running.astype(np.float64)
     activations = activation_bytes(model, settings, np.minimum(batched_tokens, settings.pass_tokens), running)
     if model.vision is not None:
