@@ -127,7 +127,7 @@ def chips(run: RunData) -> Section:
         devices = f"{chip['nodes']} x {chip['devices_per_node']} {chip['name']} ({chip['vendor']})"
         blocks.append(table(devices, [_("fact"), _("value"), _("kind of source"), _("source")], rows))
         if chip.get("notes"):
-            blocks.append(Text(str(chip["notes"])))
+            blocks.append(Text(_(str(chip["notes"]))))
     if not blocks:
         return Section("chips", _("Chips"), (Text(_("This run has no facts about the chip.")),))
     return Section("chips", _("Chips"), [Collapsed("facts", _("Figures on which predictions are based"), blocks)])

@@ -15,7 +15,7 @@ from flagcore.report.candidate_report import causes_text
 from flagcore.report.formats import NAMES, shown
 from flagcore.report.run import RunData, measured_s
 from flagcore.report.run_text import learning, trial_table
-from flagcore.report.text import duration_text, funnel_stages, repeats_text
+from flagcore.report.text import duration_text, funnel_stages, reason_text, repeats_text
 from flagcore_page.blocks import Block, Chart, Code, Collapsed, Section
 from flagcore_page.charts import BEST, Bar, Bars, Plot, Series, linear, spread
 from flagcore_page.run_files import log_ends
@@ -50,7 +50,7 @@ def _details(run: RunData, trial: Trial, logs: Sequence[tuple[str, str]]) -> Col
     limit, believed = trial.time_limit, trial.believed
     facts = [
         (_("State"), Cell(run.state_text(trial))),
-        (_("Reason"), cell(trial.reason)),
+        (_("Reason"), cell(reason_text(trial.reason) or None)),
         (_("Chosen for"), cell(trial.chosen_because)),
         (_("Expected step before the trial, s"), cell(believed.step_time_s if believed else None)),
         (_("Expected probability of fitting in memory"), percent(believed.chance_to_fit if believed else None)),
@@ -148,7 +148,7 @@ def funnel(run: RunData) -> Section:
     """Return the section with the way from all combinations to the measured candidates, and the text of each rule."""
     counts, messages = run.counts, run.insight.get("messages", {})
     rows = [
-        [name, cell(number if rule is None else -number), messages.get(rule, "")]
+        [name, cell(number if rule is None else -number), _(messages.get(rule, ""))]
         for rule, name, number in funnel_stages(counts, run.fidelity)
     ]
     caption = _("{title}; a negative number is the number of removed candidates", title=_("Search space"))
