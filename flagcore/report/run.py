@@ -24,7 +24,7 @@ from flagcore.i18n import _, printable
 from flagcore.report.blocks import Cell
 from flagcore.report.formats import NAMES, hardware_text
 from flagcore.report.result import number, read_plan, stop_reason
-from flagcore.report.text import candidate_text, heading, state_name
+from flagcore.report.text import candidate_text, heading, latency_name, state_name
 
 INSIGHT = "insight.json"
 TAIL_LINES, TAIL_BYTES = 25, 4000
@@ -182,6 +182,14 @@ class RunData(Plan):
             return own
         texts = [_("trial {number}: {reason}", number=number, reason=why) for number, why in broken.items() if why]
         return _("exceeded when repeated ({runs})", runs=", ".join(texts)) if texts else ""
+
+    def over(self, trial: Trial) -> str:
+        """Return which limits a configuration exceeds, as measured or as predicted, as the end of its name."""
+        found = trial.predicted if self.fidelity == ESTIMATE else None
+        names = [latency_name(key) for key, most in self.limits.items() if found and found.figures.get(key, 0.0) > most]
+        names += [_("memory")] if found and found.fits is False else []
+        why = self.broken_limits(trial) or ", ".join(names)
+        return f" ({_('over its limit: {why}', why=why)})" if why else ""
 
     @property
     def nearest(self) -> Trial | None:

@@ -3,7 +3,7 @@
 from flagcore.domain.metrics import PER_DEVICE, PER_USER, load_text
 from flagcore.domain.plan import failed_repeats
 from flagcore.domain.records import GIB
-from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.i18n import _, ngettext
 from flagcore.report.blocks import Cell, Table, Text, cell, percent, plain_table, plain_text, table
 from flagcore.report.result import front
@@ -61,26 +61,28 @@ def _training_row(run: RunData, trial: Trial) -> list[Cell]:
 
 def _serving_row(run: RunData, trial: Trial) -> list[Cell]:
     gain, value, step = _gain(run, trial), cell(run.figure(trial)), trial.measurement
-    predicted = run.predicted(trial)
+    predicted, mark = run.predicted(trial), "~" if trial.state is TrialState.PREDICTED else ""
     return [
         Cell(value.text + (" !" if step and step.broken else ""), value.value),
         percent(step.spread_s / step.step_time_s if step and len(step.step_times_s) > 1 else None),
         cell(predicted[0] if predicted else None, "~"),
         cell(_median(run, trial)),
-        Cell("-") if gain is None else Cell(gain_text(run.objective, gain).split()[0], gain),
+        Cell("-") if gain is None else Cell(mark + gain_text(run.objective, gain).split()[0], gain),
         *(cell(served(trial, name)) for name in LATENCIES.values()),
     ]
 
 
 def _median(run: RunData, trial: Trial) -> float | None:
     """Return the median objective of a candidate, in the row of its first trial. None in the rows of its repeats."""
-    figures = run.figures(trial) if trial.role is not Role.REPEAT and trial.fidelity == run.fidelity else None
+    is_first = trial.role is not Role.REPEAT and trial.state is not TrialState.PREDICTED
+    figures = run.figures(trial) if is_first and trial.fidelity == run.fidelity else None
     return figures[0] if figures else None
 
 
 def _gain(run: RunData, trial: Trial) -> float | None:
     """Return the gain of a candidate's median over the baseline or, if it was stopped early, the highest possible."""
-    base, own = run.median_s(run.baseline) if run.baseline else None, run.median_s(trial) or seconds(trial)
+    baseline = run.baseline if run.speedup or run.fidelity != ESTIMATE else None
+    base, own = run.median_s(baseline) if baseline else None, run.median_s(trial) or seconds(trial)
     compared = (TrialState.MEASURED, TrialState.STOPPED, TrialState.PREDICTED)
     is_compared = trial.fidelity == run.fidelity and trial.state in compared and trial.role is not Role.REPEAT
     return base / own - 1.0 if base and own and is_compared else None

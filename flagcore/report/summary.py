@@ -15,7 +15,7 @@ from flagcore.report.blocks import Block, Cell, Facts, Table, Text, cell, table
 from flagcore.report.candidate_report import causes_text, differences_text, figure_pairs
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.result import noise_warnings, notes_of, number, slow_devices
-from flagcore.report.run import RunData, measured_s, served
+from flagcore.report.run import Record, RunData, measured_s, served
 from flagcore.report.text import (
     at_load,
     duration_text,
@@ -66,7 +66,8 @@ def ending(run: RunData) -> list[Text]:
 
     Without a best, the reason is not repeated, because the summary begins with it.
     """
-    reason = [_("Stopped: {reason}.", reason=run.stop_reason)] if run.best and run.stop_reason else []
+    has_reason = run.best and run.stop_reason and run.fidelity != ESTIMATE
+    reason = [_("Stopped: {reason}.", reason=run.stop_reason)] if has_reason else []
     return [Text(text) for text in (*reason, *(_("Next: {step}.", step=step) for step in next_steps(run)))]
 
 
@@ -124,6 +125,7 @@ def next_steps(run: RunData) -> Iterator[str]:
         text = N_("`{command}` resumes it") if run.stopped_because else N_("if it has ended, `{command}` resumes it")
         yield _(text, command=command)
     elif run.fidelity == ESTIMATE:
+        command = run.start.replace("flag export", "flag tune").partition(" --to ")[0] or command
         command += " --fidelity run" if run.folder_name else ""
         yield _("on the devices, `{command}` measures candidates", command=command)
     elif run.is_unmeasured:
@@ -252,7 +254,7 @@ def _gain(run: RunData, best: Trial) -> Cell:
     verdict = (
         _("no significant gain") if speedup.conclusive else _("not conclusive, rounds differ by more than the gain")
     )
-    over = _("over {baseline}", baseline=values)
+    over = _("over {baseline}", baseline=values + run.over(baseline))
     return Cell(value if speedup.significant else verdict, speedup.value, note=f"{note} {over}".strip())
 
 
@@ -260,19 +262,27 @@ def _fastest_without_limits(run: RunData, best: Trial) -> str:
     """Return a text with the metrics of the fastest load point of all trials, and the limits that it exceeds."""
     name = figure_name(run.objective)
     points = [(trial, point) for trial in run.trials if trial.measurement for point in trial.measurement.points]
-    by_speed = [(seconds(run.objective, value), trial, point) for trial, point in points if (value := point.get(name))]
+    by_speed = [
+        (seconds(run.objective, value), trial, point)
+        for trial, point in points
+        if (value := point.get(name)) and (_exceeded(run, point) or run.broken_limits(trial))
+    ]
     best_s = run.median_s(best) or 0.0
     step, trial, point = min(by_speed, key=lambda each: each[0], default=(best_s, best, {}))
     if best_s <= step:
         return _("no trial was better")
-    exceeded = [f"{key} = {shown(point[key])} s" for key, most in run.limits.items() if (point.get(key) or 0) > most]
     load = load_text(point) if best.measurement and len(best.measurement.points) > 1 else ""
     return _(
         "trial {number} reached {value} ({reason})",
         number=trial.number,
         value=at_load(f"{shown(objective_value(run.objective, step))} {run.unit}", load),
-        reason=", ".join(exceeded) or _("exceeded the limits when repeated"),
+        reason=_exceeded(run, point) or _("exceeded the limits when repeated"),
     )
+
+
+def _exceeded(run: RunData, point: Record) -> str:
+    limits = run.limits.items()
+    return ", ".join(f"{key} = {shown(point[key])} s" for key, most in limits if (point.get(key) or 0) > most)
 
 
 def _uncertainty_notes(run: RunData, best: Trial) -> Iterator[Text]:
@@ -321,8 +331,8 @@ def why(run: RunData) -> str:
         other = min(other_trials, key=lambda each: run.median_s(each) or 0.0)
         name = _("the second-best (trial {number})", number=other.number)
     times = (run.median_s(other), run.median_s(best))
-    if times[0] is None or times[1] is None:
-        return ""
+    if times[0] is None or times[1] is None or (run.fidelity == ESTIMATE and run.speedup is None):
+        return ""  # in a plan, a baseline that does not fit is no reference
     text = causes_text(
         run.objective,
         name,

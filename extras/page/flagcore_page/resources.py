@@ -9,7 +9,7 @@ from typing import Any
 from flagcore_vendorkit.transformer import SCHEDULES
 
 from flagcore.domain.metrics import PER_DEVICE, STATISTICS, load_text
-from flagcore.domain.prediction import MEMORY, Passes, Prediction
+from flagcore.domain.prediction import Passes, Prediction
 from flagcore.domain.records import read_prediction
 from flagcore.domain.trial import Trial
 from flagcore.i18n import N_, _
@@ -113,15 +113,7 @@ def memory(run: RunData) -> Section | None:
     if not any(levels) and measured and len(found) == 1:
         own = {level: getattr(measured, key) for level, key in MEASURED.items()}
         levels = [{level: float(figure) for level, figure in own.items() if figure is not None}]
-    tables = [_by_stage(found, levels, prediction.capacity_bytes), *([_components(run, found)] if stages else [])]
-    if run.serves:
-        sizes = {**{name: getattr(prediction, name) for name in MEMORY}, **prediction.figures}
-        parts = [
-            [_(text), cell(sizes[name]) if name.endswith("tokens") else size(sizes[name])]
-            for name, text in NAMES["serving_memory"].items()
-            if name in sizes
-        ]
-        tables.append(table(_("Parts"), [_("part"), _("size or tokens")], parts))
+    tables = [_by_stage(found, levels, prediction), *([_components(run, found)] if stages else [])]
     worst, capacity = max(found, key=lambda each: each.device_used_bytes), prediction.capacity_bytes
     used = f"~{size_text(worst.device_used_bytes)}" + ("" if capacity is None else f" / {size_text(capacity)}")
     summary = _("A device needs {used} (predicted).", used=used)
@@ -148,7 +140,7 @@ def _predicted_and_measured(predicted: str, measured: float | None, text_of: Cal
     return _("~{predicted}, measured {measured}", predicted=predicted, measured=text_of(measured))
 
 
-def _by_stage(found: Sequence[Prediction], measured: Sequence[Mapping[str, float]], capacity: float | None) -> Table:
+def _by_stage(found: Sequence[Prediction], measured: Sequence[Mapping[str, float]], whole: Prediction) -> Table:
     """Return a table with the parts and levels of each stage."""
     parts = [memory_parts(each) for each in found]
     names = dict.fromkeys(name for each in parts for name in each)
@@ -158,7 +150,9 @@ def _by_stage(found: Sequence[Prediction], measured: Sequence[Mapping[str, float
     for name, text in LEVELS.items():
         if any(name in each for each in measured):
             columns[_("{level}, measured", level=_(text))] = [size(each.get(name)) for each in measured]
-    columns[_("capacity")] = [size(capacity)] * len(found)
+    columns[_("capacity")] = [size(whole.capacity_bytes)] * len(found)
+    if (tokens := whole.figures.get("kv_cache_tokens")) is not None:
+        columns[_("~capacity of the KV cache, tokens")] = [cell(tokens)] * len(found)
     caption = _("Memory per device, by pipeline stage") if len(found) > 1 else _("Memory of a device")
     return table(caption, list(columns), list(zip(*columns.values(), strict=True)))
 
@@ -287,7 +281,6 @@ def _stages(passes: Passes, chips: Sequence[str]) -> Table:
 
 
 LATENCIES = ("ttft_s", "tpot_s")
-RATE = PER_DEVICE
 
 
 def serving(run: RunData) -> Section | None:
@@ -315,11 +308,11 @@ def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
         (trial, point, x, y)
         for trial in run.trials
         for point in measured_points(trial)
-        if (x := number(point.get(latency))) is not None and (y := number(point.get(RATE))) is not None
+        if (x := number(point.get(latency))) is not None and (y := number(point.get(PER_DEVICE))) is not None
     ]
     if not measured:
         return
-    name, short = latency_name(latency), SHORT_RATES[RATE]
+    name, short = latency_name(latency), SHORT_RATES[PER_DEVICE]
     best_points = list[tuple[float, float]]()
     for x, y in sorted({(x, y) for *_trial, x, y in measured}, key=lambda point: (point[0], -point[1])):
         if not best_points or y > best_points[-1][1]:
@@ -330,10 +323,8 @@ def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
         rows.append([*first, y, x, (x, y) in best_points, *(x <= each for each in limits)])
     headings = [_("trial"), _("configuration"), _("load"), short, f"{name}, s", _("Pareto-optimal")]
     headings += [_("within {limit:g} s", limit=each) for each in limits]
-    series = []
-    if len(best_points) > 1:
-        front_points = [(x, y, "") for x, y in best_points]
-        series = [Series(name=_("Pareto front"), points=front_points, style=3, stepped=True)]
+    front = Series(name=_("Pareto front"), points=[(x, y, "") for x, y in best_points], style=3, stepped=True)
+    series = [front] if len(best_points) > 1 else []
     for style, group in enumerate((_("others"), _("best"))):
         points = [
             (x, y, f"{_('trial')} {trial.number}: {load_text(point)}" if trial.number in listed else "")

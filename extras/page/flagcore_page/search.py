@@ -123,10 +123,10 @@ def progress(run: RunData) -> Section | None:
     drawn = [point for each in series for point in each.points]
     start, end = (shown(steps[place][1]) for place in (0, -1))
     improved = N_("The best value improved from {start} to {end} {unit}.")
-    improved = improved if start != end else N_("The first measured trial was the fastest: {end} {unit}.")
+    improved = improved if start != end else N_("The first measured trial was the fastest: {value} {unit}.")
     summary = [
         _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(run.all_trials), seconds=spent),
-        _(improved, start=start, end=end, unit=run.unit),
+        _(improved, start=start, end=end, value=end, unit=run.unit),
     ]
     if measured[_("repeat")]:
         summary.append(_("The best configuration is chosen by the median of all runs of a candidate."))
@@ -197,11 +197,11 @@ def accuracy(run: RunData) -> Section | None:
         rows += [[*row, *([learned, _error(measured, learned)] if errors else [])]] if is_listed else []
     if not drawn:
         return None
-    total = sum(map(len, groups.values()))
+    total, unit = sum(map(len, groups.values())), run.unit if run.serves else _("s/step")
     text = _("{count} of {total} measurements are inside the 80% interval.", count=len(groups[True]), total=total)
     headings = [_("trial"), _("configuration"), _("measured"), _("~predicted"), _("~low"), _("~high"), _("error")]
     headings += [_("80% interval"), *([_("~learned"), _("after learning")] if errors else [])]
-    unit, axis = run.unit if run.serves else _("s/step"), spread("", drawn)
+    caption, axis = _("Measured and predicted {unit}, with 80% intervals", unit=unit), spread("", drawn)
     names = {True: (2, _("inside its interval")), False: (1, _("outside its interval"))}
     series = [
         Series(name=name, points=[each for each, _range in group], style=style, ranges=[each for _point, each in group])
@@ -217,9 +217,7 @@ def accuracy(run: RunData) -> Section | None:
             series=series,
             diagonal=_("predicted = measured"),
         ),
-        tables=[
-            table(_("Measured and predicted {unit}, with 80% intervals", unit=unit), headings, rows, sortable=True)
-        ],
+        tables=[table(caption, headings, rows, sortable=True)],
     )
     return Section("accuracy", _("Predictions"), (chart,), half=True)
 

@@ -8,7 +8,6 @@ from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.i18n import _, ngettext
 from flagcore.report.blocks import Text, percent, table
 from flagcore.report.run import RunData, json_file
-from flagcore.report.text import latency_name
 from flagcore_page.blocks import Block, Chart, Code, Collapsed
 from flagcore_page.charts import BASELINE, BEST, OTHER, Bar, Bars
 from flagcore_page.run_files import text_of
@@ -52,14 +51,6 @@ def _flags(run: RunData, best: Trial) -> list[str]:
     return flags
 
 
-def _over(run: RunData, trial: Trial) -> str:
-    """Return which latency limits a configuration exceeds, as measured or as predicted, as the end of its label."""
-    figures = trial.predicted.figures if trial.predicted and run.fidelity == ESTIMATE else {}
-    names = [latency_name(name) for name, most in run.limits.items() if figures.get(name, 0.0) > most]
-    why = run.broken_limits(trial) or ", ".join(names)
-    return "; " + _("over its limit: {why}", why=why) if why else ""
-
-
 def configurations(run: RunData) -> Chart | None:
     """Return a chart with a bar for each of the fastest configurations, the fastest first. None for fewer than two."""
     best = run.best
@@ -75,7 +66,7 @@ def configurations(run: RunData) -> Chart | None:
     of_best = next(figures[0] for trial, figures in known if trial.number == best.number)
     for trial, figures in (each for each in known if each[0].number in chosen):
         name, values = run.name(trial), run.configuration(trial)
-        bars.append(Bar(f"{name}: {values}{_over(run, trial)}", kinds.get(trial.number, OTHER), *figures))
+        bars.append(Bar(f"{name}: {values}{run.over(trial)}", kinds.get(trial.number, OTHER), *figures))
         rows.append([run.cell(trial), values, *figures, percent(figures[0] / of_best - 1.0, signed=True)])
     if len(bars) < 2:
         return None

@@ -59,6 +59,19 @@ def test_the_headline_is_the_gain_with_the_range_of_its_rounds(
     assert facts["Speedup over the baseline"].text.startswith(text)
 
 
+def test_a_plan_is_not_compared_with_a_baseline_that_does_not_fit(edited: Edited) -> None:
+    def crowded(data: dict[str, Any]) -> None:
+        for baseline in (data["baseline"], data["trials"][0]):
+            baseline["predicted"]["memory"]["fits"] = False
+        data["speedup"] = None
+
+    page = edited("estimate", crowded)
+    assert page.facts("summary")["Speedup over the baseline"].value is None
+    assert "Why" not in page.section("summary").text
+    assert "(over its limit: memory)" in page.section("summary").text
+    assert not any("vs base" in row for row in page.rows("trials", "All trials"))
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
 def test_the_counts_on_the_page_add_up(runs: Runs, kind: str) -> None:
     report = runs(kind)

@@ -136,7 +136,7 @@ def test_a_plan_has_the_same_page(flag: Flag, project: Project, tmp_path: Path) 
     page = read((tmp_path / "plan.html").read_text())
     assert {"summary", "step", "memory", "funnel", "improvements", "trials"} <= set(page.sections)
     assert page.facts("summary")["Speed"].text.startswith("~")
-    assert "flag tune SPEC" in [each.text for each in page.section("summary").every("code")]
+    assert "flag tune spec.yaml" in [each.text for each in page.section("summary").every("code")]
     assert str(tmp_path) not in page.root.text
     assert flag(*command, "--report", "page.html", "--explain", "1").code == 2
 
