@@ -45,6 +45,7 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, Int
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
+from flagcore.i18n import Message
 from flagcore_serving.launch import importing
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
@@ -393,7 +394,7 @@ class SloImpossible:
     def __init__(self, limits: Mapping[str, float]) -> None:
         self._limits = limits
         bounds = ", ".join(f"{name} <= {limit:g} s" for name, limit in limits.items())
-        self.message = f"the prediction misses the SLO by far ({bounds})"
+        self.message: str = Message("the prediction misses the SLO by far ({bounds})", bounds=bounds)
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         """Return a mask of the rows that cannot meet a limit. Rows with an unknown metric or interval are kept."""

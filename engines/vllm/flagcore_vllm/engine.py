@@ -58,6 +58,7 @@ from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError, UsageError
+from flagcore.i18n import N_, Message
 
 NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""
@@ -385,6 +386,28 @@ buffer, because it sends each layer as soon as it is computed."""
 CONFIG = "kv-transfer-config"
 
 
+NAMES = {
+    "CHUNKED": CHUNKED,
+    "CONFIG": CONFIG,
+    "CONTEXT": CONTEXT,
+    "DP": DP,
+    "EP": EP,
+    "IMAGES": IMAGES,
+    "INSTANCES": INSTANCES,
+    "NIXL": NIXL,
+    "P2P": P2P,
+    "P2P_RELEASES": P2P_RELEASES,
+    "PREFILL_DECODE": PREFILL_DECODE,
+    "REDUNDANT": REDUNDANT,
+    "SEQS": SEQS,
+    "SHARING": SHARING,
+    "THREADS": THREADS,
+    "TOKENS": TOKENS,
+    "TP": TP,
+}
+"""The names of knobs in messages of rules, by their fields."""
+
+
 def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
     """Return `instance` with the flags and environment variables of the kind prefill or decode."""
     connector, prefills = values.get(TRANSFER) or NIXL, kind == routing.PREFILL
@@ -423,7 +446,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
-            message=f"{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch",
+            message=Message("{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch", **NAMES),
             broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
         ),
         *rules.forbidden(task, PROGRAM),
@@ -432,7 +455,11 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     sharing = Rule(
         name="sharing",
         knobs=(TP, PREFILL_DECODE, SHARING),
-        message=f"{SHARING} must divide the {TP} / {groups} copies of the cache, and needs {PREFILL_DECODE} unset",
+        message=Message(
+            "{SHARING} must divide the {TP} / {groups} copies of the cache, and needs {PREFILL_DECODE} unset",
+            **NAMES,
+            groups=groups,
+        ),
         broken=lambda c: (
             (c[SHARING] > 1) & ((c[TP] % (groups * np.maximum(c[SHARING], 1)) != 0) | (c[PREFILL_DECODE] > 0))
         ),
@@ -440,7 +467,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     even_experts = Rule(
         name="even_experts",
         knobs=(EP, REDUNDANT),
-        message=f"{EP} must divide the {experts} experts with {REDUNDANT}",
+        message=Message("{EP} must divide the {experts} experts with {REDUNDANT}", **NAMES, experts=experts),
         broken=lambda c: (c[REDUNDANT] > 0) & ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0),
     )
     images = most_images(task.spec.serve.loads)
@@ -453,19 +480,21 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="threads_on_cores",
             knobs=(INSTANCES, TP, THREADS),
-            message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {hardware.cards} cores",
+            message=Message(
+                "{THREADS} x {TP} x {INSTANCES} must not exceed the {cards} cores", **NAMES, cards=hardware.cards
+            ),
             broken=lambda c: (c[THREADS] * c[TP] > hardware.share(c[INSTANCES])) & hardware.on_cores,
         ),
         Rule(
             name="tokens_hold_sequences",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
-            message=f"{TOKENS} must be at least {SEQS}",
+            message=Message("{TOKENS} must be at least {SEQS}", **NAMES),
             broken=lambda c: np.less(*limits(task, c)),
         ),
         Rule(
             name="whole_prompts",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
-            message=f"without {CHUNKED}, {TOKENS} must be at least {CONTEXT}",
+            message=Message("without {CHUNKED}, {TOKENS} must be at least {CONTEXT}", **NAMES),
             broken=lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
         ),
         *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
@@ -475,7 +504,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="images_of_request",
             knobs=(IMAGES,),
-            message=f"{IMAGES} must be at least {images}, the most images of a request",
+            message=Message("{IMAGES} must be at least {images}, the most images of a request", **NAMES, images=images),
             broken=lambda c: c[IMAGES] < images,
         ),
     )
@@ -498,19 +527,21 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="transfer_release",
             knobs=(PREFILL_DECODE, TRANSFER),
-            message=f"{P2P} needs vllm {P2P_RELEASES}",
+            message=Message("{P2P} needs vllm {P2P_RELEASES}", **NAMES),
             broken=lambda c: (c[PREFILL_DECODE] > 0) & (c[TRANSFER] == p2p) & (not in_versions(P2P_RELEASES, version)),
         ),
         Rule(
             name="own_transfer_config",
             knobs=(PREFILL_DECODE,),
-            message=f"{PREFILL_DECODE} sets {CONFIG}: remove it from serve.engine_args",
+            message=Message("{PREFILL_DECODE} sets {CONFIG}: remove it from serve.engine_args", **NAMES),
             broken=lambda c: (c[PREFILL_DECODE] > 0) & has_config,
         ),
         Rule(
             name="transfer_of_kinds",
             knobs=(PREFILL_DECODE, TRANSFER),
-            message=f"{NIXL} needs pp1 and TP sizes of which one divides the other; {P2P} needs equal TP sizes",
+            message=Message(
+                "{NIXL} needs pp1 and TP sizes of which one divides the other; {P2P} needs equal TP sizes", **NAMES
+            ),
             broken=lambda c: np.where(c[TRANSFER] == p2p, by_p2p[c[PREFILL_DECODE]], by_nixl[c[PREFILL_DECODE]]),
         ),
     )
@@ -519,12 +550,12 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
 def _block_rule(task: Task) -> Rule:
     """Return the rule for the block sizes that the attention backend supports."""
     if not Hardware.of(task).on_cores:
-        problem = f"must be 1 or a multiple of 16, and a size that {BACKEND} supports"
+        problem = N_("{knob} must be 1 or a multiple of 16, and a size that attention_backend supports")
         return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: (sizes % 16 != 0) & (sizes != 1))
     if task.spec.model.multi_latent_attention:
-        problem = "must be 16 for vLLM's CPU kernels for latent attention"
+        problem = N_("{knob} must be 16 for vLLM's CPU kernels for latent attention")
         return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: sizes != MLA_CPU_BLOCK)
-    problem = "must be a multiple of 32 for vLLM's CPU attention"
+    problem = N_("{knob} must be a multiple of 32 for vLLM's CPU attention")
     return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: sizes % 32 != 0)
 
 

@@ -18,7 +18,7 @@ from flagcore_serving.model.adapters import adapter_launches, adapter_seconds
 from flagcore_serving.model.memory import offloaded_bytes
 from flagcore_serving.model.work import Serving, SparseKernel, distinct_experts
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import ATTENTION, parameters
+from flagcore_serving.space.weights import ATTENTION, connections, parameters
 
 NODES: FloatArray = np.array(
     [
@@ -104,6 +104,9 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         h, layers = float(model.hidden_size), float(model.num_layers)
         products = linear(kernels, tokens, h, width, serving) + linear(kernels, tokens, width, h, serving)
         local = local + layers * products + linear(kernels, tokens, h, layers * width, serving)
+    if (streams := float(model.residual_streams)) > 1.0:  # each rank mixes all of them (arXiv 2512.24880)
+        moved = 2.0 * ((4.0 * streams - 1.0) * tokens * float(model.hidden_size) + model.residual_weights)
+        local = local + connections(model) * kernels.memory_seconds(moved)
     messages = sum(model.mixers.values()) * reduce
     for mixer, number in model.other_mixers.items():
         local = local + number * (_mixer(mixer, serving, column, kernels, tokens) + overheads.attention + reduce)
