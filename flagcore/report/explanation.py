@@ -188,7 +188,8 @@ def memory_parts(found: Prediction) -> dict[str, float]:
     """
     components, static, peak = found.components, found.static_bytes, found.peak_allocated_bytes
     if (cache := found.figures.get("kv_cache_bytes")) is not None:
-        states = {N_("weights"): static - cache, N_("cache"): cache}
+        adapters = found.figures.get("adapter_bytes", 0.0)
+        states = {N_("weights"): static - cache - adapters, N_("adapters"): adapters, N_("cache"): cache}
     elif components:
         names = NAMES["component_states"]
         states = {name: sum(part.get(key, 0.0) for part in components.values()) for key, name in names.items()}

@@ -31,6 +31,7 @@ GRAPH_BYTES = 12e6
 class ServingMemory:
     """Memory of one device in bytes, by candidate.
 
+    - `weights`: without `adapters`, the slots for them.
     - `cache`: size of the KV cache, negative if the budget is too small.
     - `token`: bytes per cached token, averaged over a request of mean length.
     - `longest_token`: bytes per cached token, averaged over the longest request.
@@ -39,6 +40,7 @@ class ServingMemory:
     """
 
     weights: FloatArray
+    adapters: FloatArray
     activations: FloatArray
     graphs: FloatArray
     cache: FloatArray
@@ -57,8 +59,9 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     """
     model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
     weights = weight_bytes(serving, settings) - offloaded_bytes(serving, settings)
+    adapters = np.zeros(weights.shape)
     if settings.adapter_rank.any():
-        weights = weights + settings.adapter_slots * adapter_bytes(serving, settings)
+        adapters = settings.adapter_slots * adapter_bytes(serving, settings)
     running = settings.max_running.astype(np.float64)
     activations = activation_bytes(model, settings, np.minimum(batched_tokens, settings.pass_tokens), running)
     if model.vision is not None:
@@ -71,7 +74,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         driver = costs.memory.device_used_bytes(np.zeros(1)) + settings.communicators * communicator_bytes(costs.memory)
         budget = settings.memory_fraction * capacity - (0.0 if overheads.activations_beside else driver)
     other = 0.0 if overheads.activations_beside else activations + graphs
-    cache = np.where(np.isnan(settings.cache_bytes), budget - weights - other, settings.cache_bytes)
+    cache = np.where(np.isnan(settings.cache_bytes), budget - weights - adapters - other, settings.cache_bytes)
     kept = {"frees_windows": overheads.frees_windows, "indexes_all": overheads.indexes_all}
     token = token_bytes(model, settings, serving.tokens, **kept)
     longest = settings.context_len.astype(np.float64)
@@ -91,6 +94,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     cache, token, longest_token = cache * share, token * share, longest_token * share
     return ServingMemory(
         weights=weights,
+        adapters=adapters,
         activations=activations,
         graphs=graphs,
         cache=cache,

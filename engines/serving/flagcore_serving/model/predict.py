@@ -228,7 +228,8 @@ def _predictions(
         time = 1.0 / figure if is_rate(objective) else figure
     low, high, high_with_few_cpus = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
     capacity = costs.memory.capacity_bytes()
-    engine_bytes = memory.weights + memory.activations + memory.graphs
+    static_bytes = memory.weights + memory.adapters
+    engine_bytes = static_bytes + memory.activations + memory.graphs
     request_bytes = np.maximum(settings.context_len * memory.longest_token, settings.least_cache)
     # If the budget is unknown, assume the cache of one request.
     cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)
@@ -242,12 +243,14 @@ def _predictions(
         used_bytes = np.where(memory.cache < request_bytes, over_capacity, used_bytes)
     fullest_rows, cache = context.kinds.worst(used_bytes), np.maximum(cache, 0.0)
     figures["kv_cache_bytes"] = np.maximum(memory.cache, 0.0)[fullest_rows]
+    if memory.adapters.any():
+        figures["adapter_bytes"] = memory.adapters[fullest_rows]
     return Predictions(
         step_time_s=time,
         low_s=time * low / width_factor,
         high_s=time * (high_with_few_cpus if few_cpus else high) * width_factor,
         time_s={},
-        static_bytes=(memory.weights + cache)[fullest_rows],
+        static_bytes=(static_bytes + cache)[fullest_rows],
         activation_bytes=(memory.activations + memory.graphs)[fullest_rows],
         peak_allocated_bytes=needed_bytes[fullest_rows],
         reserved_bytes=reserved_bytes[fullest_rows],
