@@ -54,6 +54,8 @@ from flagcore_serving.model.predict import predict
 from flagcore_serving.model.work import HOST_RATE, Overheads, overheads_of
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space import placement
+from flagcore_serving.space.adapters import SWITCH as ADAPTER_SWITCH
+from flagcore_serving.space.adapters import check_adapters
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
 from flagcore_serving.space.knobs import CONTEXT, LAYOUT
 from flagcore_serving.space.program import Program
@@ -310,6 +312,7 @@ class ServingEngine(
         if serve.directory is not None and not Path(serve.directory).is_dir():
             problem, fix = "is not a folder, but serve.command starts there", "use an existing folder, or remove it"
             raise SpecError(key="serve.directory", value=serve.directory, problem=problem, fix=fix)
+        check_adapters(serve)
         if spec.objective == "goodput_requests_per_s" and not spec.work.slo:
             problem, fix = "needs an SLO: it counts the requests that meet it", "set serve.slo"
             raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)
@@ -444,6 +447,8 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
             "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
         )
         yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
+    if ADAPTER_SWITCH in program.split(spec).others and not serve.loads[0].adapters:
+        yield "serve.profile.adapters is 0: all requests are predicted to use the base model; set it"
     speculates = common_knobs.SPECULATION in spec.space or common_knobs.SPECULATION in fixed
     if speculates and any(load.acceptance is None for load in serve.loads):
         yield "speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"

@@ -16,7 +16,7 @@ from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import HEAD, HEAD_PORT, TRANSFER_PORT, URL, Instance, Router, address
 from flagcore_serving.load.routing import BOOTSTRAP
 from flagcore_serving.load.routing import PREFILL as PREFILLS
-from flagcore_serving.space import knobs, placement, rules
+from flagcore_serving.space import adapters, knobs, placement, rules
 from flagcore_serving.space.hardware import (
     DP,
     EP,
@@ -288,6 +288,9 @@ def settings(task: Task, columns: Columns) -> Settings:
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
         **knobs.exchange_settings(task, values, KNOBS),
+        **adapters.adapter_settings(
+            task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
+        ),
     )
 
 
@@ -362,6 +365,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--device", "cpu"]
     if hardware.on_cores and "max-total-tokens" not in other_args:
         argv += ["--max-total-tokens", f"{pool_tokens(task, count(values, INSTANCES)):.0f}"]
+    argv += adapters.words(spec.serve, values, other_args, "lora-paths")
     argv += as_words(other_args, has_negation=False)
     environment = {} if task.spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1"}
     if cores:
@@ -477,6 +481,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         ),
         _value_release(task),
         *rules.context_rules(task),
+        *adapters.adapter_rules(task),
         rules.block_rule(
             PROGRAM,
             PAGE,
@@ -515,6 +520,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),
         rules.tower_merge(task),
+        *adapters.adapter_merges(task, PROGRAM.parse(task.spec).others),
         *((rules.ignoring("no_graphs_on_cores", (EAGER,), lambda c: True),) if on_cores else ()),
     )
 

@@ -19,7 +19,7 @@ from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import HEAD, HEAD_PORT, TRANSFER_PORT, Instance, Router, address
 from flagcore_serving.load import routing
-from flagcore_serving.space import knobs, placement, rules
+from flagcore_serving.space import adapters, knobs, placement, rules
 from flagcore_serving.space.hardware import (
     DP,
     EP,
@@ -301,6 +301,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
         **knobs.exchange_settings(task, values, KNOBS),
+        **adapters.adapter_settings(task, values, other_args, slots=1, on_host=other_args.get("max-cpu-loras")),
     )
 
 
@@ -342,6 +343,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     others = PROGRAM.parse(task.spec).others
     if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # the draft model is for other candidates
         others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
+    argv += adapters.words(task.spec.serve, values, others, "lora-modules")
     argv += as_words(others, has_negation=True)
     environment = {} if task.spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if (backend := values.get(BACKEND)) and f"--{BACKEND.replace('_', '-')}" not in argv:
@@ -497,6 +499,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         ),
         *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
         *rules.context_rules(task),
+        *adapters.adapter_rules(task),
         _block_rule(task),
         Rule(
             name="images_of_request",
@@ -578,6 +581,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         rules.tower_merge(task),
         rules.ignoring("no_graphs_is_eager", (EAGER, GRAPHS), lambda c: c[EAGER] == 1),
         *_forced_block(task),
+        *adapters.adapter_merges(task, PROGRAM.parse(task.spec).others),
     )
 
 
