@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from flagcore.domain.chip import Source
 from flagcore.domain.space import Axis, KnobValue
 from flagcore.errors import SpecError
-from flagcore.i18n import N_
+from flagcore.i18n import N_, Message
 
 Kind = Literal["int", "flag", "word", "share", "number", "text", "words", "ints"]
 """The type of a knob's values.
@@ -91,7 +91,11 @@ class Effect:
         if self.passed:
             return ""
         if self.flags:
-            return "" if user_command else f"{' '.join(self.flags)} needs a launch command: give train.command"
+            return (
+                ""
+                if user_command
+                else Message("{flags} needs a launch command: give train.command", flags=" ".join(self.flags))
+            )
         return "" if self.environment else N_("no source documents how to enable it")
 
 

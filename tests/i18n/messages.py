@@ -56,7 +56,7 @@ PLAIN = {"short_rates", "short_latencies"}
 
 DATA = {
     "plugins/*/*/quirks.yaml": ("reason", "note", "advice", "install"),
-    "plugins/*/*/knobs.yaml": ("says", "claim"),
+    "plugins/*/*/knobs.yaml": ("says", "claim", "method"),
     "plugins/*/*/chips/*.yaml": ("notes",),
     "e[nx]*/*/flagcore_*/*.yaml": ("why", "message", "advice"),
     "e[nx]*/*/flagcore_*/*/*.yaml": ("why",),

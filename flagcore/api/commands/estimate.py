@@ -261,11 +261,11 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
         "in_space": knob in task.knobs,
         "help": knob.help,
         "claim": knob.claim,
-        "effect": f"{knob.effect_source.kind}: {knob.effect_source.detail}" if knob.effect_source else None,
+        "effect": f"{_(knob.effect_source.kind)}: {_(knob.effect_source.detail)}" if knob.effect_source else None,
         "needs": [str(each) for each in knob.requires] + [N_("a mixture of experts")] * knob.experts_only,
         "effects": [{"value": value, **asdict(effect)} for value, effect in knob.effects.items()],
         "not_launched": {str(value): reason for value, reason in not_launched.items() if reason},
-        "source": f"{source.kind}: {source.detail}" if source else None,
+        "source": f"{_(source.kind)}: {source.detail}" if source else None,
     }
 
 
