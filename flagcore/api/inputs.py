@@ -422,7 +422,7 @@ def warn_about_problem(problem: Problem) -> None:
     name, lines = task.spec.work.engine, list[object]()
     unknown = support.reason if support.support is Support.UNKNOWN else ""
     if reasons := [reason for reason in (unknown, engine.untested) if reason]:
-        names = {"engine": name, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
+        names = {"engine": name, "chip": task.cluster.chips, "reason": "; ".join(map(_, reasons))}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
     warn([*lines, *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
     warn(problem.platform.unmodelled)

@@ -337,7 +337,7 @@ class Snapshot:
         """Return the messages of the pruning rules that remove a candidate, which may be outside the space."""
         predictions = predict_columns(self.problem.platform, columns)
         return [
-            f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predictions).any()
+            f"{rule.name}: {_(rule.message)}" for rule in self.problem.rules if rule.prunes(columns, predictions).any()
         ]
 
     def predicted(self, columns: Columns) -> Prediction:

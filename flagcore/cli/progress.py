@@ -14,6 +14,7 @@ from flagcore.report.text import (
     candidate_text,
     duration_text,
     objective_text,
+    reason_text,
     scaled_text,
     search_time_text,
     short_line,
@@ -34,11 +35,11 @@ def line(event: Event) -> str:
         candidate = candidate_text(trial.candidate, event.knobs)
         return _("{trial} starts: {candidate}", trial=name, candidate=candidate) + _predicted(event)
     if event.kind == "trial_waits":
-        return _("{trial} waits: {reason}", trial=name, reason=trial.reason)
+        return _("{trial} waits: {reason}", trial=name, reason=_(trial.reason or ""))
     measurement = trial.measurement if not trial.state.failed else None
-    result = _step(trial, measurement, event.objective) if measurement else trial.reason or ""
+    result = _step(trial, measurement, event.objective) if measurement else reason_text(trial.reason)
     if trial.state is TrialState.MEASURED and trial.reason:
-        result += f"; {trial.reason}"
+        result += f"; {reason_text(trial.reason)}"
     status = ", ".join(_status(event, event.seconds_left))
     return f"{name} {state_name(trial.state.value, trial.fidelity)}: {result}  [{status}]"
 
@@ -141,7 +142,7 @@ def finished_line(event: Event) -> str:
     configuration = candidate_text(trial.candidate, event.knobs)
     text = f"{_name(trial)} {state_name(trial.state.value, trial.fidelity)}"
     if measurement is None:
-        return f"{text}: {configuration}: {trial.reason or '-'}"
+        return f"{text}: {configuration}: {reason_text(trial.reason) or '-'}"
     return f"{text}: {_step(trial, measurement, event.objective)}: {configuration}"
 
 

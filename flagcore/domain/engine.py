@@ -8,7 +8,7 @@ from flagcore.domain.chip import Device, Source, Support
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.space import KnobValue
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class PreferredSetting:
     reason: str
 
 
-UNKNOWN = "its effect is not known to flagcore"
+UNKNOWN = N_("its effect is not known to flagcore")
 """The effect of a setting that is in no class."""
 
 
@@ -81,7 +81,7 @@ class Unmodelled:
     time: tuple[float, float] = (1.0, 1.0)
 
     def __str__(self) -> str:
-        return _("{name} is not predicted: {why}", name=self.name, why=self.why)
+        return _("{name} is not predicted: {why}", name=self.name, why=_(self.why))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class ContainerDevices:
 
     `service`: fields of a service of the Compose Specification. An item of a list with DEVICE stands for an item for
     each device; without such items, the container sees all devices.
-    `images`: the vendor's published images with engines, by the engine's name.
+    `images`: published images with engines, by the engine's name or by that and a pattern of chips (`vllm 910B*`).
     """
 
     service: Mapping[str, Any]

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 from flagcore.domain.chip import Source
 from flagcore.domain.space import Axis, KnobValue
 from flagcore.errors import SpecError
+from flagcore.i18n import N_
 
 Kind = Literal["int", "flag", "word", "share", "number", "text", "words", "ints"]
 """The type of a knob's values.
@@ -91,7 +92,7 @@ class Effect:
             return ""
         if self.flags:
             return "" if user_command else f"{' '.join(self.flags)} needs a launch command: give train.command"
-        return "" if self.environment else "no source documents how to enable it"
+        return "" if self.environment else N_("no source documents how to enable it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

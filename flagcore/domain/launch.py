@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from flagcore.domain.files import open_regular
 from flagcore.domain.secrets import redact_text
 from flagcore.domain.trial import TimeLimit, TrialState
+from flagcore.i18n import N_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,10 +189,13 @@ LONGEST_LINE, LONGEST_REASON = 4096, 300
 
 
 _ENDED_BY = {
-    "disk": (TrialState.FAILED, "its folder exceeded the disk limit; set auto_tuner.control.disk_limit to raise that"),
-    "full_disk": (TrialState.FAILED, "the disk of its folder is full"),
-    "guard": (TrialState.FAILED, "its guard process was killed"),
-    "request": (TrialState.INTERRUPTED, "ended on request"),
+    "disk": (
+        TrialState.FAILED,
+        N_("its folder exceeded the disk limit; set auto_tuner.control.disk_limit to raise that"),
+    ),
+    "full_disk": (TrialState.FAILED, N_("the disk of its folder is full")),
+    "guard": (TrialState.FAILED, N_("its guard process was killed")),
+    "request": (TrialState.INTERRUPTED, N_("ended on request")),
 }
 
 
@@ -243,7 +247,7 @@ def classify(
         reason = _without_state(pattern.state, line)
         return pattern.state, reason + (f" ({pattern.advice})" if pattern.advice else "")
     if ended.code in (-9, 137):
-        return TrialState.OUT_OF_MEMORY, "killed by the system with SIGKILL: probably out of memory"
+        return TrialState.OUT_OF_MEMORY, N_("killed by the system with SIGKILL: probably out of memory")
     ending = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
     return TrialState.FAILED, f"{ending}; {last}"
 

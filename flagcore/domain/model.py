@@ -191,6 +191,7 @@ class Attention:
     `window`: the number of tokens to which a token attends. None: all tokens.
     `indexer`: what selects the tokens, in sparse attention. Without heads: those that an earlier layer selects.
     `heads`, `groups`, `head_dim`, `value_dim`: query heads, key heads, and the widths of a head of keys and of values.
+    `latent_rank`: `Model.kv_lora_rank`.
     `projections`: 2 if keys and values have their own projections, 1 if keys are also the values, 0 if both are those
     of an earlier layer, which caches them.
     """
@@ -201,15 +202,20 @@ class Attention:
     groups: int | None = None
     head_dim: int | None = None
     value_dim: int | None = None
+    latent_rank: int | None = None
     projections: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer: how it mixes tokens (None: it does not), and its feed-forward network: dense, experts, or none ("")."""
+    """A layer: how it mixes tokens (None: it does not), and its feed-forward network: dense, experts, or none ("").
+
+    `repeats`: whether it runs the weights of an earlier layer again, with a cache of its own.
+    """
 
     mixer: Attention | Mixer | None
     feed_forward: str = "dense"
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +235,8 @@ class Model:
     the query projection.
     `key_value_projections`: see `Attention.projections`.
     `layer_embedding_size`: the width of the embeddings that each layer has of its own (Gemma 3n). 0: none.
+    `residual_streams`: the number of residual streams, which hyper-connections before and after each mixer and
+    feed-forward network mix, with `residual_weights` weights (arXiv 2512.24880).
     `mtp_use_repeated_layer`: whether all depths of multi-token prediction share the weights of one.
     `moe_bias`: whether the products of experts have biases.
     `mtp_dense`: whether these depths have no experts, though other layers do.
@@ -270,6 +278,8 @@ class Model:
     attention_output_gate: bool = False
     key_value_projections: int = 2
     layer_embedding_size: int = 0
+    residual_streams: int = 1
+    residual_weights: int = 0
     unread: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -287,6 +297,12 @@ class Model:
     def other_mixers(self) -> Mapping[Mixer, int]:
         """The kinds of mixers whose sizes are their own, with the number of layers of each."""
         return {mixer: number for mixer, number in self.mixers.items() if isinstance(mixer, Mixer)}
+
+    @property
+    def once(self) -> "Model":
+        """This model with all weights once: without the layers that repeat others."""
+        layers = tuple(each for each in self.layers if not each.repeats)
+        return self if len(layers) == len(self.layers) else replace(self, num_layers=len(layers), layers=layers)
 
     @property
     def attention_layers(self) -> int:
@@ -309,6 +325,8 @@ class Model:
             "num_attention_heads": kind.heads,
             "num_query_groups": kind.groups,
             "kv_channels": kind.head_dim,
+            "qk_head_dim": kind.head_dim if self.multi_latent_attention else None,
+            "kv_lora_rank": kind.latent_rank,
             "v_head_dim": kind.value_dim,
             "key_value_projections": kind.projections,
         }
@@ -364,5 +382,6 @@ class Model:
             or self.attention_output_gate
             or self.moe_latent_size
             or self.layer_embedding_size
+            or self.residual_streams > 1
             or (self.v_head_dim and not self.multi_latent_attention)
         )

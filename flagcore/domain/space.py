@@ -9,6 +9,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from flagcore.i18n import N_
+
 KnobValue: TypeAlias = int | bool | str | None
 
 
@@ -228,9 +230,9 @@ DOES_NOT_FIT = "does_not_fit"
 NEEDS_AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
 DOES_AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
 LEARNED_MESSAGES = {
-    DOES_NOT_FIT: "the candidate's predicted memory is more than a device has",
-    NEEDS_AS_MUCH_MEMORY: "a trial ran out of memory, and no knob of this candidate needs less",
-    DOES_AS_MUCH_WORK: "a trial was measured, and this candidate does at least as much work",
+    DOES_NOT_FIT: N_("the candidate's predicted memory is more than a device has"),
+    NEEDS_AS_MUCH_MEMORY: N_("a trial ran out of memory, and no knob of this candidate needs less"),
+    DOES_AS_MUCH_WORK: N_("a trial was measured, and this candidate does at least as much work"),
 }
 """The messages of the pruning rules that are derived from predictions and from trials, by name."""
 

@@ -148,19 +148,13 @@ def _catalogue(name: str) -> dict[str, str]:
     The form of a plural is that of all counts, for Chinese has one.
     """
     file = LOCALE / name / "LC_MESSAGES" / "flagcore.po"
-    found: dict[str, str] = {}
-    message = ""
-    for key, lines in _ENTRY.findall(file.read_text(encoding="utf-8") if file.is_file() else ""):
-        text = str(json.loads(lines.replace('"\n"', "")))
-        if key == "msgid":
-            message = text
-        elif message and text:
-            found[message] = text
-    return found
+    found = _TEXT.findall(file.read_text(encoding="utf-8") if file.is_file() else "")
+    texts = json.loads(f"[{','.join(found)}]".replace('"\n"', ""))  # at once, because the start waits for it
+    return {id: text for id, text in zip(texts[::2], texts[1::2], strict=True) if id and text}
 
 
-_ENTRY = re.compile(r'^(msgid|msgstr)(?:\[0\])? (".*"(?:\n".*")*)', re.MULTILINE)
-"""A text of a gettext catalogue, whose lines are strings of JSON, and what it is."""
+_TEXT = re.compile(r'^msg(?:id|str)(?:\[0\])? (".*"(?:\n".*")*)', re.MULTILINE)
+"""A text of a gettext catalogue, whose lines are strings of JSON: by turns a message and its translation."""
 _CLOSING = re.escape("，。；：、！？）】》」』”’,.;:!?)]}%")
 _OPENING = re.escape("([{（【《「『“‘")
 _NARROW = r"[^\s⺀-鿿豈-﫿＀-￯、-〿]+"

@@ -40,7 +40,7 @@ class ExcludingRule:
     values: Mapping[str, KnobValue] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.rule}: {self.message}"
+        return f"{self.rule}: {_(self.message)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

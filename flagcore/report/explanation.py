@@ -66,7 +66,7 @@ def eliminated(explanation: Explanation) -> dict[str, int]:
 
 def explanation_text(explanation: Explanation) -> str:
     """Return the counts, the messages of rules, the plugins' knobs and notes, and why a run stopped, as text."""
-    rules = [{"rule": name, "message": explanation.messages.get(name, "")} for name in eliminated(explanation)]
+    rules = [{"rule": name, "message": _(explanation.messages.get(name, ""))} for name in eliminated(explanation)]
     parts = [str(explanation), render(rules, "table", table_columns("rules")) if rules else ""]
     parts += [knobs_text(explanation.knobs), notes_text(explanation.notes)]
     if explanation.no_best:
@@ -239,19 +239,19 @@ def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
         time = f"{f'as {settings}; ' if settings else ''}x{_range(effect['time'])}{part}"
         set_by = " ".join([*effect["flags"], *(f"{name}={to}" for name, to in effect["environment"].items())])
         if reason := knob["not_launched"].get(value):
-            set_by = _("predicted only: {reason}", reason=reason)
+            set_by = _("predicted only: {reason}", reason=_(reason))
         in_space = _("yes") if knob["in_space"] else _("no")
         rows.append([knob["knob"], value.lower(), in_space, time, f"x{_range(effect['memory'])}", set_by])
     heading = _("Knobs of plugins; `auto` in a space includes those that can be launched:")
-    details = [f"{knob['knob']}: {knob['help']}. {_details(knob)}" for knob in knobs]
+    details = [_("{knob}: {text}. ", knob=each["knob"], text=_(each["help"])) + _details(each) for each in knobs]
     headings = [_("knob"), _("value"), _("in space"), _("time"), _("peak memory"), _("set by")]
     return "\n".join([heading, table(headings, rows), "", *details])
 
 
 def _details(knob: Mapping[str, Any]) -> str:
-    requires = f"Requires {', '.join(knob['needs'])}. " if knob["needs"] else ""
-    claim = f"Claim: {knob['claim']}. " if knob["claim"] else ""
-    effect = f" Effect: {knob['effect']}." if knob["effect"] else ""
+    requires = _("Requires {knobs}. ", knobs=", ".join(map(_, knob["needs"]))) if knob["needs"] else ""
+    claim = _("Claim: {claim}. ", claim=_(knob["claim"])) if knob["claim"] else ""
+    effect = _(" Effect: {effect}.", effect=knob["effect"]) if knob["effect"] else ""
     return f"{requires}{claim}({knob['source']}){effect}"
 
 

@@ -9,7 +9,7 @@ from flagcore.report.blocks import Cell, Table, Text, cell, percent, plain_table
 from flagcore.report.result import front
 from flagcore.report.run import RunData, seconds, served
 from flagcore.report.summary import answer, details, ending
-from flagcore.report.text import funnel, gain_text, repeats_text
+from flagcore.report.text import funnel, gain_text, reason_text, repeats_text
 
 LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s": "tpot_s.p50"}
 FRONT = {
@@ -31,7 +31,7 @@ def trial_table(run: RunData, *, whole: bool = False) -> Table:
     for trial in (each for each in run.all_trials if each.number in listed):
         row = [run.cell(trial), Cell(run.configuration(trial)), Cell(run.state_text(trial))]
         row += _serving_row(run, trial) if run.serves else _training_row(run, trial)
-        rows.append(row + [cell(trial.duration_s or None), cell(trial.reason)] * whole)
+        rows.append(row + [cell(trial.duration_s or None), cell(reason_text(trial.reason) or None)] * whole)
     used = [place for place in range(len(headings)) if not whole or any(row[place].text != "-" for row in rows)]
     return table(
         _("All trials, probes and repeats; ~ is predicted"),
@@ -121,7 +121,10 @@ def result_text(run: RunData) -> str:
     parts = [text for block in (*answer(run), *details(run)) for text in plain_text(block)]
     if run.all_trials:
         failed_trials = [trial for trial in run.all_trials if trial.reason and trial.state is not TrialState.STOPPED]
-        texts = [_("trial {number}: {reason}", number=trial.number, reason=trial.reason) for trial in failed_trials]
+        texts = [
+            _("trial {number}: {reason}", number=trial.number, reason=reason_text(trial.reason))
+            for trial in failed_trials
+        ]
         parts.append("\n".join([plain_table(trial_table(run)), *(texts if run.best else [])]))
     parts += [text for block in (front_table(run), learning(run)) for text in plain_text(block)]
     parts.append("\n".join([funnel(run.counts, run.fidelity), *repeats_text(failed_repeats(run.repeats))]))

@@ -23,6 +23,7 @@ from flagcore.report.text import (
     gain_text,
     limits_text,
     nearest_limit,
+    reason_text,
     scaled_text,
     state_name,
 )
@@ -40,7 +41,10 @@ def answer(run: RunData) -> list[Block]:
     if best is None:
         blocks += [Text(line, warning=True) for line in f"{'; '.join(_why_no_best(run))}.".splitlines()]
         listed = [each for each in run.trials if each.number in run.listed]
-        rows = [[run.cell(each), run.state_text(each), run.broken_limits(each) or each.reason] for each in listed]
+        rows = [
+            [run.cell(each), run.state_text(each), run.broken_limits(each) or reason_text(each.reason) or None]
+            for each in listed
+        ]
         return blocks + ([table(_("Reasons"), [_("trial"), _("state"), _("reason")], rows)] if rows else [])
     blocks.append(Facts(list(_main_results(run, best)), lead=True))
     blocks += [Text(_("Why: {reason}", reason=reason)) for reason in filter(None, [why(run)])]
@@ -108,7 +112,7 @@ def _failures(run: RunData) -> Iterator[str]:
             part=count,
             count=len(run.trials),
             state=state_name(first.state.value),
-            reason=first.reason,
+            reason=reason_text(first.reason),
             folder=Path(run.folder_name, first.log).parent,
         )
 

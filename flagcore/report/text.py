@@ -1,5 +1,6 @@
 """Formats candidates, states of trials, counts of combinations and serving metrics as text."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import chain, groupby
@@ -74,6 +75,18 @@ def state_name(state: str, fidelity: str = RUN) -> str:
     if fidelity == PROBE and state == TrialState.MEASURED.value:
         return _("probed")
     return _(state.replace("_", " "))
+
+
+def reason_text(reason: str | None) -> str:
+    """Return the reason for a trial's state in the selected language, as far as it is a message, or an empty string.
+
+    Advice in brackets at its end is a message of its own.
+    """
+    reason = reason or ""
+    for found in re.finditer(r" \(", reason if reason.endswith(")") else ""):
+        if (advice := _(reason[found.end() : -1])) != reason[found.end() : -1]:
+            return _("{reason} ({advice})", reason=reason[: found.start()], advice=advice)
+    return _(reason)
 
 
 def search_time_text(time: SearchTime) -> str:

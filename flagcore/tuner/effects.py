@@ -31,6 +31,7 @@ from flagcore.domain.space import (
 )
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
+from flagcore.i18n import Message
 
 
 def plugin_axis(task: Task, knob: Knob) -> Axis:
@@ -262,7 +263,9 @@ def _rule(axes: Sequence[Axis], cases: _Cases[Rule]) -> Rule:
     if len(names) == len(by_codes) == 1 and rule.name != names[0]:
         axis, ((code,),) = next(axis for axis in axes if axis.knob == names[0]), by_codes
         if code != axis.encode(axis.neutral):
-            message = f"{axis.knob} = {axis.decode(code)}: {rule.message}"
+            message = Message(
+                "{knob} = {value}: {reason}", knob=axis.knob, value=axis.decode(code), reason=rule.message
+            )
             rule = replace(rule, name=f"{axis.knob}_{rule.name}", message=message)
 
     def broken(columns: Columns) -> BoolArray:

@@ -62,7 +62,7 @@ def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | Non
         if rows.size:
             name = pruned.rules[int(np.bincount(pruned.rule[rows]).argmax()) - 1]
             text = N_("{count:,} candidates fit into memory, but rules remove them, most by {rule}: {message}")
-            why = _(text, count=rows.size, rule=name, message=problem.messages.get(name, ""))
+            why = _(text, count=rows.size, rule=name, message=_(problem.messages.get(name, "")))
         else:
             why, fix = _smallest_text(problem, np.arange(len(space))), fix or _other_hardware(problem.task)
             if may_fit(problem):

@@ -20,6 +20,7 @@ from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray,
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Shortened, Trial
 from flagcore.errors import SpecError
+from flagcore.i18n import N_, Message
 from flagcore.tuner.effects import engine_candidate, engine_legality
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.stages.predict import predict_columns
@@ -109,7 +110,7 @@ class SmallerTask:
     whole: Platform
     nodes: int
     name = "trial_memory"
-    message = "it is predicted not to fit on the nodes of trials, where a device may hold more optimizer state"
+    message = N_("it is predicted not to fit on the nodes of trials, where a device may hold more optimizer state")
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         return ~self.predictions(columns).fits
@@ -141,7 +142,12 @@ class SmallerTask:
         return Rule(
             name="trial_nodes",
             knobs=tuple(dict.fromkeys([replicas, *(knob for rule in rules for knob in rule.knobs)])),
-            message=f"with {share} of {replicas}, the candidate must be legal on the {self.nodes} nodes of trials",
+            message=Message(
+                "with {share} of {replicas}, the candidate must be legal on the {nodes} nodes of trials",
+                share=str(share),
+                replicas=replicas,
+                nodes=self.nodes,
+            ),
             broken=broken,
         )
 

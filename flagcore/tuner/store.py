@@ -25,7 +25,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import is_rate, objective_value
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import RunError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.tuner.journal import JOURNAL, Journal, read_journal, read_trial
 
 ENDED = ("source", "inconclusive", "lost_host", "warm", "finished_steps_s", "silent_s", "telemetry")
@@ -203,7 +203,7 @@ class OptunaStore:
             if "result" in frozen.user_attrs:
                 self._close_in_optuna(trial)
             else:
-                reason = "flagcore ended during the trial"
+                reason = N_("flagcore ended during the trial")
                 self.finish(dataclasses.replace(trial, state=TrialState.INTERRUPTED, reason=reason))
 
 

@@ -8,15 +8,19 @@ import ast
 import inspect
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import get_args, get_type_hints
 
+import yaml
 from babel.messages.catalog import Catalog
 from babel.messages.pofile import read_po, write_po
 
+from flagcore.domain.chip import Source, Support
 from flagcore.domain.trial import FIDELITIES, Role, TrialState
 from flagcore.report.formats import COLUMNS, NAMES
+from flagcore.spec.plain_data import SafeLoader
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "flagcore"
@@ -50,6 +54,16 @@ CLICK = (
 PLAIN = {"short_rates", "short_latencies"}
 """Names that are the same in all languages."""
 
+DATA = {
+    "plugins/*/*/quirks.yaml": ("reason", "note", "advice", "install"),
+    "plugins/*/*/knobs.yaml": ("says", "claim"),
+    "plugins/*/*/chips/*.yaml": ("notes",),
+    "e[nx]*/*/flagcore_*/*.yaml": ("why", "message", "advice"),
+    "e[nx]*/*/flagcore_*/*/*.yaml": ("why",),
+    "plugins/*/*/settings.yaml": ("why",),
+}
+"""The texts for users in the data files of plugins and engines: the keys that contain them, by files."""
+
 Message = str | tuple[str, ...]
 
 
@@ -61,11 +75,16 @@ def sources() -> Catalog:
         tree = ast.parse(text)
         for message in [*_marked(tree), *(_help(tree) if "import click\n" in text else [])]:
             catalogue.add(message, locations=[(file_name, 0)])
+    for pattern, keys in DATA.items():
+        for file in sorted(ROOT.glob(pattern)):
+            for message in _texts(list(yaml.load_all(file.read_text(encoding="utf-8"), SafeLoader)), keys):
+                catalogue.add(message, locations=[(str(file.relative_to(ROOT)), 0)])
     tables = [*COLUMNS.values(), *({name: key for key, name in NAMES[each].items()} for each in NAMES.keys() - PLAIN)]
     for name in (name for table in tables for name in table):
         catalogue.add(name, locations=[("flagcore/report/names.yaml", 0)])
     states = (state.value.replace("_", " ") for state in TrialState)
-    for word in (*CLICK, *states, *(role.value for role in Role), *FIDELITIES):
+    words = (*(each.value for each in (*Role, *Support)), *get_args(get_type_hints(Source)["kind"]))
+    for word in (*CLICK, *states, *words, *FIDELITIES):
         catalogue.add(word)
     return catalogue
 
@@ -76,6 +95,16 @@ def _marked(tree: ast.Module) -> Iterator[Message]:
             texts = [each.value for each in node.args[: MARKS[node.func.id]] if isinstance(each, ast.Constant)]
             if texts and all(texts):
                 yield texts[0] if len(texts) == 1 else tuple(texts)
+
+
+def _texts(content: object, keys: Collection[str], key: str = "") -> Iterator[str]:
+    """Yield the texts under `keys` of a data file."""
+    if isinstance(content, dict | list):
+        items = content.items() if isinstance(content, dict) else ((key, each) for each in content)
+        for name, each in items:
+            yield from _texts(each, keys, name)
+    elif isinstance(content, str) and key in keys and content:
+        yield content
 
 
 def _help(tree: ast.Module) -> Iterator[str]:

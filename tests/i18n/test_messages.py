@@ -9,6 +9,7 @@ import pytest
 
 from flagcore import i18n
 from flagcore.i18n import Message, _, choose, columns, from_record, left, ngettext, right, wrapped
+from flagcore.report.text import reason_text
 from tests.i18n.messages import sources, translations
 
 FIELD = re.compile(r"\{[^{}]*\}")
@@ -55,6 +56,13 @@ def test_a_saved_message_is_translated_with_its_values() -> None:
     assert from_record("interrupted", None) == _("interrupted") != "interrupted"
 
 
+def test_the_advice_at_the_end_of_a_reason_is_translated() -> None:
+    choose("zh")
+    assert reason_text("OutOfMemoryError (GPU 0) (the port was in use)") == "OutOfMemoryError (GPU 0)（端口已被占用）"
+    assert reason_text("ended (by no advice)") == "ended (by no advice)"
+    assert reason_text("the loss is not finite") == _("the loss is not finite") != "the loss is not finite"
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -91,8 +99,11 @@ def test_translations_have_the_fields_of_their_messages() -> None:
 
 
 @pytest.mark.slow
-def test_sources_have_help_headings_and_messages() -> None:
-    assert {"Hide progress and notes.", "limited by", "Saved to {folder}."} <= {message.id for message in sources()}
+def test_help_headings_messages_and_texts_of_data_files_are_translated() -> None:
+    known, found = translations(), {message.id for message in sources()} - {""}
+    vendors = "RCCL lost a peer or the network; look at the other ranks' logs"
+    assert {"Hide progress and notes.", "limited by", "Saved to {folder}.", vendors, "use backend pytorch"} <= found
+    assert [each for each in found if each not in known or not any(known[each].string)] == []
 
 
 def test_a_wide_character_takes_two_columns() -> None:

@@ -37,6 +37,7 @@ from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
+from flagcore.i18n import Message
 from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
@@ -54,6 +55,19 @@ processes on two cores took 2.5 times longer per iteration; with threads that sl
 cores. With this value, the server was as fast as the better of both settings in each case (xllamacpp, two threads, 4
 and 16 sequences)."""
 PACKAGE = "xllamacpp"
+
+
+NAMES = {
+    "BATCH_THREADS": BATCH_THREADS,
+    "CONTEXT": CONTEXT,
+    "INSTANCES": INSTANCES,
+    "N_BATCH": N_BATCH,
+    "N_UBATCH": N_UBATCH,
+    "PARALLEL": PARALLEL,
+    "SLOT_GRAIN": SLOT_GRAIN,
+    "THREADS": THREADS,
+}
+"""The names of knobs in messages of rules, by their fields."""
 
 
 class LlamaProgram(Program):
@@ -259,19 +273,25 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="batch_holds_slots",
             knobs=(PARALLEL, N_BATCH),
-            message=f"{N_BATCH} must be at least {PARALLEL}, or llama.cpp aborts",
+            message=Message("{N_BATCH} must be at least {PARALLEL}, or llama.cpp aborts", **NAMES),
             broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < or_default(c[PARALLEL], AUTO_SLOTS)),
         ),
         Rule(
             name="ubatch_in_batch",
             knobs=(N_BATCH, N_UBATCH),
-            message=f"{N_UBATCH} must not exceed {N_BATCH} (default {PROGRAM.defaults[N_BATCH]})",
+            message=Message(
+                "{N_UBATCH} must not exceed {N_BATCH} (default {default})", **NAMES, default=PROGRAM.defaults[N_BATCH]
+            ),
             broken=lambda c: c[N_UBATCH] > PROGRAM.values(c, N_BATCH),
         ),
         Rule(
             name="threads_on_cores",
             knobs=(INSTANCES, THREADS, BATCH_THREADS),
-            message=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {hardware.cards} cores",
+            message=Message(
+                "{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {cards} cores",
+                **NAMES,
+                cards=hardware.cards,
+            ),
             broken=lambda c: (
                 (np.maximum(c[THREADS], c[BATCH_THREADS]) > hardware.share(c[INSTANCES])) & hardware.on_cores
             ),
@@ -280,7 +300,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="context_grain",
             knobs=(CONTEXT,),
-            message=f"{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up",
+            message=Message("{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up", **NAMES),
             broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
         ),
         *((_slot_context(task, total),) if total else ()),
@@ -293,7 +313,12 @@ def _slot_context(task: Task, total: int) -> Rule:
     return Rule(
         name="slot_context",
         knobs=(PARALLEL, UNIFIED),
-        message=f"ctx-size = {total} over {PARALLEL} slots must be at least {longest} per slot, the longest request",
+        message=Message(
+            "ctx-size = {total} over {PARALLEL} slots must be at least {longest} per slot, the longest request",
+            **NAMES,
+            total=total,
+            longest=longest,
+        ),
         broken=lambda c: slot_share(c, total) < longest,
     )
 

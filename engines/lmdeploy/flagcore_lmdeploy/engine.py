@@ -21,6 +21,7 @@ from flagcore_serving.space.weights import weight_bytes
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task
+from flagcore.i18n import Message
 
 BACKEND, BATCH, BLOCK = "backend", "max_batch_size", "block_size"
 CACHE, PREFILL = "cache_max_entry_count", "max_prefill_token_num"
@@ -29,6 +30,10 @@ DEFAULT_CACHE = 0.8
 
 PROGRAM = Program.read("flagcore_lmdeploy")
 PYTORCH = PROGRAM.code(BACKEND, "pytorch")
+
+
+NAMES = {"BLOCK": BLOCK, "DP": DP, "EP": EP, "TP": TP}
+"""The names of knobs in messages of rules, by their fields."""
 
 
 def _default_batch(task: Task) -> int:
@@ -90,19 +95,25 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="tensor_power_of_two",
             knobs=(TP,),
-            message=f"{TP} must be a power of two",
+            message=Message("{TP} must be a power of two", **NAMES),
             broken=lambda c: c[TP] & (c[TP] - 1) != 0,
         ),
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
-            message=f"{EP} must be a multiple of {DP}, and divide {TP} x {DP} and the {experts} experts",
+            message=Message(
+                "{EP} must be a multiple of {DP}, and divide {TP} x {DP} and the {experts} experts",
+                **NAMES,
+                experts=experts,
+            ),
             broken=lambda c: (c[EP] > 1) & _splits_experts_unevenly(c, experts),
         ),
         Rule(
             name="block_size",
             knobs=(BACKEND, BLOCK),
-            message=f"{BLOCK} must be a multiple of 32 with TurboMind, and a power of two from 16 with PyTorch",
+            message=Message(
+                "{BLOCK} must be a multiple of 32 with TurboMind, and a power of two from 16 with PyTorch", **NAMES
+            ),
             broken=lambda c: (
                 (c[BLOCK] > 0)
                 & np.where(

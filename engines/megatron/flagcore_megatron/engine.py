@@ -20,7 +20,7 @@ from flagcore.domain.launch import FailurePattern, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, ImportNote, SettingValue, Spec, Task
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore_megatron import predict as prediction
 from flagcore_megatron import probing, reading, start
 from flagcore_megatron.command import checks
@@ -43,7 +43,7 @@ class UselessSelectiveRecompute:
 
     task: Task
     name = "selective_recompute_with_flash_attention"
-    message = "flash attention stores no attention core, so recomputing it costs time and saves nothing"
+    message = N_("flash attention stores no attention core, so recomputing it costs time and saves nothing")
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         selective: BoolArray = columns["recompute_granularity"] == SELECTIVE

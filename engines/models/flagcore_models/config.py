@@ -5,7 +5,7 @@ A family or kind of layers that is not known is read as far as its keys go, and 
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -34,7 +34,7 @@ INDEXED = "indexed"
 DENSE, EXPERTS = "dense", "experts"
 """The kinds of feed-forward networks."""
 SIZES = {"num_attention_heads": "heads", "num_key_value_heads": "groups", "head_dim": "head_dim"}
-SIZES |= {"v_head_dim": "value_dim"}
+SIZES |= {"v_head_dim": "value_dim", "kv_lora_rank": "latent_rank", "qk_nope_head_dim": "head_dim"}
 """The fields of `Attention` for keys of a config.json, which `per_layer_config` gives for layers that differ."""
 BASIC = (DENSE, EXPERTS, "attention", "window", INDEXED)
 """The kinds of layers that need no package."""
@@ -110,9 +110,18 @@ class Config(BaseModel):
     use_sliding_window: bool = True
     max_window_layers: NoLayers = 0
     num_kv_shared_layers: NoLayers = 0
+    loop_start: NoLayers = 0
+    loop_end: Layers | None = None
+    layers_after_loop: NoLayers = 0
+    loop_passes: Layers = 1
+    low_cycles: Layers | None = None
+    high_cycles: Layers = 1
     attention_k_eq_v: bool = False
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: NoSize = 0
+    hc_mult: Size = 1
+    hc_lowrank: NoSize = 0
+    hc_mixes: bool = False
     mlp_layer_types: list[str] | None = None
     linear_num_key_heads: Size | None = None
     attention_output_gate: bool = False
@@ -145,6 +154,8 @@ class Config(BaseModel):
             "num_layers": len(layers.get("layers", ())) or self.num_hidden_layers,
             "ffn_hidden_size": width,
             "layer_embedding_size": self.hidden_size_per_layer_input,
+            "residual_streams": self.hc_mult,
+            "residual_weights": self._residual_weights(),
             "num_query_groups": self.num_key_value_heads or self.num_attention_heads,
             "kv_channels": self.qk_nope_head_dim or self._head_width(),
             "untie_embeddings_and_output_weights": not self.tie_word_embeddings,
@@ -163,7 +174,7 @@ class Config(BaseModel):
         if len(names) != self.num_hidden_layers:
             problem = f"must be num_hidden_layers = {self.num_hidden_layers} kinds"
             raise spec_error("layer_types", problem, value=len(names), fix="list the kind of each layer")
-        known, layers = dict[tuple[Any, ...], Layer](), list[Layer]()
+        known, runs = dict[tuple[Any, ...], Layer](), list[list[Layer]]()
         heads = self.num_attention_heads_per_layer or []
         of_layers = {layer.lstrip("0") or "0": given for layer, given in (self.per_layer_config or {}).items()}
         of_names = [kinds.get(name, "attention") for name in names]
@@ -176,18 +187,41 @@ class Config(BaseModel):
             sizes = {SIZES[key]: size for key, size in of_layers.get(str(number), {}).items() if key in SIZES}
             if number < len(heads):
                 sizes["heads"] = heads[number]
+            runs.append([])
             for block in kind.split():
                 mixer, _, network = block.partition("/")
                 key = mixer, network or default, reuses, shares, *sizes.items()
                 if key not in known:
                     given = INDEXED if mixer == "attention" and INDEXED not in of_names else mixer
                     known[key] = self._layer(given, network or default, keys, sizes, reuses=reuses, shares=shares)
-                layers.append(known[key])
+                runs[-1].append(known[key])
+        order = self._order()
+        layers = [
+            replace(each, repeats=order.index(number) < place)
+            for place, number in enumerate(order)
+            for each in runs[number]
+        ]
         networks = [each.feed_forward for each in layers]
         leading = next((at for at, network in enumerate(networks) if network != DENSE), 0)
         is_plain = {each.mixer for each in layers} == {Attention()} and len({*networks[leading:]}) == 1
+        is_plain &= len(order) == len(runs)
         found: dict[str, Any] = {} if is_plain else {"layers": tuple(layers)}
         return {**found, "moe_first_dense_layers": leading} if EXPERTS in networks else found
+
+    def _order(self) -> list[int]:
+        """Return the numbers of the layers in the order in which they run: those of a loop several times.
+
+        The first half runs in each of the low cycles of a high cycle, which ends with the second half (HRM-Text).
+        Source: transformers 5.24 `models/dory`, `models/inkling2_loop` and `models/hrm_text`.
+        """
+        size, start = self.num_hidden_layers, self.loop_start
+        if self.low_cycles:
+            return [*[*range(size // 2)] * self.low_cycles, *range(size // 2, size)] * self.high_cycles
+        end = self.loop_end or size - self.layers_after_loop
+        if not start <= end <= size:
+            fix = f"give layers from 0 to num_hidden_layers = {size}"
+            raise spec_error("loop_start", "is not a loop of layers", value=f"{start} to {end}", fix=fix)
+        return [*range(start), *[*range(start, end)] * self.loop_passes, *range(end, size)]
 
     def layer_names(self) -> list[str]:
         """Return the names of all layers.
@@ -228,8 +262,8 @@ class Config(BaseModel):
         }
         if not is_window and not self.attention_k_eq_v:  # Gemma 4 reads their heads only then
             own.pop("groups", None)
-        usual = {field: getattr(self, key) for key, field in SIZES.items()}
-        own = {name: size for name, size in {**own, **sizes}.items() if size != usual[name]}
+        usual = {field: size for key, field in SIZES.items() if (size := getattr(self, key)) is not None}
+        own = {name: size for name, size in {**own, **sizes}.items() if size != usual.get(name)}
         top_k = self.index_topk or (self.index_topk_blocks or 0) * self.index_block_size
         indexer = None
         if kind == INDEXED and top_k and self.index_n_heads and self.index_head_dim:
@@ -246,6 +280,13 @@ class Config(BaseModel):
         if listed := self.indexer_types or self.index_topk_pattern:
             return layer < len(listed) and listed[layer] in ("shared", "S")
         return max(layer - self.index_skip_topk_offset + 1, 0) % self.index_topk_freq != 0
+
+    def _residual_weights(self) -> int:
+        """Return the number of weights of a hyper-connection: a product from all streams (transformers 5.24
+        `models/deepseek_v4`, `models/hy_v4`), or gates of low rank with a norm (`models/qwen4_exp`)."""
+        streams = self.hc_mult
+        outputs = 2 * self.hc_lowrank + streams + 1 if self.hc_lowrank else streams * (2 + streams * self.hc_mixes)
+        return streams * self.hidden_size * outputs * (streams > 1)
 
     def _head_width(self) -> int:
         if not self.head_dim and self.hidden_size % self.num_attention_heads:
@@ -420,11 +461,15 @@ def _derived(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _computed(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes that replace those of keys: of the blocks of Nemotron-NAS, or the feed-forward width of LFM2.
+    """Return sizes that replace those of keys: of the blocks of Nemotron-NAS, the feed-forward width of LFM2, or the
+    layers of both stacks of HRM-Text.
 
     Networks have their mean width. Sources: `modeling_decilm.py` of Llama-3.3-Nemotron-Super-49B, transformers 5.24
-    `models/lfm2`.
+    `models/lfm2` and `models/hrm_text`.
     """
+    stack = keys.get("layers_of_stack") or keys.get("num_hidden_layers")
+    if "layers_of_stack" in keys and isinstance(stack, int):
+        return {"num_hidden_layers": 2 * stack}
     blocks, width, hidden = (keys.get(name) for name in ("block_configs", "intermediate_size", "hidden_size"))
     if keys.get("block_auto_adjust_ff_dim") and isinstance(width, int):
         width = int(2 * width / 3 * (keys.get("block_ffn_dim_multiplier") or 1))

@@ -136,13 +136,13 @@ def test_windows_are_read_if_the_model_uses_them(
 
 def test_keys_that_are_not_read_are_kept(at: At) -> None:
     text = GEMMA3 | {"attention_dropout": float("inf"), "use_cache": False, "num_nextn_predict_layers": 1}
-    text["per_layer_config"] = {"0": {"kv_lora_rank": 2}}
+    text["per_layer_config"] = {"0": {"q_lora_rank": 2}}
     quantized = {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}}
     model = read_model("Some-Model", at({"text_config": text, "vision_config": {"depth": 2}, **quantized}))
     assert {name for name, _ in model.unread} == {
         *("vision_config", "text_config.attention_dropout"),
         *("text_config.num_nextn_predict_layers", "quantization_config.quant_method"),
-        *("quantization_config.kv_cache_scheme", "per_layer_config.kv_lora_rank"),
+        *("quantization_config.kv_cache_scheme", "per_layer_config.q_lora_rank"),
     }
 
 
@@ -176,6 +176,7 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
         (LLAMA3 | {"hidden_size": 4097}, "hidden_size", "divisible by num_attention_heads = 32"),
         (LLAMA3 | {"num_key_value_heads": 5}, "num_key_value_heads", "must divide num_attention_heads = 32"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to"),
+        (config("dory", 6, 256, 512, 8, 99, n_output_layers=0), "loop_start", "not a loop"),
         (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
         (DEEPSEEK_V2_LITE | {"num_experts_per_tok": None}, "num_experts_per_tok", "from 1 to"),
@@ -248,6 +249,52 @@ def test_layers_with_other_sizes_are_models_of_their_own(at: At, data: dict[str,
     model = read_model("Some-Model", at(data))
     assert len(model.by_attention) == kinds
     assert sum(each.attention_layers for each in model.by_attention) == model.attention_layers
+
+
+@pytest.mark.parametrize(
+    ("data", "outputs"),
+    [
+        (config("deepseek_v4", 2, 256, 512, 8, 99), 24),
+        (config("hy_v4", 2, 256, 512, 8, 99), 8),
+        (config("qwen4_exp_text", 2, 256, 512, 8, 99, hc_count=2, hc_lowrank=16), 35),
+        (config("llama", 2, 256, 512, 8, 99), 0),
+    ],
+)
+def test_residual_streams_have_weights(at: At, data: dict[str, Any], outputs: int) -> None:
+    model = read_model("Some-Model", at(data))
+    assert model.residual_weights == model.residual_streams * 256 * outputs
+
+
+def test_a_window_may_have_a_latent_of_its_own(at: At) -> None:
+    own = {"02": {"kv_lora_rank": 1024, "qk_nope_head_dim": 192}}
+    kinds = ["full_attention", "full_attention", "sliding_attention"]
+    model = read_model(
+        "Some-Model",
+        at(
+            DEEPSEEK_V3
+            | {"model_type": "dots3_note_text", "num_hidden_layers": 3}
+            | {"layer_types": kinds, "per_layer_config": own}
+        ),
+    )
+    assert {(each.kv_lora_rank, each.qk_head_dim) for each in model.by_attention} == {(512, 128), (1024, 192)}
+
+
+LOOP = {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 3}
+
+
+@pytest.mark.parametrize(
+    ("data", "runs"),
+    [
+        (config("inkling2_loop_text", 4, 256, 512, 8, 99, **LOOP), "01212123"),
+        (config("dory", 6, 256, 512, 8, 99, n_input_layers=2, n_output_layers=2), "01232345"),
+        (config("hrm_text", 1, 256, 512, 8, 99, L_cycles=2), "001001"),
+        (config("hrm_text", 12, 256, 512, 8, 99, L_cycles=2, num_layers_per_stack=2), "010123010123"),
+    ],
+)
+def test_a_layer_of_a_loop_runs_again(at: At, data: dict[str, Any], runs: str) -> None:
+    model = read_model("Some-Model", at(data))
+    assert [each.repeats for each in model.layers] == [number in runs[:place] for place, number in enumerate(runs)]
+    assert (model.num_layers, model.once.num_layers) == (len(runs), len({*runs}))
 
 
 def test_a_misspelled_name_is_answered_with_the_nearest(error_of: ErrorOf) -> None:

@@ -125,6 +125,12 @@ class ProfileSection(Section):
     """Images of the requests, which are then sent as chats; null: none, or those of the trace."""
     acceptance: Fraction | None = None
     """Probability that a drafted token is accepted, for predictions of speculation; null: unknown."""
+    adapters: NoRequests = _LOAD.adapters
+    """Number of adapters (LoRA) that requests use; by default that of serve.adapters."""
+    adapter_share: Fraction = _LOAD.adapter_share
+    """Share of the requests that use an adapter; the others use the base model."""
+    adapter_skew: Annotated[float, Field(ge=0, le=10)] = _LOAD.adapter_skew
+    """How unevenly adapters are used: the n-th one gets a share proportional to 1 / n ** adapter_skew; 0: all equal."""
     warmup: NoRequests = _LOAD.warmup
     """Warm-up requests, which are not measured."""
     seed: NoSize = _LOAD.seed
@@ -179,6 +185,8 @@ class ServeSection(Section):
     prefix of the prompt before; auto: the latter for traces and conversations."""
     weights: Text | None = None
     """Path of the weights (Hugging Face directory or GGUF file); null: the path of the model."""
+    adapters: list[Folder] = Field(default=[])
+    """Folders of adapters (LoRA) that the server loads, in the format of PEFT, relative to the spec."""
     command: Annotated[list[Text], Field(min_length=1)] | None = None
     """Program that starts one server, without flags; null: the engine's default."""
     directory: Folder | None = None
@@ -192,7 +200,7 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
 
     Raises SpecError.
     """
-    model, profile, slo = context.given("model"), section.profile, _slo_of(section.slo)
+    model, profile, slo = context.given("model"), _with_adapters(section), _slo_of(section.slo)
     weights = section.weights or (model if isinstance(model, str) else None)
     from flagcore_models.public import find_public  # late: it loads tables that inline shapes do not need
 
@@ -204,6 +212,7 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
     return ServeSpec(
         engine=section.engine if isinstance(section.engine, str) else section.engine[0],
         loads=_loads(profile, slo, context.base),
+        adapters=tuple(str((context.base / folder).resolve()) for folder in section.adapters),
         precision=section.precision or stored or "bf16",
         engine_args=dict(section.engine_args),
         slo=slo,
@@ -217,6 +226,15 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
         cards=context.given("auto_tuner", "cards"),
         engine_version=section.engine_version,
     )
+
+
+def _with_adapters(section: ServeSection) -> ProfileSection:
+    """Return the profile, with the number of adapters of the section. Raises SpecError if it has another one."""
+    profile, number = section.profile, len(section.adapters)
+    if number and profile.adapters not in (0, number):
+        problem, fix = f"differs from the {number} folders of serve.adapters", f"remove it, or set {number}"
+        raise spec_error("profile.adapters", problem, value=profile.adapters, fix=fix)
+    return profile.model_copy(update={"adapters": number or profile.adapters})
 
 
 def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:

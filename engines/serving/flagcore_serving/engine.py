@@ -45,6 +45,7 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, Int
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
+from flagcore.i18n import Message
 from flagcore_serving.launch import importing
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
@@ -53,6 +54,8 @@ from flagcore_serving.model.predict import predict
 from flagcore_serving.model.work import HOST_RATE, Overheads, overheads_of
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space import placement
+from flagcore_serving.space.adapters import SWITCH as ADAPTER_SWITCH
+from flagcore_serving.space.adapters import check_adapters
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
 from flagcore_serving.space.knobs import CONTEXT, LAYOUT
 from flagcore_serving.space.program import Program
@@ -309,6 +312,7 @@ class ServingEngine(
         if serve.directory is not None and not Path(serve.directory).is_dir():
             problem, fix = "is not a folder, but serve.command starts there", "use an existing folder, or remove it"
             raise SpecError(key="serve.directory", value=serve.directory, problem=problem, fix=fix)
+        check_adapters(serve)
         if spec.objective == "goodput_requests_per_s" and not spec.work.slo:
             problem, fix = "needs an SLO: it counts the requests that meet it", "set serve.slo"
             raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)
@@ -390,7 +394,7 @@ class SloImpossible:
     def __init__(self, limits: Mapping[str, float]) -> None:
         self._limits = limits
         bounds = ", ".join(f"{name} <= {limit:g} s" for name, limit in limits.items())
-        self.message = f"the prediction misses the SLO by far ({bounds})"
+        self.message: str = Message("the prediction misses the SLO by far ({bounds})", bounds=bounds)
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         """Return a mask of the rows that cannot meet a limit. Rows with an unknown metric or interval are kept."""
@@ -443,6 +447,8 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
             "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
         )
         yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
+    if ADAPTER_SWITCH in program.split(spec).others and not serve.loads[0].adapters:
+        yield "serve.profile.adapters is 0: all requests are predicted to use the base model; set it"
     speculates = common_knobs.SPECULATION in spec.space or common_knobs.SPECULATION in fixed
     if speculates and any(load.acceptance is None for load in serve.loads):
         yield "speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"

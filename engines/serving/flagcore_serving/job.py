@@ -84,6 +84,9 @@ class Load:
       of its own answers. Their prompts share only the prefix with others.
     - `images`: images that are sent in addition to the text.
     - `acceptance`: the share of drafted tokens that the model accepts. None if unknown.
+    - `adapters`: the number of adapters that requests use; 0 if all use the base model.
+    - `adapter_share`: the share of the requests that use one.
+    - `adapter_skew`: how uneven adapters are used: the n-th one gets a share proportional to n ** -skew.
     """
 
     input_len: int = 1024
@@ -104,6 +107,9 @@ class Load:
     think_time_s: float = 0.0
     sub_agents: int = 0
     acceptance: float | None = None
+    adapters: int = 0
+    adapter_share: float = 1.0
+    adapter_skew: float = 0.0
     images: Images | None = None
     warmup: int = 0
     seed: int = 0
@@ -111,6 +117,12 @@ class Load:
     def longest_of(self, mean: int) -> int:
         """Return the longest of log-normal lengths with this mean, in tokens."""
         return max(self.longest or MAX_LENGTH_RATIO * mean, mean)
+
+    @property
+    def adapter_shares(self) -> tuple[float, ...]:
+        """The share of each adapter among the requests that use one."""
+        weights = [(number + 1.0) ** -self.adapter_skew for number in range(self.adapters)]
+        return tuple(each / sum(weights) for each in weights)
 
     def at(self, key: str, value: float) -> Load:
         """Return the load with another value of `key`, which is `concurrency` or `request_rate`."""
@@ -125,6 +137,7 @@ class ServeSpec(Work):
     """A serving job.
 
     `loads`: the load points.
+    `adapters`: the folders of the adapters that requests use; empty if they are only predicted.
     `engine_args`: flags of the engine without dashes, the same for all candidates.
     `slo`: upper bounds by metric, such as `ttft_s.p99`. They must hold at all load points.
     `weights`: a Hugging Face directory or a GGUF file. Without it, candidates can be predicted but not run.
@@ -154,6 +167,7 @@ class ServeSpec(Work):
     precision: str = "bf16"
     engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
     slo: Mapping[str, float] = field(default_factory=dict)
+    adapters: tuple[str, ...] = ()
     weights: str | None = None
     cards: int | None = None
     repeats: int = 1
@@ -198,7 +212,7 @@ class ServeSpec(Work):
     def record(self, versions: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the section of a job record, which describes a single load of text. None for other loads."""
         load = self.loads[0]
-        if len(self.loads) > 1 or load.trace or load.images:
+        if len(self.loads) > 1 or load.trace or load.images or load.adapters:
             return None
         names = ("input_len", "output_len", "prefix_len", "range_ratio", "distribution", "concurrency", "num_prompts")
         return {
@@ -226,6 +240,10 @@ def _text_of(serve: ServeSpec) -> str:
         numbers = f"{low}" if low == high else f"{low}-{high}"
         sizes = ", ".join(f"{width}x{height}" for width, height, _share in first.images.buckets)
         points.append(_("images per request: {numbers} ({sizes} pixels)", numbers=numbers, sizes=sizes))
+    if first.adapters:
+        points.append(
+            _("{count} adapters for {share} of the requests", count=first.adapters, share=f"{first.adapter_share:.0%}")
+        )
     if first.trace is not None:
         return ", ".join(filter(None, [first.trace, *points]))
     lengths = {"prompt": f"{first.prefix_len + first.input_len:,}", "answer": f"{first.output_len:,}"}

@@ -16,7 +16,7 @@ from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import HEAD, HEAD_PORT, TRANSFER_PORT, URL, Instance, Router, address
 from flagcore_serving.load.routing import BOOTSTRAP
 from flagcore_serving.load.routing import PREFILL as PREFILLS
-from flagcore_serving.space import knobs, placement, rules
+from flagcore_serving.space import adapters, knobs, placement, rules
 from flagcore_serving.space.hardware import (
     DP,
     EP,
@@ -49,6 +49,7 @@ from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
+from flagcore.i18n import N_, Message
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
@@ -86,6 +87,19 @@ STEPS, BREADTH, VERIFIED = "speculative-num-steps", "speculative-eagle-topk", "s
 DRAFT_FLAG = "speculative-draft-model-path"
 SPANNING = ("deepep", "deepep_v2", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "megamoe", "pplx")
 """Values of EXCHANGE with which SGLang sets ep-size to tp-size (0.5.23: `arg_groups/overrides.py`)."""
+
+
+NAMES = {
+    "CHUNK": CHUNK,
+    "DP": DP,
+    "EP": EP,
+    "EXCHANGE": EXCHANGE,
+    "PAGE": PAGE,
+    "PREFILL": PREFILL,
+    "REDUNDANT": REDUNDANT,
+    "TP": TP,
+}
+"""The names of knobs in messages of rules, by their fields."""
 
 
 class SglangProgram(Program):
@@ -274,6 +288,9 @@ def settings(task: Task, columns: Columns) -> Settings:
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
         **knobs.exchange_settings(task, values, KNOBS),
+        **adapters.adapter_settings(
+            task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
+        ),
     )
 
 
@@ -348,6 +365,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--device", "cpu"]
     if hardware.on_cores and "max-total-tokens" not in other_args:
         argv += ["--max-total-tokens", f"{pool_tokens(task, count(values, INSTANCES)):.0f}"]
+    argv += adapters.words(spec.serve, values, other_args, "lora-paths")
     argv += as_words(other_args, has_negation=False)
     environment = {} if task.spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1"}
     if cores:
@@ -411,7 +429,11 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     expert_parallel = Rule(
         name="expert_parallel",
         knobs=(TP, DP, EP, REDUNDANT),
-        message=f"{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts with {REDUNDANT}",
+        message=Message(
+            "{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts with {REDUNDANT}",
+            **NAMES,
+            experts=experts,
+        ),
         broken=lambda c: (
             (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0))
         ),
@@ -420,7 +442,9 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     spanning_experts = Rule(
         name="spanning_experts",
         knobs=(TP, DP, EP, EXCHANGE),
-        message=f"{EP} must be {TP} x {DP} with {EXCHANGE} = {', '.join(SPANNING)}: SGLang sets it",
+        message=Message(
+            "{EP} must be {TP} x {DP} with {EXCHANGE} = {words}: SGLang sets it", **NAMES, words=", ".join(SPANNING)
+        ),
         broken=lambda c: np.isin(c[EXCHANGE], spanning) & (c[EP] != c[TP] * c[DP]) & (experts > 1),
     )
     return (
@@ -432,14 +456,19 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="chunk_of_pages",
             knobs=(TP, DP, PAGE, CHUNK),
-            message=f"{CHUNK} must be a multiple of {PAGE}",
+            message=Message("{CHUNK} must be a multiple of {PAGE}", **NAMES),
             broken=lambda c: (c[CHUNK] != -1) & (chunk_sizes(task, c) % np.maximum(c[PAGE], 1) != 0),
         ),
         Rule(
             name="whole_prompts",
             knobs=(CHUNK, PREFILL),
-            message=f"without chunks {PREFILL} (default {PROGRAM.defaults[PREFILL]}) must be at least {longest}, the "
-            "tokens of the longest request",
+            message=Message(
+                "without chunks {PREFILL} (default {default}) must be at least {longest}, the tokens of the "
+                "longest request",
+                **NAMES,
+                default=PROGRAM.defaults[PREFILL],
+                longest=longest,
+            ),
             broken=lambda c: (c[CHUNK] == -1) & (PROGRAM.values(c, PREFILL) < longest),
         ),
         *rules.speculation_rules(
@@ -452,8 +481,12 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         ),
         _value_release(task),
         *rules.context_rules(task),
+        *adapters.adapter_rules(task),
         rules.block_rule(
-            PROGRAM, PAGE, f"must be a size that {BACKEND} supports", lambda sizes: np.zeros_like(sizes, dtype=np.bool_)
+            PROGRAM,
+            PAGE,
+            N_("{knob} must be a size that attention_backend supports"),
+            lambda sizes: np.zeros_like(sizes, dtype=np.bool_),
         ),
     )
 
@@ -470,7 +503,7 @@ def _value_release(task: Task) -> Rule:
     return Rule(
         name="value_release",
         knobs=tuple(codes),
-        message=f"sglang {version} does not have {missing_words}",
+        message=Message("sglang {version} does not have {missing_words}", version=version, missing_words=missing_words),
         broken=lambda c: np.any([np.isin(c[name], missing_codes) for name, missing_codes in codes.items()], axis=0),
     )
 
@@ -487,6 +520,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),
         rules.tower_merge(task),
+        *adapters.adapter_merges(task, PROGRAM.parse(task.spec).others),
         *((rules.ignoring("no_graphs_on_cores", (EAGER,), lambda c: True),) if on_cores else ()),
     )
 

@@ -22,7 +22,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
-from flagcore.i18n import _
+from flagcore.i18n import Message, _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import start
 from flagcore_trainers.fully_shard.traffic import INTERVAL
@@ -50,6 +50,10 @@ AUTOTP, ULYSSES = "tensor_model_parallel_size", "context_parallel_size"
 LEAST_STAGE = {OVERLAP: 1, BUCKET: 1, **dict.fromkeys((HPZ, *QUANTIZED), 3)}
 """The lowest stage of ZeRO that does not ignore a setting."""
 PROGRAM: Mapping[str, Any] = package_yaml(__package__, "deepspeed.yaml")
+
+
+NAMES = {"AUTOTP": AUTOTP, "HPZ": HPZ, "OFFLOAD": OFFLOAD, "ULYSSES": ULYSSES, "ZERO": ZERO}
+"""The names of knobs in messages of rules, by their fields."""
 
 
 class DeepSpeed(Trainer, Commands):
@@ -197,12 +201,14 @@ class DeepSpeed(Trainer, Commands):
             numbers = self.numbers(task, columns)
             return np.asarray((numbers[ZERO] == 0) & (numbers[OFFLOAD] == 1))
 
-        message = f"{OFFLOAD} needs {ZERO} of at least 1"
+        message = Message("{OFFLOAD} needs {ZERO} of at least 1", **NAMES)
         offload = Rule(name="offload_needs_zero", knobs=(ZERO, OFFLOAD), message=message, broken=broken)
         whole_groups = Rule(
             name="hpz_groups",
             knobs=(HPZ,),
-            message=f"{HPZ} must divide the number of devices, {task.cluster.devices}",
+            message=Message(
+                "{HPZ} must divide the number of devices, {devices}", **NAMES, devices=task.cluster.devices
+            ),
             broken=lambda columns: task.cluster.devices % np.maximum(columns[HPZ], 1) != 0,
         )
         model, length = task.spec.model, task.spec.train.seq_length
@@ -210,13 +216,19 @@ class DeepSpeed(Trainer, Commands):
         ulysses = Rule(
             name="ulysses",
             knobs=(ULYSSES,),
-            message=f"{ULYSSES} must divide num_attention_heads and seq_length: a divisor of {shared}",
+            message=Message(
+                "{ULYSSES} must divide num_attention_heads and seq_length: a divisor of {shared}",
+                **NAMES,
+                shared=shared,
+            ),
             broken=lambda columns: shared % np.maximum(columns.get(ULYSSES, 1), 1) != 0,
         )
         alone = Rule(
             name="autotp_or_ulysses",
             knobs=(AUTOTP, ULYSSES),
-            message=f"{AUTOTP} and {ULYSSES} are not both above 1: DeepSpeed has one group besides data parallelism",
+            message=Message(
+                "{AUTOTP} and {ULYSSES} are not both above 1: DeepSpeed has one group besides data parallelism", **NAMES
+            ),
             broken=lambda columns: np.asarray((columns.get(AUTOTP, 1) > 1) & (columns.get(ULYSSES, 1) > 1)),
         )
         return (*super().rules(task), offload, whole_groups, ulysses, alone)

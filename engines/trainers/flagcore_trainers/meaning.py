@@ -29,6 +29,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import ModelPart, Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
+from flagcore.i18n import N_, Message
 from flagcore_trainers import plain
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard import traffic
@@ -85,31 +86,41 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
         rule(
             "world_size",
             (TP, PP, CP, DP),
-            f"{sizes} must be {'' if DP in knobs else 'a divisor of '}the number of devices, {devices}",
+            Message(
+                N_("{sizes} must be the number of devices, {devices}")
+                if DP in knobs
+                else N_("{sizes} must be a divisor of the number of devices, {devices}"),
+                sizes=sizes,
+                devices=devices,
+            ),
             lambda n: n[TP] * n[PP] * n[CP] * n[DP] != devices,
         ),
         rule(
             "global_batch_size",
             (MBS, ACCUMULATION, DP, TP, PP, CP),
-            f"{samples} x the replicas must make up global_batch_size = {batch}",
+            Message("{samples} x the replicas must make up global_batch_size = {batch}", samples=samples, batch=batch),
             lambda n: n[MBS] * n[ACCUMULATION] * n[DP] != batch,
         ),
         rule(
             "attention_heads",
             (TP,),
-            f"{knobs.get(TP, TP)} must divide num_attention_heads = {model.num_attention_heads}",
+            Message(
+                "{tp} must divide num_attention_heads = {heads}", tp=knobs.get(TP, TP), heads=model.num_attention_heads
+            ),
             lambda n: model.num_attention_heads % n[TP] != 0,
         ),
         rule(
             "pipeline_stages",
             (PP,),
-            f"{knobs.get(PP, PP)} must be at most num_layers = {model.num_layers}",
+            Message("{pp} must be at most num_layers = {layers}", pp=knobs.get(PP, PP), layers=model.num_layers),
             lambda n: n[PP] > model.num_layers,
         ),
         rule(
             "experts",
             (EP,),
-            f"{knobs.get(EP, EP)} must divide num_moe_experts = {model.num_moe_experts}",
+            Message(
+                "{ep} must divide num_moe_experts = {experts}", ep=knobs.get(EP, EP), experts=model.num_moe_experts
+            ),
             lambda n: (model.num_moe_experts or 1) % n[EP] != 0,
         ),
     ]

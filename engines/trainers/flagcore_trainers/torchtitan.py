@@ -22,6 +22,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
+from flagcore.i18n import Message
 from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers import start
@@ -76,7 +77,7 @@ class TorchTitan(Trainer, Commands):
         rules, knobs = super().rules(task), tuple(knob.name for knob in self.knobs if knob.layout)
         if replicas == 1:
             return rules
-        message = f"{key} = {replicas} must divide the data-parallel ranks"
+        message = Message("{key} = {replicas} must divide the data-parallel ranks", key=key, replicas=replicas)
 
         def broken(columns: Columns) -> BoolArray:
             remains: BoolArray = self.numbers(task, columns)["data_parallel_size"] % replicas != 0

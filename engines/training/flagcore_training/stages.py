@@ -388,7 +388,7 @@ def layer_parameters(train: Training, layout: Layout, *, moe: bool, stage: Stage
         parts["out_proj"] = parts["out_proj"] + share * (h * attended(each) / tensor)
         norms += share * norm
     norm_share = mean.attention + sum(share for _, share in mean.mixers) + mean.feed_forward
-    parts["norms"] = np.full_like(tensor, norms + norm_share * h)
+    parts["norms"] = np.full_like(tensor, norms + norm_share * (h + model.residual_weights))
     if mean.mixers:
         mixers = [(share, *mixer.weights(h)) for mixer, share in mean.mixers]
         weights = (share * (split / tensor + whole) for share, split, whole in mixers)
@@ -466,15 +466,20 @@ def mtp_parameters(train: Training, layout: Layout) -> Parts:
     return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}
 
 
+def own_share(model: Model) -> float:
+    """Return the share of layers that have weights of their own. The others repeat them, alike on all stages."""
+    return model.once.num_layers / model.num_layers
+
+
 def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
     """Return the number of weights of one stage on one rank, by component."""
-    model = train.model
+    model, copies = train.model, stage.copies * own_share(train.model)
     parts = edge_parameters(
         train, layout, first=stage.first, last=stage.last, mtp=(stage.mtp > 0).astype(np.float64), norm=stage.final_norm
     )
-    add_parts(parts, layer_parameters(train, layout, moe=False, stage=stage), stage.dense * stage.copies)
+    add_parts(parts, layer_parameters(train, layout, moe=False, stage=stage), stage.dense * copies)
     if model.num_moe_experts is not None:
-        add_parts(parts, layer_parameters(train, layout, moe=True, stage=stage), stage.moe * stage.copies)
+        add_parts(parts, layer_parameters(train, layout, moe=True, stage=stage), stage.moe * copies)
     if model.mtp_num_layers:
         add_parts(parts, mtp_parameters(train, layout), stage.mtp / model.mtp_num_layers)
     return parts
@@ -482,7 +487,8 @@ def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
 
 def layer_input_bytes(train: Training, layout: Layout) -> FloatArray:
     """Return the bytes of the tensor between two layers: full recompute stores it, and pipeline stages send it."""
-    return train.value_bytes * train.model.hidden_size * layout.token_rows(train.sequence)
+    width = train.model.residual_streams * train.model.hidden_size
+    return train.value_bytes * width * layout.token_rows(train.sequence)
 
 
 def model_flops(train: Training) -> float:
@@ -541,6 +547,7 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
         sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
         off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
         layout = Layout(**{**sizes, **dict.fromkeys((*off, "split", "expert_groups"), np.zeros(1))})
+    train = replace(train, model=(model := model.once))
     dense_layers, moe_layers = model.feed_forward_layers("dense"), model.feed_forward_layers("experts")
     edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
     plain = replace(train, model=replace(model, layers=()))
@@ -552,7 +559,8 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
         attention = _layer_weights(replace(train, model=replace(each, layers=())), layout, moe=False)[0]
         parts.append(ModelPart(name, attention + _indexer_weights(each), each.attention_layers))
     for mixer, number in model.other_mixers.items():
-        parts.append(ModelPart(mixer.label, sum(mixer.weights(model.hidden_size)) + model.hidden_size, number))
+        norm = model.hidden_size + model.residual_weights
+        parts.append(ModelPart(mixer.label, sum(mixer.weights(model.hidden_size)) + norm, number))
     if moe_layers:
         moe_weights = _layer_weights(plain, layout, moe=True)[1]
         parts.append(ModelPart("MoE", moe_weights, moe_layers))
@@ -572,5 +580,7 @@ def _indexer_weights(model: Model) -> int:
 def _layer_weights(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:
     """Return the numbers of weights of a layer's attention and of its feed-forward network, each with its norm."""
     parts = {name: float(value[0]) for name, value in layer_parameters(train, layout, moe=moe).items()}
-    ffn = float(train.model.hidden_size) + sum(value for name, value in parts.items() if name in (*_EXPERTS, "ffn"))
+    ffn = float(train.model.hidden_size + train.model.residual_weights) + sum(
+        value for name, value in parts.items() if name in (*_EXPERTS, "ffn")
+    )
     return sum(parts.values()) - ffn, ffn

@@ -54,6 +54,7 @@ def missing_layers(model: Model) -> Sequence[str]:
         *["sparse attention"] * (model.indexer is not None),
         *["attention of other sizes"] * (len(model.by_attention) > 1 or model.layer_embedding_size > 0),
         *["latent experts"] * bool(model.moe_latent_size),
+        *["repeated layers"] * (model.once is not model),
         *["multi-token prediction without experts"] * (model.mtp_dense and model.mtp_num_layers > 0),
     ]
 

@@ -8,7 +8,7 @@ import pytest
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import Options, StageLayers, Training
 from flagcore_training.mixes import layer_kinds, mix
-from flagcore_training.stages import placed, stage, stage_parameters, stages
+from flagcore_training.stages import layer_input_bytes, parts_of_model, placed, stage, stage_parameters, stages
 from flagcore_training.time.step import passes
 from flagcore_vendorkit.transformer import SCHEDULES
 
@@ -25,6 +25,9 @@ SPARSE = replace(
     moe_first_dense_layers=1,
     layers=(FULL, *(replace(STATE, feed_forward="experts"), replace(FULL, feed_forward="experts")) * 3, WINDOW),
 )
+
+
+LOOP = replace(MIXED, num_layers=24, layers=(*MIXED.layers, *(replace(each, repeats=True) for each in MIXED.layers)))
 
 
 def work(model: Model, **values: Any) -> Training:
@@ -53,7 +56,7 @@ def test_a_stage_has_its_own_layers(virtual: float, before: float, layers: float
     assert [float(each[0]) for each in found] == counts
 
 
-@pytest.mark.parametrize("model", [MIXED, SPARSE])
+@pytest.mark.parametrize("model", [MIXED, SPARSE, LOOP])
 @pytest.mark.parametrize("sizes", [{"pipeline": 4.0}, {"pipeline": 2.0, "virtual": 2.0}, {"pipeline": 3.0}])
 def test_stages_have_the_weights_of_the_model(model: Model, sizes: dict[str, float]) -> None:
     whole = stage_parameters(work(model), layout(), stage(model, layout(), np.zeros(1)))
@@ -64,6 +67,23 @@ def test_stages_have_the_weights_of_the_model(model: Model, sizes: dict[str, flo
     ]
     for name in whole.keys() - {"embedding", "output_head"}:
         assert sum(float(np.ravel(part.get(name, 0.0))[0]) for part in each) == pytest.approx(float(whole[name][0]))
+
+
+def test_layers_that_run_twice_have_the_weights_of_one_run_and_twice_its_time_and_activations() -> None:
+    once, twice = (rank_memory(work(model), layout(), 0) for model in (MIXED, LOOP))
+    assert twice.static[0] == pytest.approx(once.static[0])
+    assert 1.5 * once.activation[0] < twice.activation[0] < 2.0 * once.activation[0]
+    assert parts_of_model(work(LOOP)) == parts_of_model(work(MIXED))
+    times = [passes(work(model), layout(), plain_costs()).backward_s[0] for model in (MIXED, LOOP)]
+    assert 1.5 * times[0] < times[1] < 2.0 * times[0]
+
+
+def test_residual_streams_are_stored_before_each_block_and_sent_between_stages() -> None:
+    wide, split = replace(LLAMA, residual_streams=4, residual_weights=1000), layout(pipeline=2.0)
+    memory, more = (rank_memory(work(model), split, 1).activation[0] for model in (LLAMA, wide))
+    assert more - memory == pytest.approx((2 * 16 + 1) * 4 * layer_input_bytes(work(LLAMA), split)[0], rel=0.1)
+    assert layer_input_bytes(work(wide), split) == 4 * layer_input_bytes(work(LLAMA), split)
+    assert sum(part.params * part.layers for part in parts_of_model(work(wide))) == 6_738_415_616 + 64_000
 
 
 def test_the_time_and_memory_of_a_stage_are_those_of_its_layers() -> None:

@@ -19,7 +19,7 @@ from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import HEAD, HEAD_PORT, TRANSFER_PORT, Instance, Router, address
 from flagcore_serving.load import routing
-from flagcore_serving.space import knobs, placement, rules
+from flagcore_serving.space import adapters, knobs, placement, rules
 from flagcore_serving.space.hardware import (
     DP,
     EP,
@@ -58,6 +58,7 @@ from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError, UsageError
+from flagcore.i18n import N_, Message
 
 NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""
@@ -300,6 +301,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
         **knobs.exchange_settings(task, values, KNOBS),
+        **adapters.adapter_settings(task, values, other_args, slots=1, on_host=other_args.get("max-cpu-loras")),
     )
 
 
@@ -341,6 +343,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     others = PROGRAM.parse(task.spec).others
     if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # the draft model is for other candidates
         others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
+    argv += adapters.words(task.spec.serve, values, others, "lora-modules")
     argv += as_words(others, has_negation=True)
     environment = {} if task.spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if (backend := values.get(BACKEND)) and f"--{BACKEND.replace('_', '-')}" not in argv:
@@ -383,6 +386,28 @@ buffer, because it sends each layer as soon as it is computed."""
 CONFIG = "kv-transfer-config"
 
 
+NAMES = {
+    "CHUNKED": CHUNKED,
+    "CONFIG": CONFIG,
+    "CONTEXT": CONTEXT,
+    "DP": DP,
+    "EP": EP,
+    "IMAGES": IMAGES,
+    "INSTANCES": INSTANCES,
+    "NIXL": NIXL,
+    "P2P": P2P,
+    "P2P_RELEASES": P2P_RELEASES,
+    "PREFILL_DECODE": PREFILL_DECODE,
+    "REDUNDANT": REDUNDANT,
+    "SEQS": SEQS,
+    "SHARING": SHARING,
+    "THREADS": THREADS,
+    "TOKENS": TOKENS,
+    "TP": TP,
+}
+"""The names of knobs in messages of rules, by their fields."""
+
+
 def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
     """Return `instance` with the flags and environment variables of the kind prefill or decode."""
     connector, prefills = values.get(TRANSFER) or NIXL, kind == routing.PREFILL
@@ -421,7 +446,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
-            message=f"{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch",
+            message=Message("{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch", **NAMES),
             broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
         ),
         *rules.forbidden(task, PROGRAM),
@@ -430,7 +455,11 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     sharing = Rule(
         name="sharing",
         knobs=(TP, PREFILL_DECODE, SHARING),
-        message=f"{SHARING} must divide the {TP} / {groups} copies of the cache, and needs {PREFILL_DECODE} unset",
+        message=Message(
+            "{SHARING} must divide the {TP} / {groups} copies of the cache, and needs {PREFILL_DECODE} unset",
+            **NAMES,
+            groups=groups,
+        ),
         broken=lambda c: (
             (c[SHARING] > 1) & ((c[TP] % (groups * np.maximum(c[SHARING], 1)) != 0) | (c[PREFILL_DECODE] > 0))
         ),
@@ -438,7 +467,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     even_experts = Rule(
         name="even_experts",
         knobs=(EP, REDUNDANT),
-        message=f"{EP} must divide the {experts} experts with {REDUNDANT}",
+        message=Message("{EP} must divide the {experts} experts with {REDUNDANT}", **NAMES, experts=experts),
         broken=lambda c: (c[REDUNDANT] > 0) & ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0),
     )
     images = most_images(task.spec.serve.loads)
@@ -451,28 +480,31 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="threads_on_cores",
             knobs=(INSTANCES, TP, THREADS),
-            message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {hardware.cards} cores",
+            message=Message(
+                "{THREADS} x {TP} x {INSTANCES} must not exceed the {cards} cores", **NAMES, cards=hardware.cards
+            ),
             broken=lambda c: (c[THREADS] * c[TP] > hardware.share(c[INSTANCES])) & hardware.on_cores,
         ),
         Rule(
             name="tokens_hold_sequences",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
-            message=f"{TOKENS} must be at least {SEQS}",
+            message=Message("{TOKENS} must be at least {SEQS}", **NAMES),
             broken=lambda c: np.less(*limits(task, c)),
         ),
         Rule(
             name="whole_prompts",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
-            message=f"without {CHUNKED}, {TOKENS} must be at least {CONTEXT}",
+            message=Message("without {CHUNKED}, {TOKENS} must be at least {CONTEXT}", **NAMES),
             broken=lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
         ),
         *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
         *rules.context_rules(task),
+        *adapters.adapter_rules(task),
         _block_rule(task),
         Rule(
             name="images_of_request",
             knobs=(IMAGES,),
-            message=f"{IMAGES} must be at least {images}, the most images of a request",
+            message=Message("{IMAGES} must be at least {images}, the most images of a request", **NAMES, images=images),
             broken=lambda c: c[IMAGES] < images,
         ),
     )
@@ -495,19 +527,21 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="transfer_release",
             knobs=(PREFILL_DECODE, TRANSFER),
-            message=f"{P2P} needs vllm {P2P_RELEASES}",
+            message=Message("{P2P} needs vllm {P2P_RELEASES}", **NAMES),
             broken=lambda c: (c[PREFILL_DECODE] > 0) & (c[TRANSFER] == p2p) & (not in_versions(P2P_RELEASES, version)),
         ),
         Rule(
             name="own_transfer_config",
             knobs=(PREFILL_DECODE,),
-            message=f"{PREFILL_DECODE} sets {CONFIG}: remove it from serve.engine_args",
+            message=Message("{PREFILL_DECODE} sets {CONFIG}: remove it from serve.engine_args", **NAMES),
             broken=lambda c: (c[PREFILL_DECODE] > 0) & has_config,
         ),
         Rule(
             name="transfer_of_kinds",
             knobs=(PREFILL_DECODE, TRANSFER),
-            message=f"{NIXL} needs pp1 and TP sizes of which one divides the other; {P2P} needs equal TP sizes",
+            message=Message(
+                "{NIXL} needs pp1 and TP sizes of which one divides the other; {P2P} needs equal TP sizes", **NAMES
+            ),
             broken=lambda c: np.where(c[TRANSFER] == p2p, by_p2p[c[PREFILL_DECODE]], by_nixl[c[PREFILL_DECODE]]),
         ),
     )
@@ -516,12 +550,12 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
 def _block_rule(task: Task) -> Rule:
     """Return the rule for the block sizes that the attention backend supports."""
     if not Hardware.of(task).on_cores:
-        problem = f"must be 1 or a multiple of 16, and a size that {BACKEND} supports"
+        problem = N_("{knob} must be 1 or a multiple of 16, and a size that attention_backend supports")
         return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: (sizes % 16 != 0) & (sizes != 1))
     if task.spec.model.multi_latent_attention:
-        problem = "must be 16 for vLLM's CPU kernels for latent attention"
+        problem = N_("{knob} must be 16 for vLLM's CPU kernels for latent attention")
         return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: sizes != MLA_CPU_BLOCK)
-    problem = "must be a multiple of 32 for vLLM's CPU attention"
+    problem = N_("{knob} must be a multiple of 32 for vLLM's CPU attention")
     return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: sizes % 32 != 0)
 
 
@@ -547,6 +581,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         rules.tower_merge(task),
         rules.ignoring("no_graphs_is_eager", (EAGER, GRAPHS), lambda c: c[EAGER] == 1),
         *_forced_block(task),
+        *adapters.adapter_merges(task, PROGRAM.parse(task.spec).others),
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +82,15 @@ def environment(run: RunData) -> Section:
     facts = [(_("Hardware"), Cell(run.hardware)), (_("flagcore of this page"), Cell(version("flagcore")))]
     facts += [(str(name), Cell(str(version))) for name, version in (measured.versions if measured else {}).items()]
     blocks: list[Block] = [Facts([each for each in facts if each[1].text])]
-    if variables := run.insight.get("environment"):
-        rows: list[list[Any]] = [[str(name), str(value)] for name, value in variables.items()]
-        blocks.append(table(_("Environment variables set by plugins"), [_("variable"), _("value")], rows))
-    if trial and measured and measured.telemetry:
-        rows = [_metric(str(name), float(value)) for name, value in measured.telemetry.items()]
-        blocks.append(table(_("Telemetry of trial {number}", number=trial.number), [_("metric"), _("value")], rows))
-    if trial and measured and measured.effective:
-        rows = [[str(name), str(value)] for name, value in measured.effective.items()]
-        caption = _("Effective values reported by the engine, trial {number}", number=trial.number)
-        blocks.append(table(caption, [_("name"), _("value")], rows))
+    telemetry, effective = (measured.telemetry, measured.effective) if measured else ({}, {})
+    number = trial.number if trial else 0
+    for caption, heading, found in (
+        (_("Environment variables set by plugins"), _("variable"), run.insight.get("environment") or {}),
+        (_("Telemetry of trial {number}", number=number), _("metric"), dict(starmap(_metric, telemetry.items()))),
+        (_("Effective values reported by the engine, trial {number}", number=number), _("name"), effective),
+    ):
+        rows = [[str(name), value if isinstance(value, Cell) else str(value)] for name, value in found.items()]
+        blocks += [table(caption, [heading, _("value")], rows)] if rows else []
     if spec := text_of(run, run.folder / "spec.yaml"):
         title = _("Spec (spec.yaml)")
         blocks.append(Collapsed("spec", title, (Code(title, spec.rstrip()),)))
@@ -103,14 +103,12 @@ METRICS |= {"watts": (1.0, "W"), "celsius": (1.0, "°C"), "disk wait": (0.01, "%
 """The sizes and names of units, by the last words of a metric of telemetry."""
 
 
-def _metric(name: str, value: float) -> list[Any]:
+def _metric(name: str, value: float) -> tuple[str, Cell]:
     """Return the name and the value of a metric of telemetry in units for people."""
     words = name.replace("_", " ")
     size, unit = next((unit for end, unit in METRICS.items() if words.endswith(end)), (1.0, ""))
-    return [
-        words.removesuffix(" bytes per second").removesuffix(" bytes"),
-        Cell(f"{shown(value / size)} {unit}".strip(), value),
-    ]
+    words = words.removesuffix(" bytes per second").removesuffix(" bytes")
+    return words, Cell(f"{shown(value / size)} {unit}".strip(), value)
 
 
 def chips(run: RunData) -> Section:
@@ -129,7 +127,7 @@ def chips(run: RunData) -> Section:
         devices = f"{chip['nodes']} x {chip['devices_per_node']} {chip['name']} ({chip['vendor']})"
         blocks.append(table(devices, [_("fact"), _("value"), _("kind of source"), _("source")], rows))
         if chip.get("notes"):
-            blocks.append(Text(str(chip["notes"])))
+            blocks.append(Text(_(str(chip["notes"]))))
     if not blocks:
         return Section("chips", _("Chips"), (Text(_("This run has no facts about the chip.")),))
     return Section("chips", _("Chips"), [Collapsed("facts", _("Figures on which predictions are based"), blocks)])

@@ -4,7 +4,6 @@ Sections on serving: throughput against latency with the Pareto front, limits, a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from flagcore_vendorkit.transformer import SCHEDULES
@@ -46,42 +45,38 @@ def improvements(run: RunData) -> Section | None:
         return None
     value, *_bounds = run.predicted(run.best) or (None,)
     predicted = _("Predicted: {value} {unit}.", value=shown(value), unit=run.unit)
-    blocks: list[Block] = [Text(bottleneck_text(run.best.predicted) or predicted)]
-    if knobs := run.insight.get("knobs") or []:
-        blocks += _sensitivity(run, knobs)
-    return Section("improvements", _("Bottleneck"), blocks, half=True)
+    knobs, text = run.insight.get("knobs"), Text(bottleneck_text(run.best.predicted) or predicted)
+    return Section("improvements", _("Bottleneck"), [text, *([_sensitivity(run, knobs)] if knobs else [])], half=True)
 
 
-def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
-    """Yield a chart of the slowdown by the worst value of each knob, with a table of all values."""
+def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
+    """Return a chart of the slowdown by the worst value of each knob, with a table of all values."""
     fastest_s = min(_seconds(value) for knob in knobs for value in knob["values"])
-    slowdowns = [(max(map(_seconds, knob["values"])) / fastest_s - 1.0, knob) for knob in knobs]
-    slowdowns.sort(key=lambda pair: -pair[0])
-    names = [knob_of(str(knob["knob"]), run.knobs).title for _slower, knob in slowdowns]
     rows, bars = list[list[Any]](), list[Bar]()
-    for (slower, knob), name in zip(slowdowns, names, strict=True):
+    for knob in sorted(knobs, key=lambda knob: -max(map(_seconds, knob["values"]))):
+        name = knob_of(str(knob["knob"]), run.knobs).title
         for value in knob["values"]:
             figure = lookup(value, "fastest.predicted.objective.value") if run.serves else _seconds(value)
             row: list[Any] = [name, value_text(value["value"]), _("yes") if value["value"] == knob["best"] else ""]
-            row += [percent(_seconds(value) / fastest_s - 1.0, signed=True), cell(figure), cell(value["candidates"])]
+            row += [percent(_seconds(value) / fastest_s - 1.0, signed=True), figure, value["candidates"]]
             rows.append([*row, values_text(value["fastest"]["candidate"], run.knobs)])
-        if len(bars) < MAX_KNOBS:
-            best, worst = (value_text(pick(knob["values"], key=_seconds)["value"]) for pick in (min, max))
-            text = _("{knob}: {worst} instead of {best}", knob=name, worst=worst, best=best)
-            bars.append(Bar(text, OTHER, slower, slower, slower, f"+{slower:.1%}"))
+        best, worst = (pick(knob["values"], key=_seconds) for pick in (min, max))
+        names = {"worst": value_text(worst["value"]), "best": value_text(best["value"])}
+        slower = _seconds(worst) / fastest_s - 1.0
+        text = _("{knob}: {worst} instead of {best}", knob=name, **names)
+        bars.append(Bar(text, OTHER, slower, slower, slower, f"+{slower:.1%}"))
     figure_heading = f"~{run.unit}" if run.serves else _("~step s")
     headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit in memory")]
     caption = _("The fastest predicted candidate with each value, compared to the fastest of all")
-    data = table(caption, [*headings, _("fastest")], rows, sortable=True)
     text = N_(
         "{knob} has the largest influence: its worst value makes the fastest candidate {share:.1%} slower. Other "
         "knobs are re-optimized for each value."
     )
-    yield Chart(
+    return Chart(
         title=_("Influence of each knob (predicted)"),
-        summary=_(text, knob=names[0], share=slowdowns[0][0]),
-        drawing=Bars(_("slower by"), bars),
-        tables=[data],
+        summary=_(text, knob=rows[0][0], share=bars[0].value),
+        drawing=Bars(_("slower by"), bars[:MAX_KNOBS]),
+        tables=[table(caption, [*headings, _("fastest")], rows, sortable=True)],
     )
 
 
@@ -112,24 +107,13 @@ def memory(run: RunData) -> Section | None:
     prediction, measured = run.best.predicted, run.measured(run.best)
     if prediction is None:
         return Section("memory", _("Memory"), [Text(_("The memory was not predicted."))])
-    stages = run.insight.get("stages") or []
-    has_components = any(stage["components"] for stage in stages)
-    found = [_prediction_of(stage) for stage in stages] if has_components else [prediction]
+    stages = [stage for stage in run.insight.get("stages") or [] if stage["components"]]
+    found = [_prediction_of(stage) for stage in stages] or [prediction]
     levels = _measured_by_stage(run, len(found))
-    if not any(levels) and measured and measured.device_used_bytes is not None and len(found) == 1:
-        levels = [{"device_used_bytes": float(measured.device_used_bytes)}]
-    tables = [_by_stage(found, levels)] if has_components else []
-    rows = []
-    for level, text in {**LEVELS, "capacity_bytes": N_("capacity")}.items():
-        own = getattr(measured, MEASURED.get(level, level), None)
-        most = max((each[level] for each in levels if level in each), default=own)
-        rows.append([_(text), size(getattr(prediction, level)), size(most)])
-    caption = _("Device with the highest memory use")
-    if len(stages) > 1:
-        caption = _("Device with the highest memory use (stage {number})", number=prediction.worst_stage)
-    tables.append(table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows))
-    if has_components:
-        tables.append(_components(run, found))
+    if not any(levels) and measured and len(found) == 1:
+        own = {level: getattr(measured, key) for level, key in MEASURED.items()}
+        levels = [{level: float(figure) for level, figure in own.items() if figure is not None}]
+    tables = [_by_stage(found, levels, prediction.capacity_bytes), *([_components(run, found)] if stages else [])]
     if run.serves:
         sizes = {**{name: getattr(prediction, name) for name in MEMORY}, **prediction.figures}
         parts = [
@@ -164,20 +148,19 @@ def _predicted_and_measured(predicted: str, measured: float | None, text_of: Cal
     return _("~{predicted}, measured {measured}", predicted=predicted, measured=text_of(measured))
 
 
-def _by_stage(found: Sequence[Prediction], measured: Sequence[Mapping[str, float]]) -> Table:
+def _by_stage(found: Sequence[Prediction], measured: Sequence[Mapping[str, float]], capacity: float | None) -> Table:
     """Return a table with the parts and levels of each stage."""
-    stage_parts = [memory_parts(each) for each in found]
-    names = list(dict.fromkeys(name for parts in stage_parts for name in parts))
-    rows = [
-        [cell(each.worst_stage), *(size(parts.get(name)) for name in names)]
-        + [size(getattr(each, name)) for name in LEVELS]
-        for each, parts in zip(found, stage_parts, strict=True)
-    ]
-    headings = [_("stage"), *(f"~{_(text)}" for text in (*names, *LEVELS.values()))]
-    if any(measured):
-        rows = [[*row, *(size(each.get(name)) for name in LEVELS)] for row, each in zip(rows, measured, strict=True)]
-        headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
-    return table(_("Memory per device, by pipeline stage"), headings, rows)
+    parts = [memory_parts(each) for each in found]
+    names = dict.fromkeys(name for each in parts for name in each)
+    columns = {_("stage"): [cell(each.worst_stage) for each in found]}
+    columns |= {f"~{_(name)}": [size(each.get(name)) for each in parts] for name in names}
+    columns |= {f"~{_(text)}": [size(getattr(each, name)) for each in found] for name, text in LEVELS.items()}
+    for name, text in LEVELS.items():
+        if any(name in each for each in measured):
+            columns[_("{level}, measured", level=_(text))] = [size(each.get(name)) for each in measured]
+    columns[_("capacity")] = [size(capacity)] * len(found)
+    caption = _("Memory per device, by pipeline stage") if len(found) > 1 else _("Memory of a device")
+    return table(caption, list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def _prediction_of(stage: Record) -> Prediction:
@@ -218,60 +201,47 @@ def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
 
 
 def step_time(run: RunData) -> Section | None:
-    """Return the section on the parts of the step time of the best and the baseline, or None without a prediction."""
+    """Return the section on the parts of the time of the best and the baseline, or None without a prediction.
+
+    A chart has the parts of the predicted time of each trial, with the measured time: for a server, the mean time of a
+    request.
+    """
     trials = {_(name): trial for name, trial in (("best", run.best), ("baseline", run.baseline)) if trial}
     if run.best and run.baseline and run.best.candidate == run.baseline.candidate:
         del trials[_("baseline")]
-    predicted_trials = {name: trial for name, trial in trials.items() if _parts_s(trial)}
-    if not predicted_trials:
+    times = {name: each.predicted.parts_s for name, each in trials.items() if each.predicted and each.predicted.parts_s}
+    if not times:
         return None
-    chart = _step_parts(run, predicted_trials)
-    parts = {name: (figures, measured_s(trial)) for name, trial in trials.items() if (figures := run.step_parts(trial))}
-    if parts:
-        headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
-        rows = [[name, *figures.values(), step_s] for name, (figures, step_s) in parts.items()]
-        data = table(_("Seconds that the trial program measured, median over steps"), headings, rows)
-        chart = replace(chart, tables=[*chart.tables, data])
-    return Section("step", _((REQUEST_TEXTS if run.serves else STEP_TEXTS)[0]), [chart], half=True)
-
-
-def _parts_s(trial: Trial) -> Mapping[str, float]:
-    return trial.predicted.parts_s if trial.predicted else {}
-
-
-def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Chart:
-    """Return a chart of the parts of the predicted time of each trial, with the measured time."""
-    _title, title, summary = REQUEST_TEXTS if run.serves else STEP_TEXTS
-    times = {name: _parts_s(trial) for name, trial in trials.items()}
-    totals = {name: sum(time.values()) for name, time in times.items()}
+    heading, title, summary = REQUEST_TEXTS if run.serves else STEP_TEXTS
+    totals = {name: sum(time.values()) or 1.0 for name, time in times.items()}
+    runs = {name: run.runs_of(trials[name].candidate) for name in times}
+    measured = {name: each.figures.get("e2e_s.mean") if run.serves else each.median_s for name, each in runs.items()}
     first, time = next(iter(times.items()))
     largest = max(time, key=lambda part: time[part])
     names = {"name": first.capitalize(), "part": _(part_name(largest)), "seconds": shown(totals[first])}
     rows, listed = list[list[Any]](), dict.fromkeys(part for time in times.values() for part in time)
     for part in listed:
-        seconds = [(time.get(part, 0.0), totals[name] or 1.0) for name, time in times.items()]
-        cells = [(cell(spent), percent(spent / total)) for spent, total in seconds]
-        rows.append([_(part_name(part)), *(each for pair in cells for each in pair)])
-    # for a server, the mean time of a request
-    runs = [run.runs_of(trial.candidate) for trial in trials.values()]
-    measured = [each.figures.get("e2e_s.mean") if run.serves else each.median_s for each in runs]
-    for text, figures in ((_("predicted"), totals.values()), (_("measured"), measured)):
-        rows.append([text, *(each for figure in figures for each in (cell(figure), cell(None)))])
+        shares = ((time.get(part, 0.0), time.get(part, 0.0) / totals[name]) for name, time in times.items())
+        rows.append([_(part_name(part)), *(each for spent, share in shares for each in (spent, percent(share)))])
+    for text, figures in ((_("predicted"), totals), (_("measured"), measured)):
+        rows.append([text, *(each for figure in figures.values() for each in (figure, None))])
+    tables = [table(_(title), [_("part"), *(each for name in times for each in (f"~{name}, s", "~%"))], rows)]
+    if parts := {name: figures for name, trial in trials.items() if (figures := run.step_parts(trial))}:
+        headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
+        rows = [[name, *figures.values(), measured_s(trials[name])] for name, figures in parts.items()]
+        tables.append(table(_("Seconds that the trial program measured, median over steps"), headings, rows))
     stacks = [
         Stack(
-            f"{name}: {run.configuration(trial)}",
-            {_(part_name(part)): spent_s for part in listed if (spent_s := times[name].get(part))},
-            _predicted_and_measured(f"{shown(totals[name])} s", took_s, lambda seconds: f"{shown(seconds)} s"),
-            took_s,
+            f"{name}: {run.configuration(trials[name])}",
+            {_(part_name(part)): spent_s for part in listed if (spent_s := time.get(part))},
+            _predicted_and_measured(f"{shown(totals[name])} s", measured[name], lambda seconds: f"{shown(seconds)} s"),
+            measured[name],
         )
-        for (name, trial), took_s in zip(trials.items(), measured, strict=True)
+        for name, time in times.items()
     ]
-    return Chart(
-        title=_(title),
-        summary=_(summary, **names, share=time[largest] / (totals[first] or 1.0)),
-        drawing=Stacks(stacks=stacks, mark=_("measured")),
-        tables=[table(_(title), [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows)],
-    )
+    summary = _(summary, **names, share=time[largest] / totals[first])
+    chart = Chart(title=_(title), summary=summary, drawing=Stacks(stacks=stacks, mark=_("measured")), tables=tables)
+    return Section("step", _(heading), [chart], half=True)
 
 
 def pipeline(run: RunData) -> Section | None:

@@ -4,7 +4,6 @@ space, and predicted against measured times.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from flagcore.domain.plan import failed_repeats
@@ -16,7 +15,7 @@ from flagcore.report.candidate_report import causes_text
 from flagcore.report.formats import NAMES, shown
 from flagcore.report.run import RunData, measured_s
 from flagcore.report.run_text import learning, trial_table
-from flagcore.report.text import duration_text, funnel_stages, repeats_text
+from flagcore.report.text import duration_text, funnel_stages, reason_text, repeats_text
 from flagcore_page.blocks import Block, Chart, Code, Collapsed, Section
 from flagcore_page.charts import BEST, Bar, Bars, Plot, Series, linear, spread
 from flagcore_page.run_files import log_ends
@@ -51,7 +50,7 @@ def _details(run: RunData, trial: Trial, logs: Sequence[tuple[str, str]]) -> Col
     limit, believed = trial.time_limit, trial.believed
     facts = [
         (_("State"), Cell(run.state_text(trial))),
-        (_("Reason"), cell(trial.reason)),
+        (_("Reason"), cell(reason_text(trial.reason) or None)),
         (_("Chosen for"), cell(trial.chosen_because)),
         (_("Expected step before the trial, s"), cell(believed.step_time_s if believed else None)),
         (_("Expected probability of fitting in memory"), percent(believed.chance_to_fit if believed else None)),
@@ -97,33 +96,24 @@ def progress(run: RunData) -> Section | None:
     if run.fidelity == ESTIMATE or not run.trials:
         return None
     first, listed = {trial.number for trial in run.trials}, run.listed
-    rows, spent, best = list[list[Any]](), 0.0, None
+    rows, spent, last, sign = list[list[Any]](), 0.0, 0.0, 1.0 if is_rate(run.objective) else -1.0
     measured: dict[str, list[tuple[float, float, str]]] = {_("trial"): [], _("repeat"): [], _("stopped early"): []}
     steps = list[tuple[float, float, str]]()
     for trial in run.all_trials:
         spent += trial.duration_s
-        figure, name = run.figure(trial), run.name(trial)
-        if trial.number in first:
-            broken = trial.measurement.broken if trial.measurement else ()
-            if figure is not None and trial.state is TrialState.MEASURED and not broken:
-                before = best
-                best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
-                if best != before:
-                    rows.append([run.cell(trial), run.configuration(trial), cell(spent), cell(figure)])
-            if len(steps) > 1 and steps[-2][1] == steps[-1][1] == best:
-                steps.pop()  # a line needs its ends only
-            steps += [] if best is None else [(spent, best, name)]
-        if figure is not None:
-            kind = _("repeat") if trial.role is Role.REPEAT else _("trial")
-            kind = _("stopped early") if trial.state is TrialState.STOPPED else kind
-            measured[kind].append((spent, figure, f"{_('trial')} {name}" if trial.number in listed else ""))
-    data = table(
-        _("Trials that were the best so far, in the order of their start"),
-        [_("trial"), _("configuration"), _("elapsed, s"), run.unit],
-        rows,
-    )
+        last = spent if trial.number in first else last
+        if (figure := run.figure(trial)) is None or trial.measurement is None:
+            continue
+        counts = trial.number in first and trial.state is TrialState.MEASURED and not trial.measurement.broken
+        if counts and (not steps or sign * figure > sign * steps[-1][1]):
+            steps.append((spent, figure, ""))
+            rows.append([run.cell(trial), run.configuration(trial), spent, figure])
+        kind = _("repeat") if trial.role is Role.REPEAT else _("trial")
+        kind = _("stopped early") if trial.state is TrialState.STOPPED else kind
+        measured[kind].append((spent, figure, f"{_('trial')} {run.name(trial)}" if trial.number in listed else ""))
     if not steps:
         return None
+    steps.append((last, steps[-1][1], ""))
     series = [Series(name=_("best so far (without repeats)"), points=steps, style=0, stepped=True)]
     series += [
         Series(name=kind, points=points, style=style)
@@ -131,12 +121,16 @@ def progress(run: RunData) -> Section | None:
         if points
     ]
     drawn = [point for each in series for point in each.points]
+    start, end = (shown(steps[place][1]) for place in (0, -1))
+    improved = N_("The best value improved from {start} to {end} {unit}.")
+    improved = improved if start != end else N_("The first measured trial was the fastest: {end} {unit}.")
     summary = [
         _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(run.all_trials), seconds=spent),
-        _improvement(run, steps[0][1], steps[-1][1]),
+        _(improved, start=start, end=end, unit=run.unit),
     ]
     if measured[_("repeat")]:
         summary.append(_("The best configuration is chosen by the median of all runs of a candidate."))
+    caption = _("Trials that were the best so far, in the order of their start")
     chart = Chart(
         title=_("Best so far over time"),
         summary=" ".join(summary),
@@ -145,23 +139,16 @@ def progress(run: RunData) -> Section | None:
             y=linear(run.unit, [y for _x, y, _name in drawn]),
             series=series,
         ),
-        tables=[data],
+        tables=[table(caption, [_("trial"), _("configuration"), _("elapsed, s"), run.unit], rows)],
     )
     return Section("progress", _("Search"), (chart,), half=True)
-
-
-def _improvement(run: RunData, first: float, last: float) -> str:
-    start, end = cell(first).text, cell(last).text
-    if start == end:
-        return _("The first measured trial was the fastest: {value} {unit}.", value=start, unit=run.unit)
-    return _("The best value improved from {start} to {end} {unit}.", start=start, end=end, unit=run.unit)
 
 
 def funnel(run: RunData) -> Section:
     """Return the section with the way from all combinations to the measured candidates, and the text of each rule."""
     counts, messages = run.counts, run.insight.get("messages", {})
     rows = [
-        [name, cell(number if rule is None else -number), messages.get(rule, "")]
+        [name, cell(number if rule is None else -number), _(messages.get(rule, ""))]
         for rule, name, number in funnel_stages(counts, run.fidelity)
     ]
     caption = _("{title}; a negative number is the number of removed candidates", title=_("Search space"))
@@ -187,40 +174,40 @@ def funnel(run: RunData) -> Section:
 
 def accuracy(run: RunData) -> Section | None:
     """Return the section on the errors of predictions, or None if no trial is both predicted and measured."""
-    in_unit = partial(objective_value, run.objective)
-    pairs = []
+
+    def in_unit(step_s: float) -> float:
+        return objective_value(run.objective, step_s) if run.serves else step_s
+
+    rows, errors, listed, drawn = list[list[Any]](), learning(run), run.listed, list[float]()
+    groups: dict[bool, list[tuple[tuple[float, float, str], tuple[float, float]]]] = {True: [], False: []}
     for trial in run.trials:
         step = measured_s(trial)
         found = trial.predicted and (trial.predicted.objective if run.serves else trial.predicted.step)
-        if step is not None and found:
-            pairs.append((trial, in_unit(step) if run.serves else step, (found.value, found.low, found.high)))
-    if not pairs:
-        return None
-    hits = sum(low <= measured <= high for _trial, measured, (_value, low, high) in pairs)
-    text = _("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(pairs))
-    rows, errors, listed = list[list[Any]](), learning(run), run.listed
-    for trial, measured, (value, low, high) in (pair for pair in pairs if pair[0].number in listed):
-        verdict = _("inside") if low <= measured <= high else _("outside")
+        if step is None or not found:
+            continue
+        measured, value, low, high = in_unit(step), found.value, found.low, found.high
+        is_inside, is_listed = low <= measured <= high, trial.number in listed
+        name = f"{_('trial')} {run.name(trial)}" if is_listed else ""
+        groups[is_inside].append(((measured, value, name), (low, high)))
+        drawn += (measured, value, low, high)
+        believed_s = trial.believed.step_time_s if trial.believed else None
+        learned = in_unit(believed_s) if believed_s else None
+        verdict = _("inside") if is_inside else _("outside")
         row = [run.cell(trial), run.configuration(trial), measured, value, low, high, _error(measured, value), verdict]
-        if errors:
-            step = trial.believed.step_time_s if trial.believed else None
-            learned = in_unit(step) if step and run.serves else step
-            row += [learned, _error(measured, learned)]
-        rows.append(row)
+        rows += [[*row, *([learned, _error(measured, learned)] if errors else [])]] if is_listed else []
+    if not drawn:
+        return None
+    total = sum(map(len, groups.values()))
+    text = _("{count} of {total} measurements are inside the 80% interval.", count=len(groups[True]), total=total)
     headings = [_("trial"), _("configuration"), _("measured"), _("~predicted"), _("~low"), _("~high"), _("error")]
     headings += [_("80% interval"), *([_("~learned"), _("after learning")] if errors else [])]
-    caption = _("Measured and predicted {unit}, with 80% intervals", unit=run.unit if run.serves else _("s/step"))
-    unit = run.unit if run.serves else _("s/step")
-    axis = spread("", [each for _trial, measured, bounds in pairs for each in (measured, *bounds)])
-    series = []
-    for style, name, is_inside in ((2, _("inside its interval"), True), (1, _("outside its interval"), False)):
-        group = [pair for pair in pairs if (pair[2][1] <= pair[1] <= pair[2][2]) == is_inside]
-        points = [
-            (measured, value, f"{_('trial')} {run.name(trial)}" if trial.number in listed else "")
-            for trial, measured, (value, *_bounds) in group
-        ]
-        ranges = [(low, high) for _trial, _measured, (_value, low, high) in group]
-        series += [Series(name=name, points=points, style=style, ranges=ranges)] if points else []
+    unit, axis = run.unit if run.serves else _("s/step"), spread("", drawn)
+    names = {True: (2, _("inside its interval")), False: (1, _("outside its interval"))}
+    series = [
+        Series(name=name, points=[each for each, _range in group], style=style, ranges=[each for _point, each in group])
+        for is_inside, (style, name) in names.items()
+        if (group := groups[is_inside])
+    ]
     chart = Chart(
         title=_("Predicted against measured"),
         summary=" ".join([text, *([errors.text] if errors else [])]),
@@ -230,7 +217,9 @@ def accuracy(run: RunData) -> Section | None:
             series=series,
             diagonal=_("predicted = measured"),
         ),
-        tables=[table(caption, headings, rows, sortable=True)],
+        tables=[
+            table(_("Measured and predicted {unit}, with 80% intervals", unit=unit), headings, rows, sortable=True)
+        ],
     )
     return Section("accuracy", _("Predictions"), (chart,), half=True)
 

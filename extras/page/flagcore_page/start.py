@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
+from typing import Any
 
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.i18n import _, ngettext
@@ -64,33 +65,22 @@ def configurations(run: RunData) -> Chart | None:
     best = run.best
     if best is None:
         return None
-    main_trials = {each.number: each for each in (best, run.baseline) if each}
-    candidates = [trial.candidate for trial in main_trials.values()]
-    figures_by_number = {each.number: (each, figures) for each in run.trials if (figures := run.figures(each))}
-    sign = -1.0 if run.is_rate else 1.0
-    other_trials = [each for each in figures_by_number.values() if each[0].candidate not in candidates]
-    other_trials.sort(key=lambda pair: sign * pair[1][0])
-    chosen = [(trial, figures) for trial in main_trials.values() if (figures := run.figures(trial))]
-    chosen += other_trials[: MAX_BARS - len(chosen)]
-    chosen.sort(key=lambda pair: sign * pair[1][0])
-    if len(chosen) < 2:
-        return None
     kinds = {each.number: kind for kind, each in ((BASELINE, run.baseline), (BEST, best)) if each}
-    bars = [
-        Bar(
-            f"{run.name(trial)}: {run.configuration(trial)}{_over(run, trial)}",
-            kinds.get(trial.number, OTHER),
-            *figures,
-        )
-        for trial, figures in chosen
-    ]
-    of_best = next(figures[0] for trial, figures in chosen if trial.number == best.number)
-    rows = [
-        [run.cell(trial), run.configuration(trial), *figures, percent(figures[0] / of_best - 1.0, signed=True)]
-        for trial, figures in chosen
-    ]
-    summary = [_("{count} of {total} configurations, the fastest first.", count=len(chosen), total=len(run.trials))]
-    if missing := len(run.trials) - len(figures_by_number):
+    known = [(trial, figures) for trial in run.trials if (figures := run.figures(trial))]
+    known.sort(key=lambda pair: (-pair[1][0] if run.is_rate else pair[1][0], pair[0].number != best.number))
+    named = {trial.candidate: trial.number for trial, _figures in known if trial.number in kinds}
+    others = [trial.number for trial, _figures in known if trial.candidate not in named]
+    chosen = {*named.values(), *others[: MAX_BARS - len(named)]}
+    rows, bars = list[list[Any]](), list[Bar]()
+    of_best = next(figures[0] for trial, figures in known if trial.number == best.number)
+    for trial, figures in (each for each in known if each[0].number in chosen):
+        name, values = run.name(trial), run.configuration(trial)
+        bars.append(Bar(f"{name}: {values}{_over(run, trial)}", kinds.get(trial.number, OTHER), *figures))
+        rows.append([run.cell(trial), values, *figures, percent(figures[0] / of_best - 1.0, signed=True)])
+    if len(bars) < 2:
+        return None
+    summary = [_("{count} of {total} configurations, the fastest first.", count=len(bars), total=len(run.trials))]
+    if missing := len(run.trials) - len(known):
         summary.append(ngettext("{count} has no measurement.", "{count} have no measurement.", missing))
     if run.fidelity == ESTIMATE:
         summary.append(_("Lines are 80% intervals of the predictions."))
@@ -98,6 +88,5 @@ def configurations(run: RunData) -> Chart | None:
         summary.append(_("Each line shows the range over the runs of a configuration.") if run.repeats else "")
     title = _("The fastest configurations")
     headings = [_("trial"), _("configuration"), run.unit, _("lowest"), _("highest"), _("vs best")]
-    return Chart(
-        title=title, summary=" ".join(summary), drawing=Bars(run.unit, bars), tables=[table(title, headings, rows)]
-    )
+    data = table(title, headings, rows)
+    return Chart(title=title, summary=" ".join(summary), drawing=Bars(run.unit, bars), tables=[data])

@@ -50,7 +50,7 @@ def test_without_its_predictions_the_rest_of_a_run_is_reported(copied: Copied) -
     page = read(api.report(folder, without=["cpu"]))
     assert "Details of predictions are omitted" in page.section("summary").text
     assert page.facts("summary")["Speedup over the baseline"].value is not None
-    assert page.rows("memory", "Device with the highest memory use")
+    assert page.rows("memory", "Memory")
 
 
 @pytest.mark.parametrize("text", ["{", '{"schema_version": 99}'])

@@ -9,12 +9,13 @@ from importlib.resources import files
 from typing import Any
 
 from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
-from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.chip import Chip, Device, Source, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
+from flagcore.i18n import N_, Message
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.roofline import PlainMemory
@@ -24,11 +25,17 @@ from flagcore_vendorkit.engines import all_knobs, read_engines, read_quirks, rea
 from flagcore_vendorkit.fields import S, applicable
 from flagcore_vendorkit.settings import read_settings
 
-UNFITTED = (
+UNFITTED = N_(
     "no published server on {chip} gave the times of small kernels, launches and small messages: those of other chips"
     " are assumed, and answers may take several times as long"
 )
 """The note on servers on a chip without times of its own."""
+FIRST = {
+    True: N_("the first {count} steps of a trial are not measured: {reason}"),
+    False: N_("the first {count} requests of a load are not measured: {reason}"),
+}
+"""The note on warm-up, by whether the engine trains in steps."""
+HIDDEN = N_("{set} is set, so {name} has no effect: unset it")
 
 
 def usual_memory(**figures: float) -> Callable[[NodeGroup, str], MemoryModel]:
@@ -116,11 +123,13 @@ class VendorPlugin:
         for found in reversed(applicable(quirks.overheads, *about)):
             support = replace(support, overheads={**support.overheads, **found.values})
         if support.support is not Support.YES and not support.reason:
-            support = replace(support, reason=f"no run of {engine} on {chip.name} has been reported")
-        notes = [f"{each.note} ({each.source.kind}: {each.source.detail})" for each in applicable(quirks.notes, *about)]
+            support = replace(
+                support, reason=Message("no run of {engine} on {chip} has been reported", engine=engine, chip=chip.name)
+            )
+        notes: list[str] = [_sourced(each.note, each.source) for each in applicable(quirks.notes, *about)]
         is_fitted = support.overheads or support.shared_devices or cost_file(self.package, chip, "serving.yaml")
         if kind == "serve" and not is_fitted:
-            notes.append(UNFITTED.format(chip=chip.name))
+            notes.append(Message(UNFITTED, chip=chip.name))
         return replace(
             support,
             visible_devices=support.visible_devices or (self.detector.visible if self.detector else ()),
@@ -142,7 +151,7 @@ class VendorPlugin:
         settings, variables = read_settings(self.package), of_chips(read_variables(self.package))
         usual = {each.name: each.value for each in variables if each.value and each.applies_to(task)}
         hidden = [each for each in variables if each.overridden_by in is_set]
-        unit, slow = "steps of a trial" if task.spec.work.has_steps else "requests of a load", of_chips(quirks.warmup)
+        first, slow = FIRST[task.spec.work.has_steps], of_chips(quirks.warmup)
         return TaskAdvice(
             rules=(*of_chips(quirks.refused), *of_chips(quirks.forced)),
             preferred=of_chips(quirks.preferred),
@@ -151,8 +160,8 @@ class VendorPlugin:
             unmodelled=tuple(settings.of_environment(task.spec, usual)),
             harmless=settings.harmless_in(task.spec, usual),
             notes=(
-                *(f"the first {each.count} {unit} are not measured: {each.reason}" for each in slow),
-                *(f"{each.overridden_by} is set, so {each.name} has no effect: unset it" for each in hidden),
+                *(Message(first, count=each.count, reason=Message(each.reason)) for each in slow),
+                *(Message(HIDDEN, set=each.overridden_by, name=each.name) for each in hidden),
             ),
         )
 
@@ -174,3 +183,7 @@ class VendorPlugin:
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
         known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
         return DeviceReading(self._readings, device.index) if self._readings and known else None
+
+
+def _sourced(note: str, source: Source) -> Message:
+    return Message("{note} ({kind}: {source})", note=Message(note), kind=Message(source.kind), source=source.detail)

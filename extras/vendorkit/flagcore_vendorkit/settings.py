@@ -10,6 +10,7 @@ from itertools import chain
 
 from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.spec import Spec, Task
+from flagcore.i18n import Message
 from flagcore_vendorkit.fields import read_as
 
 UNKNOWN_TIME = (0.8, 1.25)
@@ -102,9 +103,10 @@ class Settings:
         is_off = value is None or value is False or (cost is not None and _value(value) in map(_value, cost.unless))
         if cost is None or is_off or (cost.several_nodes and nodes == 1):
             return None
-        return Unmodelled(
-            name=shown or name, why=f"{cost.why} ({cost.source})" if cost.source else cost.why, time=cost.time
-        )
+        why = Message(cost.why)
+        if cost.source:
+            why = Message("{why} ({source})", why=why, source=cost.source)
+        return Unmodelled(name=shown or name, why=why, time=cost.time)
 
     def of_environment(self, spec: Spec, usual: Mapping[str, str] | None = None) -> Iterator[Unmodelled]:
         """Yield the effects of environment variables in a spec that predictions do not include.

@@ -165,7 +165,7 @@ def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> 
         yield _record(name, _("engine"), None, str(error), engine=name)
         return
     builds = [build for chip in chips if (build := loaded.engine_support(chip, name).install)]
-    fix = "; ".join(dict.fromkeys(builds)) or f"pip install 'flagcore[{name}]'"
+    fix = "; ".join(map(_, dict.fromkeys(builds))) or f"pip install 'flagcore[{name}]'"
     for module, requirement in engine.modules.items():
         purpose = _("engine {name} ({module})", name=name, module=module)
         yield {**_untested(_distribution(Requirement(requirement), purpose, fix), engine.untested), "engine": name}
@@ -183,7 +183,10 @@ def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[d
                 reason = plugins.find_engine(engine).untested
             if answer.support is Support.UNKNOWN:
                 reason = answer.reason
-            purpose, fix = _("engine {name} on this chip", name=engine), f"{answer.support.value}: {answer.reason}"
+            purpose, fix = (
+                _("engine {name} on this chip", name=engine),
+                f"{_(answer.support.value)}: {_(answer.reason)}",
+            )
             runs = answer.support in (Support.YES, Support.UNKNOWN)
             yield _untested(_record(chip.name, purpose, answer.device_type, fix, runs, engine), reason)
             if answer.preload:
@@ -315,7 +318,7 @@ def _record(
 
 def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
     """Return a record of `doctor`, with `ok` set to "untested" if there is a reason and the record is ok."""
-    return {**part, "ok": _("untested"), "fix": reason} if part["ok"] and reason else part
+    return {**part, "ok": _("untested"), "fix": _(reason)} if part["ok"] and reason else part
 
 
 def _distribution(wanted: Requirement, purpose: str, fix: str) -> dict[str, Any]:

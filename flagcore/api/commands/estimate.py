@@ -24,7 +24,7 @@ from flagcore.domain.records import model_table, prediction_record
 from flagcore.domain.space import IntArray, KnobValue, Space
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.text import candidate_line
@@ -245,9 +245,10 @@ def _crowded(problem: Problem, order: IntArray) -> IntArray:
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
     """Return the settings that plugins give all candidates, their notes, and the settings that are not predicted."""
     rules = (each for each in platform.value_rules if isinstance(each, ForcedSetting))
-    forced = (f"{each.setting} = {each.value} (rule {each.name}): {each.reason}" for each in rules)
+    text = N_("{setting} = {value} (rule {name}): {reason}")
+    forced = (_(text, setting=e.setting, value=e.value, name=e.name, reason=_(e.reason)) for e in rules)
     not_predicted = map(str, platform.unmodelled)
-    return (*filter(None, [platform.precision_reason]), *forced, *platform.support.notes, *not_predicted)
+    return (*filter(None, [platform.precision_reason]), *forced, *map(_, platform.support.notes), *not_predicted)
 
 
 def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
@@ -261,7 +262,7 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
         "help": knob.help,
         "claim": knob.claim,
         "effect": f"{knob.effect_source.kind}: {knob.effect_source.detail}" if knob.effect_source else None,
-        "needs": [str(each) for each in knob.requires] + ["a mixture of experts"] * knob.experts_only,
+        "needs": [str(each) for each in knob.requires] + [N_("a mixture of experts")] * knob.experts_only,
         "effects": [{"value": value, **asdict(effect)} for value, effect in knob.effects.items()],
         "not_launched": {str(value): reason for value, reason in not_launched.items() if reason},
         "source": f"{source.kind}: {source.detail}" if source else None,

@@ -31,7 +31,7 @@ from flagcore.report.explanation import Explanation, needs_text, used_text
 from flagcore.report.formats import shown
 from flagcore.report.result import stop_reason
 from flagcore.report.result import trial as trial_record
-from flagcore.report.text import candidate_text, knob_of, scaled_text, state_name
+from flagcore.report.text import candidate_text, knob_of, reason_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import lacks_margin, recommended_row, rows_by_time
 from flagcore.tuner.search_state import count
@@ -98,7 +98,7 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
     kind, role = _("probe") if trial.fidelity == PROBE else _("trial"), "imported" if trial.source else trial.role.value
     line = f"{kind} {trial.number} ({_(role)}) {state_name(trial.state.value)}"
     if measured is None or trial.state.failed:
-        return line + (f": {trial.reason}" if trial.reason else "")
+        return line + (f": {reason_text(trial.reason)}" if trial.reason else "")
     line += f": {seconds_text(objective, measured.step_time_s)}"
     if measured.scaled_from is not None and shortened_step:
         bounds = {"low": shown(measured.low_s), "high": shown(measured.high_s)}
@@ -114,10 +114,10 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
         line += "; " + _("not counted: {why}", why=_(runs.left_out[trial.number]))
     elif len(runs.counted) < 2:
         line += _against_best(snapshot, trial.candidate, measured.step_time_s)
-    if not trial.reason:
+    if not (reason := reason_text(trial.reason)):
         return line
     was_stopped = trial.state is TrialState.STOPPED
-    return line + "; " + (_("stopped early: {reason}", reason=trial.reason) if was_stopped else trial.reason)
+    return line + "; " + (_("stopped early: {reason}", reason=reason) if was_stopped else reason)
 
 
 def _against_best(snapshot: Snapshot, candidate: Candidate, seconds: float) -> str:

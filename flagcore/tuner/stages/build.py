@@ -18,6 +18,7 @@ from flagcore.domain.knob import Factor, Knob, Requirement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Legality, Merge, Rule, Space, decode
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError
+from flagcore.i18n import N_, Message
 from flagcore.tuner.effects import engine_legality, plugin_axes, plugin_axis, rows_by_effects
 
 
@@ -75,13 +76,15 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
     too_slow = Rule(
         name="far_too_slow",
         knobs=knobs,
-        message=f"takes more than {slow} times as long as a known candidate, by a lower bound",
+        message=Message("takes more than {slow} times as long as a known candidate, by a lower bound", slow=slow),
         broken=lambda columns: values(engine.least_seconds, columns) > limit_s,
     )
     too_large = Rule(
         name="far_too_large",
         knobs=knobs,
-        message=f"needs more than {large} times the memory of a device, whatever the other knobs are",
+        message=Message(
+            "needs more than {large} times the memory of a device, whatever the other knobs are", large=large
+        ),
         broken=lambda columns: values(engine.least_share, columns) > large,
     )
     return too_slow, too_large, replace(too_slow, knobs=tuple(axis.knob for axis in axes))
@@ -108,7 +111,9 @@ def _release_rules(task: Task, engine: Engine, engine_axes: Sequence[Axis]) -> I
             yield Rule(
                 name=f"{knob.name}_release",
                 knobs=(knob.name,),
-                message=f"{knob.name} needs {engine.name} {knob.versions}",
+                message=Message(
+                    "{knob} needs {engine} {versions}", knob=knob.name, engine=engine.name, versions=knob.versions
+                ),
                 broken=partial(_is_set, knob.name, axis.encode(knob.neutral)),
             )
 
@@ -131,13 +136,13 @@ def rejection_rules(axes: Sequence[Axis], value_rules: Sequence[ValueRule], spec
         elif refused.knob in JOB_KEYS or refused.knob.startswith(SHARED_PREFIXES):
             value = _value_of(spec, refused.knob)
             broken = value in refused.values
-            rules.append(_job_rule(axes[0], refused.name, refused.knob, value, broken, refused.reason))
+            rules.append(_job_rule(axes[0], refused.name, refused.knob, value, broken, Message(refused.reason)))
         else:
             problem = f"a plugin rejects values of {refused.knob}, which is not a knob (rule {refused.name})"
             raise NoDevice(f"{problem}; knobs: {', '.join(axis_by_knob)}; or {', '.join(JOB_KEYS)}, settings.NAME")
     for forced in (each for each in value_rules if not isinstance(each, RefusedValues)):
         value = _value_of(spec, forced.setting)
-        reason = f"it must be {forced.value}: {forced.reason}"
+        reason = Message("it must be {value}: {reason}", value=forced.value, reason=Message(forced.reason))
         broken = value is not None and value != forced.value
         rules.append(_job_rule(axes[0], forced.name, forced.setting, value, broken, reason))
     return tuple(rules)
@@ -151,7 +156,7 @@ def _knob_rule(axis: Axis, refused: RefusedValues) -> Rule:
     return Rule(
         name=refused.name,
         knobs=(axis.knob,),
-        message=f"{axis.knob} = {values}: {refused.reason}",
+        message=Message("{knob} = {value}: {reason}", knob=axis.knob, value=values, reason=Message(refused.reason)),
         broken=lambda c: np.isin(c[axis.knob], codes) | (c[axis.knob] > maximum),
     )
 
@@ -161,7 +166,9 @@ def _job_rule(first: Axis, name: str, key: str, value: object, broken: bool, rea
     return Rule(
         name=name,
         knobs=(first.knob,),
-        message=f"{key} = {value}: {reason}" if broken else f"{key}: {reason}",
+        message=Message(
+            N_("{knob} = {value}: {reason}") if broken else N_("{knob}: {reason}"), knob=key, value=value, reason=reason
+        ),
         broken=lambda c: np.full(c[first.knob].shape, broken),
     )
 
@@ -190,7 +197,7 @@ def _requirement_rules(task: Task, knob: Knob, axes: Sequence[Axis]) -> Iterator
         yield Rule(
             name=f"{knob.name}_without_experts",
             knobs=(knob.name,),
-            message=f"{knob.name} is for mixture-of-experts models, and the model is dense",
+            message=Message("{knob} is for mixture-of-experts models, and the model is dense", knob=knob.name),
             broken=partial(_is_set, knob.name, neutral),
         )
     for requirement in knob.requires:
@@ -200,7 +207,12 @@ def _requirement_rules(task: Task, knob: Knob, axes: Sequence[Axis]) -> Iterator
         yield Rule(
             name=f"{knob.name}_needs_{requirement.knob}",
             knobs=(knob.name, requirement.knob) if axis else (knob.name,),
-            message=f"{knob.name} needs {requirement}: {knob.help}",
+            message=Message(
+                "{knob} needs {requirement}: {help}",
+                knob=knob.name,
+                requirement=str(requirement),
+                help=Message(knob.help),
+            ),
             broken=partial(_is_unmet, knob.name, neutral, requirement, axis),
         )
 

@@ -163,7 +163,7 @@ def _advised(task: Task, support: EngineSupport, advice: TaskAdvice) -> tuple[Ta
     for preferred in advice.preferred:
         if (more := _with_preferred(spec, preferred)) != spec:
             spec = more
-            notes.append(f"{preferred.setting} = {preferred.value}: {preferred.reason}")
+            notes.append(f"{preferred.setting} = {preferred.value}: {_(preferred.reason)}")
     support = replace(support, notes=(*support.notes, *notes, *advice.notes))
     return replace(task, spec=_with_warmup(spec, advice.warmup)), support
 

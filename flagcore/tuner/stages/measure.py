@@ -32,6 +32,7 @@ from flagcore.domain.trial import (
     warmup_steps,
 )
 from flagcore.errors import FlagError
+from flagcore.i18n import N_
 from flagcore.tuner.devices import device_readers
 from flagcore.tuner.search_state import noise
 
@@ -226,7 +227,7 @@ class _Monitor:
             reason = f"one rank used {used_bytes / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
             return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=reason)
         if any(loss is None for loss in measured.losses):
-            return replace(trial, state=TrialState.FAILED, reason="the loss is not finite")
+            return replace(trial, state=TrialState.FAILED, reason=N_("the loss is not finite"))
         batch = (("global_batch_size", trial.shortened.global_batch_size),) if trial.shortened else ()
         for knob, requested in (*trial.candidate.items, *batch):
             if (actual := measured.effective.get(knob, requested)) != requested:

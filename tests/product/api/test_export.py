@@ -199,7 +199,8 @@ def test_slurm_assigns_the_devices_itself(tmp_path: Path) -> None:
         ("H100-SXM", "vllm/vllm-openai:v0.11.2", {"'2'", "'3'"}, set()),
         ("MI300X", "vllm/vllm-openai-rocm:v0.11.2", set(), {"/dev/kfd", "/dev/dri"}),
         ("C550", "${IMAGE", set(), {"/dev/mxcd", "/dev/dri"}),
-        ("910B3", "${IMAGE", {"/dev/davinci2", "/dev/davinci3"}, {"/dev/davinci_manager"}),
+        ("910B3", "quay.io/ascend/vllm-ascend:", {"/dev/davinci2", "/dev/davinci3"}, {"/dev/davinci_manager"}),
+        ("910C", "${IMAGE", {"/dev/davinci2", "/dev/davinci3"}, {"/dev/davinci_manager"}),
         ("P800", "quay.io/kunlun/vllm_kunlun:", {"/dev/xpu2", "/dev/xpu3"}, {"/dev/xpuctrl"}),
     ],
 )

@@ -273,6 +273,8 @@ def model_arguments(model: Model) -> list[str]:
 def _arguments_of_layers(model: Model) -> list[str]:
     """Return the arguments of all layers but attention over all tokens, without a hybrid pattern."""
     sizes: dict[str, object] = {}
+    if model.once is not model:
+        raise LaunchError("Megatron-LM has no arguments for layers that run several times: start them with a command")
     for mixer in model.other_mixers:
         if mixer.label not in REFERENCE["mixers"]:
             raise LaunchError(f"Megatron-LM has no arguments for layers with {mixer.label}: start them with a command")

@@ -14,6 +14,7 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
+from flagcore.i18n import N_, Message
 from flagcore_megatron.space.meshes import CP, DP, EP, MBS, MESHES, MICROBATCHES, OWN, PP, SIZES, SP, SPLIT, TP, Meshes
 from flagcore_megatron.space.rules import DIST_OPT
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, Split
@@ -69,47 +70,50 @@ def _of_texts(task: Task, table: Meshes) -> Iterator[Rule]:
     has_experts, has_microbatches = (size[EP] > 1).any(axis=1), has_mesh & (table.codes[MICROBATCHES] > 0)
     checks = {
         "mesh_devices": (
-            f"the TP x CP x DP x PP of a chip's meshes must be its number of devices, {task.cluster.chips}",
+            N_("the TP x CP x DP x PP of a chip's meshes must be its number of devices, {chips}"),
             ((used != 0) & (used != devices[:, None])).any(axis=0),
         ),
         "mesh_stages": (
-            f"the sum of the PP of all meshes must be at most num_layers = {model.num_layers}",
+            N_("the sum of the PP of all meshes must be at most num_layers = {layers}"),
             table.lengths > model.num_layers,
         ),
-        "mesh_context_parallel": ("all meshes need the same CP", differ[CP]),
+        "mesh_context_parallel": (N_("all meshes need the same CP"), differ[CP]),
         "mesh_experts": (
-            "the EP of the meshes must be 1 on all of them, or on none",
+            N_("the EP of the meshes must be 1 on all of them, or on none"),
             several & ((size[EP] == 1) & has_mesh).any(axis=1) & has_experts,
         ),
         "mesh_expert_world_size": (
-            "EP x expert tensor parallel size (default: TP) must divide TP x CP x DP of a mesh",
+            N_("EP x expert tensor parallel size (default: TP) must divide TP x CP x DP of a mesh"),
             ((stage % expert_ranks != 0) & has_mesh).any(axis=1) & (model.num_moe_experts is not None),
         ),
         "mesh_embedding": (
-            "tied embeddings and multi-token prediction need the same TP on the first and the last mesh, and a DP of "
-            "one that is a multiple of the other's",
+            N_(
+                "tied embeddings and multi-token prediction need the same TP on the first and the last mesh, and a DP "
+                "of one that is a multiple of the other's"
+            ),
             several & ~splits_data & tied(task) & ((ends[TP][0] != ends[TP][1]) | ~multiple),
         ),
         "replicas_shape": (
-            "meshes that split the data need the same TP and PP, to reduce their gradients",
+            N_("meshes that split the data need the same TP and PP, to reduce their gradients"),
             splits_data & (differ[TP] | differ[PP]),
         ),
         "replicas_context": (
-            "meshes that split the data have CP 1 or PP 1",
+            N_("meshes that split the data have CP 1 or PP 1"),
             splits_data & (size[CP][:, 0] > 1) & (size[PP][:, 0] > 1),
         ),
-        "replicas_experts": ("meshes that split the data need EP 1", splits_data & has_experts),
+        "replicas_experts": (N_("meshes that split the data need EP 1"), splits_data & has_experts),
         "replicas_mtp": (
-            "meshes that split the data exclude multi-token prediction, whose loss Megatron weights per replica",
+            N_("meshes that split the data exclude multi-token prediction, whose loss Megatron weights per replica"),
             splits_data & (model.mtp_num_layers > 0),
         ),
         "replicas_microbatches": (
-            "meshes that split the data have x on all of them, or on none",
+            N_("meshes that split the data have x on all of them, or on none"),
             splits_data & has_microbatches.any(axis=1) & (has_mesh & ~has_microbatches).any(axis=1),
         ),
     }
+    names = {"chips": task.cluster.chips, "layers": model.num_layers}
     for name, (message, broken) in checks.items():
-        yield Rule(name=name, knobs=(MESHES,), message=message, broken=_looked_up(broken))
+        yield Rule(name=name, knobs=(MESHES,), message=Message(message, **names), broken=_looked_up(broken))
 
 
 def tied(task: Task) -> bool:
@@ -136,29 +140,31 @@ def _of_knobs(task: Task, table: Meshes) -> Iterator[Rule]:
     checks: dict[str, tuple[str, str, Callable[[Columns], BoolArray]]] = {
         "mesh_batch": (
             MBS,
-            f"{MBS} x DP of the first mesh must be a multiple of the DP of each mesh",
+            N_("{mbs} x DP of the first mesh must be a multiple of the DP of each mesh"),
             lambda c: (
                 ((c[MBS] * data[c[MESHES], 0])[:, None] % data[c[MESHES]] != 0).any(axis=1) & ~splits_data[c[MESHES]]
             ),
         ),
         "mesh_sequence_parallel": (
             SP,
-            f"a mesh with TP > 1 beside another mesh needs {SP}, because messages between meshes are split",
+            N_("a mesh with TP > 1 beside another mesh needs {sp}, because messages between meshes are split"),
             lambda c: (c[SP] == 0) & needs_split[c[MESHES]],
         ),
         "mesh_virtual": (
             LAYERS_PER_VIRTUAL,
-            "meshes exclude virtual pipeline stages",
+            N_("meshes exclude virtual pipeline stages"),
             lambda c: (c[LAYERS_PER_VIRTUAL] > 0) & (c[MESHES] > 0),
         ),
         "replicas_batch": (
             MBS,
-            f"the sum of DP x mbs x number of micro-batches (x) of all meshes must be the batch, {batch}",
+            N_("the sum of DP x mbs x number of micro-batches (x) of all meshes must be the batch, {batch}"),
             wrong_batch,
         ),
     }
     for name, (knob, message, broken) in checks.items():
-        yield Rule(name=name, knobs=(MESHES, knob), message=message, broken=broken)
+        yield Rule(
+            name=name, knobs=(MESHES, knob), message=Message(message, mbs=MBS, sp=SP, batch=batch), broken=broken
+        )
 
 
 def merges_with_meshes(task: Task, merges: Sequence[Merge]) -> tuple[Merge, ...]:

@@ -15,6 +15,7 @@ from flagcore_vendorkit.transformer import SCHEDULES
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Task
+from flagcore.i18n import N_, Message
 from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
 from flagcore_megatron.space.meshes import CP, DP, EP, MBS, PP, SP, TP
@@ -45,6 +46,31 @@ UNPIPED_MTP_OVERLAP_SINCE = ">=0.18"
 The time and memory of that overlap are not modelled: such a candidate is predicted without it."""
 
 
+NAMES = {
+    "CP": CP,
+    "DIST_OPT": DIST_OPT,
+    "DP": DP,
+    "EP": EP,
+    "EXPERT_OVERLAP": EXPERT_OVERLAP,
+    "FIRST": FIRST,
+    "GRANULARITY": GRANULARITY,
+    "LAST": LAST,
+    "LAYERS_PER_VIRTUAL": LAYERS_PER_VIRTUAL,
+    "LAYOUT": LAYOUT,
+    "MBS": MBS,
+    "METHOD": METHOD,
+    "PATTERN": PATTERN,
+    "PP": PP,
+    "RECOMPUTE": RECOMPUTE,
+    "RECOMPUTE_LAYERS": RECOMPUTE_LAYERS,
+    "SP": SP,
+    "SPLIT": SPLIT,
+    "TP": TP,
+    "VIRTUAL_STAGES": VIRTUAL_STAGES,
+}
+"""The names of knobs in messages of rules, by their fields."""
+
+
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the legality rules for training `task` with Megatron."""
     groups = (_batch_rules, _width_rules, _length_rules, _node_group_rules, _pipeline_rules, _expert_rules)
@@ -56,13 +82,13 @@ def _batch_rules(task: Task) -> Iterator[Rule]:
     yield Rule(
         name="world_size",
         knobs=(DP, TP, PP, CP),
-        message=f"{DP} x {TP} x {PP} x {CP} must be the number of devices, {devices}",
+        message=Message("{DP} x {TP} x {PP} x {CP} must be the number of devices, {devices}", **NAMES, devices=devices),
         broken=lambda c: c[DP] * c[TP] * c[PP] * c[CP] != devices,
     )
     yield Rule(
         name="global_batch_size",
         knobs=(DP, MBS),
-        message=f"global_batch_size = {batch} must be a multiple of {MBS} x {DP}",
+        message=Message("global_batch_size = {batch} must be a multiple of {MBS} x {DP}", **NAMES, batch=batch),
         broken=lambda c: batch % (c[MBS] * c[DP]) != 0,
     )
 
@@ -78,38 +104,46 @@ def _width_rules(task: Task) -> Iterator[Rule]:
     yield Rule(
         name="attention_heads",
         knobs=(TP,),
-        message=f"{TP} must divide num_attention_heads = {heads}",
+        message=Message("{TP} must divide num_attention_heads = {heads}", **NAMES, heads=heads),
         broken=lambda c: heads % c[TP] != 0,
     )
     yield Rule(
         name="query_groups",
         knobs=(TP,),
-        message=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
+        message=Message("num_query_groups = {groups} must be a multiple or a divisor of {TP}", **NAMES, groups=groups),
         broken=lambda c: (groups % c[TP] != 0) & (c[TP] % groups != 0),
     )
     yield Rule(
         name="qkv_width",
         knobs=(TP,),
-        message=f"{TP} must divide the width of keys and values, {keys_values}",
+        message=Message(
+            "{TP} must divide the width of keys and values, {keys_values}", **NAMES, keys_values=keys_values
+        ),
         broken=lambda c: (keys_values % c[TP] != 0) & (not model.multi_latent_attention),
     )
     yield Rule(
         name="ffn_width",
         knobs=(TP,),
-        message=f"{TP} must divide the width of the feed-forward layers, {max(widths)}",
+        message=Message("{TP} must divide the width of the feed-forward layers, {width}", **NAMES, width=max(widths)),
         broken=lambda c: np.logical_or.reduce([width % c[TP] != 0 for width in widths]),
     )
     mixer_heads = math.gcd(*(mixer.heads for mixer in model.other_mixers))
     yield Rule(
         name="mixer_heads",
         knobs=(TP, CP),
-        message=f"{TP} x {CP} must divide the heads or groups of mixers, {mixer_heads}",
+        message=Message(
+            "{TP} x {CP} must divide the heads or groups of mixers, {mixer_heads}", **NAMES, mixer_heads=mixer_heads
+        ),
         broken=lambda c: mixer_heads % (c[TP] * c[CP]) != 0,
     )
     yield Rule(
         name="expert_width",
         knobs=(TP,),
-        message=f"the expert tensor parallel size (default: {TP}) must divide moe_ffn_hidden_size = {expert_width}",
+        message=Message(
+            "the expert tensor parallel size (default: {TP}) must divide moe_ffn_hidden_size = {expert_width}",
+            **NAMES,
+            expert_width=expert_width,
+        ),
         broken=lambda c: expert_width % split.expert_tensor_size(c) != 0,
     )
 
@@ -120,25 +154,27 @@ def _length_rules(task: Task) -> Iterator[Rule]:
     yield Rule(
         name="context_parallel_implementation",
         knobs=(CP,),
-        message=f"{CP} > 1 needs the attention of transformer-engine; train.command sets --transformer-impl local",
+        message=Message(
+            "{CP} > 1 needs the attention of transformer-engine; train.command sets --transformer-impl local", **NAMES
+        ),
         broken=lambda c: (c[CP] > 1) & is_local,
     )
     yield Rule(
         name="context_length",
         knobs=(CP,),
-        message=f"seq_length = {length} must be a multiple of 2 x {CP} when {CP} > 1",
+        message=Message("seq_length = {length} must be a multiple of 2 x {CP} when {CP} > 1", **NAMES, length=length),
         broken=lambda c: (c[CP] > 1) & (length % (2 * c[CP]) != 0),
     )
     yield Rule(
         name="sequence_length",
         knobs=(TP, CP, SP),
-        message=f"seq_length = {length} must be a multiple of {TP} x {CP} with {SP}",
+        message=Message("seq_length = {length} must be a multiple of {TP} x {CP} with {SP}", **NAMES, length=length),
         broken=lambda c: (c[SP] == 1) & (length % (c[TP] * c[CP]) != 0),
     )
     yield Rule(
         name="moe_sequence_parallel",
         knobs=(TP, SP),
-        message=f"a mixture of experts with {TP} > 1 trains only with {SP}",
+        message=Message("a mixture of experts with {TP} > 1 trains only with {SP}", **NAMES),
         broken=lambda c: (c[TP] > 1) & (c[SP] == 0) & (experts is not None),
     )
 
@@ -154,8 +190,13 @@ def _node_group_rules(task: Task) -> Iterator[Rule]:
         name="stages_in_one_group",
         knobs=(PP,),
         message=(
-            f"{PP} must be a multiple of {smallest_factor}, so that no stage has devices of two node groups, "
-            f"{cluster.chips}: a stage runs on one chip model"
+            Message(
+                "{PP} must be a multiple of {smallest_factor}, so that no stage has devices of two node "
+                "groups, {chips}: a stage runs on one chip model",
+                **NAMES,
+                smallest_factor=smallest_factor,
+                chips=cluster.chips,
+            )
         ),
         broken=lambda c: c[PP] % smallest_factor != 0,
     )
@@ -173,27 +214,33 @@ def _pipeline_rules(task: Task) -> Iterator[Rule]:
     yield Rule(
         name="hybrid_stages",
         knobs=(PP, LAYERS_PER_VIRTUAL),
-        message=f"a hybrid model has {LAYERS_PER_VIRTUAL} from Megatron 0.17 on, where bars split its pattern",
+        message=Message(
+            "a hybrid model has {LAYERS_PER_VIRTUAL} from Megatron 0.17 on, where bars split its pattern", **NAMES
+        ),
         broken=lambda c: whole & (c[PP] > 1) & (c[LAYERS_PER_VIRTUAL] > 0),
     )
     yield Rule(
         name="virtual_needs_pipeline",
         knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),
-        message=f"virtual pipeline stages need {PP} > 1",
+        message=Message("virtual pipeline stages need {PP} > 1", **NAMES),
         broken=lambda c: interleaved(c) & (c[PP] == 1),
     )
     yield Rule(
         name="virtual_stages",
         knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),
-        message=f"{PP} x {VIRTUAL_STAGES} must be the {len(split.layout_layers)} parts of {PATTERN} between its bars"
+        message=Message(
+            "{PP} x {VIRTUAL_STAGES} must be the {count} parts of {PATTERN} between its bars",
+            **NAMES,
+            count=len(split.layout_layers),
+        )
         if split.has_bars
-        else f"{LAYERS_PER_VIRTUAL} (or {VIRTUAL_STAGES}) must divide num_layers / {PP}",
+        else Message("{LAYERS_PER_VIRTUAL} (or {VIRTUAL_STAGES}) must divide num_layers / {PP}", **NAMES),
         broken=split.ragged,
     )
     yield Rule(
         name="interleaved_microbatches",
         knobs=(DP, MBS, PP, SPLIT, LAYERS_PER_VIRTUAL),
-        message=f"with virtual stages the number of micro-batches must be a multiple of {PP}",
+        message=Message("with virtual stages the number of micro-batches must be a multiple of {PP}", **NAMES),
         broken=lambda c: interleaved(c) & ((batch // np.maximum(c[MBS] * c[DP], 1)) % c[PP] != 0),
     )
 
@@ -203,19 +250,23 @@ def _expert_rules(task: Task) -> Iterator[Rule]:
     yield Rule(
         name="experts_exist",
         knobs=(EP,),
-        message=f"{EP} > 1 needs a model with experts",
+        message=Message("{EP} > 1 needs a model with experts", **NAMES),
         broken=lambda c: (c[EP] > 1) & (experts is None),
     )
     yield Rule(
         name="experts_divide",
         knobs=(EP,),
-        message=f"{EP} must divide num_moe_experts = {experts}",
+        message=Message("{EP} must divide num_moe_experts = {experts}", **NAMES, experts=experts),
         broken=lambda c: (experts or 0) % c[EP] != 0,
     )
     yield Rule(
         name="expert_world_size",
         knobs=(TP, PP, EP),
-        message=f"{EP} x expert tensor parallel size (default: {TP}) x {PP} must divide the {devices} devices",
+        message=Message(
+            "{EP} x expert tensor parallel size (default: {TP}) x {PP} must divide the {devices} devices",
+            **NAMES,
+            devices=devices,
+        ),
         broken=lambda c: (devices % (split.expert_tensor_size(c) * c[EP] * c[PP]) != 0) & (experts is not None),
     )
 
@@ -224,13 +275,25 @@ def _split_message(split: Split) -> str:
     if split.layout_layers:
         stages = len(split.layout_layers)
         if split.has_bars:
-            return f"{PP} must divide the {stages} parts of {PATTERN} between its bars, which {SPLIT}: balanced moves"
-        return f"{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end"
-    extra = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
-    return (
-        f"{PP} must divide num_layers = {split.layers}{extra}, or the layers that {FIRST} and {LAST} leave "
-        f"(in train.settings, where {LAYOUT} sets any split)"
+            text = N_(
+                "{PP} must divide the {stages} parts of {PATTERN} between its bars, which {SPLIT}: balanced moves"
+            )
+            return Message(text, **NAMES, stages=stages)
+        return Message(
+            "{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end",
+            **NAMES,
+            stages=stages,
+        )
+    text = N_(
+        "{PP} must divide num_layers = {layers}, or the layers that {FIRST} and {LAST} leave "
+        "(in train.settings, where {LAYOUT} sets any split)"
     )
+    if split.counted > split.layers:
+        text = N_(
+            "{PP} must divide num_layers = {layers} and {extra} for embedding and loss, or the layers that {FIRST} and "
+            "{LAST} leave (in train.settings, where {LAYOUT} sets any split)"
+        )
+    return Message(text, **NAMES, layers=split.layers, extra=split.counted - split.layers)
 
 
 def _recompute_rules(task: Task) -> Iterator[Rule]:
@@ -238,25 +301,27 @@ def _recompute_rules(task: Task) -> Iterator[Rule]:
     yield Rule(
         name="recompute_granularity",
         knobs=(RECOMPUTE, GRANULARITY),
-        message=f"{RECOMPUTE} needs {GRANULARITY}",
+        message=Message("{RECOMPUTE} needs {GRANULARITY}", **NAMES),
         broken=lambda c: (c[RECOMPUTE] == 1) & (c[GRANULARITY] == 0),
     )
     yield Rule(
         name="selective_recompute",
         knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
-        message=f"selective recompute takes neither {METHOD} nor {RECOMPUTE_LAYERS}",
+        message=Message("selective recompute takes neither {METHOD} nor {RECOMPUTE_LAYERS}", **NAMES),
         broken=lambda c: recomputes(c, SELECTIVE) & ((c[METHOD] != 0) | (c[RECOMPUTE_LAYERS] != 0)),
     )
     yield Rule(
         name="recompute_method",
         knobs=(RECOMPUTE, GRANULARITY, METHOD),
-        message=f"full recompute needs {METHOD}",
+        message=Message("full recompute needs {METHOD}", **NAMES),
         broken=lambda c: recomputes(c, FULL) & (c[METHOD] == 0),
     )
     yield Rule(
         name="uniform_recompute",
         knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
-        message=f"uniform recompute needs a {RECOMPUTE_LAYERS} that divides the layers of a (virtual) stage",
+        message=Message(
+            "uniform recompute needs a {RECOMPUTE_LAYERS} that divides the layers of a (virtual) stage", **NAMES
+        ),
         broken=lambda c: (
             recomputes(c, FULL)
             & (c[METHOD] == UNIFORM)
@@ -271,13 +336,13 @@ def _recompute_rules(task: Task) -> Iterator[Rule]:
     yield Rule(
         name="multi_token_recompute",
         knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
-        message=f"uniform recompute of multi-token prediction needs {RECOMPUTE_LAYERS} = 1",
+        message=Message("uniform recompute of multi-token prediction needs {RECOMPUTE_LAYERS} = 1", **NAMES),
         broken=lambda c: recomputes(c, FULL) & (c[METHOD] == UNIFORM) & (c[RECOMPUTE_LAYERS] > 1) & (depths > 0),
     )
     yield Rule(
         name="recompute_num_layers",
         knobs=(PP, SPLIT, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
-        message=f"full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}",
+        message=Message("full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}", **NAMES),
         broken=lambda c: (
             recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c)))
         ),
@@ -299,7 +364,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
             Rule(
                 name=name,
                 knobs=(DIST_OPT,),
-                message=f"{name} needs {DIST_OPT}",
+                message=Message("{name} needs {DIST_OPT}", **NAMES, name=name),
                 broken=lambda c: (c[DIST_OPT] == 0) & (not sharded),
             )
             for name in DIST_OPT_SETTINGS
@@ -307,22 +372,35 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="use_torch_fsdp2",
             knobs=(PP, EP, DIST_OPT),
-            message=f"use_torch_fsdp2 needs {PP} = 1 and {EP} = 1, and excludes {DIST_OPT}",
+            message=Message("use_torch_fsdp2 needs {PP} = 1 and {EP} = 1, and excludes {DIST_OPT}", **NAMES),
             broken=lambda c: (c[PP] > 1) | (c[EP] > 1) | (c[DIST_OPT] == 1),
         ),
         Rule(
             name="optimizer",
             knobs=(DIST_OPT,),
-            message=f"optimizer: muon excludes {DIST_OPT} before Megatron {MUON_SHARDED_SINCE.lstrip('>=')}",
+            message=Message(
+                "optimizer: muon excludes {DIST_OPT} before Megatron {release}",
+                **NAMES,
+                release=MUON_SHARDED_SINCE.lstrip(">="),
+            ),
             broken=lambda c: (c[DIST_OPT] == 1) & is_unsharded,
         ),
-        Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
+        Rule(
+            name="tp_comm_overlap",
+            knobs=(SP,),
+            message=Message("tp_comm_overlap needs {SP}", **NAMES),
+            broken=lambda c: c[SP] == 0,
+        ),
         Rule(
             name=EXPERT_OVERLAP,
             knobs=(PP, SPLIT, EP, LAYERS_PER_VIRTUAL, RECOMPUTE, GRANULARITY),
-            message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, no full recompute, and no "
-            f"pattern of layers; with multi-token prediction also mtp_num_layers: 1, and {PP} > 1 before Megatron "
-            f"{UNPIPED_MTP_OVERLAP_SINCE.lstrip('>=')}",
+            message=Message(
+                "{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, no full recompute, and no "
+                "pattern of layers; with multi-token prediction also mtp_num_layers: 1, and {PP} > 1 before "
+                "Megatron {release}",
+                **NAMES,
+                release=UNPIPED_MTP_OVERLAP_SINCE.lstrip(">="),
+            ),
             broken=lambda c: (
                 is_hybrid(task.spec.model)
                 | (c[EP] == 1)
@@ -336,7 +414,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
             Rule(
                 name=name,
                 knobs=(RECOMPUTE, GRANULARITY),
-                message="graphs of parts of an iteration (cuda_graph_impl) exclude full recompute",
+                message=Message("graphs of parts of an iteration (cuda_graph_impl) exclude full recompute"),
                 broken=lambda c: recomputes(c, FULL) & has_parts,
             )
             for name in ("cuda_graph_impl", "cuda_graph_scope")
@@ -345,13 +423,13 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="offload_stages",
             knobs=(PP,),
-            message=f"offload_stages must be below {PP}",
+            message=Message("offload_stages must be below {PP}", **NAMES),
             broken=lambda c: c[PP] <= max(offloaded, default=-1),
         ),
         Rule(
             name="cpu_offloading_num_layers",
             knobs=(PP, RECOMPUTE, GRANULARITY),
-            message=f"cpu_offloading_num_layers needs {PP} = 1, and no recompute",
+            message=Message("cpu_offloading_num_layers needs {PP} = 1, and no recompute", **NAMES),
             broken=lambda c: (c[PP] > 1) | (c[RECOMPUTE] > 0),
         ),
         _schedule_rule(settings.get("pipeline_schedule"), split, task.spec.train.global_batch_size),
@@ -377,7 +455,7 @@ def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:
     }
     for name, (requirement, is_met) in requirements.items():
         if not is_met and name in task.spec.train.settings:
-            message = f"{name} needs {requirement}"
+            message = Message("{name} needs {requirement}", name=name, requirement=requirement)
             yield Rule(name=name, knobs=(DP,), message=message, broken=lambda c: np.ones(c[DP].shape, dtype=np.bool_))
 
 
@@ -392,12 +470,15 @@ def _schedule_rule(setting: SettingValue, split: Split, batch: int) -> Rule:
     min_virtual = 2 if name is None and str(setting or "1f1b").lower() != "1f1b" else 1
     fixed_virtual = SCHEDULES[name].parts if name else None
     is_dual = name in ("dualpipe", "dualpipev")
-    virtual_stages = "virtual stages" if fixed_virtual is None else f"{fixed_virtual} virtual stages or none"
-    message = f"pipeline_schedule: {setting} needs {virtual_stages}"
+    text = N_("pipeline_schedule: {setting} needs virtual stages")
+    if fixed_virtual is not None:
+        text = N_("pipeline_schedule: {setting} needs {virtual} virtual stages or none")
+    message = Message(text, setting=str(setting), virtual=fixed_virtual)
     if name == "dualpipev":
-        message += ", and at least two micro-batches per stage"
+        message = Message("{first}, and at least two micro-batches per stage", first=message)
     if name == "dualpipe":
-        message += ", even numbers of stages and of micro-batches, and at least two micro-batches per stage"
+        text = N_("{first}, even numbers of stages and of micro-batches, and at least two micro-batches per stage")
+        message = Message(text, first=message)
 
     def broken(c: Columns) -> BoolArray:
         virtual = split.virtual(c)

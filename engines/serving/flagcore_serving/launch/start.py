@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
@@ -211,9 +212,11 @@ class EngineProfile:
         Only the tag of the engine's image follows the release in the spec.
         """
         container, version = platform.support.container, platform.task.spec.work.engine_version or ""
-        if container and self.name in container.images:
-            return container.images[self.name]
-        image = self.program.published.get(platform.task.cluster.groups[0].chip.vendor.casefold(), "")
+        chip = platform.task.cluster.groups[0].chip
+        for key, image in container.images.items() if container else ():
+            if fnmatchcase(f"{self.name} {chip.name}", key if " " in key else f"{key} *"):
+                return image
+        image = self.program.published.get(chip.vendor.casefold(), "")
         return re.sub(r":v\d+(\.\d+)+", f":v{version}", image) if version.count(".") >= 2 else image
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:

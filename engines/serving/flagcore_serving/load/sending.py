@@ -26,7 +26,7 @@ from flagcore_serving.load.result import CHAT, COMPLETIONS, LoadResult, MinRate,
 from flagcore_serving.load.routing import LeastBusy, Prefixes, pieces_of
 from flagcore_serving.load.stream import Stream
 from flagcore_serving.load.traces import Traffic
-from flagcore_serving.load.traffic import body, image_uris, in_flight, prompts, salted, traffic, warm_up, words
+from flagcore_serving.load.traffic import ADAPTER, body, image_uris, in_flight, prompts, salted, traffic, warm_up, words
 
 LATE_S = 0.1
 """If a request is sent later than planned by more seconds than this, the result gets a note."""
@@ -285,7 +285,10 @@ def _requests(
     task, turn = requests.tasks
     wait_s = np.zeros(len(prompts)) if requests.wait_s is None else requests.wait_s
     images = uris or [()] * len(prompts)
+    numbers = [-1] * len(prompts) if requests.adapters is None else requests.adapters.tolist()
+    adapters = ["" if number < 0 else ADAPTER.format(number=number) for number in numbers]
     columns = zip(
+        adapters,
         prompts,
         images,
         counts,
@@ -297,8 +300,8 @@ def _requests(
         strict=True,
     )
     return [
-        Request(body(model, prompt, output_len, path, each), count, output_len, *others)
-        for prompt, each, count, output_len, *others in columns
+        Request(body(model, prompt, output_len, path, each, adapter), count, output_len, *others)
+        for adapter, prompt, each, count, output_len, *others in columns
     ]
 
 

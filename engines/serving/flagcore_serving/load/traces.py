@@ -66,6 +66,7 @@ class Traffic:
     - `fresh`: which later requests of a conversation continue no prompt, as those of sub-agents; None if all do.
     - `wait_s`: seconds from the answer before to each request of a conversation; 0 for first turns, None if unknown.
     - `images`: the images of each request, in addition to its prompt; empty if there are none.
+    - `adapters`: the adapter that each request uses, -1 for none; None if none uses one.
     - `notes`: notes to the user about estimates and about differences between trace and load.
     """
 
@@ -79,6 +80,7 @@ class Traffic:
     fresh: BoolArray | None = None
     wait_s: FloatArray | None = None
     images: RequestImages = ()
+    adapters: IntArray | None = None
     notes: tuple[str, ...] = ()
     is_estimated: bool = False
 

@@ -42,6 +42,8 @@ def traffic(load: Load) -> Traffic:
         if load.images is not None:
             rng = np.random.default_rng([load.seed, 3])
             requests = replace(requests, images=draw_images(load.images, load.num_prompts, rng))
+    if load.adapters:
+        requests = replace(requests, adapters=_adapters(load, requests))
     if requests.follows is not None and not (requests.follows >= 0).any():
         requests = replace(requests, follows=None)  # too few requests: none is a second turn
     if requests.follows is not None:
@@ -52,6 +54,14 @@ def traffic(load: Load) -> Traffic:
     if requests.follows is not None and requests.wait_s is None:
         requests = replace(requests, wait_s=np.where(requests.follows >= 0, load.think_time_s, 0.0))
     return replace(requests, input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
+
+
+def _adapters(load: Load, requests: Traffic) -> IntArray:
+    """Draw the adapter of each request, the same for all of a conversation: the n-th one, or -1 for the base model."""
+    rng, (task, _) = np.random.default_rng([load.seed, 4]), requests.tasks
+    count = int(task[-1]) + 1 if task.size else 0
+    adapters = rng.choice(load.adapters, size=count, p=load.adapter_shares)
+    return np.asarray(np.where(rng.random(count) < load.adapter_share, adapters, -1)[task])
 
 
 def _conversations(requests: Traffic, turns: int, sub_agents: int = 0) -> Traffic:
@@ -149,6 +159,7 @@ def warm_up(requests: Traffic, count: int) -> Traffic:
     """Return `count` requests with the lengths of the load's first requests."""
     return Traffic(
         input_len=np.resize(requests.input_len, count),
+        adapters=None if requests.adapters is None else np.resize(requests.adapters, count),
         output_len=np.resize(requests.output_len, count),
         images=[requests.images[index % len(requests.images)] for index in range(count)] if requests.images else (),
     )
@@ -207,15 +218,27 @@ def salted(texts: Sequence[str], seed: Sequence[int]) -> list[str]:
     return [f"{'.'.join(map(str, seed))}\n{text}" for text in texts]
 
 
+ADAPTER = "adapter-{number}"
+"""The name by which servers know an adapter."""
+
+
 def body(
-    model: str, prompt: IntArray | str, output_len: int, path: str = COMPLETIONS, images: Sequence[str] = ()
+    model: str,
+    prompt: IntArray | str,
+    output_len: int,
+    path: str = COMPLETIONS,
+    images: Sequence[str] = (),
+    adapter: str = "",
 ) -> bytes:
     """Return the body of a request for a stream of exactly `output_len` tokens, followed by the token counts.
 
     `prompt`: text or token ids. `path`: the endpoint. `images`: data URIs, which only the endpoint CHAT accepts.
+    `adapter`: the name of the request's adapter. vLLM knows it as a model, SGLang as a path.
     """
     ids = prompt if isinstance(prompt, str) else prompt.tolist()
     request: dict[str, object] = {"max_tokens": int(output_len), "temperature": 0, "ignore_eos": True, "stream": True}
+    if adapter:
+        model, request["lora_path"] = adapter, adapter
     if path == GENERATE:
         request |= {"input_ids": ids}
     elif path == CHAT:

@@ -62,7 +62,8 @@ Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 class Candidates:
     """All inputs to the metrics of candidates: their kinds of instances, with settings, memory and iteration costs.
 
-    `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode. `encoder`:
+    `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode. `swap_s`:
+    those to load an adapter into a slot. `encoder`:
     the costs of the vision tower; None if there is none. `tiers`: those of `tiers_of`.
     """
 
@@ -73,6 +74,7 @@ class Candidates:
     times: IterationCosts
     overheads: Overheads
     transfer: FloatArray
+    swap_s: FloatArray
     encoder: EncoderCosts | None = None
     tiers: Mapping[str, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
@@ -227,6 +229,8 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     tiers = [(name, float(each[row]), float(token_s[row])) for name, (each, token_s) in context.tiers.items() if caches]
     if context.task.spec.model.state_bytes:  # a state is stored only at the end of a block
         found -= found % block
+    used = load.load.adapters + (context.overheads.base_takes_slot and load.load.adapter_share < 1.0)
+    slots = float(settings.adapter_slots[row]) * ranks or math.inf
     drafted = 0.0 if acceptance is None else float(settings.drafted[row])
     return Lane(
         budget=float(settings.max_batched_tokens[row]) * ranks * stages if settings.chunked[row] else float("inf"),
@@ -239,6 +243,8 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         retained=device,
         tiers=tuple(reached(device, tiers, writes_through=bool(settings.writes_through[row]))),
         whole_prompts=context.overheads.whole_prompts,
+        adapters=slots if slots < used else 0.0,
+        swap_s=float(context.swap_s[row]) if slots < used else 0.0,
         page=float(settings.block_size[row]) if load.parts else 1.0,
         drafted=drafted,
         gain=tokens_per_iteration(acceptance or 0.0, drafted),

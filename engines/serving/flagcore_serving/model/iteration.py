@@ -14,10 +14,11 @@ from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import Mixer
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.physics.roofline import cast_bytes
+from flagcore_serving.model.adapters import adapter_launches, adapter_seconds
 from flagcore_serving.model.memory import offloaded_bytes
-from flagcore_serving.model.work import Serving, SparseKernel
+from flagcore_serving.model.work import Serving, SparseKernel, distinct_experts
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import ATTENTION, parameters
+from flagcore_serving.space.weights import ATTENTION, connections, parameters
 
 NODES: FloatArray = np.array(
     [
@@ -103,6 +104,9 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         h, layers = float(model.hidden_size), float(model.num_layers)
         products = linear(kernels, tokens, h, width, serving) + linear(kernels, tokens, width, h, serving)
         local = local + layers * products + linear(kernels, tokens, h, layers * width, serving)
+    if (streams := float(model.residual_streams)) > 1.0:  # each rank mixes all of them (arXiv 2512.24880)
+        moved = 2.0 * ((4.0 * streams - 1.0) * tokens * float(model.hidden_size) + model.residual_weights)
+        local = local + connections(model) * kernels.memory_seconds(moved)
     messages = sum(model.mixers.values()) * reduce
     for mixer, number in model.other_mixers.items():
         local = local + number * (_mixer(mixer, serving, column, kernels, tokens) + overheads.attention + reduce)
@@ -130,6 +134,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     stages = _stages(serving, column, costs, tokens)
     local, messages = local + stages, messages + stages
     local = local + column.pipeline * _from_host(serving, column, tokens)
+    if serving.adapters.number:
+        local = local + adapter_seconds(serving, column, costs, tokens)
     head = linear(kernels, tokens, float(model.hidden_size), model.vocab_size / column.tensor, serving, wide=True)
     passes = NODES / tokens
     cached, pair = _attention_rates(serving, settings, kernels)
@@ -145,7 +151,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     launches = overheads.eager_kernels * model.num_layers + overheads.eager_experts * moe
     if model.multi_latent_attention:
         launches += overheads.eager_latent * model.num_layers
-    host = launches * (overheads.launch or kernels.launch_seconds()) * settings.crowding
+    launched = launches + adapter_launches(serving, settings, costs)
+    host = launched * (overheads.launch or kernels.launch_seconds()) * settings.crowding
     eager_s = np.where(settings.graph_tokens > 0, 0.0, host) if costs.synchronous else 0.0
     pieces = (overheads.layer * model.num_layers + overheads.expert_layer * moe) * settings.crowding
     whole = np.where(np.isnan(settings.whole), overheads.whole, settings.whole)
@@ -461,11 +468,6 @@ def linear(
 
 TILE_ROWS = 8.0
 """Minimum number of rows of an expert in a grouped product, an estimate."""
-
-
-def distinct_experts(count: FloatArray | float, chosen: float, tokens: FloatArray | float) -> FloatArray:
-    """Return how many of `count` experts are expected to be used if each token chooses `chosen` experts at random."""
-    return count * (1.0 - (1.0 - chosen / count) ** tokens)
 
 
 def experts(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:

@@ -1,6 +1,6 @@
 """Memory of an engine on a device: weights, activations, graphs, and the KV cache in the rest of the budget."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from flagcore_vendorkit.transformer import (
@@ -17,10 +17,11 @@ from flagcore.contracts import Costs, communicator_bytes
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import BYTES
+from flagcore_serving.model.adapters import adapter_bytes
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import ATTENTION, DENSE, SHARED
+from flagcore_serving.space.weights import ATTENTION, DENSE, SHARED, connections
 
 GRAPH_BYTES = 12e6
 """Bytes of captured graphs per layer, an estimate: start-up logs report 0.4 to 1 GiB for 32 to 80 layers."""
@@ -56,6 +57,8 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     """
     model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
     weights = weight_bytes(serving, settings) - offloaded_bytes(serving, settings)
+    if settings.adapter_rank.any():
+        weights = weights + settings.adapter_slots * adapter_bytes(serving, settings)
     running = settings.max_running.astype(np.float64)
     activations = activation_bytes(model, settings, np.minimum(batched_tokens, settings.pass_tokens), running)
     if model.vision is not None:
@@ -101,9 +104,11 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
 def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of the weights on the fullest device.
 
-    Matrices are split over the tensor ranks, experts over all ranks of a stage. Embedding, head and router have 16
-    bits. The fullest pipeline stage holds its share of the layers, rounded up, and either the embedding or the head.
+    Matrices are split over the tensor ranks, experts over all ranks of a stage. Embedding, head, router
+    and hyper-connections have 16 bits. The fullest pipeline stage holds its share of the layers, rounded up, and either
+    the embedding or the head.
     """
+    serving = replace(serving, model=serving.model.once)
     model, h = serving.model, float(serving.model.hidden_size)
     stored_bytes = serving.weight_bytes
     width = BYTES.get(serving.precision, 2.0) if stored_bytes is None else stored_bytes
@@ -124,6 +129,7 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
         shared = gates * h * (model.moe_shared_expert_intermediate_size or 0) / settings.tensor
         latent = 2.0 * h * (model.moe_latent_size or 0)
         total = total + moe * (routed * width + (shared + latent) * shared_width + 2.0 * h * count)
+    total = total + 2.0 * connections(model) * model.residual_weights
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
     return total * stage_share / settings.cores + table_bytes(model, settings)
 

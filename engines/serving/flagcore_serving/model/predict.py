@@ -11,12 +11,13 @@ from flagcore.contracts import Costs, KernelCosts, communicator_bytes
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.domain.spec import Task, figure_name, is_rate
+from flagcore_serving.model.adapters import swap_seconds
 from flagcore_serving.model.candidates import Candidates, expected_figures, time_parts
 from flagcore_serving.model.iteration import IterationCosts, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory
 from flagcore_serving.model.tiers import tiers_of
 from flagcore_serving.model.vision import encoder_costs
-from flagcore_serving.model.work import HOST_RATE, Overheads, Serving
+from flagcore_serving.model.work import HOST_RATE, AdaptedRequests, Overheads, Serving
 from flagcore_serving.space.hardware import Hardware
 from flagcore_serving.space.placement import InstanceKinds, uniform_kinds
 from flagcore_serving.space.settings import Settings
@@ -92,6 +93,7 @@ def predict(
         times=times,
         overheads=overheads,
         transfer=transfer_seconds(task, kinds, settings, costs),
+        swap_s=swap_seconds(serving, settings),
         encoder=encoder,
         tiers=tiers_of(task, serving, settings, memory, costs),
     )
@@ -192,7 +194,7 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
     serving = replace(serving, architecture=group.chip.architecture, peak=peak.value if peak else math.nan)
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
     serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
-    serving = replace(serving, host_rate=host.value if host else HOST_RATE)
+    serving = replace(serving, host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
     if precision not in STORED_BYTES and file_bytes is None and computes(precision):
         return serving
     supported = [name for name in COMPUTE_FORMATS if computes(name)]

@@ -235,6 +235,7 @@ class SimulatedLoad:
     - `is_spread`: whether later turns have arrival times of their own.
     - `prefix_aware`: as in ServeSpec.
     - `vision`: the vision tower of the model; None if it has none.
+    - `adapters`: the adapter of each request, -1 for none; None if none uses one.
     - `hits`: results of `_hits_of` before rounding, by number of lanes and size of the cache.
     - `rows`: results of `_rows`, by number of lanes.
     """
@@ -251,6 +252,7 @@ class SimulatedLoad:
     is_spread: bool = False
     prefix_aware: bool = False
     vision: Vision | None = None
+    adapters: IntArray | None = None
     hits: dict[tuple[int, float], FloatArray] = field(default_factory=dict, compare=False)
     rows: dict[int, IntArray] = field(default_factory=dict, compare=False)
 
@@ -278,6 +280,7 @@ class SimulatedLoad:
             prompt_parts(requests, load.prefix_len),
             prefix_aware=prefix_aware,
             vision=vision,
+            adapters=requests.adapters,
         )
         return drawn if requests.follows is None else drawn._with_turns(requests)
 
@@ -324,6 +327,7 @@ class SimulatedLoad:
             parts=[self.parts[index] for index in order],
             turn=None if self.turn is None else self.turn[order],
             wait_s=None if self.wait_s is None else self.wait_s[order],
+            adapters=None if self.adapters is None else self.adapters[order],
         )
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
@@ -352,6 +356,14 @@ class SimulatedLoad:
                 counts = np.bincount(lane_of, minlength=lanes)
                 self.rows[lanes] = np.flatnonzero(lane_of == np.argsort(counts, kind="stable")[lanes // 2])
         return self.rows[lanes]
+
+    def _adapters(self, price: Price, rows: IntArray) -> list[int]:
+        """Return the adapters of requests that need a slot, the base model as the last one if it needs one, too."""
+        if self.adapters is None or not price.lane.adapters:
+            return []
+        used = self.adapters[rows]
+        slots: IntArray = np.where(used < 0, self.load.adapters, used) if price.overheads.base_takes_slot else used
+        return list(slots)
 
     @staticmethod
     def _loads(price: Price, hits: FloatArray) -> FloatArray:
@@ -448,7 +460,8 @@ class SimulatedLoad:
             if self.turn is not None:  # first turns have no think time
                 think_s = self.think_s * float((self.turn > 0).mean())
             found, loads = hits.sum(axis=0).tolist(), self._loads(price, hits).tolist()
-            simulation = Simulation(price, lengths, arrival_times, simulated, found, think_s, images, loads)
+            adapters = self._adapters(price, rows[:count])
+            simulation = Simulation(price, lengths, arrival_times, simulated, found, think_s, images, loads, adapters)
         else:
             simulation = Disaggregated(price, prefill, lengths, arrival_times, simulated, images)
         times = RequestTimes.from_outcome(simulation.run())

@@ -7,7 +7,7 @@ SGLang (`managers/scheduler.py`). `Price` uses plain Python numbers, because the
 """
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -36,6 +36,7 @@ class Lane:
     - `retained`: tokens of other prompts that the prefix cache of the devices can hold, in blocks of `page` tokens.
     - `tiers`: the tiers of the prefix cache behind the devices.
     - `whole_prompts`: as in `Overheads`.
+    - `adapters`: adapters that one iteration can use; 0: all. `swap_s`: seconds to load another one into a slot.
     - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
       that only decodes.
     """
@@ -51,6 +52,8 @@ class Lane:
     page: float = 1.0
     tiers: tuple[Tier, ...] = ()
     whole_prompts: bool = False
+    adapters: float = 0.0
+    swap_s: float = 0.0
     drafted: float = 0.0
     gain: float = 1.0
 
@@ -175,6 +178,7 @@ class Request:
     - `hit`: tokens at the start of the prompt that the prefix cache has.
     - `load`: seconds to load those of them that are not on the devices.
     - `read`, `encode`: seconds that its images take in the front end and in the vision tower.
+    - `adapter`: the adapter that it uses; -1 if it needs no slot.
     - `first`, `end`: times of the first and the last token; -1 if there is none yet.
 
     The fields from `done` on are internal to the simulation.
@@ -187,6 +191,7 @@ class Request:
     load: float = 0.0
     read: float = 0.0
     encode: float = 0.0
+    adapter: int = -1
     first: float = -1.0
     end: float = -1.0
     done: float = 0.0
@@ -216,6 +221,7 @@ class Simulation:
     - `hits`: prompt tokens in the prefix cache, besides the prefix that all requests share.
     - `loads`: seconds to load those of them that are not on the devices.
     - `images`: the work for the images of each request.
+    - `adapters`: the adapter of each request, if the slots do not hold all.
 
     Sums over sequences are stored as attributes:
 
@@ -235,6 +241,7 @@ class Simulation:
         think_s: float = 0.0,
         images: Sequence[ImageWork] = (),
         loads: Sequence[float] = (),
+        adapters: Sequence[int] = (),
     ) -> None:
         self.think_s = think_s
         self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
@@ -247,6 +254,9 @@ class Simulation:
             self.requests[index].hit = hit
         for index, load in enumerate(loads):
             self.requests[index].load = load
+        for index, adapter in enumerate(adapters):
+            self.requests[index].adapter = adapter
+        self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self._add_images(price, images)
         self.parse_ends: list[float] = []
         self.parse_groups = [0] * len(self.requests)
@@ -332,13 +342,17 @@ class Simulation:
         Requests whose cache is in other tiers first load it, one after the other, while the next ones are admitted
         (vLLM 0.33 `v1/core/sched/scheduler.py`: WAITING_FOR_REMOTE_KVS)."""
         while self.queue and self.running + len(self.partial) + len(self.loading) + ended < self.lane.running:
-            request = self.queue[0]
+            place = self._admissible()
+            if place is None:
+                return False
+            request = self.queue[place]
             cached = self._cached_tokens(request)
             future = request.output - request.made + self.promised + self.finish - self.running * self.step
             required_tokens = cached + self.overheads.reserve * future
             if self.used + required_tokens > self.lane.cache_tokens and (self.running or ended or self.loading):
                 return False
-            self.queue.popleft()
+            del self.queue[place]
+            self._use_adapter(request)
             self.promised += request.output - request.made
             self.used += cached
             request.done = min(self.lane.shared_prefix + request.hit, request.prompt - 1.0)
@@ -349,6 +363,30 @@ class Simulation:
             request.load = 0.0
             self.loading.append(request)
         return False
+
+    def _admissible(self) -> int | None:
+        """Return the place in the queue of the first request whose adapter is in use or finds a slot, or None (vLLM
+        0.33 `v1/core/sched/scheduler.py`; SGLang 0.5.23 `managers/scheduler.py`: can_schedule_lora_req)."""
+        if not self.lane.adapters or len(self.used_adapters) < self.lane.adapters:
+            return 0
+        is_free = (each.adapter < 0 or each.adapter in self.used_adapters for each in self.queue)
+        return next((place for place, free in enumerate(is_free) if free), None)
+
+    def _use_adapter(self, request: Request) -> None:
+        """Give a slot to the adapter of an admitted request, in place of the one that was unused for the longest."""
+        if not self.lane.adapters or request.adapter < 0:
+            return
+        self.used_adapters[request.adapter] += 1
+        if request.adapter not in self.in_slots and len(self.in_slots) >= self.lane.adapters:
+            del self.in_slots[next(each for each in self.in_slots if each not in self.used_adapters)]
+            request.encode += self.lane.swap_s
+        self.in_slots.pop(request.adapter, None)
+        self.in_slots[request.adapter] = None
+
+    def _leave_adapter(self, request: Request) -> None:
+        if self.lane.adapters and request.adapter >= 0:
+            self.used_adapters[request.adapter] -= 1
+            self.used_adapters += Counter()  # without adapters that no request uses
 
     def _prompts(self) -> bool:
         """Compute an iteration with pieces of prompts; return False if there are no prompts to compute.
@@ -432,6 +470,7 @@ class Simulation:
         self.used += 1
         if request.made >= request.output:
             self.used -= self._cached_tokens(request)
+            self._leave_adapter(request)
             self._end(request)
             return
         self._join(request)
@@ -465,6 +504,7 @@ class Simulation:
         request.made += self.step - request.since
         request.ticket = 0
         self.used -= self._cached_tokens(request)
+        self._leave_adapter(request)
 
     def _finish(self) -> None:
         while self.heap and (self.heap[0][0] <= self.step or self.heap[0][2].ticket != self.heap[0][1]):

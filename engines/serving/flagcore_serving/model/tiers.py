@@ -19,16 +19,13 @@ from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore_serving.model.memory import ServingMemory
-from flagcore_serving.model.work import Serving
+from flagcore_serving.model.work import DISK_RATE, Serving
 from flagcore_serving.space.hardware import Hardware
 from flagcore_serving.space.settings import TIERS, Settings
 
 Part = tuple[Hashable, int]
 """A part of a prompt: its identity, which includes everything before it, and its number of tokens."""
 
-DISK_RATE = 5e9
-"""Bytes per second that a host reads from its local disks, of which flagcore knows nothing. A choice: a drive with four
-lanes of PCIe 4.0 reads at most 7e9."""
 COPIES_OF_BYTE = 2.0
 """A copy within the memory of the host reads and writes each byte."""
 

@@ -12,9 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from flagcore_vendorkit.programs import release
 
 from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray
+from flagcore_serving.job import Load
 from flagcore_serving.space.weights import ATTENTION
 
 TOKENIZER = 1.25e-6
@@ -108,6 +111,12 @@ class Overheads:
     - `own_front_ends`: whether each attention rank has a front end, which accepts requests beside the others.
     - `frees_windows`: whether layers with sliding windows cache only the tokens in their windows.
     - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
+
+    Adapters:
+
+    - `adapts_tables`: whether slots also have matrices for the embedding and the head.
+    - `gathers_adapters`: whether kernels on CPU cores copy the matrices of an adapter for each token.
+    - `base_takes_slot`: whether requests without an adapter occupy a slot, too.
     """
 
     iteration: float
@@ -149,6 +158,9 @@ class Overheads:
     own_front_ends: bool = False
     frees_windows: bool = False
     indexes_all: bool = False
+    adapts_tables: bool = False
+    gathers_adapters: bool = False
+    base_takes_slot: bool = False
 
     def slowed(self, factor: float) -> Overheads:
         """Return these overheads with the times of the front end multiplied by `factor`."""
@@ -160,6 +172,34 @@ class Overheads:
 
 HOST_RATE = 32e9
 """The rate of the host's link in bytes per second, assumed for chips without a known one: that of PCIe 4.0 x16."""
+DISK_RATE = 5e9
+"""Bytes per second that a host reads from its local disks, of which flagcore knows nothing. A choice: a drive with four
+lanes of PCIe 4.0 reads at most 7e9."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRequests:
+    """The requests that use adapters: a share of all, and the share of each adapter among them."""
+
+    share: float = 0.0
+    shares: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, load: Load) -> AdaptedRequests:
+        return cls(load.adapter_share, load.adapter_shares) if load.adapters else cls()
+
+    @property
+    def number(self) -> int:
+        return len(self.shares)
+
+    def different(self, requests: FloatArray) -> FloatArray:
+        """Return how many different adapters as many `requests` that use one are expected to use."""
+        return np.asarray(sum(1.0 - (1.0 - each) ** requests for each in self.shares))
+
+
+def distinct_experts(count: FloatArray | float, chosen: FloatArray | float, tokens: FloatArray | float) -> FloatArray:
+    """Return how many of `count` experts are expected to be used if each token chooses `chosen` experts at random."""
+    return np.asarray(count * (1.0 - (1.0 - chosen / count) ** tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +214,7 @@ class Serving:
     - `architecture`, `peak`: those of the chip; the peak in 16 bits, in operations per second.
     - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
     - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and mixers depend on them.
+    - `adapters`: the requests that use adapters.
     """
 
     model: Model
@@ -188,6 +229,7 @@ class Serving:
     on_bus: bool = False
     tokens: float = 1.0
     prompt: float = 1.0
+    adapters: AdaptedRequests = AdaptedRequests()
 
     @property
     def wide_precision(self) -> str:

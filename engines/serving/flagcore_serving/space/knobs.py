@@ -28,7 +28,8 @@ from flagcore_serving.space.weights import min_devices
 
 LAYOUT = (INSTANCES, TP, PP, DP, EP)
 SHARING = "decode_context_parallel_size"
-DEFAULT_SPACE = (*LAYOUT, SHARING, "max_num_seqs", "max_num_batched_tokens")
+SLOTS, RANK = "max_loras", "max_lora_rank"
+DEFAULT_SPACE = (*LAYOUT, SHARING, "max_num_seqs", "max_num_batched_tokens", SLOTS)
 """Names or aliases of the knobs that a spec without a space searches: layouts and limits of the batch."""
 CONTEXT = "context_len"
 """The knob for the context length. A spec without a space sets it only if the engine would not start otherwise."""
@@ -189,6 +190,12 @@ def powers_in_flight(task: Task, count: int, maximum: int = 1 << 30) -> tuple[in
     return tuple(1 << step for step in range(limit.bit_length()))[-count:]
 
 
+def slot_counts(task: Task) -> tuple[int | None, ...]:
+    """Return powers of two up to the number of adapters, rounded up, or None without adapters."""
+    number = task.spec.serve.loads[0].adapters
+    return tuple(1 << step for step in range((number - 1).bit_length() + 1)) if number else (None,)
+
+
 def shares_cache(task: Task) -> bool:
     """Return whether tensor ranks have copies of one cache, which they may share: that of dense latent attention."""
     return task.spec.model.multi_latent_attention and task.spec.model.indexer is None
@@ -283,6 +290,7 @@ AUTOS = {
     "powers_in_flight": Auto(
         lambda task: powers_in_flight(task, count=4), "four powers of two up to the requests in flight"
     ),
+    "adapter_slots": Auto(slot_counts, "powers of two up to the adapters, rounded up; without adapters not set"),
     "tower_modes": Auto(
         lambda task: ("weights", "data") if task.spec.model.vision and most_images(task.spec.serve.loads) else (None,),
         "both for a load with images; else not set",

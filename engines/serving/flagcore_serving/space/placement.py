@@ -19,6 +19,7 @@ import numpy as np
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task, is_rate
 from flagcore.errors import SpecError
+from flagcore.i18n import Message
 from flagcore_serving.load.routing import DECODE, PREFILL
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
 from flagcore_serving.space.weights import min_devices
@@ -209,12 +210,19 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
         return Rule(name=name, knobs=(PREFILL_DECODE,), message=message, broken=lambda c: table[c[PREFILL_DECODE]])
 
     def of_kinds(rule: Rule) -> Rule:
-        own, message = of_each_kind(task, rule), f"in {PREFILL_DECODE}, {rule.message}"
+        own, message = (
+            of_each_kind(task, rule),
+            Message("in {knob}, {message}", knob=PREFILL_DECODE, message=rule.message),
+        )
         name = f"{rule.name}_of_kinds"
         return replace(own, name=name, message=message, broken=lambda c: (c[PREFILL_DECODE] > 0) & own.broken(c))
 
-    cards = f"both kinds of {PREFILL_DECODE} must not exceed the {hardware.cards} devices"
-    hosts = f"each instance of {PREFILL_DECODE} must fit on a host, or use all devices of several hosts"
+    cards = Message(
+        "both kinds of {knob} must not exceed the {cards} devices", knob=PREFILL_DECODE, cards=hardware.cards
+    )
+    hosts = Message(
+        "each instance of {knob} must fit on a host, or use all devices of several hosts", knob=PREFILL_DECODE
+    )
     return (
         rule("cards_of_kinds", too_many, cards),
         rule("hosts_of_kinds", misplaced, hosts),

@@ -11,6 +11,7 @@ from flagcore_vendorkit.programs import strip_dashes
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
+from flagcore.i18n import N_, Message
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import (
     DP,
@@ -36,6 +37,9 @@ from flagcore_serving.space.knobs import (
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.weights import DENSE, EXPERTS, SHARED, context_limit, quantization
 
+NAMES = {"CONTEXT": CONTEXT, "EP": EP, "PP": PP, "PREFILL_DECODE": PREFILL_DECODE, "SPECULATION": SPECULATION, "TP": TP}
+"""The names of knobs in messages of rules, by their fields."""
+
 
 def split_rules(
     task: Task, *, attention_and_experts: bool, pipeline: bool = True, span: bool = False
@@ -50,13 +54,13 @@ def split_rules(
     cards = Rule(
         name="cards",
         knobs=knobs,
-        message=f"{' x '.join(knobs)} must not exceed the {hardware.cards} devices",
+        message=Message("{knobs} must not exceed the {cards} devices", knobs=" x ".join(knobs), cards=hardware.cards),
         broken=lambda c: np.prod([c[knob] for knob in knobs], axis=0) > hardware.cards,
     )
     layers = Rule(
         name="pipeline_layers",
         knobs=(PP,),
-        message=f"{PP} must not exceed num_layers = {model.num_layers}",
+        message=Message("{PP} must not exceed num_layers = {num_layers}", **NAMES, num_layers=model.num_layers),
         broken=lambda c: c[PP] > model.num_layers,
     )
     return (
@@ -80,8 +84,10 @@ def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule
 
     if hardware.hosts == 1 or hardware.on_cores:
         return ()
-    or_hosts = ", or use all devices of several hosts" if span else ""
-    limit = f"an instance must fit on a host of {hardware.per_host} devices{or_hosts}"
+    text = N_("an instance must fit on a host of {devices} devices")
+    if span:
+        text = N_("an instance must fit on a host of {devices} devices, or use all devices of several hosts")
+    limit = Message(text, devices=hardware.per_host)
     return (Rule(name="hosts", knobs=knobs, message=limit, broken=misplaced),)
 
 
@@ -107,7 +113,9 @@ def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
     combined = Rule(
         name="recipe_of_kinds",
         knobs=(PREFILL_DECODE, *names),
-        message=f"a spec without a space sets {', '.join(names)} together, and with {PREFILL_DECODE}",
+        message=Message(
+            "a spec without a space sets {words} together, and with {PREFILL_DECODE}", **NAMES, words=", ".join(names)
+        ),
         broken=lambda c: (
             np.any([(c[name] > 0) != (c[names[0]] > 0) for name in names], axis=0)
             | ((c[names[0]] > 0) & (c[PREFILL_DECODE] == 0))
@@ -135,7 +143,7 @@ def _forbidden(program: Program, name: str, item: Mapping[str, Any]) -> Rule:
         return np.asarray(np.any(case_holds, axis=0))
 
     knobs = tuple(dict.fromkeys(knob for case in cases for knob in case))
-    return Rule(name=name, knobs=knobs, message=item["message"], broken=broken)
+    return Rule(name=name, knobs=knobs, message=Message(item["message"]), broken=broken)
 
 
 def _condition(program: Program, knob: str, wanted: Any) -> Callable[[IntArray], BoolArray]:
@@ -158,26 +166,30 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="attention_heads",
             knobs=(TP,),
-            message=f"{TP} must divide num_attention_heads = {heads}",
+            message=Message("{TP} must divide num_attention_heads = {heads}", **NAMES, heads=heads),
             broken=lambda c: (c[TP] > 0) & (heads % c[TP].clip(1) != 0),
         ),
         Rule(
             name="query_groups",
             knobs=(TP,),
-            message=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
+            message=Message(
+                "num_query_groups = {groups} must be a multiple or a divisor of {TP}", **NAMES, groups=groups
+            ),
             broken=lambda c: (groups % c[TP].clip(1) != 0) & (c[TP] % groups != 0) & (not latent),
         ),
         Rule(
             name="linear_heads",
             knobs=(TP,),
-            message=f"{TP} must divide linear_num_key_heads = {linear_heads}",
+            message=Message(
+                "{TP} must divide linear_num_key_heads = {linear_heads}", **NAMES, linear_heads=linear_heads
+            ),
             broken=lambda c: linear_heads % c[TP].clip(1) != 0,
         ),
         *_quantized_blocks(task),
         Rule(
             name="experts_exist",
             knobs=(EP,),
-            message=f"{EP} > 1 needs a model with experts",
+            message=Message("{EP} > 1 needs a model with experts", **NAMES),
             broken=lambda c: (c[EP] > 1) & (model.num_moe_experts is None),
         ),
     )
@@ -207,8 +219,9 @@ def _quantized_blocks(task: Task) -> tuple[Rule, ...]:
         return bad
 
     parts = ", ".join(f"{width:,}" for width in dict.fromkeys([*widths, expert_width]) if width)
-    text = f"a device's share of the layers' width ({parts}) must be a multiple of {block}, the block of the weights"
-    return (Rule(name="quantized_blocks", knobs=(TP, DP, EP), message=text, broken=broken),)
+    text = N_("a device's share of the layers' width ({parts}) must be a multiple of {block}, the block of the weights")
+    message = Message(text, parts=parts, block=block)
+    return (Rule(name="quantized_blocks", knobs=(TP, DP, EP), message=message, broken=broken),)
 
 
 _NO_TEXT = ("is-embedding", "embedding", "embeddings", "rerank", "reranking")
@@ -287,12 +300,16 @@ def context_rules(task: Task) -> tuple[Rule, ...]:
     fits = Rule(
         name="context_length",
         knobs=(CONTEXT,),
-        message=f"{CONTEXT} must be at least {longest}, the tokens of the longest request",
+        message=Message(
+            "{CONTEXT} must be at least {longest}, the tokens of the longest request", **NAMES, longest=longest
+        ),
         broken=lambda c: (c[CONTEXT] > 0) & (c[CONTEXT] < longest),
     )
     if limit is None:
         return (fits,)
-    text = f"the model's context of {limit} tokens ({task.spec.serve.weights})"
+    text = Message(
+        "the model's context of {limit} tokens ({weights})", limit=limit, weights=str(task.spec.serve.weights)
+    )
     if longest_counted > limit:
         key = "trace" if any(load.trace for load in loads) else "input_len"
         problem = f"leads to a request of {longest_counted} tokens, prompt and answer, which exceed {text}"
@@ -301,7 +318,7 @@ def context_rules(task: Task) -> tuple[Rule, ...]:
     exceeds = Rule(
         name="model_context",
         knobs=(CONTEXT,),
-        message=f"{CONTEXT} must not exceed {text}",
+        message=Message("{CONTEXT} must not exceed {text}", **NAMES, text=text),
         broken=lambda c: c[CONTEXT] > limit,
     )
     return fits, exceeds
@@ -321,23 +338,32 @@ def speculation_rules(
         Rule(
             name="speculation_needs_a_draft",
             knobs=(SPECULATION,),
-            message=f"{SPECULATION} = {', '.join(need_model)} needs {model_flag} in serve.engine_args",
+            message=Message(
+                "{SPECULATION} = {words} needs {model_flag} in serve.engine_args",
+                **NAMES,
+                words=", ".join(need_model),
+                model_flag=model_flag,
+            ),
             broken=lambda c: np.isin(c[SPECULATION], drafts) & (not has_model),
         ),
         Rule(
             name="no_prediction_layers",
             knobs=(SPECULATION,),
-            message=f"{SPECULATION} = {own_layers} needs a model with multi-token prediction (model.mtp_num_layers)",
+            message=Message(
+                "{SPECULATION} = {own_layers} needs a model with multi-token prediction (model.mtp_num_layers)",
+                **NAMES,
+                own_layers=own_layers,
+            ),
             broken=lambda c: (c[SPECULATION] == layers) & (task.spec.model.mtp_num_layers == 0),
         ),
     )
 
 
-def block_rule(program: Program, knob: str, problem: str, is_bad: Callable[[IntArray], BoolArray]) -> Rule:
+def block_rule(program: Program, knob: str, message: str, is_bad: Callable[[IntArray], BoolArray]) -> Rule:
     """Return the rule for the block sizes that attention backends support.
 
     `program.block_sizes` lists the sizes of some backends. For all others `is_bad` returns which sizes are unsupported.
-    `problem`: the end of the rule's message.
+    `message`: the rule's message, with the field {knob}.
     """
     sizes_by_code = {program.code(BACKEND, name): sizes for name, sizes in program.block_sizes.items()}
 
@@ -347,7 +373,7 @@ def block_rule(program: Program, knob: str, problem: str, is_bad: Callable[[IntA
             bad = np.where(c[BACKEND] == backend, ~np.isin(c[knob], sizes), bad)
         return (c[knob] > 0) & bad
 
-    return Rule(name=knob, knobs=(knob, BACKEND), message=f"{knob} {problem}", broken=broken)
+    return Rule(name=knob, knobs=(knob, BACKEND), message=Message(message, knob=knob), broken=broken)
 
 
 def no_drafts() -> Merge:

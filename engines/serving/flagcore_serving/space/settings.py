@@ -62,6 +62,8 @@ class Settings:
     - `host_cache`, `disk_cache`, `store_cache`: bytes for the cache of an instance in each of TIERS; may be infinite.
     - `host_ratio`: if `host_cache` is 0, the tokens that it holds relative to those on the devices.
     - `writes_through`: whether these tiers get each computed token. Otherwise they get what the tier before evicts.
+    - `adapter_slots`, `adapter_rank`: adapters that one iteration can use, and their largest rank; 0 without adapters.
+    - `adapters_on_host`: adapters that the host's memory keeps.
     - `crowding`: the engine's busy processes per CPU of a host, at least 1 (see `predict.crowding`). Times of the host
       are multiplied by it.
     """
@@ -104,6 +106,9 @@ class Settings:
     disk_cache: FloatArray
     store_cache: FloatArray
     writes_through: BoolArray
+    adapter_slots: FloatArray
+    adapter_rank: FloatArray
+    adapters_on_host: FloatArray
     crowding: FloatArray
 
     @classmethod
@@ -149,6 +154,7 @@ class Settings:
             "tower_shares": tensor,
             **{name: np.zeros(ones.shape) for name in ("host_ratio", *(f"{tier}_cache" for tier in TIERS))},
             "writes_through": ones > 0,
+            **dict.fromkeys(("adapter_slots", "adapter_rank", "adapters_on_host"), np.zeros(ones.shape)),
             "crowding": np.ones(ones.shape),
         }
         return cls(**common_settings | of_engine)

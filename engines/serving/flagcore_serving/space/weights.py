@@ -230,6 +230,7 @@ def parameters(model: Model) -> float:
 
 def _parts(model: Model) -> dict[str, float]:
     """Return the numbers of weights of the parts that a checkpoint may leave in 16 bits, of experts, and of tables."""
+    model = model.once
     hidden, matrices = float(model.hidden_size), 3.0 if model.gated_linear_unit else 2.0
     experts = model.num_moe_experts or 0
     moe_layers = model.feed_forward_layers(EXPERTS)
@@ -244,8 +245,14 @@ def _parts(model: Model) -> dict[str, float]:
         DENSE: model.feed_forward_layers(DENSE) * matrices * hidden * model.ffn_hidden_size,
         SHARED: matrices * hidden * shared_width + moe_layers * 2 * hidden * (model.moe_latent_size or 0),
         EXPERTS: matrices * expert_weights,
-        "tables": moe_layers * hidden * experts + tables,
+        "tables": moe_layers * hidden * experts + connections(model) * model.residual_weights + tables,
     }
+
+
+def connections(model: Model) -> int:
+    """Return the number of mixers and feed-forward networks, each of which reads and writes the residual streams."""
+    networks = (model.feed_forward_layers(kind) for kind in (DENSE, EXPERTS))
+    return sum(model.mixers.values()) + sum(networks)
 
 
 def _attention_weights(model: Model) -> float:

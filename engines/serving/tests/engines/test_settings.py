@@ -26,7 +26,7 @@ def test_removed_flags_have_a_class(engine: str) -> None:
 @pytest.mark.parametrize(
     ("engine", "args", "named"),
     [
-        ("vllm", {"enable-lora": True, "lora-modules": "a=b"}, ["enable-lora"]),
+        ("vllm", {"fully-sharded-loras": True, "lora-modules": "a=b"}, ["fully-sharded-loras"]),
         (
             "vllm",
             {"no-enable-flashinfer-autotune": True, "no-enable-log-requests": True},
@@ -52,7 +52,7 @@ def test_removed_flags_have_a_class(engine: str) -> None:
             {"kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'},
             ["kv-transfer-config"],
         ),
-        ("sglang", {"lora-paths": "a=b", "trust-remote-code": True, "decode-log-interval": 1}, ["lora-paths"]),
+        ("sglang", {"lora-backend": "triton", "trust-remote-code": True, "decode-log-interval": 1}, ["lora-backend"]),
         (
             "sglang",
             {"enable-hierarchical-cache": True, "hicache-ratio": 2, "hicache-io-backend": "direct"},

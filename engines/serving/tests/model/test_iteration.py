@@ -10,6 +10,7 @@ from flagcore_serving.model.iteration import NODES, distinct_experts, interpolat
 from flagcore_serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore_serving.model.simulation import Lane, Price
 from flagcore_serving.model.work import Serving, SparseKernel
+from flagcore_serving.space.weights import parameters
 from flagcore_testing.examples import mixed
 
 from flagcore.contracts import Costs
@@ -290,6 +291,20 @@ def test_a_layer_with_a_window_caches_only_its_window_if_the_engine_frees_the_re
     assert memory(of).token[0] == pytest.approx((6 + 30 / 4) * 2 * 8 * 128 * 2)
     assert token_bytes(model, settings(), 4096.0, 2048.0)[0] == pytest.approx((6 + 30 * 3 / 4) * 2 * 8 * 128 * 2)
     assert memory(replace(serving(model), tokens=4096.0)).token[0] == token_bytes(DENSE, settings())[0]
+
+
+def test_layers_that_run_again_have_a_cache_and_no_weights() -> None:
+    layers = mixed(DENSE, Attention(window=1024), 30).layers
+    model = replace(DENSE, num_layers=72, layers=(*layers, *(replace(each, repeats=True) for each in layers)))
+    assert weight_bytes(serving(model), settings())[0] == weight_bytes(serving(DENSE), settings())[0]
+    assert parameters(model) == parameters(DENSE)
+    assert token_bytes(model, settings())[0] == 2 * token_bytes(DENSE, settings())[0]
+
+
+def test_residual_streams_take_time_and_memory() -> None:
+    model = replace(DENSE, residual_streams=4, residual_weights=1000)
+    assert weight_bytes(serving(model), settings())[0] - weight_bytes(serving(DENSE), settings())[0] == 72 * 2000
+    assert (times(model).local > times(DENSE).local).all()
 
 
 def test_an_index_has_a_cache_and_weights_of_its_own() -> None:

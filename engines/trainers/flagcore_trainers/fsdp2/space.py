@@ -8,6 +8,7 @@ from flagcore_training.knobs import read_knobs
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
+from flagcore.i18n import Message
 from flagcore_trainers.fully_shard import (
     AC,
     COMPILE,
@@ -42,6 +43,25 @@ TRIAL_MIXERS = ("Gated DeltaNet", "Mamba-2")
 """The labels of the mixers that the trial program has."""
 
 
+NAMES = {
+    "AC": AC,
+    "COMPILE": COMPILE,
+    "CP": CP,
+    "EP": EP,
+    "MBS": MBS,
+    "OFFLOAD": OFFLOAD,
+    "PP": PP,
+    "REDUCE": REDUCE,
+    "REPLICATE": REPLICATE,
+    "RESHARD": RESHARD,
+    "SCHEDULE": SCHEDULE,
+    "SHARD": SHARD,
+    "STATES": STATES,
+    "TP": TP,
+}
+"""The names of knobs in messages of rules, by their fields."""
+
+
 def check_model(task: Task) -> None:
     """Raise SpecError if the model has parts that predictions do not have."""
     if missing := missing_parts(task.spec.model):
@@ -61,37 +81,51 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="world_size",
             knobs=(REPLICATE, SHARD, TP, CP, PP),
-            message=f"{REPLICATE} x {SHARD} x {TP} x {CP} x {PP} must be the number of devices, {devices}",
+            message=Message(
+                "{REPLICATE} x {SHARD} x {TP} x {CP} x {PP} must be the number of devices, {devices}",
+                **NAMES,
+                devices=devices,
+            ),
             broken=lambda c: c[REPLICATE] * c[SHARD] * c[TP] * c[CP] * c[PP] != devices,
         ),
         Rule(
             name="global_batch_size",
             knobs=(REPLICATE, SHARD, MBS),
-            message=f"global_batch_size = {batch} must be a multiple of {MBS} x {REPLICATE} x {SHARD}",
+            message=Message(
+                "global_batch_size = {batch} must be a multiple of {MBS} x {REPLICATE} x {SHARD}", **NAMES, batch=batch
+            ),
             broken=lambda c: batch % (c[MBS] * c[REPLICATE] * c[SHARD]) != 0,
         ),
         Rule(
             name="tensor_parallel",
             knobs=(TP,),
-            message=f"{TP} must divide heads, query groups, ffn_hidden_size and vocab_size: a divisor of {shared}",
+            message=Message(
+                "{TP} must divide heads, query groups, ffn_hidden_size and vocab_size: a divisor of {shared}",
+                **NAMES,
+                shared=shared,
+            ),
             broken=lambda c: shared % c[TP] != 0,
         ),
         Rule(
             name="sequence_length",
             knobs=(TP, CP),
-            message=f"seq_length = {length} must be a multiple of {TP} x {CP}, and of 2 x {CP} with {CP} > 1",
+            message=Message(
+                "seq_length = {length} must be a multiple of {TP} x {CP}, and of 2 x {CP} with {CP} > 1",
+                **NAMES,
+                length=length,
+            ),
             broken=lambda c: (length % (c[TP] * c[CP]) != 0) | ((c[CP] > 1) & (length % (2 * c[CP]) != 0)),
         ),
         Rule(
             name="sharded_replicas",
             knobs=(REPLICATE, SHARD, CP),
-            message=f"{REPLICATE} > 1 needs several ranks that share weights: {SHARD} x {CP} > 1",
+            message=Message("{REPLICATE} > 1 needs several ranks that share weights: {SHARD} x {CP} > 1", **NAMES),
             broken=lambda c: (c[REPLICATE] > 1) & (c[SHARD] * c[CP] == 1),
         ),
         Rule(
             name="all_in_fp32",
             knobs=(REDUCE, STATES),
-            message=f"{REDUCE} and {STATES} must be fp32 with the precision fp32",
+            message=Message("{REDUCE} and {STATES} must be fp32 with the precision fp32", **NAMES),
             broken=lambda c: ((c[REDUCE] == 2) | (c[STATES] == 2)) & (precision == "fp32"),
         ),
         *_pipeline_rules(task),
@@ -111,7 +145,11 @@ def _layer_rule(task: Task) -> Rule:
     return Rule(
         name="layers_alone",
         knobs=(TP, CP, PP, SCHEDULE, AC),
-        message=f"these kinds of layers need {tensor}{CP} = 1, {AC} none or full, and {SCHEDULE} 1f1b or interleaved",
+        message=Message(
+            "these kinds of layers need {tensor}{CP} = 1, {AC} none or full, and {SCHEDULE} 1f1b or interleaved",
+            **NAMES,
+            tensor=tensor,
+        ),
         broken=lambda c: (
             ((c[TP] > 1) & (not divides)) | (c[CP] > 1) | (c[AC] == SELECTIVE) | ((c[PP] > 1) & (c[SCHEDULE] >= ZBV))
         ),
@@ -125,13 +163,13 @@ def _expert_rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="expert_parallel",
             knobs=(EP, SHARD, CP),
-            message=f"{EP} must divide num_moe_experts = {count} and {SHARD} x {CP}",
+            message=Message("{EP} must divide num_moe_experts = {count} and {SHARD} x {CP}", **NAMES, count=count),
             broken=lambda c: (count % c[EP] != 0) | (c[SHARD] * c[CP] % c[EP] != 0),
         ),
         Rule(
             name="experts_alone",
             knobs=(TP, PP, SCHEDULE, AC),
-            message=f"experts need {TP} = 1, {AC} none or full, and {SCHEDULE} 1f1b or interleaved",
+            message=Message("experts need {TP} = 1, {AC} none or full, and {SCHEDULE} 1f1b or interleaved", **NAMES),
             broken=lambda c: (c[TP] > 1) | (c[AC] == SELECTIVE) | ((c[PP] > 1) & (c[SCHEDULE] >= ZBV)),
         ),
     )
@@ -151,31 +189,43 @@ def _pipeline_rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name=PIPELINE_LAYERS,
             knobs=(PP, SCHEDULE),
-            message=f"num_layers = {model.num_layers} must be a multiple of {PP}, twice that without {SCHEDULES[0]}",
+            message=Message(
+                "num_layers = {num_layers} must be a multiple of {PP}, twice that without {schedule}",
+                **NAMES,
+                num_layers=model.num_layers,
+                schedule=SCHEDULES[0],
+            ),
             broken=lambda c: (c[PP] > 1) & (model.num_layers % (c[PP] * parts(c)) != 0),
         ),
         Rule(
             name="pipeline_microbatches",
             knobs=(REPLICATE, SHARD, MBS, PP, SCHEDULE),
-            message=f"a pipeline needs at least {PP} micro-batches, dualpipev twice as many, interleaved equal rounds",
+            message=Message(
+                "a pipeline needs at least {PP} micro-batches, dualpipev twice as many, interleaved equal rounds",
+                **NAMES,
+            ),
             broken=microbatches_broken,
         ),
         Rule(
             name="pipeline_weights",
             knobs=(PP, RESHARD, OFFLOAD),
-            message=f"{PP} > 1 keeps weights gathered on the device: {RESHARD} and {OFFLOAD} must be false",
+            message=Message(
+                "{PP} > 1 keeps weights gathered on the device: {RESHARD} and {OFFLOAD} must be false", **NAMES
+            ),
             broken=lambda c: (c[PP] > 1) & ((c[RESHARD] > 0) | (c[OFFLOAD] > 0)),
         ),
         Rule(
             name="pipeline_head",
             knobs=(PP,),
-            message=f"{PP} > 1 needs a model whose head is not tied to the embedding",
+            message=Message("{PP} > 1 needs a model whose head is not tied to the embedding", **NAMES),
             broken=lambda c: (c[PP] > 1) & (not model.untie_embeddings_and_output_weights),
         ),
         Rule(
             name="split_backward",
             knobs=(PP, SCHEDULE, AC, COMPILE),
-            message=f"{' and '.join(SCHEDULES[2:])} split the backward: no {COMPILE}, and {AC} none",
+            message=Message(
+                "{words} split the backward: no {COMPILE}, and {AC} none", **NAMES, words=" and ".join(SCHEDULES[2:])
+            ),
             broken=lambda c: (c[PP] > 1) & (c[SCHEDULE] >= ZBV) & ((c[COMPILE] > 0) | (c[AC] >= SELECTIVE)),
         ),
     )

@@ -23,6 +23,7 @@ def missing_parts(model: Model) -> list[str]:
         *["the vision tower"] * (model.vision is not None),
         *["sparse attention"] * (model.indexer is not None),
         *["latent experts"] * (model.moe_latent_size is not None),
+        *["repeated layers"] * (model.once is not model),
     ]
 
 

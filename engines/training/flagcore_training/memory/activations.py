@@ -67,8 +67,10 @@ def mixer(train: Training, layout: Layout, sizes: Sizes, mixer: Mixer) -> list[M
 
 
 def norm(name: str, sizes: Sizes) -> Module:
-    """Return the norm before a block. It stores its input and one fp32 number per token."""
-    return Module("norms", {name: sizes.hidden + 4.0 * sizes.rows}, 2.0 * sizes.hidden)
+    """Return the norm before a block. It stores its input and one fp32 number per token, and a hyper-connection all
+    residual streams."""
+    streams = sizes.between * np.any(sizes.between > sizes.hidden)
+    return Module("norms", {name: sizes.hidden + 4.0 * sizes.rows + streams}, 2.0 * sizes.hidden)
 
 
 def ffn(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:

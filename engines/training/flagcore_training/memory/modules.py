@@ -69,8 +69,9 @@ def stored(modules: Sequence[Module]) -> FloatArray:
 class Sizes:
     """Sizes of the common tensors of one micro-batch.
 
-    `hidden` is the bytes of the tensor between two layers on one rank, `whole` the bytes of this tensor for all tokens
-    of the tensor-parallel group. `gathered` and `scattered` are their copies in backward under sequence parallelism.
+    `hidden` is the bytes of a layer's output on one rank, `between` those of the tensor between two layers, with all
+    residual streams, `whole` those of an output for all tokens of the tensor-parallel group. `gathered` and `scattered`
+    are copies of outputs in backward under sequence parallelism.
 
     Bytes per element: `unit` of an activation, `linear` of a linear layer's saved input, `weight` of the temporary
     gradient of a weight (0 if the kernel accumulates it). Numbers of tokens: `tokens` of the tensor-parallel group,
@@ -85,6 +86,7 @@ class Sizes:
     rows: FloatArray
     local: FloatArray
     hidden: FloatArray
+    between: FloatArray
     whole: FloatArray
     gathered: FloatArray
     scattered: FloatArray
@@ -102,6 +104,7 @@ class Sizes:
             rows=rows,
             local=tokens / layout.tensor,
             hidden=unit * h * rows,
+            between=train.model.residual_streams * (unit * h * rows),
             whole=unit * h * tokens,
             gathered=is_split * unit * h * tokens,
             scattered=is_split * unit * h * rows,

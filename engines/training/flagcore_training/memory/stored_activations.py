@@ -256,11 +256,11 @@ def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
     above = np.maximum(np.where(stage.layers > 0, above, 0.0), at_entry)
     loop, loop_at_loss = _schedule_tensors(layout, stage)
     loop_at_loss = loop_at_loss + (loop_at_loss + 2.0) * depths_received(train.model, stage)
-    above, ends = above + loop * sizes.hidden, kinds.ends(stage)
-    at_loss = np.maximum(ends.above(np.zeros(())) + loop_at_loss * sizes.hidden, above - ends.stored)
+    above, ends = above + loop * sizes.between, kinds.ends(stage)
+    at_loss = np.maximum(ends.above(np.zeros(())) + loop_at_loss * sizes.between, above - ends.stored)
     count = stage.last
     if np.any(_early(stage)):
-        at_mtp = np.maximum(ends.above(np.zeros(())) + loop * sizes.hidden, above - ends.stored)
+        at_mtp = np.maximum(ends.above(np.zeros(())) + loop * sizes.between, above - ends.stored)
         above, count = np.where(_early(stage), at_mtp, above), count + kinds.early_in_flight(stage)
     above = np.where(stage.last > 0, at_loss, above)
     end_bytes = ends.stored * count + kinds.entry.stored * stage.first * stage.in_flight + kinds.waiting(stage)
@@ -291,7 +291,7 @@ class _Work:
 
         Uniform recompute in chunks of one layer is treated as one block of all layers.
         """
-        (dense, moe), layout, hidden = kinds.on(stage), kinds.layout, kinds.sizes.hidden
+        (dense, moe), layout, hidden = kinds.on(stage), kinds.layout, kinds.sizes.between
         chunk = np.maximum(stage.chunk, 1.0)
         block = np.where(layout.uniform > 0, 0.0, layout.block)
         block = np.where(layout.uniform == 1, chunk, np.minimum(block, chunk))

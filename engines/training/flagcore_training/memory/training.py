@@ -224,7 +224,7 @@ def bytes_held_after_step(
         inputs = inputs + stage.mtp * uniform  # each MTP depth also holds its own input
         moe = stage.moe * stage_layer(model, stage, moe=True).experts + stage.mtp
         routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * moe
-    held_bytes: FloatArray = 2.0 * sizes.hidden * inputs + routing
+    held_bytes: FloatArray = 2.0 * sizes.between * inputs + routing
     return held_bytes
 
 

@@ -222,10 +222,18 @@ def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
 
 
 def _norm_and_residual(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of a block's norm in forward and in backward, and of the residual sum after the block."""
-    kernels, unit = costs.kernels, float(train.value_bytes)
+    """Return the seconds of a block's norm in forward and in backward, and of the residual sum after the block.
+
+    With n residual streams, kernels before the block read them twice and write their sum, and one after it reads and
+    writes them and reads the block's output (arXiv 2512.24880). Backward is counted with twice this traffic.
+    """
+    kernels, unit, streams = costs.kernels, float(train.value_bytes), train.model.residual_streams
     h, rows = train.model.hidden_size, layout.token_rows(train.sequence)
-    return *norm_seconds(kernels, unit * h * rows), kernels.memory_seconds(unit * 3.0 * h * rows)
+    norm, back = norm_seconds(kernels, unit * h * rows)
+    if streams > 1:
+        mixed = kernels.memory_seconds(unit * (4.0 * streams - 1.0) * h * rows)
+        norm, back = norm + mixed, back + 2.0 * mixed
+    return norm, back, kernels.memory_seconds(unit * 3.0 * h * rows)
 
 
 def _ffn_products(

@@ -199,7 +199,7 @@ def expert_dispatch(train: Training, layout: Layout, costs: Costs, share: float 
     tokens.
     """
     options, ranks, stride = train.options, layout.expert, layout.expert_tensor
-    width = train.model.expert_hidden_size / train.model.hidden_size
+    width = train.model.expert_hidden_size / (train.model.hidden_size * train.model.residual_streams)
     tokens, topk = share * width * layer_input_bytes(train, layout), float(train.model.moe_router_topk)
     copies = sent = np.full_like(ranks, topk)
     near = ranks

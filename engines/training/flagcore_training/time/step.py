@@ -27,6 +27,7 @@ from flagcore_training.stages import (
     edge_parameters,
     layer_parameters,
     mtp_parameters,
+    own_share,
     stage,
     stage_parameters,
     stage_shares,
@@ -345,9 +346,9 @@ def _stage_time(
     if train.tower is not None and parts.tower is not None and stage.first.any():
         total = total + tower_time(train.tower, layout, parts.tower) * stage.first
     added = params[0] + params[1]
-    if _fused(train):
-        added = added - plain * _layer_weights(train, layout, moe=False, stage=stage)
-        added = added - (routed * _layer_weights(train, layout, moe=True, stage=stage) if experts else 0.0)
+    if alone := own_share(train.model) - (not _fused(train)):  # each run of a layer has its gradients
+        added = added - alone * plain * _layer_weights(train, layout, moe=False, stage=stage)
+        added = added - (alone * routed * _layer_weights(train, layout, moe=True, stage=stage) if experts else 0.0)
     weight = total.weight + costs.kernels.memory_seconds(ACCUMULATION_BYTES[_fused(train)] * added)
     if train.options.adapters:
         weight = np.zeros_like(weight)

@@ -13,13 +13,20 @@ from tests.product.tasks import SHAPE
 
 TRAIN: dict[str, Any] = {"engine": "megatron", "seq_length": 64, "global_batch_size": 12, "precision": "fp32"}
 SERVE: dict[str, Any] = {"engine": "vllm", "profile": {"input_len": 8, "output_len": 8, "concurrency": 4}}
+MIXED = {"nodes": 1, "devices_per_node": 2, "nic_bytes_per_second": 1e10}
 OWN = ["torchrun", "--nproc-per-node", "2", "train.py", "{flags}"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "work"),
-    [(1, {"train": TRAIN}), (3, {"train": TRAIN}), (2, {"train": {**TRAIN, "command": OWN}}), (1, {"serve": SERVE})],
+    [
+        (1, {"train": TRAIN}),
+        (3, {"train": TRAIN}),
+        (2, {"train": {**TRAIN, "command": OWN}}),
+        (1, {"serve": SERVE}),
+        (1, {"cluster": {"groups": [{**MIXED, "chip": chip} for chip in ("C550", "A800-80GB")]}, "train": TRAIN}),
+    ],
 )
 def test_sbatch_accepts_an_exported_script(bed: Bed, nodes: int, work: dict[str, Any], tmp_path: Path) -> None:
     if reason := missing("sbatch", "slurmctld"):

@@ -1,0 +1,154 @@
+"""Adapters (LoRA): low-rank products that a server computes beside those of the model, for some of the requests.
+
+A slot of an engine holds one adapter, padded to the largest rank: for each product of `inner` x `outer`, a matrix of
+`inner` x rank and one of rank x `outer`. All linear layers have them, in vLLM also the embedding and the head (vllm
+0.33 `lora/layers/*.py`; sglang 0.5.23 `lora/mem_pool.py`). Layers that tensor ranks split by columns split only the
+second matrix, those that they split by rows only the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from flagcore_vendorkit.transformer import attended, own_key_width, widths
+
+from flagcore.contracts import Costs
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray
+from flagcore_serving.model.work import DISK_RATE, Serving, distinct_experts
+from flagcore_serving.space.settings import Settings
+
+LAUNCHES = 3
+"""Kernels beside a product: one sets the result of the first matrix to 0, and one multiplies with each matrix (vllm
+0.33 `lora/ops/triton_ops`)."""
+
+GATHERED, OPERATORS = 4.0, 16
+"""How often vLLM on CPU cores moves each element of an adapter for each token: it reads it, writes it into a matrix of
+the token's own, of which caches first load the lines, and reads that. And how many operators of PyTorch it calls for a
+slice of a product (vllm 0.33 `lora/ops/torch_ops/lora_ops.py`)."""
+
+
+class Pair(NamedTuple):
+    """The two matrices of an adapter beside one product, on a device.
+
+    - `layers`: the number of layers with this product.
+    - `inner`, `outer`: sizes of the product.
+    - `slices`: products that are computed together on the same input. Each has a first matrix of its own.
+    - `experts`, `chosen`: experts on the device, and those that a token chooses of them; 1 without experts.
+    """
+
+    layers: float
+    inner: FloatArray
+    outer: FloatArray
+    slices: float = 1.0
+    experts: FloatArray | float = 1.0
+    chosen: FloatArray | float = 1.0
+
+    @property
+    def elements(self) -> FloatArray:
+        """The number of elements of both matrices for each rank."""
+        return self.slices * self.inner + self.outer
+
+
+def pairs_of(serving: Serving, settings: Settings) -> Iterator[Pair]:
+    """Yield the pairs of all layers."""
+    model, tensor, ones = serving.model, settings.tensor, np.ones_like(settings.tensor)
+    hidden, gates = model.hidden_size * ones, 2.0 if model.gated_linear_unit else 1.0
+    for each in model.by_attention:
+        yield from _attention(each, settings)
+    for mixer, number in model.other_mixers.items():
+        for product in mixer.products(model.hidden_size):
+            inner = product.inputs / (tensor if product.split == "inputs" else ones)
+            yield Pair(number, inner, product.outputs / (tensor if product.split == "outputs" else ones))
+    shared = model.moe_shared_expert_intermediate_size or 0
+    for layers, width in ((serving.dense_layers, model.ffn_hidden_size), (serving.moe_layers, shared)):
+        if layers and width:
+            yield Pair(layers, hidden, gates * width / tensor, gates)
+            yield Pair(layers, width / tensor, hidden)
+    if layers := serving.moe_layers:
+        part = (model.moe_ffn_hidden_size or 0) * settings.expert / (tensor * settings.data)
+        inner, experts = model.expert_hidden_size * ones, (model.num_moe_experts or 1) / settings.expert
+        chosen = model.moe_router_topk / settings.expert
+        yield Pair(layers, inner, gates * part, gates, experts, chosen)
+        yield Pair(layers, part, inner, 1.0, experts, chosen)
+
+
+def _attention(model: Model, settings: Settings) -> Iterator[Pair]:
+    """Yield the pairs of the layers with attention, which all have the sizes of the model."""
+    layers, tensor, ones = float(model.attention_layers), settings.tensor, np.ones_like(settings.tensor)
+    hidden, query = model.hidden_size * ones, widths(model)[0] / tensor
+    yield Pair(layers, attended(model) / tensor, hidden)
+    if not model.multi_latent_attention:
+        groups = np.maximum(model.num_query_groups / tensor, 1.0)
+        outer = (1 + model.attention_output_gate) * query + groups * own_key_width(model)
+        yield Pair(layers, hidden, outer, 1.0 + model.key_value_projections)
+        return
+    rank, low = float(model.kv_lora_rank or 0), float(model.q_lora_rank or 0)
+    yield Pair(layers, hidden, (low + rank + float(model.qk_pos_emb_head_dim or 0)) * ones, 2.0 if low else 1.0)
+    yield Pair(layers, (low or model.hidden_size) * ones, query)
+    heads = model.num_attention_heads / tensor
+    yield Pair(layers, rank * ones, heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0)))
+
+
+def adapter_bytes(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the bytes of one slot on the fullest device."""
+    model, stage = serving.model, np.ceil(serving.model.num_layers / settings.pipeline) / serving.model.num_layers
+    none = np.zeros(settings.tensor.shape)
+    elements = sum((each.layers * each.experts * each.elements for each in pairs_of(serving, settings)), none) * stage
+    if serving.overheads.adapts_tables:  # neither is split (`vocab_parallel_embedding.py`, `logits_processor.py`)
+        tables = np.where(settings.pipeline > 1, 1.0, 2.0)
+        elements = elements + tables * (model.vocab_size + model.hidden_size)
+    return elements * settings.adapter_rank * _element_bytes(serving) / settings.cores
+
+
+def _element_bytes(serving: Serving) -> float:
+    return 4.0 if serving.precision == "fp32" else 2.0
+
+
+def swap_seconds(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the seconds to load an adapter into a slot: from the host's memory, or if it is not there, from a disk."""
+    size = adapter_bytes(serving, settings)
+    is_kept = settings.adapters_on_host >= serving.adapters.number
+    return size / serving.host_rate + np.where(is_kept, 0.0, size * settings.devices / DISK_RATE)
+
+
+def adapter_seconds(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
+    """Return the seconds that the adapters of an iteration's `tokens` take on a rank.
+
+    The weights of each adapter in the iteration are read once. `settings` has arrays that broadcast with `tokens`.
+    """
+    load, kernels, rank = serving.adapters, costs.kernels, settings.adapter_rank + 0.0 * tokens
+    if not load.number or not rank.any():
+        return np.zeros_like(tokens)
+    width, precision = _element_bytes(serving), serving.wide_precision if serving.precision != "fp32" else "fp32"
+    rank, rows = np.maximum(rank, 1.0), np.maximum(load.share * tokens, 1.0)
+    different = np.minimum(load.different(rows), np.maximum(settings.adapter_slots, 1.0))
+    byte_s = (kernels.memory_seconds(2e8 * np.ones_like(rows)) - kernels.memory_seconds(1e8 * np.ones_like(rows))) / 1e8
+    total = np.zeros_like(tokens)
+    for pair in pairs_of(serving, settings):
+        if costs.synchronous and serving.overheads.gathers_adapters:
+            total = total + pair.layers * tokens * pair.chosen * rank * pair.elements * GATHERED * width * byte_s
+            continue
+        routed = np.maximum(rows * pair.chosen, 1.0)
+        inner, outer = pair.inner + 0.0 * rows, pair.outer + 0.0 * rows
+        seconds = kernels.memory_seconds(routed * pair.slices * rank * 4.0)
+        seconds = seconds + kernels.gemm_seconds(routed, pair.slices * rank, inner, precision)
+        seconds = seconds + kernels.gemm_seconds(routed, outer, rank, precision) + routed * outer * width * byte_s
+        matrices = different * np.minimum(distinct_experts(pair.experts, pair.chosen, rows), pair.experts)
+        seconds = seconds + np.maximum(matrices - 1.0, 0.0) * rank * pair.elements * width * byte_s
+        total = total + pair.layers * seconds
+    is_used = 1.0 - (1.0 - load.share) ** tokens
+    return np.where(settings.adapter_rank > 0.0, is_used * total, 0.0)
+
+
+def adapter_launches(serving: Serving, settings: Settings, costs: Costs) -> FloatArray:
+    """Return the number of kernels that an iteration with adapters launches for them."""
+    if not serving.adapters.number:
+        return np.zeros(settings.tensor.shape)
+    gathers = costs.synchronous and serving.overheads.gathers_adapters
+    number = sum(
+        each.layers * (OPERATORS * each.slices if gathers else LAUNCHES) for each in pairs_of(serving, settings)
+    )
+    return np.where(settings.adapter_rank > 0.0, number, 0.0)
