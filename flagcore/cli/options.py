@@ -66,6 +66,16 @@ quiet = _adding(_quiet, QUIET)
 """Adds `--quiet` to a command without `--format`."""
 
 
+def job_words() -> list[str]:
+    """Return the words of the current command that describe its job: SPEC, or the options that replace or change it."""
+    given = click.get_current_context().params
+    words = [given["spec"]] if given["spec"] else []
+    for name in ("model", "engine", "nodes", "devices", "chip", "ttft_p99"):
+        words += [f"--{name.replace('_', '-')}", str(given[name])] if given.get(name) else []
+    pairs = {"--slo": given["slo"], "--set": given["settings"]}
+    return words + [word for option, values in pairs.items() for each in values for word in (option, each)]
+
+
 def is_quiet() -> bool:
     """Return whether the current command has `--quiet`, so that `say` prints nothing."""
     context = click.get_current_context(silent=True)

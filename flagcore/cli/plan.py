@@ -108,7 +108,7 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         top=max(top, number),
         on_first=on_first,
         on_page=on_page,
-        start=partial(_export_command, spec),
+        start=_export_command,
         **arguments,
     )
     if explain is not None:
@@ -144,23 +144,15 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
     else:
         for text, is_result in estimate_texts(estimate):
             (options.show if is_result else options.say)(text)
-        if estimate.target and (command := _export_command(spec, estimate.target)):
+        if estimate.target and (command := _export_command(estimate.target)):
             options.say("\n" + _("Start the recommended candidate: {command}", command=command))
 
 
-def _export_command(spec: str | api.LoadedSpec, target: str) -> str:
+def _export_command(target: str) -> str:
     """Return the command that writes the script of the recommended candidate. Empty for a config of another tool."""
-    given = click.get_current_context().params
-    if given["config_path"]:
+    if click.get_current_context().params["config_path"]:
         return ""
-    words = ["flag", "export", *filter(None, [given["spec"]])]
-    for name in ("model", "engine", "nodes", "devices", "chip", "ttft_p99"):
-        words += [f"--{name.replace('_', '-')}", str(given[name])] if given[name] else []
-    words += [word for name in ("slo", "settings") for each in given[name] for word in (OPTIONS[name], each)]
-    return shlex.join([*words, "--to", target])
-
-
-OPTIONS = {"slo": "--slo", "settings": "--set"}
+    return shlex.join(["flag", "export", *options.job_words(), "--to", target])
 
 
 def _number(explain: str | None) -> int | None:

@@ -287,6 +287,8 @@ def _recommended_text(estimate: Estimate) -> str:
     pair = (estimate.recommended, estimate.candidates[0])
     times = [each["step_time_s"]["value"] for each in pair if "step_time_s" in each]
     if not times or times[0] <= times[1]:
+        if any("last" in each for each in estimate.candidates):
+            return _("* recommended: the fastest of those not listed last")
         return _(N_("* recommended: the fastest") if times else N_("* recommended: the one with the least memory"))
     text = N_(
         "* recommended: {behind} slower than the fastest, which is less than predictions can tell, and its layout is "
@@ -330,18 +332,18 @@ def mixing_text(mixing: Mixing, knobs: Knobs) -> str:
 
 
 def _order_texts(mixing: Mixing) -> Iterator[str]:
-    """Yield the chips of the stages of the fastest mixed plan, and the order of its hosts, if they are known."""
+    """Yield the chips of the stages of the recommended mixed plan, and the order of its hosts, if they are known."""
     pipelines = []
     for stages in mixing.stages:
-        runs, first = [], 1
+        runs, first = [], 0
         for (title, layers), equal in groupby(stages):
             last = first + len(list(equal)) - 1
             numbers = str(first) if first == last else f"{first}-{last}"
-            runs.append(_("{stages} on {chip} (layers: {layers})", stages=numbers, chip=title, layers=layers))
+            runs.append(_("stage {stages} on {chip} (layers: {layers})", stages=numbers, chip=title, layers=layers))
             first = last + 1
         pipelines.append(", ".join(runs))
     if pipelines:
-        text = N_("Stages of the fastest mixed plan: {stages}.")
+        text = N_("Recommended mixed plan: {stages}.")
         yield _(text, stages="; ".join(dict.fromkeys(pipelines)))
     if mixing.kinds:
         yield _("Hosts in the order of the ranks: {kinds}.", kinds=", ".join(mixing.kinds))

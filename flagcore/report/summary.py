@@ -236,7 +236,7 @@ def _gain(run: RunData, best: Trial) -> Cell:
             return Cell(_(text, baseline=values))
         does_not_fit = run.fidelity == ESTIMATE and baseline.predicted is not None and baseline.predicted.fits is False
         state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
-        return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state_text))
+        return Cell(_("unknown: state of the baseline ({baseline}): {state}", baseline=values, state=state_text))
     if best.candidate == baseline.candidate:
         text = N_("the baseline is the best: no trial was faster")
         if run.fidelity == ESTIMATE:
@@ -250,6 +250,8 @@ def _gain(run: RunData, best: Trial) -> Cell:
     note, count = f"({value})" if not speedup.significant else "", len(speedup.rounds)
     if speedup.low < speedup.high:
         text = N_("({count} rounds: {low} to {high})") if count > 1 else N_("({low} to {high})")
+        if count > 1 and not min(speedup.rounds) <= speedup.value <= max(speedup.rounds):
+            text = N_("({count} rounds, and the ratio of the medians: {low} to {high})")
         note = _(text, count=count, low=low.split()[0], high=high.split()[0])
     verdict = (
         _("no significant gain") if speedup.conclusive else _("not conclusive, rounds differ by more than the gain")

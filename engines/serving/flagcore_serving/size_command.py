@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,7 +13,7 @@ import click
 
 from flagcore.cli import options
 from flagcore.errors import UsageError
-from flagcore.i18n import N_, _
+from flagcore.i18n import N_, _, ngettext
 
 if TYPE_CHECKING:
     from flagcore_serving.sizing import Sizing
@@ -26,13 +27,14 @@ COLUMNS = {
     "~req/s each": "rate",
     "~in flight": "in_flight",
     "~TTFT p50 s": "ttft_s",
+    "~TTFT p99 s": "ttft_p99_s",
     "~TPOT p50 s": "tpot_s",
     "cost/h": "cost_per_hour",
     "cost/M tokens": "cost_per_million_tokens",
     "configuration": "configuration",
 }
 """The columns of the table: headings, and fields of `Size`."""
-HOURS = {"hour": "hour", "requests": "requests", "~req/s": "rate", "replicas": "replicas"}
+HOURS = {"hour": "hour", "requests": "requests", "peak req/s": "rate", "replicas": "replicas"}
 
 
 def _chips(texts: Iterable[str]) -> dict[str, float | None]:
@@ -106,15 +108,20 @@ def size_command(
 def _explain(found: Sizing) -> None:
     """Print what the best size is, the replicas by hour, and how to confirm one replica."""
     best = found.best
-    text = N_("{rate:.4g} requests/s within the limits: {devices} x {chip}, as {replicas} replicas of {configuration}.")
-    values = {"chip": best.chip, "devices": best.devices, "replicas": best.replicas, "rate": found.rate}
-    options.show("\n" + _(text, **values, configuration=best.configuration))
+    values = {"chip": best.chip, "devices": best.devices, "rate": found.rate, "configuration": best.configuration}
+    text = ngettext(
+        "{rate:.4g} requests/s within the limits: {devices} x {chip}, as {count} replica of {configuration}.",
+        "{rate:.4g} requests/s within the limits: {devices} x {chip}, as {count} replicas of {configuration}.",
+        best.replicas,
+        **values,
+    )
+    options.show("\n" + text)
     if best.safe_devices > best.devices:
         text = N_("At the low end of the 80% interval of each replica's rate: {devices} devices.")
         options.show(_(text, devices=best.safe_devices))
     if found.hours:
         options.show_records([asdict(each) for each in found.hours], "table", HOURS)
-    shape = f"--set cluster.chip={best.chip} --set cluster.nodes={best.nodes}"
-    shape += f" --set cluster.devices_per_node={best.devices_per_replica // best.nodes}"
-    text = N_("Confirm one replica by trials: flag tune SPEC --set serve.profile.request_rate=auto {shape}")
-    options.say(_(text, shape=shape))
+    replica = {"chip": best.chip, "nodes": best.nodes, "devices_per_node": best.devices_per_replica // best.nodes}
+    changes = ["serve.profile.request_rate=auto", *(f"cluster.{key}={value}" for key, value in replica.items())]
+    words = ["flag", "tune", *options.job_words(), *(word for each in changes for word in ("--set", each))]
+    options.say(_("Confirm one replica by trials: {command}", command=shlex.join(words)))

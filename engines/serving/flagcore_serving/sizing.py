@@ -41,7 +41,7 @@ class Size:
     - `safe_devices`: the devices if each replica only reaches the low end of the 80% interval of its rate.
     - `rate`: requests per second that one replica serves within the limits. `low_rate`: the low end of its interval.
     - `in_flight`: the mean number of requests that a replica holds at this rate: rate x latency (Little's law).
-    - `ttft_s`, `tpot_s`: medians at this rate.
+    - `ttft_s`, `tpot_s`: medians at this rate. `ttft_p99_s`: the 99th percentile.
     - `cost_per_hour`, `cost_per_million_tokens`: of all devices, per million output tokens, if the chip has a price.
     """
 
@@ -55,6 +55,7 @@ class Size:
     low_rate: float
     in_flight: float
     ttft_s: float
+    ttft_p99_s: float
     tpot_s: float
     candidate: Mapping[str, KnobValue]
     configuration: str
@@ -83,7 +84,9 @@ def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None]) -
         for nodes, devices in _shapes(spec):
             shape = {"cluster.nodes": nodes, "cluster.devices_per_node": devices}
             try:
-                found.extend(_size(changed_spec(spec, changes | shape), rate, nodes, devices))
+                sizes = list(_size(changed_spec(spec, changes | shape), rate, nodes, devices))
+                found += sizes
+                changes |= {"cluster.chip": sizes[0].chip} if chip and sizes else {}  # a note explains an alias once
             except NothingFits as error:
                 problems.append(error)
     if not found:
@@ -130,6 +133,7 @@ def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int) -> Iterator[
         low_rate=low,
         in_flight=per_replica * best["e2e_s"]["mean"],
         ttft_s=best["ttft_s"]["p50"],
+        ttft_p99_s=best["ttft_s"]["p99"],
         tpot_s=best["tpot_s"]["p50"],
         candidate=best["candidate"],
         configuration=_configuration(best["candidate"], plan.baseline["candidate"], plan.knobs),

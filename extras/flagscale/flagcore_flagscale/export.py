@@ -10,6 +10,7 @@ from typing import Any
 
 from flagcore_megatron.mixed.hetero import mixed
 from flagcore_megatron.space.knobs import SPACE_KNOBS
+from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL
 from flagcore_megatron.space.stages import LAYOUT
 
 from flagcore.contracts import ExportJob
@@ -120,7 +121,15 @@ def _train(job: ExportJob) -> dict[str, Any]:
     arguments = _arguments(argv[program + 1 :])
     if lacking := [f"--{name.replace('_', '-')}" for name in SIZES_OF_MODEL if name not in arguments]:
         raise UsageError(f"--to flagscale needs the model's arguments, but train.command lacks {', '.join(lacking)}")
+    if job.launch.sample and len({group.chip.vendor for group in job.platform.task.cluster.groups}) > 1:
+        common = set.intersection(*(set(each.support.cross_vendor_libraries) for each in job.platform.setups))
+        arguments |= {"distributed_backend": min(common)} if common else {}
     if job.platform.setups and "enable_hetero" not in arguments:
+        if job.candidate.as_dict().get(LAYERS_PER_VIRTUAL):
+            raise UsageError(
+                f"--to flagscale: {LAYERS_PER_VIRTUAL} must be 0, because meshes exclude virtual pipeline stages; "
+                f"add --set auto_tuner.space.{LAYERS_PER_VIRTUAL}=0"
+            )
         of_meshes = mixed(job.platform, job.candidate.as_dict())
         arguments |= {**_arguments(of_meshes.words), "pipeline_model_parallel_size": of_meshes.stages}
         arguments.pop(LAYOUT, None)
