@@ -133,7 +133,7 @@ class ContainerDevices:
 
     `service`: fields of a service of the Compose Specification. An item of a list with DEVICE stands for an item for
     each device; without such items, the container sees all devices.
-    `images`: published images with engines, by the engine's name or by that and a pattern of chips (`vllm 910B*`).
+    `images`: published images with engines, by the engine's name or by that and a pattern of chips (`ENGINE PATTERN`).
     """
 
     service: Mapping[str, Any]
