@@ -143,8 +143,8 @@ def require_chip(spec: SpecLike) -> None:
     if cluster.get("groups") or cluster.get("chip", AUTO) != AUTO:
         return
     with loaded_plugins(()) as loaded:
-        if loaded.vendor({name: str(value) for name, value in envs.items()}):
-            return
+        if loaded.vendor({name: str(value) for name, value in envs.items()}) or loaded.detection_failures():
+            return  # the plan itself names the failures
         found, engine = {device.chip for device in loaded.devices()}, plugins.first_engine("train")
         chips = [chip for name in sorted(found) if (chip := loaded.find_chip(name))]
         own = [chip.name for chip in chips if loaded.engine_support(chip, engine).shared_devices]
