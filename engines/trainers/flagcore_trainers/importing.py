@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from flagcore_models.public import public_name
 from flagcore_training.commands import UserCommand, cluster_of, parse
 from flagcore_training.unmodelled import joined, note_effects
 from flagcore_vendorkit.settings import Settings, read_settings
@@ -20,7 +21,7 @@ from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.models import absolute_model, model_from, public_name
+from flagcore.spec.models import absolute_model, model_from
 from flagcore.spec.plain_data import Notes, package_yaml, read_text
 from flagcore_trainers import start as files
 from flagcore_trainers.fully_shard import AC
