@@ -102,7 +102,6 @@ def test_command_is_a_list_of_words(read_error: ReadError, command: str) -> None
         ("num_moe_experts: 8, moe_router_topk: 2, moe_first_dense_layers: 4", "moe_first_dense_layers", "below"),
         ("kv_lora_rank: 8", "kv_lora_rank", "needs multi_latent_attention"),
         ("multi_latent_attention: true, kv_lora_rank: 8", "qk_head_dim", "is missing"),
-        ("model_type: lama", "num_hidden_layers", "is missing"),
         ("architectures: llama", "architectures", "is not a known key"),
     ],
 )

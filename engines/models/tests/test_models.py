@@ -77,6 +77,13 @@ def test_file_and_directory_give_the_same_model(at: At) -> None:
     assert read_model("Some-Model/config.json", base) == read_model(str(base / "Some-Model"), Path("/"))
 
 
+def test_keys_of_a_configuration_may_be_in_the_spec() -> None:
+    assert read_model(LLAMA3, Path()).num_layers == 32
+    with pytest.raises(SpecError) as raised:
+        read_model({"model_type": "lama"}, Path())
+    assert "model.num_hidden_layers" in [each.key for each in raised.value.problems]
+
+
 def test_defaults_come_from_the_family(at: At) -> None:
     model = read_model("Some-Model", at(config("qwen3", 4, 1024, 2048, 32, 1000)))
     assert (model.kv_channels, model.num_query_groups) == (128, 32)
