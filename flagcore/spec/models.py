@@ -1,4 +1,4 @@
-"""Models of a spec: inline shapes, and the files and public names that the installed library of models knows."""
+"""Models of a spec: inline shapes, and the files and public names that the installed catalogue of models knows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flagcore.spec.shapes import Shape, model_of_shape
 from flagcore.spec.validate import Context, ModelPath, Section, checked, rule
 
 
-class Library(Protocol):
-    """Reads model files and knows public models: the module of the entry point `library` in `flagcore.models`."""
+class Catalogue(Protocol):
+    """Reads model files and knows public models: the module of the entry point `catalogue` in `flagcore.models`."""
 
     def read(self, path: Path) -> Model:
         """Return the model in a file or directory that exists. Raises SpecError, or NoDevice without its reader."""
@@ -41,12 +41,12 @@ class Library(Protocol):
 
 
 @cache
-def library() -> Library:
-    """Return the library of models. Raises SpecError if none is installed."""
-    for point in entry_points(group="flagcore.models", name="library"):
-        found: Library = point.load()
+def catalogue() -> Catalogue:
+    """Return the catalogue of models. Raises SpecError if none is installed."""
+    for point in entry_points(group="flagcore.models", name="catalogue"):
+        found: Catalogue = point.load()
         return found
-    problem = "is not an inline shape, and no library of models is installed"
+    problem = "is not an inline shape, and no catalogue of models is installed"
     raise spec_error("", problem, fix="pip install flagcore-models")
 
 
@@ -67,7 +67,7 @@ def model_of(source: str | Shape | Mapping[str, Any], context: Context) -> Model
     """
     if isinstance(source, Mapping):
         keys = {key: value for key, value in source.items() if key != "name"}
-        return library().of_keys(keys, str(source.get("name", "inline")))
+        return catalogue().of_keys(keys, str(source.get("name", "inline")))
     return model_of_shape(source) if isinstance(source, Shape) else _model_at(source, context.base)
 
 
@@ -93,10 +93,10 @@ def _model_at(source: str, base: Path) -> Model:
     path = base / source
     try:
         if path.exists():
-            return library().read(path)
-        if public := library().public_model(source):
+            return catalogue().read(path)
+        if public := catalogue().public_model(source):
             return public
-        if near := library().similar_models(source):
+        if near := catalogue().similar_models(source):
             names = " or ".join(near)
             fix = _("did you mean {name}? flag models lists the known names; {fix}", name=names, fix=fix)
         is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
@@ -109,7 +109,7 @@ def _model_at(source: str, base: Path) -> Model:
 def public_name(name: str) -> str | None:
     """Return the public model `organization/name`, or the one that it is a variant of, or None."""
     try:
-        return library().public_name(name) if name.count("/") == 1 else None
+        return catalogue().public_name(name) if name.count("/") == 1 else None
     except SpecError:
         return None
 

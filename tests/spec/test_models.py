@@ -1,4 +1,4 @@
-"""Models of a spec: inline shapes. Files and public names have their tests with the library that reads them."""
+"""Models of a spec: inline shapes. Files and public names have their tests with the catalogue that reads them."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -13,7 +13,7 @@ from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import FlagError
 from flagcore.spec.clusters import ClusterSection
-from flagcore.spec.models import absolute_model, library, model_from
+from flagcore.spec.models import absolute_model, catalogue, model_from
 from flagcore.spec.schema import CommonSection
 from flagcore.spec.validate import Section
 
@@ -89,11 +89,11 @@ def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) ->
 def public_model_table(words: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return one record per public model whose name contains all words, in any case: its shape, context and weights.
 
-    `context` is None if it is not known. Raises SpecError without a library of models.
+    `context` is None if it is not known. Raises SpecError without a catalogue of models.
     """
-    return library().table(words)
+    return catalogue().table(words)
 
 
 def similar_models(name: str) -> list[str]:
     """Return up to three public models that a name may mean. The organization does not matter."""
-    return library().similar_models(name)
+    return catalogue().similar_models(name)

@@ -1,4 +1,4 @@
-"""What the core asks of this package: `flagcore.spec.models.Library`."""
+"""What the core asks of this package: `flagcore.spec.models.Catalogue`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
