@@ -150,7 +150,7 @@ def _catalogue(name: str) -> dict[str, str]:
     file = LOCALE / name / "LC_MESSAGES" / "flagcore.po"
     found = _TEXT.findall(file.read_text(encoding="utf-8") if file.is_file() else "")
     texts = json.loads(f"[{','.join(found)}]".replace('"\n"', ""))  # at once, because the start waits for it
-    return {id: text for id, text in zip(texts[::2], texts[1::2], strict=True) if id and text}
+    return {message: text for message, text in zip(texts[::2], texts[1::2], strict=True) if message and text}
 
 
 _TEXT = re.compile(r'^msg(?:id|str)(?:\[0\])? (".*"(?:\n".*")*)', re.MULTILINE)

@@ -130,7 +130,8 @@ class Estimate(Notebook):
     - `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone.
     - `search`: an upper bound for the seconds of all trials.
     - `knobs`, `labels`: the knobs of the task, and the labels of the engine.
-    - `target`: the first target of `flag export` that accepts the recommended candidate. Empty if none does.
+    - `target`: the first target of `flag export` that accepts the recommended candidate. Empty if none does, or
+      if `flagcore.estimate` got no `start`.
     """
 
     chip: str

@@ -183,10 +183,8 @@ def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[d
                 reason = plugins.find_engine(engine).untested
             if answer.support is Support.UNKNOWN:
                 reason = answer.reason
-            purpose, fix = (
-                _("engine {name} on this chip", name=engine),
-                f"{_(answer.support.value)}: {_(answer.reason)}",
-            )
+            purpose = _("engine {name} on this chip", name=engine)
+            fix = f"{_(answer.support.value)}: {_(answer.reason)}"
             runs = answer.support in (Support.YES, Support.UNKNOWN)
             yield _untested(_record(chip.name, purpose, answer.device_type, fix, runs, engine), reason)
             if answer.preload:

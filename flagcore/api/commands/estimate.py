@@ -72,7 +72,7 @@ def estimate(
     the fastest candidate of each layout is returned, and its `variants` is the number of other candidates with the
     layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published` contains all published
     runs on the chip. `on_first` receives a line with the fastest usual candidate, before the whole space is predicted.
-    `on_page` receives the plan as an HTML page, with the command that `start` returns for a target of `flag export`.
+    `on_page` receives the plan as an HTML page, with the command that `start` returns for the `target` of the estimate.
     With `plan` false, the space is that of trials on this machine. Raises the errors of `flagcore.errors`.
     """
     if objective is not None:
@@ -88,7 +88,7 @@ def estimate(
         raise NothingFits(nothing_fits_text(problem, change))
     published = published_runs(problem, loaded, None if evidence else NEAREST)
     place = recommended(problem, order)
-    target = first_target(snapshot_of(opened), problem.space.candidate(int(order[place])))
+    target = first_target(snapshot_of(opened), problem.space.candidate(int(order[place]))) if start else ""
     if on_page is not None:
         on_page(plan_report(problem, spec, start(target) if start and target else ""))
     expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[place]]), loaded)
