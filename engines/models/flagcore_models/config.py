@@ -43,6 +43,8 @@ LISTED = (
     "first_k_dense_replace",
 )
 """The keys that may give a size for each layer, of which the mean is read, or for text and for images."""
+MOST_RUNS = 10_000
+"""The maximum number of layers that a pass through a model with loops may run."""
 COMMON = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
     *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "layer_types", "per_layer_config"),
@@ -195,9 +197,9 @@ class Config(BaseModel):
                     given = INDEXED if mixer == "attention" and INDEXED not in of_names else mixer
                     known[key] = self._layer(given, network or default, keys, sizes, reuses=reuses, shares=shares)
                 runs[-1].append(known[key])
-        order = self._order()
+        order, first = self._order(), dict[int, int]()
         layers = [
-            replace(each, repeats=order.index(number) < place)
+            replace(each, repeats=first.setdefault(number, place) < place)
             for place, number in enumerate(order)
             for each in runs[number]
         ]
@@ -215,6 +217,9 @@ class Config(BaseModel):
         Source: transformers 5.24 `models/dory`, `models/inkling2_loop` and `models/hrm_text`.
         """
         size, start = self.num_hidden_layers, self.loop_start
+        if size * max(self.loop_passes, (self.low_cycles or 1) * self.high_cycles) > MOST_RUNS:
+            problem, fix = f"runs its layers more than {MOST_RUNS:,} times", "give fewer layers, loops or cycles"
+            raise spec_error("num_hidden_layers", problem, value=size, fix=fix)
         if self.low_cycles:
             return [*[*range(size // 2)] * self.low_cycles, *range(size // 2, size)] * self.high_cycles
         end = self.loop_end or size - self.layers_after_loop

@@ -184,6 +184,7 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
         (LLAMA3 | {"num_key_value_heads": 5}, "num_key_value_heads", "must divide num_attention_heads = 32"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to"),
         (config("dory", 6, 256, 512, 8, 99, n_output_layers=0), "loop_start", "not a loop"),
+        (config("dory", 6000, 256, 512, 8, 99, n_recurrent_loops=2), "num_hidden_layers", "more than 10,000"),
         (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
         (DEEPSEEK_V2_LITE | {"num_experts_per_tok": None}, "num_experts_per_tok", "from 1 to"),
