@@ -107,7 +107,7 @@ def known_roles(task: Task) -> tuple[str, ...]:
         texts = value if isinstance(value, tuple) else (value,)
         key = f"auto_tuner.{section}.{PREFILL_DECODE}"
         spec_values += [parse_roles(each, key) for each in texts if each not in (None, "auto")]
-    has_auto = AUTO in (listed if isinstance(listed, tuple) else (listed,))
+    has_auto = task.spec.serve.default_space or AUTO in (listed if isinstance(listed, tuple) else (listed,))
     return tuple(dict.fromkeys((*(_divisions(task) if has_auto else ()), *spec_values)))
 
 
