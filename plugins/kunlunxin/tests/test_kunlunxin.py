@@ -3,14 +3,21 @@
 from pathlib import Path
 
 import pytest
-from flagcore_kunlunxin import discover, smi
+from flagcore_kunlunxin import discover, hooks, smi
 from flagcore_kunlunxin.discover import DETECTOR
-from flagcore_testing import fakes
+from flagcore_testing import PluginConformance, fakes
 from flagcore_testing.package import saved_outputs
 from flagcore_vendorkit.machine import TorchReport
 from flagcore_vendorkit.rows import islands, read_matrix
 
 from flagcore.domain.chip import Device
+
+
+class TestKunlunxin(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin
+
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
@@ -19,23 +26,6 @@ INTEL = """
 |   0  P800 OAM                N/A  | 0000:03:00.0 N/A           |               Disabled |
 | N/A               N/A  45W / 190W | 3642MiB / 16288MiB         |      N/A       Default |
 """
-
-
-def test_readings_have_power_memory_temperature_and_load() -> None:
-    row = smi.read(TEXTS["xpu-smi-1.txt"]).rows[1]
-    assert row.reading == {
-        "memory_used_bytes": 71790 << 20,
-        "power_watts": 312,
-        "power_limit_watts": 400,
-        "temperature_celsius": 38,
-        "utilization_share": 0.96,
-    }
-
-
-def test_a_virtual_function_is_left_out_and_the_others_keep_their_index() -> None:
-    listed = smi.read(TEXTS["xpu-smi-2.txt"])
-    assert [row.device.index for row in listed.rows] == [0, 2]
-    assert listed.left_out == ("XPU 1 (P800 VF) is a part of another",)
 
 
 def test_processes_are_listed_by_device() -> None:

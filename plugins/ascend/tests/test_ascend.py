@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from flagcore_ascend import smi
+import pytest
+from flagcore_ascend import hooks, smi
 from flagcore_ascend.hooks import plugin
+from flagcore_testing import PluginConformance
 from flagcore_testing.examples import group_of
 from flagcore_testing.package import saved_outputs
 from flagcore_vendorkit.rows import islands, read_matrix
@@ -11,16 +13,14 @@ from flagcore_vendorkit.rows import islands, read_matrix
 from flagcore.contracts import communicator_bytes
 from tests.checks import given
 
+
+class TestAscend(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin
+
+
 TEXTS = saved_outputs(Path(__file__).parent / "smi")
-
-
-def test_readings_have_power_memory_temperature_and_load() -> None:
-    assert smi.read(TEXTS["npu-smi-1.txt"]).rows[5].reading == {
-        "memory_used_bytes": 58214 * 2**20,
-        "power_watts": 231.4,
-        "temperature_celsius": 58,
-        "utilization_share": 0.87,
-    }
 
 
 def test_each_die_of_a_module_is_a_device_and_the_first_has_the_power() -> None:
@@ -46,10 +46,6 @@ def test_processes_are_listed_by_device() -> None:
     assert smi.processes(TEXTS["npu-smi-1.txt"]) == {5: ("41753 python3 (53.6 GiB)",)}
     assert smi.processes(TEXTS["npu-smi-4.txt"]) == {15: ("632301 python3 (28.3 GiB)",)}
     assert smi.processes(TEXTS["npu-smi-2.txt"]) == {}
-
-
-def test_hbm_is_the_memory_of_a_device_that_also_has_ddr() -> None:
-    assert {row.device.memory_bytes for row in smi.read(TEXTS["npu-smi-3.txt"]).rows} == {32 << 30}
 
 
 def test_a_device_without_memory_or_with_another_tools_title_is_not_listed() -> None:
