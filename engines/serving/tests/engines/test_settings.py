@@ -47,6 +47,7 @@ def test_removed_flags_have_a_class(engine: str) -> None:
             {"mamba-ssu-algorithm": "simple", "dbo-prefill-token-threshold": 32},
             ["mamba-ssu-algorithm", "dbo-prefill-token-threshold"],
         ),
+        ("vllm", {"kv-transfer-config": '{"kv_connector_extra_config": {"cpu_bytes_to_use": 1e9}}'}, []),
         (
             "vllm",
             {"kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'},
@@ -66,7 +67,7 @@ def test_removed_flags_have_a_class(engine: str) -> None:
         ),
         ("lmdeploy", {"adapters": "a=b", "model-name": "m"}, ["adapters"]),
         ("llamacpp", {"spec-type": "ngram-simple", "flash-attn": "on"}, ["speculation"]),
-        ("llamacpp", {"n-cpu-moe": 12, "jinja": True, "no-mmap": True}, ["n-cpu-moe"]),
+        ("llamacpp", {"n-cpu-ffn": 12, "cpu-moe": True, "jinja": True, "no-mmap": True}, ["n-cpu-ffn"]),
     ],
 )
 def test_flags_that_predictions_leave_out_are_named(engine: str, args: dict[str, object], named: list[str]) -> None:
