@@ -140,6 +140,19 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("size", [1, 10, -2, -40])
+def test_a_journal_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path, size: int) -> None:
+    trial_ = run(store(tmp_path))
+    journal = tmp_path / "journal.log"
+    content = journal.read_bytes()
+    journal.write_bytes(content + content.splitlines(keepends=True)[-1][:size])
+    second = store(tmp_path)
+    assert second.trials() == (trial_,)
+    run(second, 2)
+    assert (len(store(tmp_path).trials()), "damaged lines: 5" in second.notes[0]) == (2, True)
+    assert all(json.loads(line) for line in journal.read_text().splitlines())
+
+
 def test_a_stale_lock_of_the_journal_does_not_block(tmp_path: Path) -> None:
     run(store(tmp_path))
     (tmp_path / "journal.log.lock").touch()

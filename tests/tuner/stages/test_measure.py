@@ -14,6 +14,7 @@ from flagcore.domain.chip import Device, Support
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, FailurePattern, classify
+from flagcore.domain.secrets import REDACTED
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Measurement, Role, Shortened, TimeLimit, Trial, TrialState
@@ -159,6 +160,14 @@ def test_unusual_logs_give_a_short_printable_reason(log: bytes, tmp_path: Path) 
     assert done.state.failed
     assert (done.reason or "").isprintable()
     assert len(done.reason or "") < 400
+
+
+def test_a_secret_of_the_environment_is_not_in_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_TOKEN", "plain-words-7")
+    (tmp_path / "stderr.log").write_text("login as plain-words-7 failed\n")
+    reason = measured(Ran(ended(1)), tmp_path).reason or ""
+    assert "plain-words-7" not in reason
+    assert REDACTED in reason
 
 
 def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
