@@ -91,6 +91,7 @@ class CustomMetadataHook(MetadataHookInterface):
 
         own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
         own |= {"dynamo": own["kubernetes"], "trainers": [part("engines", "trainers")]}
+        own |= {name: [*own[name], part("engines", "servers")] for name in ("nvidia", "ascend")}
         watchers = {name: [part("extras", "watchers"), *needs] for name, needs in TOOLS.items()}
         engines = ENGINES | {"lmdeploy": [part("engines", "lmdeploy"), *ENGINES["lmdeploy"]]}
         parts = {**own, **engines, **watchers}
