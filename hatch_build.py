@@ -28,7 +28,10 @@ CORE = (
     "threadpoolctl>=3.5",
     "tomli>=2; python_version < '3.11'",
 )
-VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
+VENDORS = (
+    *("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin", "enflame"),
+    "thead",
+)
 EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
 INSTALLED = {
     "plugins": ("cpu",),
