@@ -161,6 +161,7 @@ class Disaggregated(Simulation):
             self.promised -= request.output - request.made
             self._join(request)
             if request.first < 0:
-                read = self.price.cached(self.running) * (self.offset + self.running * self.step)
-                request.first = self.now + self.price.decode(self.running) + read
+                running = self.running
+                read = self.price.cached(running) * (self.offset + running * self.step)
+                request.first = self.now + self.price.decode(running) + read
         return False

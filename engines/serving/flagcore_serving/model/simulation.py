@@ -130,7 +130,8 @@ class Price:
         longest chunk if that is more. Pieces of one prompt are in several stages at the same time.
         """
         stages, ranks = self._stages, self._parts
-        longest = max(min(longest, self._even), longest / stages)
+        if longest > self._even:
+            longest = max(self._even, longest / stages)
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
         time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
         time += _interpolate(self._prompts, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
@@ -532,10 +533,9 @@ class Simulation:
         steps = self.heap[0][0] - self.step
         if self.running > 1:
             steps = min(steps, max(int((self.lane.cache_tokens - self.used) // self.running), 1))
-        base = self.price.decode(self.running) + self.price.cached(self.running) * (
-            self.offset + self.running * self.step
-        )
-        growth = self.price.cached(self.running) * self.running
+        cached = self.price.cached(self.running)
+        base = self.price.decode(self.running) + cached * (self.offset + self.running * self.step)
+        growth = cached * self.running
         if self.next < self.sent or self.loading:
             wait = self._next_time() - self.now
             arrival_step = self.step + (_steps_within(base, growth, wait, steps) if wait > 0.0 else 0)
