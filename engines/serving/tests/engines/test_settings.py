@@ -41,6 +41,7 @@ def test_each_flag_and_variable_of_known_releases_has_a_class(engine: str) -> No
             {"mamba-ssu-algorithm": "simple", "dbo-prefill-token-threshold": 32},
             ["mamba-ssu-algorithm", "dbo-prefill-token-threshold"],
         ),
+        ("vllm", {"kv-transfer-config": '{"kv_connector_extra_config": {"cpu_bytes_to_use": 1e9}}'}, []),
         (
             "vllm",
             {"kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'},
@@ -60,7 +61,7 @@ def test_each_flag_and_variable_of_known_releases_has_a_class(engine: str) -> No
         ),
         ("lmdeploy", {"adapters": "a=b", "model-name": "m"}, ["adapters"]),
         ("llamacpp", {"spec-type": "ngram-simple", "flash-attn": "on"}, ["speculation"]),
-        ("llamacpp", {"n-cpu-moe": 12, "jinja": True, "no-mmap": True}, ["n-cpu-moe"]),
+        ("llamacpp", {"n-cpu-ffn": 12, "cpu-moe": True, "jinja": True, "no-mmap": True}, ["n-cpu-ffn"]),
     ],
 )
 def test_flags_that_predictions_leave_out_are_named(engine: str, args: dict[str, object], named: list[str]) -> None:
