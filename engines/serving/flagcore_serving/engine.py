@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_models.catalogue import public_model, read
 from flagcore_models.public import find_public
 from flagcore_vendorkit.programs import release
 
@@ -48,6 +47,7 @@ from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import Message
+from flagcore.spec.models import model_from
 from flagcore_serving.launch import importing
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
@@ -352,7 +352,7 @@ class ServingEngine(
         if not isinstance(name, str):
             return None
         try:
-            return read(Path(name)) if Path(name).exists() else public_model(name)
+            return model_from(name, base=Path())
         except SpecError:
             return None
 

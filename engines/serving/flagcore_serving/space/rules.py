@@ -351,19 +351,20 @@ def speculation_rules(
         ),
         broken=lambda c: c[DRAFTED] >= longest,
     )
+    needs_draft = Rule(
+        name="speculation_needs_a_draft",
+        knobs=(SPECULATION,),
+        message=Message(
+            "{SPECULATION} = {words} needs {model_flag} in serve.engine_args",
+            **NAMES,
+            words=", ".join(need_model),
+            model_flag=model_flag,
+        ),
+        broken=lambda c: np.isin(c[SPECULATION], drafts) & (not has_model),
+    )
     return (
         *([too_long] if any(knob.name == DRAFTED for knob in program.knobs) else []),
-        Rule(
-            name="speculation_needs_a_draft",
-            knobs=(SPECULATION,),
-            message=Message(
-                "{SPECULATION} = {words} needs {model_flag} in serve.engine_args",
-                **NAMES,
-                words=", ".join(need_model),
-                model_flag=model_flag,
-            ),
-            broken=lambda c: np.isin(c[SPECULATION], drafts) & (not has_model),
-        ),
+        *([needs_draft] if need_model else []),
         Rule(
             name="no_prediction_layers",
             knobs=(SPECULATION,),
