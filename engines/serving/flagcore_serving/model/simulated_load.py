@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -131,7 +132,7 @@ class RequestTimes:
     @classmethod
     def from_outcome(cls, outcome: SimulatedRun) -> RequestTimes:
         prompts, outputs, sent, first, end = (
-            np.array([getattr(request, name) for request in outcome.requests], dtype=np.float64)
+            np.fromiter(map(attrgetter(name), outcome.requests), np.float64, len(outcome.requests))
             for name in ("prompt", "output", "arrival", "first", "end")
         )
         return cls(
