@@ -9,7 +9,9 @@ Job records of published runs omit some settings. They are filled in as follows:
   time of the measurements.
 - Experts on several hosts have the copies, load balancer, chunks and overlap of published recipes, unless the record
   has one of these or an exchange.
-- Other settings come from the engine's `PublishedRuns`, then from its defaults.
+- Lengths of a steady state are equal, except those of InferenceX, whose client draws them from a range.
+- Other settings come from the engine's `PublishedRuns`, flags only with the lengths of InferenceX, then from its
+  defaults.
 """
 
 import itertools
@@ -51,6 +53,7 @@ from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.predict import predict
+from flagcore_serving.model.simulated_load import STEADY_RATIO
 from flagcore_serving.model.work import HOST_RATE, Overheads, overheads_of
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space import placement
@@ -206,7 +209,10 @@ class ServingEngine(
             parsed.setdefault(common_knobs.KV, runs.cache_type)
         if runs.release and release(serve.engine_version or "") is None:
             serve = replace(serve, engine_version=runs.release)
-        serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+        load = serve.loads[0]
+        if load.num_prompts is None and (load.input_len, load.output_len) in INFERENCEX:
+            spread = replace(load, range_ratio=STEADY_RATIO) if load.range_ratio == 1.0 else load
+            serve = replace(serve, loads=(spread,), engine_args={**runs.engine_args, **serve.engine_args})
         assumed = self._as_in_production(task, parsed)
         parsed |= assumed
         if runs.memory_flag and _weights_share(task, parsed) > CROWDED_SHARE:
@@ -357,6 +363,8 @@ class ServingEngine(
         return PATTERNS
 
 
+INFERENCEX = ((1024, 1024), (1024, 8192), (8192, 1024))
+"""Lengths of InferenceX's prompts and answers. Its client draws them from a range, and its recipes set flags."""
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
 """Published runs raise the engine's memory share to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE` of a
 device's memory."""

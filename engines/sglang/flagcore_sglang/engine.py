@@ -53,6 +53,7 @@ from flagcore.i18n import N_, Message
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
+MIXED = "enable_mixed_chunk"
 HICACHE, STORAGE = "hicache_size", "hicache_storage_backend"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
@@ -276,6 +277,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=tokens,
         block_size=or_default(values[PAGE], 1),
         chunked=(chunk > 0).astype(np.int64),
+        mixed_chunks=(values[MIXED] > 0) & (chunk > 0),
         graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest_graph(task) or GRAPH_TOKENS, 0),
         graph_bytes=np.where((values[DP] > 1) & (not hardware.on_cores), graph_mib(task, values) * 2.0**20, np.nan),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,

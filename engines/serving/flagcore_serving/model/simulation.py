@@ -37,6 +37,7 @@ class Lane:
     - `tiers`: the tiers of the prefix cache behind the devices.
     - `whole_prompts`: as in `Overheads`.
     - `adapters`: adapters that one iteration can use; 0: all. `swap_s`: seconds to load another one into a slot.
+    - `mixes`: whether iterations combine prompts and decoding.
     - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
       that only decodes.
     """
@@ -54,6 +55,7 @@ class Lane:
     whole_prompts: bool = False
     adapters: float = 0.0
     swap_s: float = 0.0
+    mixes: bool = True
     drafted: float = 0.0
     gain: float = 1.0
 
@@ -394,7 +396,7 @@ class Simulation:
         A prompt belongs to one attention DP rank, which has a scheduler and a budget of its own (vLLM
         `docs/serving/data_parallel_deployment.md`; SGLang `managers/data_parallel_controller.py`).
         """
-        decoding = self.running if self.overheads.mixes else 0
+        decoding = self.running if self.lane.mixes else 0
         budget = self.lane.budget - decoding
         if self._pieces(decoding, budget):
             return True
