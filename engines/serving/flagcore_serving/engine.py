@@ -9,7 +9,7 @@ Job records of published runs omit some settings. They are filled in as follows:
   time of the measurements.
 - Experts on several hosts have the copies, load balancer, chunks and overlap of published recipes, unless the record
   has one of these or an exchange.
-- Lengths of a steady state are equal, except those of InferenceX, whose client draws them from a range.
+- Lengths that only the client of InferenceX or of an engine's own pages has are drawn from the range of that client.
 - Other settings come from the engine's `PublishedRuns`, flags only with the lengths of InferenceX, then from its
   defaults.
 """
@@ -53,7 +53,7 @@ from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.predict import predict
-from flagcore_serving.model.simulated_load import STEADY_RATIO
+from flagcore_serving.model.simulated_load import STEADY_RATIO, WAVES_IN_FLIGHT
 from flagcore_serving.model.work import HOST_RATE, Overheads, overheads_of
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space import placement
@@ -209,10 +209,12 @@ class ServingEngine(
             parsed.setdefault(common_knobs.KV, runs.cache_type)
         if runs.release and release(serve.engine_version or "") is None:
             serve = replace(serve, engine_version=runs.release)
-        load = serve.loads[0]
-        if load.num_prompts is None and (load.input_len, load.output_len) in INFERENCEX:
-            spread = replace(load, range_ratio=STEADY_RATIO) if load.range_ratio == 1.0 else load
-            serve = replace(serve, loads=(spread,), engine_args={**runs.engine_args, **serve.engine_args})
+        load, drawn = serve.loads[0], runs.drawn if serve.loads[0].num_prompts else {}
+        lengths, ratio = (load.input_len, load.output_len), load.range_ratio
+        if lengths in INFERENCEX and load.num_prompts in (None, WAVES_IN_FLIGHT * (load.concurrency or 0)):
+            serve, drawn = replace(serve, engine_args={**runs.engine_args, **serve.engine_args}), {lengths: STEADY_RATIO}
+        if ratio == 1.0 and load.concurrency and load.range_spread is None:
+            serve = replace(serve, loads=(replace(load, range_ratio=drawn.get(lengths, ratio)),))
         assumed = self._as_in_production(task, parsed)
         parsed |= assumed
         if runs.memory_flag and _weights_share(task, parsed) > CROWDED_SHARE:
@@ -364,7 +366,8 @@ class ServingEngine(
 
 
 INFERENCEX = ((1024, 1024), (1024, 8192), (8192, 1024))
-"""Lengths of InferenceX's prompts and answers. Its client draws them from a range, and its recipes set flags."""
+"""Lengths of InferenceX's prompts and answers. Its client draws them from a range, and its recipes set flags. It sends
+`WAVES_IN_FLIGHT` requests per client."""
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
 """Published runs raise the engine's memory share to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE` of a
 device's memory."""

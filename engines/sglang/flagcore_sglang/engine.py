@@ -548,6 +548,9 @@ ENGINE = ServingEngine(
         memory_flag="mem-fraction-static",
         release="0.5.9",
         engine_args={RECEIVE: 30},  # as in InferenceMAX's recipes
+        # sgl-project/sgl-cookbook runs `bench_serving` without a range, so that lengths start from 1 (500 prompts of
+        # up to 1,000 tokens have 249,331).
+        drawn={(1000, 1000): 0.0, (1000, 8000): 0.0, (8000, 1000): 0.0},
         # lmsys.org, 2025-05-05, large-scale EP (H100), and ishandhanani/srt-slurm recipes/ (GB200, GB300).
         wide_copies=32,
         wide_chunk=(CHUNK, 16384),
