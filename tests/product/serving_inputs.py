@@ -75,7 +75,7 @@ def settings(**arguments: object) -> Settings:
         **dict.fromkeys(("drafted", "copies", "least_cache", "offloaded", "state_share", "host_ratio"), 0),
         **{f"{tier}_cache": 0.0 for tier in TIERS},
         "writes_through": True,
-        **dict.fromkeys(("adapter_slots", "adapter_rank", "adapters_on_host"), 0.0),
+        **dict.fromkeys(("adapter_slots", "adapter_rank", "adapters_on_host", "experts_on_host"), 0.0),
         **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized"), False),
         **dict.fromkeys(("on_device", "crowding", "sharing"), 1.0),
         **arguments,

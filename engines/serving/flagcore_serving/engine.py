@@ -209,12 +209,13 @@ class ServingEngine(
             parsed.setdefault(common_knobs.KV, runs.cache_type)
         if runs.release and release(serve.engine_version or "") is None:
             serve = replace(serve, engine_version=runs.release)
-        load, drawn = serve.loads[0], runs.drawn if serve.loads[0].num_prompts else {}
-        lengths, ratio = (load.input_len, load.output_len), load.range_ratio
+        load = serve.loads[0]
+        lengths, drawn = (load.input_len, load.output_len), runs.drawn if load.num_prompts else {}
         if lengths in INFERENCEX and load.num_prompts in (None, WAVES_IN_FLIGHT * (load.concurrency or 0)):
-            serve, drawn = replace(serve, engine_args={**runs.engine_args, **serve.engine_args}), {lengths: STEADY_RATIO}
-        if ratio == 1.0 and load.concurrency and load.range_spread is None:
-            serve = replace(serve, loads=(replace(load, range_ratio=drawn.get(lengths, ratio)),))
+            serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+            drawn = {lengths: STEADY_RATIO}
+        if load.range_ratio == 1.0 and load.concurrency:
+            serve = replace(serve, loads=(replace(load, range_ratio=drawn.get(lengths, 1.0)),))
         assumed = self._as_in_production(task, parsed)
         parsed |= assumed
         if runs.memory_flag and _weights_share(task, parsed) > CROWDED_SHARE:

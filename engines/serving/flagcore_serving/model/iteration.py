@@ -15,8 +15,8 @@ from flagcore.domain.model import Mixer
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.physics.roofline import cast_bytes
 from flagcore_serving.model.adapters import adapter_launches, adapter_seconds
-from flagcore_serving.model.memory import offloaded_bytes
-from flagcore_serving.model.work import Serving, SparseKernel, distinct_experts
+from flagcore_serving.model.memory import expert_bytes, offloaded_bytes
+from flagcore_serving.model.work import HOST_MEMORY_RATE, Serving, SparseKernel, distinct_experts
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import ATTENTION, connections, parameters
 
@@ -128,7 +128,10 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         exchanged = moe * exchange(serving, column, costs, tokens) * busiest
         if overheads.sums_prompts:
             summed = moe * _summed(serving, column, costs, tokens)
-        shared = moe * experts(serving, column, kernels, tokens) * busiest + exchanged
+        on_host, computed = column.experts_on_host, experts(serving, column, kernels, tokens)
+        shared = (moe - on_host) * computed * busiest + exchanged
+        if on_host.any():
+            shared = shared + on_host * _host_experts(serving, column, kernels, tokens, computed)
         moe_reduce = moe * np.where(column.data > 1.0, 0.0, reduce)
         local, messages = local + moe_reduce, messages + moe_reduce
     stages = _stages(serving, column, costs, tokens)
@@ -321,6 +324,24 @@ def _from_host(serving: Serving, settings: Settings, tokens: FloatArray) -> Floa
         chosen = distinct_experts(count, float(model.moe_router_topk), tokens) / count
         read = 1.0 - share + share * chosen
     return read * offloaded_bytes(serving, settings) / (HOST_SHARE * serving.host_rate)
+
+
+def _host_experts(
+    serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray, computed: FloatArray
+) -> FloatArray:
+    """Return the seconds of one layer's routed experts in the memory of the host. `computed`: seconds on the devices.
+
+    Cores of the host compute few tokens, as fast as they read the weights of the chosen experts. With more tokens,
+    these weights are copied to the devices in each pass (`Overheads.copied_from`).
+    """
+    model, ranks = serving.model, settings.tensor * settings.data
+    count = float(model.num_moe_experts or 1)
+    chosen = distinct_experts(count, float(model.moe_router_topk), tokens) / count
+    read = chosen * expert_bytes(serving, settings)
+    activations = kernels.host_copy_seconds(tokens * (4.0 * model.hidden_size))
+    by_cores = read * ranks / HOST_MEMORY_RATE + 2.0 * activations
+    by_devices = read / (HOST_SHARE * serving.host_rate) + computed
+    return np.where(tokens < serving.overheads.copied_from, by_cores, by_devices)
 
 
 def _stages(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:

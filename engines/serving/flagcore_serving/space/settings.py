@@ -43,6 +43,7 @@ class Settings:
     - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
     - `offloaded`: bytes of the layers' weights of each device that are in the memory of the host, and that each pass
       reads from there.
+    - `experts_on_host`: the first layers with experts whose routed experts are in the memory of the host.
     - `state_share`: share of the cache that is set aside for states of mixers; 0 if tokens and states share the cache.
     - `state_slots`: states that a running sequence occupies where they are set aside.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
@@ -89,6 +90,7 @@ class Settings:
     graph_bytes: FloatArray
     least_cache: FloatArray
     offloaded: FloatArray
+    experts_on_host: FloatArray
     state_share: FloatArray
     state_slots: FloatArray
     on_device: FloatArray
@@ -144,6 +146,7 @@ class Settings:
             "graph_bytes": unknown,
             "least_cache": np.zeros(ones.shape),
             "offloaded": np.zeros(ones.shape),
+            "experts_on_host": np.zeros(ones.shape),
             "state_share": np.zeros(ones.shape),
             "state_slots": np.ones(ones.shape),
             "on_device": np.ones(ones.shape),
