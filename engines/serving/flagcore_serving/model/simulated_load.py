@@ -212,9 +212,8 @@ WAVES_IN_FLIGHT = 10
 """Number of requests that are simulated for a steady state, per request in flight, as in published measurements."""
 
 STEADY_RATIO = 0.9
-"""Minimum length of a simulated request in a steady state, relative to the load's length. Lengths vary, because
-requests of equal length would start and end together."""
-
+"""Minimum length of a simulated request in a steady state, relative to the load's length, if iterations combine prompts
+and decoding. Requests of equal length are then measured to spread over time (benchmarks/README.md)."""
 
 MAX_REQUESTS = 6000
 """Maximum number of simulated requests of one lane; the times of the others are extrapolated. In a closed loop, at
@@ -232,6 +231,7 @@ class SimulatedLoad:
     """The requests of a load, drawn once for all candidates.
 
     - `input_len`: prompt tokens, including the tokens of images.
+    - `equal`: the tokens of each prompt and answer of a steady state if all are equal, although these were varied.
     - `is_text`: whether prompts are texts, which servers must tokenize.
     - `images`: the other work for the images of each request.
     - `parts`: the parts of each prompt that a prefix cache may contain.
@@ -249,6 +249,7 @@ class SimulatedLoad:
     input_len: IntArray
     output_len: IntArray
     arrivals: FloatArray | None
+    equal: tuple[int, int] | None = None
     is_text: bool = False
     images: Sequence[ImageWork] = ()
     parts: Sequence[Sequence[Part]] = ()
@@ -267,12 +268,14 @@ class SimulatedLoad:
 
         Raises SpecError for an invalid load or an unreadable trace.
         """
-        drawn_load = load = in_flight(load)
+        drawn_load, equal = (load := in_flight(load)), None
         if load.num_prompts is None and load.trace is None:
             flight = load.concurrency or OPEN_LOOP_FLIGHT
             count = max(min(WAVES_IN_FLIGHT * flight, MAX_REQUESTS), 2 * flight, 16)
-            ratio = STEADY_RATIO if load.range_ratio == 1.0 and load.range_spread is None else load.range_ratio
-            drawn_load = replace(load, num_prompts=count, range_ratio=ratio)
+            is_equal = load.range_ratio == 1.0 and load.range_spread is None and load.distribution == "uniform"
+            drawn_load = replace(load, num_prompts=count, range_ratio=STEADY_RATIO if is_equal else load.range_ratio)
+            if is_equal and load.request_rate is None and load.turns == 1 and load.images is None:
+                equal = load.prefix_len + load.input_len, load.output_len
         requests = traffic(drawn_load)
         images = requests.images if vision is not None else ()
         drawn = cls(
@@ -280,6 +283,7 @@ class SimulatedLoad:
             requests.input_len + image_tokens(images, vision) if images and vision else requests.input_len,
             requests.output_len,
             requests.arrive_s,
+            equal,
             bool(requests.texts or images),
             image_work(images, vision) if vision else (),
             prompt_parts(requests, load.prefix_len),
@@ -450,6 +454,10 @@ class SimulatedLoad:
         rows = self._rows(lanes)
         inputs, outputs = self.input_len[rows], self.output_len[rows]
         arrivals = None if self.arrivals is None else self.arrivals[rows]
+        if self.equal and prefill is None and not price.lane.mixes:
+            # Prompts come first, so requests that end together are computed before any of them decodes, and end
+            # together again. Others join them: while a prompt delays decoding, the prompts of those that ended arrive.
+            inputs, outputs = (np.full_like(inputs, length) for length in self.equal)
         if inputs.size <= MAX_REQUESTS:
             count, simulated, is_closed = inputs.size, flight, arrivals is None
         else:
