@@ -241,7 +241,11 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         stages=stages,
         shared_prefix=found if settings.prefix_caching[row] else 0.0,
         retained=device,
-        tiers=tuple(reached(device, tiers, writes_through=bool(settings.writes_through[row]))),
+        tiers=tuple(
+            reached(
+                device, tiers, writes_through=bool(settings.writes_through[row]), own_order=context.overheads.own_order
+            )
+        ),
         whole_prompts=context.overheads.whole_prompts,
         adapters=slots if slots < used else 0.0,
         swap_s=float(context.swap_s[row]) if slots < used else 0.0,
