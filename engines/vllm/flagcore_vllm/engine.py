@@ -105,11 +105,8 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     return (longest,) if cache_bytes > room else (None,)
 
 
-SHORT = {
-    "spec-method": "speculative-config.method",
-    "spec-model": "speculative-config.model",
-    "spec-tokens": "speculative-config.num_speculative_tokens",
-}
+METHOD, DRAFTED_FLAG = "speculative-config.method", "speculative-config.num_speculative_tokens"
+SHORT = {"spec-method": METHOD, "spec-model": "speculative-config.model", "spec-tokens": DRAFTED_FLAG}
 """Flags of 0.22 and later that set a key of the speculative config (`engine/arg_utils.py`)."""
 PREFILL_CONTEXT = "prefill-context-parallel-size"
 
@@ -153,6 +150,10 @@ class VllmProgram(Program):
             with suppress(ValueError):
                 found = json.loads(text) if key in objects else None
             result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {SHORT.get(key, name): value}
+        draft = str(result.get(self.draft_flag, "")).lower()
+        if draft and DRAFTED_FLAG in result and METHOD not in result:
+            heads = {"eagle-": "eagle", "eagle3": "eagle3"}  # as in `config/speculative.py` of 0.33
+            result[METHOD] = next((word for part, word in heads.items() if part in draft), "draft_model")
         return result
 
 
@@ -170,6 +171,12 @@ CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too sm
 PROGRAM = VllmProgram.read("flagcore_vllm", {"contexts": CONTEXTS, "cache_types": knobs.if_fp8("auto", "fp8")})
 KNOBS = PROGRAM.knobs
 PIECEWISE = PROGRAM.code(GRAPHS, "PIECEWISE")
+ON_HOST = [PROGRAM.code(SPECULATION, word) for word in ("ngram", "suffix")]
+"""Methods that draft on the host, with synchronous scheduling."""
+NGRAM_TOKEN_S, SUFFIX_S = 15e-9, 20e-6
+"""Seconds in which one thread searches a token of a sequence for n-grams, and in which it extends a suffix tree: the
+first measured with `v1/spec_decode/ngram_proposer.py` of 0.33 and 2,048 to 32,768 tokens with the frequencies of words
+on one core of a Xeon, 13 to 18 ns; the second an estimate."""
 
 
 def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
@@ -281,6 +288,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
     is_wide = other_args.get("dtype") in ("float32", "float")
     host_s = np.array([np.nan, np.nan if is_async(task) else 0.0, SYNCHRONOUS_SECONDS])[values[ASYNC]]
+    host_s = np.where(np.isin(values[SPECULATION], ON_HOST) & is_async(task), SYNCHRONOUS_SECONDS, host_s)
     # Pipelines were scheduled synchronously before (vllm-project/vllm #19970, #32618).
     host_s = np.where((values[PP] > 1) & (host_s == 0.0), np.nan, host_s)
     return Settings.of(
@@ -303,6 +311,8 @@ def settings(task: Task, columns: Columns) -> Settings:
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
+        scheme=PROGRAM.scheme(task, values),
+        draft_host_s=np.select([values[SPECULATION] == each for each in ON_HOST], _draft_seconds(task), 0.0),
         host_cache=_host_cache(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
@@ -326,6 +336,13 @@ def _host_cache(others: Mapping[str, EngineArg], columns: Columns) -> FloatArray
     given = _offload_config(others).get("cpu_bytes_to_use")
     default = float(given) if isinstance(given, int | float) else 0.0
     return np.asarray(np.where(columns[OFFLOAD] > 0, columns[OFFLOAD] * 2.0**30, default) * columns[DP].clip(1))
+
+
+def _draft_seconds(task: Task) -> list[float]:
+    """Return the seconds in which each method in ON_HOST drafts tokens of a sequence."""
+    loads = task.spec.serve.loads
+    context = float(np.mean([load.prefix_len + load.input_len + 0.5 * load.output_len for load in loads]))
+    return [NGRAM_TOKEN_S * context, SUFFIX_S]
 
 
 def is_async(task: Task) -> bool:

@@ -51,6 +51,8 @@ class IterationCosts:
     - `fixed`, `sequence`: seconds added per iteration and per running sequence, multiplied by `crowding`.
     - `floor`: minimum seconds of an iteration of more than `captured` tokens, multiplied by `crowding`.
     - `decode_floor`, `mixed_floor`: the same for other iterations, without prompts and with prompts.
+    - `drafts`, `draft_heads`: tables of the seconds of a pass of the draft through its layers and through its head.
+    - `draft_cached`: as `cached`, of a pass of the draft.
     - `captured`: the largest iteration that runs as a captured graph, in tokens.
     - `crowding`: as in `Settings`.
     """
@@ -70,6 +72,9 @@ class IterationCosts:
     mixed_floor: FloatArray
     captured: FloatArray
     crowding: FloatArray
+    drafts: FloatArray
+    draft_heads: FloatArray
+    draft_cached: FloatArray
 
 
 def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:
@@ -177,6 +182,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         mixed_floor=pieces,
         captured=settings.captured(overheads.captures),
         crowding=settings.crowding,
+        **dict.fromkeys(("drafts", "draft_heads"), np.zeros_like(local)),
+        draft_cached=np.zeros_like(cached),
     )
 
 
@@ -215,17 +222,17 @@ def _overlapped(
     """
 
     def computing(tokens: FloatArray) -> FloatArray:
-        return _at(local, tokens / settings.data) + reading * tokens / settings.data
+        return at_counts(local, tokens / settings.data) + reading * tokens / settings.data
 
     reading = cached * (0.5 * (serving.prompt + serving.tokens))
     half = NODES / 2.0
-    experts_half, exchanged_half = _at(shared - exchanged, half), _at(exchanged, half)
+    experts_half, exchanged_half = at_counts(shared - exchanged, half), at_counts(exchanged, half)
     computed = computing(half) + experts_half
     longer, shorter = np.maximum(computed, exchanged_half), np.minimum(computed, exchanged_half)
     return 2.0 * (longer + EXPOSED * shorter) - computing(NODES)
 
 
-def _at(table: FloatArray, tokens: FloatArray) -> FloatArray:
+def at_counts(table: FloatArray, tokens: FloatArray) -> FloatArray:
     """Return each candidate's row of `table`, interpolated at several numbers of tokens."""
     tokens = np.broadcast_to(tokens, table.shape)
     return np.array([np.interp(counts, NODES, row) for counts, row in zip(tokens, table, strict=True)])

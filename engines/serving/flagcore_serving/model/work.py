@@ -224,6 +224,7 @@ class Serving:
     - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
     - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and mixers depend on them.
     - `adapters`: the requests that use adapters.
+    - `draft`: the other model that drafts tokens; None if there is none, or if it is unknown.
     """
 
     model: Model
@@ -239,6 +240,7 @@ class Serving:
     tokens: float = 1.0
     prompt: float = 1.0
     adapters: AdaptedRequests = AdaptedRequests()
+    draft: Model | None = None
 
     @property
     def wide_precision(self) -> str:

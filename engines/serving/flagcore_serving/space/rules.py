@@ -37,7 +37,15 @@ from flagcore_serving.space.knobs import (
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.weights import DENSE, EXPERTS, SHARED, context_limit, quantization
 
-NAMES = {"CONTEXT": CONTEXT, "EP": EP, "PP": PP, "PREFILL_DECODE": PREFILL_DECODE, "SPECULATION": SPECULATION, "TP": TP}
+NAMES = {
+    "CONTEXT": CONTEXT,
+    "DRAFTED": DRAFTED,
+    "EP": EP,
+    "PP": PP,
+    "PREFILL_DECODE": PREFILL_DECODE,
+    "SPECULATION": SPECULATION,
+    "TP": TP,
+}
 """The names of knobs in messages of rules, by their fields."""
 
 
@@ -334,18 +342,29 @@ def speculation_rules(
     """
     drafts, layers = [program.code(SPECULATION, word) for word in need_model], program.code(SPECULATION, own_layers)
     has_model = model_flag in program.parse(task.spec).others
-    return (
-        Rule(
-            name="speculation_needs_a_draft",
-            knobs=(SPECULATION,),
-            message=Message(
-                "{SPECULATION} = {words} needs {model_flag} in serve.engine_args",
-                **NAMES,
-                words=", ".join(need_model),
-                model_flag=model_flag,
-            ),
-            broken=lambda c: np.isin(c[SPECULATION], drafts) & (not has_model),
+    longest = longest_request(task)
+    too_long = Rule(
+        name="drafts_in_context",
+        knobs=(DRAFTED,),
+        message=Message(
+            "{DRAFTED} must be less than {longest}, the tokens of the longest request", **NAMES, longest=longest
         ),
+        broken=lambda c: c[DRAFTED] >= longest,
+    )
+    needs_draft = Rule(
+        name="speculation_needs_a_draft",
+        knobs=(SPECULATION,),
+        message=Message(
+            "{SPECULATION} = {words} needs {model_flag} in serve.engine_args",
+            **NAMES,
+            words=", ".join(need_model),
+            model_flag=model_flag,
+        ),
+        broken=lambda c: np.isin(c[SPECULATION], drafts) & (not has_model),
+    )
+    return (
+        *([too_long] if any(knob.name == DRAFTED for knob in program.knobs) else []),
+        *([needs_draft] if need_model else []),
         Rule(
             name="no_prediction_layers",
             knobs=(SPECULATION,),

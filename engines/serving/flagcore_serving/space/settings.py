@@ -50,6 +50,8 @@ class Settings:
     - `graph_bytes`: bytes of captured graphs on a device; NaN if they follow from the number of layers.
     - `least_cache`: bytes of the cache of a device without which the engine does not start.
     - `drafted`: tokens that speculation drafts per sequence and iteration.
+    - `scheme`: how it drafts them: 1 + the index in SCHEMES, 0 if unknown or without speculation.
+    - `draft_host_s`: seconds that the host takes to draft tokens of a sequence.
     - `pass_tokens`: maximum number of tokens in one pass through the model, which may be infinite. A larger iteration
       takes several passes.
     - `exchanges`: whether attention ranks send each token only to the ranks of its experts. Otherwise all ranks gather
@@ -95,6 +97,8 @@ class Settings:
     on_device: FloatArray
     host_s: FloatArray
     drafted: IntArray
+    scheme: IntArray
+    draft_host_s: FloatArray
     pass_tokens: FloatArray
     exchanges: BoolArray
     overlaps: BoolArray
@@ -149,7 +153,8 @@ class Settings:
             "state_slots": np.ones(ones.shape),
             "on_device": np.ones(ones.shape),
             "host_s": unknown,
-            "drafted": 0 * ones,
+            **dict.fromkeys(("drafted", "scheme"), 0 * ones),
+            "draft_host_s": np.zeros(ones.shape),
             "pass_tokens": np.full(ones.shape, np.inf),
             **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), ones < 1),
             "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
