@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flagcore_models.catalogue import public_model, read
 from flagcore_models.public import find_public
 from flagcore_vendorkit.programs import release
 
@@ -40,6 +41,7 @@ from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.metrics import MIN_REQUESTS, RATES
+from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
@@ -51,6 +53,7 @@ from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.predict import predict
+from flagcore_serving.model.speculation import USUAL
 from flagcore_serving.model.work import HOST_RATE, Overheads, overheads_of
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space import placement
@@ -135,6 +138,7 @@ class ServingEngine(
             self.overheads_for(task, on_host=costs.synchronous, on_chip=costs.overheads),
             untested=bool(self.untested),
             kinds=kinds,
+            draft=self.draft(task.spec),
         )
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
@@ -335,11 +339,27 @@ class ServingEngine(
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def unmodelled(self, task: Task) -> tuple[Unmodelled, ...]:
-        found = tuple(self.program.unmodelled(task.spec))
+        drafts = {f"serve.engine_args.{self.program.draft_flag}"} if self._knows_draft(task.spec) else set[str]()
+        found = tuple(each for each in self.program.unmodelled(task.spec) if each.name not in drafts)
         if task.cluster.groups[0].chip.host_bytes_per_second or not self.program.offloaded_bytes(task.spec):
             return found
         why = f"the rate of the link of this chip's host is not known, and {HOST_RATE / 1e9:g} GB/s are assumed"
         return (*found, Unmodelled(name=f"serve.engine_args.{self.program.offload_flag}", why=why, time=(0.4, 1.3)))
+
+    def draft(self, spec: Spec) -> Model | None:
+        """Return the other model that drafts tokens: that of a folder, or a public one. None if it is unknown."""
+        name = self.program.split(spec).others.get(self.program.draft_flag)
+        if not isinstance(name, str):
+            return None
+        try:
+            return read(Path(name)) if Path(name).exists() else public_model(name)
+        except SpecError:
+            return None
+
+    def _knows_draft(self, spec: Spec) -> bool:
+        """Return whether all candidates that speculate draft with a head, or with another model that is known."""
+        schemes = {self.program.schemes_of(spec).get(each, "") for each in speculations(spec, self.program)}
+        return bool(schemes) and not schemes & {"", *(["draft_model"] if self.draft(spec) is None else [])}
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
         return tuple(_spec_warnings(spec, self.program))
@@ -350,7 +370,7 @@ class ServingEngine(
         return reading.read(task, candidate, folder, instance_devices.tolist())
 
     def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
-        return with_measured_acceptance(task, trials)
+        return with_measured_acceptance(task, trials, self.program.schemes_of(task.spec))
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return the failure patterns for the output of the trial program, which itself reads the engine's log."""
@@ -413,6 +433,14 @@ LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
 """Limits of at least this many seconds cause a warning. `e2e_s` has no such bound: a whole answer may take long."""
 
 
+def speculations(spec: Spec, program: Program) -> list[str]:
+    """Return the methods of speculation that a spec fixes or searches."""
+    name, fixed = common_knobs.SPECULATION, program.parse(spec).fixed
+    given = fixed.get(name, spec.space.get(name)), (spec.baseline or {}).get(name)
+    words = [word for each in given for word in (each if isinstance(each, tuple) else (each,))]
+    return [*dict.fromkeys(str(word) for word in words if word not in (None, "none", AUTO))]
+
+
 def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     """Yield a one-line warning for each doubtful setting of a spec.
 
@@ -449,9 +477,16 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
         yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
     if ADAPTER_SWITCH in program.split(spec).others and not serve.loads[0].adapters:
         yield "serve.profile.adapters is 0: all requests are predicted to use the base model; set it"
-    speculates = common_knobs.SPECULATION in spec.space or common_knobs.SPECULATION in fixed
-    if speculates and any(load.acceptance is None for load in serve.loads):
-        yield "speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"
+    for word in speculations(spec, program):
+        scheme = program.schemes_of(spec).get(word, "")
+        if all(load.accepted(scheme) for load in serve.loads):
+            continue
+        text, fix = f"{common_knobs.SPECULATION} = {word}", "set serve.profile.acceptance"
+        if scheme in USUAL:
+            yield f"{text} is predicted with a usual acceptance of {USUAL[scheme]} before its first trial; {fix}"
+        else:
+            why = "how often drafts are right depends on the traffic"
+            yield f"{text} is predicted without a gain before its first trial: {why}; {fix}"
     weights, precision = serve.weights, serve.precision
     if weights is None:
         return

@@ -48,7 +48,7 @@ from flagcore_vendorkit.programs import strip_dashes
 from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Spec, Task
 from flagcore.i18n import N_, Message
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
@@ -135,6 +135,11 @@ class SglangProgram(Program):
         if draft := take("speculative-draft-model"):
             result[DRAFT_FLAG] = draft
         return result | _chain(result)
+
+    def schemes_of(self, spec: Spec) -> Mapping[str, str]:
+        """See `Program`. If the model has layers for multi-token prediction, EAGLE uses them without a draft model."""
+        uses_layers = spec.model.mtp_num_layers > 0 and DRAFT_FLAG not in self.split(spec).others
+        return {**self.schemes, "EAGLE": "mtp"} if uses_layers else self.schemes
 
 
 def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
@@ -284,6 +289,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
         drafted=_drafted(other_args, values),
+        scheme=PROGRAM.scheme(task, values),
         **_tiers(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),

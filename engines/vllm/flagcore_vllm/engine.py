@@ -53,6 +53,7 @@ from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Setting
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
 from flagcore_vendorkit.programs import release, strip_dashes
 
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
@@ -104,11 +105,8 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     return (longest,) if cache_bytes > room else (None,)
 
 
-SHORT = {
-    "spec-method": "speculative-config.method",
-    "spec-model": "speculative-config.model",
-    "spec-tokens": "speculative-config.num_speculative_tokens",
-}
+METHOD, DRAFTED_FLAG = "speculative-config.method", "speculative-config.num_speculative_tokens"
+SHORT = {"spec-method": METHOD, "spec-model": "speculative-config.model", "spec-tokens": DRAFTED_FLAG}
 """Flags of 0.22 and later that set a key of the speculative config (`engine/arg_utils.py`)."""
 PREFILL_CONTEXT = "prefill-context-parallel-size"
 
@@ -129,6 +127,11 @@ class VllmProgram(Program):
         has_none = image == limits.get("limit-mm-per-prompt.video") == 0
         return super().text_only(spec) or (has_none and self.release(spec) >= (0, 11))
 
+    def unmodelled(self, spec: Spec) -> Iterator[Unmodelled]:
+        """See `Program`. A connector that offloads caches to the memory of the host is predicted."""
+        offloads = "cpu_bytes_to_use" in _offload_config(self.split(spec).others)
+        return (each for each in super().unmodelled(spec) if not (offloads and each.name.endswith(CONFIG)))
+
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
         """See `Program`. A JSON object that may set a knob becomes one flag for each value: vLLM's parser drops it if
         there are such flags, too (`utils/argparse_utils.py`). Raises SpecError for prefill context parallelism, whose
@@ -147,6 +150,10 @@ class VllmProgram(Program):
             with suppress(ValueError):
                 found = json.loads(text) if key in objects else None
             result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {SHORT.get(key, name): value}
+        draft = str(result.get(self.draft_flag, "")).lower()
+        if draft and DRAFTED_FLAG in result and METHOD not in result:
+            heads = {"eagle-": "eagle", "eagle3": "eagle3"}  # as in `config/speculative.py` of 0.33
+            result[METHOD] = next((word for part, word in heads.items() if part in draft), "draft_model")
         return result
 
 
@@ -164,6 +171,12 @@ CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too sm
 PROGRAM = VllmProgram.read("flagcore_vllm", {"contexts": CONTEXTS, "cache_types": knobs.if_fp8("auto", "fp8")})
 KNOBS = PROGRAM.knobs
 PIECEWISE = PROGRAM.code(GRAPHS, "PIECEWISE")
+ON_HOST = [PROGRAM.code(SPECULATION, word) for word in ("ngram", "suffix")]
+"""Methods that draft on the host, with synchronous scheduling."""
+NGRAM_TOKEN_S, SUFFIX_S = 15e-9, 20e-6
+"""Seconds in which one thread searches a token of a sequence for n-grams, and in which it extends a suffix tree: the
+first measured with `v1/spec_decode/ngram_proposer.py` of 0.33 and 2,048 to 32,768 tokens with the frequencies of words
+on one core of a Xeon, 13 to 18 ns; the second an estimate."""
 
 
 def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
@@ -273,7 +286,9 @@ def settings(task: Task, columns: Columns) -> Settings:
     block_on_cores = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
     cache_bytes = _cache_bytes(task, other_args, values, ranks, devices)
     default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
+    is_wide = other_args.get("dtype") in ("float32", "float")
     host_s = np.array([np.nan, np.nan if is_async(task) else 0.0, SYNCHRONOUS_SECONDS])[values[ASYNC]]
+    host_s = np.where(np.isin(values[SPECULATION], ON_HOST) & is_async(task), SYNCHRONOUS_SECONDS, host_s)
     # Pipelines were scheduled synchronously before (vllm-project/vllm #19970, #32618).
     host_s = np.where((values[PP] > 1) & (host_s == 0.0), np.nan, host_s)
     return Settings.of(
@@ -292,17 +307,42 @@ def settings(task: Task, columns: Columns) -> Settings:
         whole=np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
-        cache_element_bytes=PROGRAM.element_bytes(values),
+        cache_element_bytes=np.where((values[KV] == 0) & is_wide, 4.0, PROGRAM.element_bytes(values)),
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
-        host_cache=(values[OFFLOAD] * values[DP]).astype(np.float64)
-        * 2.0**30,  # each attention DP rank has a scheduler and a cache
+        scheme=PROGRAM.scheme(task, values),
+        draft_host_s=np.select([values[SPECULATION] == each for each in ON_HOST], _draft_seconds(task), 0.0),
+        host_cache=_host_cache(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
         **knobs.exchange_settings(task, values, KNOBS),
         **adapters.adapter_settings(task, values, other_args, slots=1, on_host=other_args.get("max-cpu-loras")),
     )
+
+
+def _offload_config(others: Mapping[str, EngineArg]) -> Mapping[str, object]:
+    """Return the settings of a connector that `engine_args` configures, which offloads caches or moves them."""
+    with suppress(ValueError, TypeError, AttributeError):
+        found = json.loads(str(others[CONFIG])) if CONFIG in others else {}
+        config = dict(found.get("kv_connector_extra_config") or {})
+        return config if found.get("kv_connector") in (None, "OffloadingConnector", "SimpleCPUOffloadConnector") else {}
+    return {}
+
+
+def _host_cache(others: Mapping[str, EngineArg], columns: Columns) -> FloatArray:
+    """Return the bytes of an instance's cache in the memory of the host. Each attention DP rank has a scheduler and a
+    cache. OFFLOAD replaces the bytes of the connector (0.33: `config/vllm.py`)."""
+    given = _offload_config(others).get("cpu_bytes_to_use")
+    default = float(given) if isinstance(given, int | float) else 0.0
+    return np.asarray(np.where(columns[OFFLOAD] > 0, columns[OFFLOAD] * 2.0**30, default) * columns[DP].clip(1))
+
+
+def _draft_seconds(task: Task) -> list[float]:
+    """Return the seconds in which each method in ON_HOST drafts tokens of a sequence."""
+    loads = task.spec.serve.loads
+    context = float(np.mean([load.prefix_len + load.input_len + 0.5 * load.output_len for load in loads]))
+    return [NGRAM_TOKEN_S * context, SUFFIX_S]
 
 
 def is_async(task: Task) -> bool:
@@ -441,6 +481,7 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
 def _rules(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
     hardware, experts = Hardware.of(task), task.spec.model.num_moe_experts or 0
+    own_offload = "spec_module_path" in _offload_config(PROGRAM.parse(task.spec).others)  # may copy between cores
     layouts = (
         *rules.split_rules(task, attention_and_experts=True, span=True),
         Rule(
@@ -449,7 +490,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
             message=Message("{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch", **NAMES),
             broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
         ),
-        *rules.forbidden(task, PROGRAM),
+        *(each for each in rules.forbidden(task, PROGRAM) if each.name != "offload_on_cores" or not own_offload),
     )
     groups = 1 if task.spec.model.multi_latent_attention else task.spec.model.num_query_groups
     sharing = Rule(

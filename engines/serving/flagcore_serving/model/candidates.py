@@ -25,7 +25,8 @@ from flagcore_serving.model.disaggregated import Prefill
 from flagcore_serving.model.iteration import IterationCosts, interpolate
 from flagcore_serving.model.memory import ServingMemory
 from flagcore_serving.model.simulated_load import CACHE_FIGURES, HIT_RATE, MAX_REQUESTS, TIER_HIT_RATE, SimulatedLoad
-from flagcore_serving.model.simulation import Lane, Price, tokens_per_iteration
+from flagcore_serving.model.simulation import Lane, Price
+from flagcore_serving.model.speculation import rates, tokens_per_iteration
 from flagcore_serving.model.tiers import reached
 from flagcore_serving.model.vision import EncoderCosts, ImageWork
 from flagcore_serving.model.work import TOKENIZER, Overheads
@@ -204,9 +205,11 @@ def _highest(
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     times = context.times
-    costs = b"".join(each[row].tobytes() for each in (times.local, times.shared, times.summed, times.cached))
+    costs = b"".join(
+        each[row].tobytes() for each in (times.local, times.shared, times.summed, times.cached, times.drafts)
+    )
     floors = (times.floor[row], times.decode_floor[row], times.mixed_floor[row], times.captured[row])
-    other_costs = np.array([*floors, times.fixed[row], times.crowding[row]]).tobytes()
+    other_costs = np.array([*floors, times.fixed[row], times.sequence[row], times.crowding[row]]).tobytes()
     if context.encoder is not None:
         other_costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
     other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
@@ -222,7 +225,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, min(float(settings.max_running[row]), float(context.memory.sequences[row]))) * ranks
-    acceptance, caches = load.load.acceptance, bool(settings.prefix_caching[row] and load.parts)
+    acceptance, caches = rates(load.load, settings, row), bool(settings.prefix_caching[row] and load.parts)
     found, device = float(load.load.prefix_len), max(tokens, 0.0) if caches else 0.0
     if context.overheads.whole_prompts:  # each slot has one
         device = min(device, float(settings.max_running[row]) * ranks * sum(load.means))
@@ -247,7 +250,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         swap_s=float(context.swap_s[row]) if slots < used else 0.0,
         page=float(settings.block_size[row]) if load.parts else 1.0,
         drafted=drafted,
-        gain=tokens_per_iteration(acceptance or 0.0, drafted),
+        gain=tokens_per_iteration(acceptance or (), drafted),
     )
 
 

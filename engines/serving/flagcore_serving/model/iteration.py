@@ -15,8 +15,8 @@ from flagcore.domain.model import Mixer
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.physics.roofline import cast_bytes
 from flagcore_serving.model.adapters import adapter_launches, adapter_seconds
-from flagcore_serving.model.memory import offloaded_bytes
-from flagcore_serving.model.work import Serving, SparseKernel, distinct_experts
+from flagcore_serving.model.memory import expert_bytes, offloaded_bytes
+from flagcore_serving.model.work import HOST_MEMORY_RATE, Serving, SparseKernel, distinct_experts
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import ATTENTION, connections, parameters
 
@@ -51,6 +51,8 @@ class IterationCosts:
     - `fixed`, `sequence`: seconds added per iteration and per running sequence, multiplied by `crowding`.
     - `floor`: minimum seconds of an iteration of more than `captured` tokens, multiplied by `crowding`.
     - `decode_floor`, `mixed_floor`: the same for other iterations, without prompts and with prompts.
+    - `drafts`, `draft_heads`: tables of the seconds of a pass of the draft through its layers and through its head.
+    - `draft_cached`: as `cached`, of a pass of the draft.
     - `captured`: the largest iteration that runs as a captured graph, in tokens.
     - `crowding`: as in `Settings`.
     """
@@ -70,6 +72,9 @@ class IterationCosts:
     mixed_floor: FloatArray
     captured: FloatArray
     crowding: FloatArray
+    drafts: FloatArray
+    draft_heads: FloatArray
+    draft_cached: FloatArray
 
 
 def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:
@@ -128,7 +133,10 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         exchanged = moe * exchange(serving, column, costs, tokens) * busiest
         if overheads.sums_prompts:
             summed = moe * _summed(serving, column, costs, tokens)
-        shared = moe * experts(serving, column, kernels, tokens) * busiest + exchanged
+        on_host, computed = column.experts_on_host, experts(serving, column, kernels, tokens)
+        shared = (moe - on_host) * computed * busiest + exchanged
+        if on_host.any():
+            shared = shared + on_host * _host_experts(serving, column, kernels, tokens, computed)
         moe_reduce = moe * np.where(column.data > 1.0, 0.0, reduce)
         local, messages = local + moe_reduce, messages + moe_reduce
     stages = _stages(serving, column, costs, tokens)
@@ -172,6 +180,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         mixed_floor=pieces,
         captured=settings.captured(overheads.captures),
         crowding=settings.crowding,
+        **dict.fromkeys(("drafts", "draft_heads"), np.zeros_like(local)),
+        draft_cached=np.zeros_like(cached),
     )
 
 
@@ -210,17 +220,17 @@ def _overlapped(
     """
 
     def computing(tokens: FloatArray) -> FloatArray:
-        return _at(local, tokens / settings.data) + reading * tokens / settings.data
+        return at_counts(local, tokens / settings.data) + reading * tokens / settings.data
 
     reading = cached * (0.5 * (serving.prompt + serving.tokens))
     half = NODES / 2.0
-    experts_half, exchanged_half = _at(shared - exchanged, half), _at(exchanged, half)
+    experts_half, exchanged_half = at_counts(shared - exchanged, half), at_counts(exchanged, half)
     computed = computing(half) + experts_half
     longer, shorter = np.maximum(computed, exchanged_half), np.minimum(computed, exchanged_half)
     return 2.0 * (longer + EXPOSED * shorter) - computing(NODES)
 
 
-def _at(table: FloatArray, tokens: FloatArray) -> FloatArray:
+def at_counts(table: FloatArray, tokens: FloatArray) -> FloatArray:
     """Return each candidate's row of `table`, interpolated at several numbers of tokens."""
     tokens = np.broadcast_to(tokens, table.shape)
     return np.array([np.interp(counts, NODES, row) for counts, row in zip(tokens, table, strict=True)])
@@ -321,6 +331,24 @@ def _from_host(serving: Serving, settings: Settings, tokens: FloatArray) -> Floa
         chosen = distinct_experts(count, float(model.moe_router_topk), tokens) / count
         read = 1.0 - share + share * chosen
     return read * offloaded_bytes(serving, settings) / (HOST_SHARE * serving.host_rate)
+
+
+def _host_experts(
+    serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray, computed: FloatArray
+) -> FloatArray:
+    """Return the seconds of one layer's routed experts in the memory of the host. `computed`: seconds on the devices.
+
+    Cores of the host compute few tokens, as fast as they read the weights of the chosen experts. With more tokens,
+    these weights are copied to the devices in each pass (`Overheads.copied_from`).
+    """
+    model, ranks = serving.model, settings.tensor * settings.data
+    count = float(model.num_moe_experts or 1)
+    chosen = distinct_experts(count, float(model.moe_router_topk), tokens) / count
+    read = chosen * expert_bytes(serving, settings)
+    activations = kernels.host_copy_seconds(tokens * (4.0 * model.hidden_size))
+    by_cores = read * ranks / HOST_MEMORY_RATE + 2.0 * activations
+    by_devices = read / (HOST_SHARE * serving.host_rate) + computed
+    return np.where(tokens < serving.overheads.copied_from, by_cores, by_devices)
 
 
 def _stages(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:

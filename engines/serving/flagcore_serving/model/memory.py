@@ -18,6 +18,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import BYTES
 from flagcore_serving.model.adapters import adapter_bytes
+from flagcore_serving.model.speculation import drafts
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
@@ -59,6 +60,10 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     """
     model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
     weights = weight_bytes(serving, settings) - offloaded_bytes(serving, settings)
+    alone = replace(settings, pipeline=np.ones_like(settings.pipeline))  # drafts are on the last pipeline stage
+    for rows, draft, own_tables in drafts(serving, settings):
+        shared = (1.0 - own_tables) * table_bytes(draft.model, alone)
+        weights = weights + np.where(rows, weight_bytes(draft, alone) - shared, 0.0)
     adapters = np.zeros(weights.shape)
     if settings.adapter_rank.any():
         adapters = settings.adapter_slots * adapter_bytes(serving, settings)
@@ -79,6 +84,9 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     token = token_bytes(model, settings, serving.tokens, **kept)
     longest = settings.context_len.astype(np.float64)
     longest_token = token_bytes(model, settings, longest, batched_tokens, **kept)
+    for rows, draft, _ in drafts(serving, settings):
+        token = token + np.where(rows, token_bytes(draft.model, alone, serving.tokens, **kept), 0.0)
+        longest_token = longest_token + np.where(rows, token_bytes(draft.model, alone, longest, **kept), 0.0)
     state = _state_bytes(model, settings, recurrent=True)
     aside = (settings.state_share > 0.0) & (state > 0.0)
     tokens = np.maximum(serving.tokens, 1.0)
@@ -91,6 +99,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
     layers = np.maximum(weights - table_bytes(model, settings), 0.0) * share
     weights = np.where(settings.on_device < 1.0, layers, weights)
+    weights = weights - _on_host(serving, settings) * expert_bytes(serving, settings) / settings.cores
     cache, token, longest_token = cache * share, token * share, longest_token * share
     return ServingMemory(
         weights=weights,
@@ -128,14 +137,26 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     total = total + serving.dense_layers * gates * h * model.ffn_hidden_size / settings.tensor * dense_width
     if moe:
         count = model.num_moe_experts or 0
-        width_of_experts = gates * model.expert_hidden_size * (model.moe_ffn_hidden_size or 0)
-        routed = width_of_experts * count / (settings.tensor * settings.data)
         shared = gates * h * (model.moe_shared_expert_intermediate_size or 0) / settings.tensor
         latent = 2.0 * h * (model.moe_latent_size or 0)
-        total = total + moe * (routed * width + (shared + latent) * shared_width + 2.0 * h * count)
+        routed = expert_bytes(serving, settings)
+        total = total + moe * (routed + (shared + latent) * shared_width + 2.0 * h * count)
     total = total + 2.0 * connections(model) * model.residual_weights
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
     return total * stage_share / settings.cores + table_bytes(model, settings)
+
+
+def expert_bytes(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the bytes of the routed experts of one layer on a rank."""
+    model, gates = serving.model, 3.0 if serving.model.gated_linear_unit else 2.0
+    width = BYTES.get(serving.precision, 2.0) if serving.weight_bytes is None else serving.weight_bytes
+    weights = gates * model.expert_hidden_size * (model.moe_ffn_hidden_size or 0) * (model.num_moe_experts or 0)
+    return np.asarray(weights / (settings.tensor * settings.data) * width)
+
+
+def _on_host(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the layers of the fullest pipeline stage, the last one, whose experts are in the memory of the host."""
+    return np.maximum(settings.experts_on_host - serving.moe_layers * (1.0 - 1.0 / settings.pipeline), 0.0)
 
 
 def offloaded_bytes(serving: Serving, settings: Settings) -> FloatArray:

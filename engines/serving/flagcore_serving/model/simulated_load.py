@@ -37,7 +37,11 @@ def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
     Prompts with the same part share the tokens up to its end. The list is empty if prompts share only the prefix.
     """
     if requests.blocks:
-        return [[(block, requests.block_len) for block in blocks] for blocks in requests.blocks]
+        size = requests.block_len  # the last block of a prompt may be incomplete
+        return [
+            [(block, max(0, min(size, length - prefix_len - place * size))) for place, block in enumerate(blocks)]
+            for blocks, length in zip(requests.blocks, requests.input_len.tolist(), strict=True)
+        ]
     if requests.follows is None:
         return _text_parts(requests.texts, requests.input_len.tolist()) if requests.texts else []
     parts = list[list[Part]]()

@@ -91,12 +91,13 @@ def cached_tokens(
     for number, parts in enumerate(prompts):
         hit, matches = 0, True
         for name, size in parts:
-            found = cache.get(name, 0) if matches else 0
+            found = min(cache.get(name, 0), size) if matches else 0
             hit, matches = hit + found, matches and found == size
         stored = ((("answer", number), next(lengths, 0)), *reversed(parts))
         for name, size in reversed(stored) if whole else stored:
-            used += size - cache.pop(name, 0)
-            cache[name] = size
+            cached = cache.pop(name, 0)
+            cache[name] = max(size, cached)
+            used += cache[name] - cached
         while used > capacity and cache:
             name, size = cache.popitem(last=False)
             used -= size

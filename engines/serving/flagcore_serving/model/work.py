@@ -87,6 +87,8 @@ class Overheads:
       matrix products.
     - `exchanged_share`: factor on both rates if attention ranks exchange their tokens.
     - `sums_prompts`: whether attention ranks exchange prompts by all-reduces of the tokens of all ranks.
+    - `copied_from`: the fewest tokens of a pass for which experts in the memory of the host are copied to the devices,
+      instead of computed by the host.
     - `spread`: share of an iteration's tokens that choose experts independently of each other.
 
     Kernels that an iteration launches if it is not a captured graph; the host may then be slower than the device:
@@ -141,6 +143,7 @@ class Overheads:
     grouped_work: float = 1.0
     exchanged_share: float = 1.0
     sums_prompts: bool = False
+    copied_from: float = math.inf
     spread: float = 1.0
     eager_kernels: float = 0.0
     eager_experts: float = 0.0
@@ -172,6 +175,9 @@ class Overheads:
 
 HOST_RATE = 32e9
 """The rate of the host's link in bytes per second, assumed for chips without a known one: that of PCIe 4.0 x16."""
+HOST_MEMORY_RATE = 1.5e11
+"""Bytes per second that all cores of a host read from its memory, of which flagcore knows nothing. A choice: two
+channels of DDR5-5600 have at most 9e10, eight of DDR4-3200 2e11, and twelve of DDR5-4800 4.6e11."""
 DISK_RATE = 5e9
 """Bytes per second that a host reads from its local disks, of which flagcore knows nothing. A choice: a drive with four
 lanes of PCIe 4.0 reads at most 7e9."""
@@ -215,6 +221,7 @@ class Serving:
     - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
     - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and mixers depend on them.
     - `adapters`: the requests that use adapters.
+    - `draft`: the other model that drafts tokens; None if there is none, or if it is unknown.
     """
 
     model: Model
@@ -230,6 +237,7 @@ class Serving:
     tokens: float = 1.0
     prompt: float = 1.0
     adapters: AdaptedRequests = AdaptedRequests()
+    draft: Model | None = None
 
     @property
     def wide_precision(self) -> str:

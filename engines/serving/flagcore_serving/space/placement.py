@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
-from flagcore.domain.spec import Task, is_rate
+from flagcore.domain.spec import AUTO, Task, is_rate
 from flagcore.errors import SpecError
 from flagcore.i18n import Message
 from flagcore_serving.load.routing import DECODE, PREFILL
@@ -99,15 +99,16 @@ def parse_roles(value: object, key: str) -> str:
 def known_roles(task: Task) -> tuple[str, ...]:
     """Return all values of PREFILL_DECODE for a task, in the order of their codes.
 
-    The values of `auto` come first, then the values in the spec.
+    The values of `auto` come first, unless the space lists only others, then the values in the spec.
     """
-    spec_values = list[str]()
+    listed, spec_values = task.spec.space.get(PREFILL_DECODE, AUTO), list[str]()
     for section, values in (("space", task.spec.space), ("baseline", task.spec.baseline or {})):
         value = values.get(PREFILL_DECODE)
         texts = value if isinstance(value, tuple) else (value,)
         key = f"auto_tuner.{section}.{PREFILL_DECODE}"
         spec_values += [parse_roles(each, key) for each in texts if each not in (None, "auto")]
-    return tuple(dict.fromkeys((*_divisions(task), *spec_values)))
+    has_auto = task.spec.serve.default_space or AUTO in (listed if isinstance(listed, tuple) else (listed,))
+    return tuple(dict.fromkeys((*(_divisions(task) if has_auto else ()), *spec_values)))
 
 
 def auto_roles(task: Task) -> tuple[KnobValue, ...]:

@@ -37,7 +37,15 @@ from flagcore_serving.space.knobs import (
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.weights import DENSE, EXPERTS, SHARED, context_limit, quantization
 
-NAMES = {"CONTEXT": CONTEXT, "EP": EP, "PP": PP, "PREFILL_DECODE": PREFILL_DECODE, "SPECULATION": SPECULATION, "TP": TP}
+NAMES = {
+    "CONTEXT": CONTEXT,
+    "DRAFTED": DRAFTED,
+    "EP": EP,
+    "PP": PP,
+    "PREFILL_DECODE": PREFILL_DECODE,
+    "SPECULATION": SPECULATION,
+    "TP": TP,
+}
 """The names of knobs in messages of rules, by their fields."""
 
 
@@ -334,7 +342,17 @@ def speculation_rules(
     """
     drafts, layers = [program.code(SPECULATION, word) for word in need_model], program.code(SPECULATION, own_layers)
     has_model = model_flag in program.parse(task.spec).others
+    longest = longest_request(task)
+    too_long = Rule(
+        name="drafts_in_context",
+        knobs=(DRAFTED,),
+        message=Message(
+            "{DRAFTED} must be less than {longest}, the tokens of the longest request", **NAMES, longest=longest
+        ),
+        broken=lambda c: c[DRAFTED] >= longest,
+    )
     return (
+        *([too_long] if any(knob.name == DRAFTED for knob in program.knobs) else []),
         Rule(
             name="speculation_needs_a_draft",
             knobs=(SPECULATION,),

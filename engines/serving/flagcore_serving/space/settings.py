@@ -42,6 +42,7 @@ class Settings:
     - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
     - `offloaded`: bytes of the layers' weights of each device that are in the memory of the host, and that each pass
       reads from there.
+    - `experts_on_host`: the first layers with experts whose routed experts are in the memory of the host.
     - `state_share`: share of the cache that is set aside for states of mixers; 0 if tokens and states share the cache.
     - `state_slots`: states that a running sequence occupies where they are set aside.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
@@ -49,6 +50,8 @@ class Settings:
     - `graph_bytes`: bytes of captured graphs on a device; NaN if they follow from the number of layers.
     - `least_cache`: bytes of the cache of a device without which the engine does not start.
     - `drafted`: tokens that speculation drafts per sequence and iteration.
+    - `scheme`: how it drafts them: 1 + the index in SCHEMES, 0 if unknown or without speculation.
+    - `draft_host_s`: seconds that the host takes to draft tokens of a sequence.
     - `pass_tokens`: maximum number of tokens in one pass through the model, which may be infinite. A larger iteration
       takes several passes.
     - `exchanges`: whether attention ranks send each token only to the ranks of its experts. Otherwise all ranks gather
@@ -88,11 +91,14 @@ class Settings:
     graph_bytes: FloatArray
     least_cache: FloatArray
     offloaded: FloatArray
+    experts_on_host: FloatArray
     state_share: FloatArray
     state_slots: FloatArray
     on_device: FloatArray
     host_s: FloatArray
     drafted: IntArray
+    scheme: IntArray
+    draft_host_s: FloatArray
     pass_tokens: FloatArray
     exchanges: BoolArray
     overlaps: BoolArray
@@ -142,11 +148,13 @@ class Settings:
             "graph_bytes": unknown,
             "least_cache": np.zeros(ones.shape),
             "offloaded": np.zeros(ones.shape),
+            "experts_on_host": np.zeros(ones.shape),
             "state_share": np.zeros(ones.shape),
             "state_slots": np.ones(ones.shape),
             "on_device": np.ones(ones.shape),
             "host_s": unknown,
-            "drafted": 0 * ones,
+            **dict.fromkeys(("drafted", "scheme"), 0 * ones),
+            "draft_host_s": np.zeros(ones.shape),
             "pass_tokens": np.full(ones.shape, np.inf),
             **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), ones < 1),
             "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
