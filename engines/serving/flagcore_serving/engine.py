@@ -9,7 +9,9 @@ Job records of published runs omit some settings. They are filled in as follows:
   time of the measurements.
 - Experts on several hosts have the copies, load balancer, chunks and overlap of published recipes, unless the record
   has one of these or an exchange, and the exchange of published runs, unless it has one.
-- Other settings come from the engine's `PublishedRuns`, then from its defaults.
+- Lengths that only the client of InferenceX or of an engine's own pages has are drawn from the range of that client.
+- Other settings come from the engine's `PublishedRuns`, flags only with the lengths of InferenceX, then from its
+  defaults.
 """
 
 import itertools
@@ -53,6 +55,7 @@ from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.predict import predict
+from flagcore_serving.model.simulated_load import STEADY_RATIO, WAVES_IN_FLIGHT
 from flagcore_serving.model.speculation import USUAL
 from flagcore_serving.model.work import HOST_RATE, Overheads, overheads_of
 from flagcore_serving.space import knobs as common_knobs
@@ -211,7 +214,13 @@ class ServingEngine(
             parsed.setdefault(common_knobs.KV, runs.cache_type)
         if runs.release and release(serve.engine_version or "") is None:
             serve = replace(serve, engine_version=runs.release)
-        serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+        load = serve.loads[0]
+        lengths, drawn = (load.input_len, load.output_len), runs.drawn if load.num_prompts else {}
+        if lengths in INFERENCEX and load.num_prompts in (None, WAVES_IN_FLIGHT * (load.concurrency or 0)):
+            serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+            drawn = {lengths: STEADY_RATIO}
+        if load.range_ratio == 1.0 and load.concurrency:
+            serve = replace(serve, loads=(replace(load, range_ratio=drawn.get(lengths, 1.0)),))
         assumed = self._as_in_production(task, parsed)
         parsed |= assumed
         if runs.memory_flag and _weights_share(task, parsed) > CROWDED_SHARE:
@@ -396,6 +405,9 @@ class ServingEngine(
         return PATTERNS
 
 
+INFERENCEX = ((1024, 1024), (1024, 8192), (8192, 1024))
+"""Lengths of InferenceX's prompts and answers. Its client draws them from a range, and its recipes set flags. It sends
+`WAVES_IN_FLIGHT` requests per client."""
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
 """Published runs raise the engine's memory share to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE` of a
 device's memory."""

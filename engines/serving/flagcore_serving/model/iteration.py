@@ -14,7 +14,7 @@ from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import Mixer
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.physics.roofline import cast_bytes
-from flagcore_serving.model.adapters import adapter_launches, adapter_seconds
+from flagcore_serving.model.adapters import adapter_launches, adapter_seconds, head_pair, pairs_of
 from flagcore_serving.model.memory import expert_bytes, offloaded_bytes
 from flagcore_serving.model.work import HOST_MEMORY_RATE, Serving, SparseKernel, distinct_experts
 from flagcore_serving.space.settings import Settings
@@ -143,8 +143,10 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     local, messages = local + stages, messages + stages
     local = local + column.pipeline * _from_host(serving, column, tokens)
     if serving.adapters.number:
-        local = local + adapter_seconds(serving, column, costs, tokens)
+        local = local + adapter_seconds(serving, column, costs, tokens, pairs_of(serving, column))
     head = linear(kernels, tokens, float(model.hidden_size), model.vocab_size / column.tensor, serving, wide=True)
+    if serving.adapters.number:
+        head = head + adapter_seconds(serving, column, costs, tokens, head_pair(serving, column))
     passes = NODES / tokens
     cached, pair = _attention_rates(serving, settings, kernels)
     pace, expert_pace = _paces(serving, settings)

@@ -38,6 +38,7 @@ class Lane:
     - `tiers`: the tiers of the prefix cache behind the devices.
     - `whole_prompts`: as in `Overheads`.
     - `adapters`: adapters that one iteration can use; 0: all. `swap_s`: seconds to load another one into a slot.
+    - `mixes`: whether iterations combine prompts and decoding.
     - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
       that only decodes.
     """
@@ -55,6 +56,7 @@ class Lane:
     whole_prompts: bool = False
     adapters: float = 0.0
     swap_s: float = 0.0
+    mixes: bool = True
     drafted: float = 0.0
     gain: float = 1.0
 
@@ -400,7 +402,7 @@ class Simulation:
         """
         if not (self.queue or self.partial):
             return False
-        decoding = self.running if self.overheads.mixes else 0
+        decoding = self.running if self.lane.mixes else 0
         budget = self.lane.budget - decoding
         if self._pieces(decoding, budget):
             return True

@@ -35,6 +35,7 @@ class Settings:
       engine, it applies to the prompt tokens or to all tokens.
     - `context_len`: maximum number of tokens of one sequence.
     - `chunked`: whether prompts are computed in chunks; otherwise a prompt is computed in one piece.
+    - `mixed_chunks`: whether iterations combine prompts and decoding, although the engine does not by default.
     - `graph_tokens`: the largest batch, in tokens, that the engine captures as a graph; 0 in eager mode.
     - `whole`: 1 if an iteration that only decodes is one graph, 0 if it is captured in pieces, and NaN for the engine's
       default.
@@ -102,6 +103,7 @@ class Settings:
     scheme: IntArray
     draft_host_s: FloatArray
     pass_tokens: FloatArray
+    mixed_chunks: BoolArray
     exchanges: BoolArray
     direct: FloatArray
     overlaps: BoolArray
@@ -159,7 +161,7 @@ class Settings:
             **dict.fromkeys(("drafted", "scheme"), 0 * ones),
             "draft_host_s": np.zeros(ones.shape),
             "pass_tokens": np.full(ones.shape, np.inf),
-            **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), ones < 1),
+            **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized"), ones < 1),
             "direct": unknown,
             "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
             "copies": 0 * ones,
@@ -203,7 +205,8 @@ class PublishedRuns:
     - `cache_type`: the 8-bit type of the KV cache in runs with narrow weights on chips that compute in 4 bits.
     - `memory_flag`: the flag for the engine's share of memory, which runs raise if the weights fill most of a device.
     - `release`: the engine release for records that name none, from the time of the measurements.
-    - `engine_args`: other flags of the published recipes.
+    - `engine_args`: other flags of the recipes of InferenceX.
+    - `drawn`: the `range_ratio` of the client on the engine's own pages, by lengths of prompts and answers.
     - `wide_copies`, `wide_chunk`: with experts on several hosts, the least copies of experts, and the knob for the
       prompt tokens of an iteration with the tokens of each rank. 0 and "" if the engine's recipes set none.
     """
@@ -212,5 +215,6 @@ class PublishedRuns:
     memory_flag: str = ""
     release: str = ""
     engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
+    drawn: Mapping[tuple[int, int], float] = field(default_factory=dict)
     wide_copies: int = 0
     wide_chunk: tuple[str, int] = ("", 0)
