@@ -191,7 +191,7 @@ def _host_experts(task: Task, columns: Columns) -> FloatArray:
         model.num_moe_experts is not None and layer >= model.moe_first_dense_layers for layer in range(model.num_layers)
     ]
     before = np.array([0, *np.cumsum(has_experts)], dtype=np.float64)
-    first = np.where(columns[LAYERS] < 0, 0, model.num_layers + 1 - columns[LAYERS]).clip(min=0)
+    first = np.where(columns[LAYERS] < 0, 0, model.num_layers + 1 - columns[LAYERS]).clip(0, model.num_layers)
     on_host = np.maximum(columns[HOST_EXPERTS].clip(max=model.num_layers), first)
     return np.asarray((before[on_host] - before[first]) * (not on_cores))
 
