@@ -36,7 +36,7 @@ EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
 INSTALLED = {
     "plugins": ("cpu",),
     "engines": ("llamacpp", "megatron", "models", "serving", "sglang", "training", "vllm"),
-    "extras": ("hosts", "importers", "page", "vendorkit"),
+    "extras": ("hosts", "importers", "operators", "page", "vendorkit"),
 }
 """What comes with the core, by folder. Each is a distribution of its own, as those of VENDORS and EXTRAS are."""
 ENGINES = {

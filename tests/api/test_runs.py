@@ -16,6 +16,7 @@ import flagcore
 from flagcore import api
 from flagcore.contracts import Event
 from flagcore.errors import RunError, UsageError
+from flagcore.plugins.entry_points import PAGES, names
 from flagcore.report.formats import lookup
 from flagcore.tuner.planner import STOPPED
 from flagcore.tuner.store import OptunaStore
@@ -150,6 +151,19 @@ def test_secrets_are_not_exposed_and_best_sh_still_has_them(tmp_path: Path, monk
 
     logged = (where / "trials/0/stdout.log").read_text()
     assert all(secret in logged for secret in (SHELL_SECRET, SPEC_SECRET, COMMAND_SECRET))
+    shared_files = [
+        "result.json",
+        *(["report.html"] if names(PAGES) else []),
+        "report.txt",
+        "best.sh",
+        "journal.log",
+        "task.json",
+        "best/launch.json",
+        "trials/0/launch.json",
+    ]
+    texts = {name: (where / name).read_text() for name in shared_files}
+    for name, text in texts.items():
+        assert not [secret for secret in (SHELL_SECRET, SPEC_SECRET, COMMAND_SECRET) if secret in text], name
     for name in ("spec.yaml", "best.yaml", "best/secrets.sh"):
         assert stat.S_IMODE((where / name).stat().st_mode) == 0o600, name
     assert SHELL_SECRET not in (where / "best/secrets.sh").read_text()

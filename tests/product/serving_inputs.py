@@ -71,7 +71,7 @@ def settings(**arguments: object) -> Settings:
         "memory_fraction": 0.9,
         "cache_element_bytes": 2.0,
         "state_slots": 1,
-        **dict.fromkeys(("cache_bytes", "graph_bytes", "host_s", "whole"), np.nan),
+        **dict.fromkeys(("cache_bytes", "graph_bytes", "host_s", "whole", "direct"), np.nan),
         **dict.fromkeys(("drafted", "scheme", "draft_host_s", "copies", "least_cache"), 0),
         **dict.fromkeys(("offloaded", "state_share", "host_ratio"), 0),
         **{f"{tier}_cache": 0.0 for tier in TIERS},

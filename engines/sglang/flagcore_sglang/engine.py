@@ -295,7 +295,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         **_tiers(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
-        **knobs.exchange_settings(task, values, KNOBS),
+        **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
         **adapters.adapter_settings(
             task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
         ),
@@ -528,6 +528,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),
         rules.tower_merge(task),
+        *rules.exchange_merge(task, PROGRAM),
         *adapters.adapter_merges(task, PROGRAM.parse(task.spec).others),
         *((rules.ignoring("no_graphs_on_cores", (EAGER,), lambda c: True),) if on_cores else ()),
     )

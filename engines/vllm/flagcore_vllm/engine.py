@@ -39,6 +39,7 @@ from flagcore_serving.space.knobs import (
     CONTEXT,
     DRAFTED,
     EAGER,
+    EXCHANGE,
     KV,
     PREFIX,
     REDUNDANT,
@@ -56,7 +57,7 @@ from flagcore_vendorkit.programs import release, strip_dashes
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import N_, Message
@@ -303,7 +304,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         least_cache=_least_cache(task, values, seqs),
         context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task)),
         chunked=values[CHUNKED],
-        graph_tokens=np.where((values[EAGER] == 0) & (values[GRAPHS] != 1), graph_tokens(task), 0),
+        graph_tokens=np.where(~_without_graphs(values), graph_tokens(task), 0),
         whole=np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
@@ -316,9 +317,16 @@ def settings(task: Task, columns: Columns) -> Settings:
         host_cache=_host_cache(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
-        **knobs.exchange_settings(task, values, KNOBS),
+        **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
         **adapters.adapter_settings(task, values, other_args, slots=1, on_host=other_args.get("max-cpu-loras")),
     )
+
+
+def _without_graphs(values: Columns) -> BoolArray:
+    """Return the candidates without graphs: DeepEP's kernels for high throughput need this (0.33
+    `config/compilation.py`)."""
+    uses_library = (values[EXCHANGE] == PROGRAM.code(EXCHANGE, "deepep_high_throughput")) & (values[DP] > 1)
+    return np.asarray((values[EAGER] == 1) | (values[GRAPHS] == 1) | uses_library)
 
 
 def _offload_config(others: Mapping[str, EngineArg]) -> Mapping[str, object]:
@@ -621,6 +629,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         rules.no_drafts(),
         rules.tower_merge(task),
         rules.ignoring("no_graphs_is_eager", (EAGER, GRAPHS), lambda c: c[EAGER] == 1),
+        *rules.exchange_merge(task, PROGRAM),
         *_forced_block(task),
         *adapters.adapter_merges(task, PROGRAM.parse(task.spec).others),
     )

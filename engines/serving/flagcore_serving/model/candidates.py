@@ -226,10 +226,14 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, min(float(settings.max_running[row]), float(context.memory.sequences[row]))) * ranks
     acceptance, caches = rates(load.load, settings, row), bool(settings.prefix_caching[row] and load.parts)
-    found, device = float(load.load.prefix_len), max(tokens, 0.0) if caches else 0.0
-    if context.overheads.whole_prompts:  # each slot has one
-        device = min(device, float(settings.max_running[row]) * ranks * sum(load.means))
-    tiers = [(name, float(each[row]), float(token_s[row])) for name, (each, token_s) in context.tiers.items() if caches]
+    found, device, least = float(load.load.prefix_len), max(tokens, 0.0) if caches else 0.0, 0.0
+    if (
+        context.overheads.whole_prompts
+    ):  # each slot has one, and a tier at least one, even if it is larger than the tier
+        least = sum(load.means)
+        device = min(device, float(settings.max_running[row]) * ranks * least)
+    sizes = {name: (float(each[row]), float(token_s[row])) for name, (each, token_s) in context.tiers.items() if caches}
+    tiers = [(name, max(each, least) if each else 0.0, token_s) for name, (each, token_s) in sizes.items()]
     if context.task.spec.model.state_bytes:  # a state is stored only at the end of a block
         found -= found % block
     used = load.load.adapters + (context.overheads.base_takes_slot and load.load.adapter_share < 1.0)
@@ -244,7 +248,11 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         stages=stages,
         shared_prefix=found if settings.prefix_caching[row] else 0.0,
         retained=device,
-        tiers=tuple(reached(device, tiers, writes_through=bool(settings.writes_through[row]))),
+        tiers=tuple(
+            reached(
+                device, tiers, writes_through=bool(settings.writes_through[row]), own_order=context.overheads.own_order
+            )
+        ),
         whole_prompts=context.overheads.whole_prompts,
         adapters=slots if slots < used else 0.0,
         swap_s=float(context.swap_s[row]) if slots < used else 0.0,

@@ -11,7 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -95,8 +97,14 @@ def turn_order(task: IntArray, turn: IntArray, flight: int) -> IntArray:
     """Return the order in which a closed loop sends the requests of conversations.
 
     `flight` conversations run at once, and take turns: each sends its next request after the answer to the one before.
+    The next conversation starts where one has ended.
     """
-    return np.lexsort((task, turn, task // max(flight, 1)))
+    lengths, free = np.bincount(task), [(0, slot) for slot in range(max(flight, 1))]
+    starts = np.zeros((2, lengths.size), dtype=np.int64)
+    for number, length in enumerate(lengths.tolist()):
+        starts[:, number] = begin, slot = heappop(free)
+        heappush(free, (begin + length, slot))
+    return np.lexsort((starts[1, task], starts[0, task] + turn))
 
 
 MAX_REQUEST_TIMES = 20_000
@@ -131,7 +139,7 @@ class RequestTimes:
     @classmethod
     def from_outcome(cls, outcome: SimulatedRun) -> RequestTimes:
         prompts, outputs, sent, first, end = (
-            np.array([getattr(request, name) for request in outcome.requests], dtype=np.float64)
+            np.fromiter(map(attrgetter(name), outcome.requests), np.float64, len(outcome.requests))
             for name in ("prompt", "output", "arrival", "first", "end")
         )
         return cls(
@@ -240,7 +248,7 @@ class SimulatedLoad:
     - `prefix_aware`: as in ServeSpec.
     - `vision`: the vision tower of the model; None if it has none.
     - `adapters`: the adapter of each request, -1 for none; None if none uses one.
-    - `hits`: results of `_hits_of` before rounding, by number of lanes and size of the cache.
+    - `hits`: results of `_hits_of` before rounding, by number of lanes, page and sizes of the tiers.
     - `rows`: results of `_rows`, by number of lanes.
     """
 
@@ -258,7 +266,7 @@ class SimulatedLoad:
     prefix_aware: bool = False
     vision: Vision | None = None
     adapters: IntArray | None = None
-    hits: dict[tuple[int, float], FloatArray] = field(default_factory=dict, compare=False)
+    hits: dict[tuple[float, ...], FloatArray] = field(default_factory=dict, compare=False)
     rows: dict[int, IntArray] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -344,11 +352,17 @@ class SimulatedLoad:
         The shape is (tiers, requests). The first tier is the cache of the devices."""
         rows, lane = self._rows(lanes), price.lane
         within = [np.zeros(rows.size)]
-        for reach in (lane.retained, *(tier.reach for tier in lane.tiers)) if self.parts else ():
-            if (lanes, reach) not in self.hits:
+        reaches = (lane.retained, *(tier.reach for tier in lane.tiers)) if self.parts else ()
+        for number, reach in enumerate(reaches):
+            ahead = within[-1] if price.overheads.own_order and number else None
+            key = (lanes, lane.page, *(reaches[: number + 1] if ahead is not None else (reach,)))
+            if key not in self.hits:
                 prompts, answers = [self.parts[row] for row in rows], self.output_len[rows].tolist()
-                self.hits[lanes, reach] = cached_tokens(prompts, reach, answers, whole=lane.whole_prompts)
-            within.append(self.hits[lanes, reach] // lane.page * lane.page)
+                answers, page = answers if ahead is None else [], int(lane.page)
+                self.hits[key] = cached_tokens(
+                    prompts, reach, answers, whole=lane.whole_prompts, page=page, ahead=ahead
+                )
+            within.append(self.hits[key] // lane.page * lane.page)
         return np.diff(np.array(within), axis=0) if len(within) > 1 else np.array(within)
 
     def _rows(self, lanes: int) -> IntArray:

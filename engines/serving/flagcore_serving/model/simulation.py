@@ -399,6 +399,8 @@ class Simulation:
         A prompt belongs to one attention DP rank, which has a scheduler and a budget of its own (vLLM
         `docs/serving/data_parallel_deployment.md`; SGLang `managers/data_parallel_controller.py`).
         """
+        if not (self.queue or self.partial):
+            return False
         decoding = self.running if self.lane.mixes else 0
         budget = self.lane.budget - decoding
         if self._pieces(decoding, budget):

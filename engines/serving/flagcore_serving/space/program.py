@@ -80,6 +80,8 @@ class Program:
     - `share_flag`: the flag with a share of the model for each device, separated by commas.
     - `offload_flag`: the flag with the GiB of a device's weights that stay in the memory of the host.
     - `text_only_flag`: the flag that leaves out the vision tower.
+    - `exchanges`: by vendor of the chips, the values of EXCHANGE of published runs with experts on several hosts: of
+      instances that prefill, and of others. None: the vendor's build has an exchange of its own.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
     - `packages`: pip packages that may install the engine.
     - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
@@ -124,6 +126,7 @@ class Program:
     share_flag: str = ""
     offload_flag: str = ""
     text_only_flag: str = ""
+    exchanges: Mapping[str, Sequence[str] | None] = field(default_factory=dict)
     expert_switch: str = ""
     packages: Sequence[str] = ()
     releases: str = ""

@@ -57,6 +57,8 @@ class Settings:
       takes several passes.
     - `exchanges`: whether attention ranks send each token only to the ranks of its experts. Otherwise all ranks gather
       all tokens.
+    - `direct`: 1 if each token is sent to the ranks of its experts, 0 if it is sent once to each of their hosts, NaN if
+      this depends on the number of tokens.
     - `overlaps`: whether two halves of a batch overlap computing and the exchange of tokens.
     - `sharing`: tensor ranks that share the cache of a sequence, each with a part of its tokens.
     - `copies`: stored copies of experts in addition to the model's experts.
@@ -103,6 +105,7 @@ class Settings:
     pass_tokens: FloatArray
     mixed_chunks: BoolArray
     exchanges: BoolArray
+    direct: FloatArray
     overlaps: BoolArray
     sharing: FloatArray
     copies: IntArray
@@ -159,6 +162,7 @@ class Settings:
             "draft_host_s": np.zeros(ones.shape),
             "pass_tokens": np.full(ones.shape, np.inf),
             **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized"), ones < 1),
+            "direct": unknown,
             "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
             "copies": 0 * ones,
             "tower_shares": tensor,
