@@ -44,8 +44,8 @@ BOUNDS = {
     "ttft_s": ((0.72, 2.37), (0.82, 2.44), (0.64, 4.62)),
     "e2e_s": ((0.86, 1.3), (0.82, 2.58), (0.65, 1.71)),
 }
-"""80% intervals of times, relative to the prediction: of closed loops, of open loops such as bursts, and of servers that
-only prefill or only decode, or that span hosts. They are quantiles over published points (benchmarks/README.md). Those
+"""80% intervals of times relative to the prediction: of closed loops, of open loops such as bursts, and of servers that
+are apart (prefill or decode only) or span hosts. They are quantiles over published points (benchmarks/README.md). Those
 of ITL and of the time of a request are estimates."""
 
 OVERLAPPED = 0.25
@@ -254,7 +254,7 @@ def _predictions(
     is_open = any(load.concurrency is None for load in context.serve.loads)
     closed_loop, open_loop, apart = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
     per_host, kinds = Hardware.of(context.task).per_host, context.kinds
-    is_apart = kinds.total((kinds.role > 0) | (settings.devices > per_host)) > 0.0
+    is_apart = kinds.total(np.where((kinds.role > 0) | (settings.devices > per_host), 1.0, 0.0)) > 0.0
     low, high = np.where(is_apart, np.array([apart]).T, np.array([open_loop if is_open else closed_loop]).T)
     capacity = costs.memory.capacity_bytes()
     static_bytes = memory.weights + memory.adapters
