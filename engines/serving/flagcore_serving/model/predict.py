@@ -38,15 +38,15 @@ format that the chip supports is used.
 """
 
 BOUNDS = {
-    "rate": (0.85, 1.39, 2.45),
-    "tpot_s": (0.72, 1.56, 1.77),
-    "itl_s": (0.7, 1.6, 1.8),
-    "ttft_s": (0.71, 1.79, 6.6),
-    "e2e_s": (0.87, 1.68, 2.53),
+    "rate": ((0.86, 1.3), (0.82, 2.58), (0.65, 1.71)),
+    "tpot_s": ((0.82, 1.29), (0.77, 3.72), (0.74, 1.35)),
+    "itl_s": ((0.8, 1.3), (0.75, 3.7), (0.72, 1.4)),
+    "ttft_s": ((0.72, 2.37), (0.82, 2.44), (0.64, 4.62)),
+    "e2e_s": ((0.86, 1.3), (0.82, 2.58), (0.65, 1.71)),
 }
-"""80% intervals of times, relative to the prediction: the lower end, the upper end, and the upper end if the number of
-CPUs of a host is unknown. The intervals are quantiles over published points from three sources with equal weights
-(benchmarks/README.md). The interval of ITL is an estimate."""
+"""80% intervals of times relative to the prediction: of closed loops, of open loops such as bursts, and of servers that
+are apart (prefill or decode only) or span hosts. They are quantiles over published points (benchmarks/README.md). Those
+of ITL and of the time of a request are estimates."""
 
 OVERLAPPED = 0.25
 """Share of the host's time per sequence that remains if a knob lets the host schedule while the device computes. Chosen
@@ -113,8 +113,7 @@ def predict(
     width_factor = np.where(unmeasured | (loads > 0.0) | (on_host > 0.0), WIDTH_FACTOR, 1.0)
     width_factor = width_factor * np.maximum.reduceat(uncertainty(task.spec.serve.loads, settings), kinds.first_rows)
     width_factor = width_factor * (NETWORK_FACTOR if costs.assumed_network else 1.0)
-    few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
-    return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
+    return _predictions(context, figures, costs, width_factor)
 
 
 def transfer_seconds(task: Task, kinds: InstanceKinds, settings: Settings, costs: Costs) -> FloatArray:
@@ -243,7 +242,7 @@ def _file_weight_bytes(task: Task) -> float | None:
 
 
 def _predictions(
-    context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: FloatArray, *, few_cpus: bool
+    context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: FloatArray
 ) -> Predictions:
     objective, memory, settings = context.task.spec.objective, context.memory, context.settings
     name = figure_name(objective)
@@ -252,7 +251,11 @@ def _predictions(
         figure = np.where(figure > 0, figure, NO_GOOD_SHARE * figures["requests_per_s"])
     with np.errstate(divide="ignore"):
         time = 1.0 / figure if is_rate(objective) else figure
-    low, high, high_with_few_cpus = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
+    is_open = any(load.concurrency is None for load in context.serve.loads)
+    closed_loop, open_loop, apart = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
+    per_host, kinds = Hardware.of(context.task).per_host, context.kinds
+    is_apart = kinds.total(np.where((kinds.role > 0) | (settings.devices > per_host), 1.0, 0.0)) > 0.0
+    low, high = np.where(is_apart, np.array([apart]).T, np.array([open_loop if is_open else closed_loop]).T)
     capacity = costs.memory.capacity_bytes()
     static_bytes = memory.weights + memory.adapters
     engine_bytes = static_bytes + memory.activations + memory.graphs
@@ -274,7 +277,7 @@ def _predictions(
     return Predictions(
         step_time_s=time,
         low_s=time * low / width_factor,
-        high_s=time * (high_with_few_cpus if few_cpus else high) * width_factor,
+        high_s=time * high * width_factor,
         time_s={},
         static_bytes=(static_bytes + cache)[fullest_rows],
         activation_bytes=(memory.activations + memory.graphs)[fullest_rows],

@@ -54,10 +54,11 @@ def with_cpus(count: int | None) -> Task:
     return replace(plain, cluster=Cluster(groups=(replace(plain.cluster.groups[0], cpus_per_node=count),)))
 
 
-def test_intervals_are_wider_if_the_cpus_of_hosts_are_unknown() -> None:
-    known, unknown = (predicted(with_cpus(count)) for count in (64, None))
-    assert unknown.step_time_s == known.step_time_s
-    assert unknown.low_s == known.low_s < known.high_s < unknown.high_s
+def test_intervals_are_wider_in_open_loops_and_over_several_hosts() -> None:
+    closed = predicted(tensor=[8, 16])
+    burst = predicted(task(replace(LOAD, concurrency=None, request_rate=float("inf"))), tensor=8)
+    widths = [*(closed.high_s / closed.low_s), *(burst.high_s / burst.low_s)]
+    assert 1.5 < widths[0] < 1.55 < widths[1] < widths[2]
 
 
 def test_processes_per_cpu_count_front_ends_schedulers_and_devices() -> None:
