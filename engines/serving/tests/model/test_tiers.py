@@ -51,6 +51,36 @@ def test_a_connector_may_set_the_room_on_the_host() -> None:
         assert tasks.broken(tasks.engine_of("vllm"), task, kv_offloading_size=1) == broken
 
 
+@pytest.mark.parametrize(
+    ("config", "envs", "gib"),
+    [
+        ({"kv_connector": "LMCacheConnectorV1"}, {}, {"host": 2 * 5.0}),
+        (
+            {"kv_connector": "LMCacheMPConnector"},
+            {"LMCACHE_LOCAL_CPU": "False", "LMCACHE_LOCAL_DISK": "file:///x", "LMCACHE_MAX_LOCAL_DISK_SIZE": "9"}
+            | {"LMCACHE_REMOTE_URL": "lm://x:65432"},
+            {"disk": 18.0, "store": np.inf},
+        ),
+        ({"kv_connector": "SimpleCPUOffloadConnector"}, {}, {"host": 8.0}),
+        ({"kv_connector": "DynamoConnector"}, {"DYN_KVBM_CPU_CACHE_GB": "20"}, {"host": 20.0}),
+        (
+            {"kv_connector": "MultiConnector"}
+            | {"kv_connector_extra_config": {"connectors": [{"kv_connector": "MooncakeStoreConnector"}, {}, 1]}},
+            {},
+            {"store": np.inf},
+        ),
+        ({"kv_connector": "NixlConnector"}, {"LMCACHE_MAX_LOCAL_CPU_SIZE": "x"}, {}),
+    ],
+)
+def test_connectors_have_tiers(config: Any, envs: dict[str, str], gib: dict[str, float]) -> None:
+    task = tasks.planned("vllm", engine_args={"kv-transfer-config": json.dumps(config)}, envs=envs)
+    found = tasks.settings(task, tensor_model_parallel_size=2)
+    assert {tier: getattr(found, f"{tier}_cache").item() / 2**30 for tier in ("host", "disk", "store")} == {
+        **dict.fromkeys(("host", "disk", "store"), 0.0),
+        **gib,
+    }
+
+
 def test_an_endless_host_has_each_prefix_that_repeats_and_more_room_never_has_less() -> None:
     requests = traffic(CHAT)
     repeated = cached_tokens(prompt_parts(requests, 0), np.inf).sum() / requests.input_len.sum()
