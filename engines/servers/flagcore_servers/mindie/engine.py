@@ -80,6 +80,7 @@ def _settings(task: Task, columns: Columns) -> Settings:
         cache_bytes=np.where(values[MEMORY] > 0, values[MEMORY] * 2.0**30, np.maximum(rest, 0.0)),
         cache_element_bytes=PROGRAM.element_bytes(values),
         drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
+        scheme=PROGRAM.scheme(task, values),
     )
 
 

@@ -96,6 +96,7 @@ def _settings(task: Task, columns: Columns) -> Settings:
         cache_bytes=knobs.shares(values[MEMORY], 0.9) * np.maximum(free, 0.0),
         cache_element_bytes=PROGRAM.element_bytes(values),
         drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
+        scheme=PROGRAM.scheme(task, values),
         host_cache=values[OFFLOAD] * ranks * 2.0**30,
         disk_cache=values[DISK] * ranks * 2.0**30,
         writes_through=ranks < 1,

@@ -24,7 +24,7 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError, join_errors
 from flagcore.spec.plain_data import SafeLoader, package_yaml
-from flagcore_serving.job import EngineArg
+from flagcore_serving.job import SCHEMES, EngineArg
 from flagcore_serving.space import knobs
 from flagcore_serving.space.knobs import Auto
 from flagcore_serving.space.weights import check_directory
@@ -80,6 +80,8 @@ class Program:
     - `share_flag`: the flag with a share of the model for each device, separated by commas.
     - `offload_flag`: the flag with the GiB of a device's weights that stay in the memory of the host.
     - `text_only_flag`: the flag that leaves out the vision tower.
+    - `exchanges`: by vendor of the chips, the values of EXCHANGE of published runs with experts on several hosts: of
+      instances that prefill, and of others. None: the vendor's build has an exchange of its own.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
     - `packages`: pip packages that may install the engine.
     - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
@@ -96,6 +98,7 @@ class Program:
     - `cache_types`: bytes per cached element, by word of the knob for the cache type.
     - `word_releases`: by knob, the words that only some releases accept, with a specifier of these releases as the key.
     - `defaults`: the engine's own values of knobs that are not set.
+    - `schemes`: the scheme of speculation (job.SCHEMES) of words of its knob. `draft_flag`: the flag of a draft model.
     - `forbidden`: combinations of values that the engine rejects, by name of the rule (see `rules.forbidden`).
     """
 
@@ -123,6 +126,7 @@ class Program:
     share_flag: str = ""
     offload_flag: str = ""
     text_only_flag: str = ""
+    exchanges: Mapping[str, Sequence[str] | None] = field(default_factory=dict)
     expert_switch: str = ""
     packages: Sequence[str] = ()
     releases: str = ""
@@ -138,6 +142,8 @@ class Program:
     cache_types: Mapping[str, float] = field(default_factory=dict)
     word_releases: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     defaults: Mapping[str, KnobValue] = field(default_factory=dict)
+    schemes: Mapping[str, str] = field(default_factory=dict)
+    draft_flag: str = ""
     forbidden: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -175,6 +181,9 @@ class Program:
         """Return the integer that represents a value in the column of the knob `name`."""
         return knobs.code(next(knob for knob in self.knobs if knob.name == name), value)
 
+    def _words(self, name: str) -> tuple[str, ...]:
+        return next(knob.words for knob in self.knobs if knob.name == name)
+
     def values(self, columns: Columns, name: str) -> IntArray:
         """Return the column of the knob `name`, with the engine's default where it is not set."""
         return knobs.or_default(columns[name], self.code(name, self.defaults[name]))
@@ -183,9 +192,19 @@ class Program:
         """Return the bytes per element of the KV cache: 2 where its type is not set."""
         return np.array([2.0, *self.cache_types.values()])[columns[knobs.KV]]
 
+    def schemes_of(self, spec: Spec) -> Mapping[str, str]:
+        """Return `schemes` for a spec, whose model may have layers that a method uses."""
+        return self.schemes
+
+    def scheme(self, task: Task, columns: Columns) -> IntArray:
+        """Return `Settings.scheme` of each candidate."""
+        words, schemes = self._words(knobs.SPECULATION), self.schemes_of(task.spec)
+        names = [schemes.get(word, "") for word in words]
+        return np.array([0, *(1 + SCHEMES.index(name) if name else 0 for name in names)])[columns[knobs.SPECULATION]]
+
     def converts_to_fp8(self, columns: Columns) -> BoolArray:
         """Return a mask of the candidates for which the engine converts the weights to fp8."""
-        words = next(knob.words for knob in self.knobs if knob.name == knobs.QUANTIZATION)
+        words = self._words(knobs.QUANTIZATION)
         return np.isin(columns[knobs.QUANTIZATION], [code for code, word in enumerate(words, 1) if "fp8" in word])
 
     def parse(self, spec: Spec) -> EngineArgs:
