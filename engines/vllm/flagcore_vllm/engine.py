@@ -140,6 +140,8 @@ class VllmProgram(Program):
             if key == PREFILL_CONTEXT and str(value) != "1":
                 problem = f"multiplies the {TP} x {PP} x {DP} devices of an instance, which is not predicted"
                 raise SpecError(key=key, value=value, problem=problem, fix="remove it, or set 1")
+            if key == connectors.CONFIG:
+                connectors.check(value)
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             if key == "limit-mm-per-prompt":  # earlier releases: image=2,video=1
                 text = re.sub(r"^([^{].*)$", r"{\1}", re.sub(r"([\w-]+)=(\d+)", r'"\1":\2', text))

@@ -14,6 +14,7 @@ from flagcore_serving.model.simulation import Lane, Price, Simulation
 from flagcore_serving.model.tiers import cached_tokens
 
 from engines.serving.tests.engines import tasks
+from flagcore.errors import SpecError
 from tests.product import serving_inputs
 from tests.product.serving_inputs import OVER, times
 
@@ -54,7 +55,10 @@ def test_a_connector_may_set_the_room_on_the_host() -> None:
         return float(tasks.settings(task, **values).host_cache.item())
 
     assert (room(config), room(config, kv_offloading_size=4)) == (2**33, 2**32)
-    assert room(config | {"kv_connector": "NixlConnector"}) == room([1]) == 0.0
+    assert room(config | {"kv_connector": "NixlConnector"}) == 0.0
+    for wrong in ([1], {"kv_connector": ["x"]}, {"kv_connector_extra_config": {"cpu_bytes_to_use": -5}}):
+        with pytest.raises(SpecError, match="kv-transfer-config"):
+            room(wrong)
     for own, broken in (({}, ["offload_on_cores"]), ({"spec_module_path": "mine"}, [])):
         text = json.dumps({"kv_connector_extra_config": own})
         task = tasks.planned("vllm", on_cores=True, engine_args={"kv-transfer-config": text})
@@ -79,7 +83,7 @@ def test_a_connector_may_set_the_room_on_the_host() -> None:
             {},
             {"store": np.inf},
         ),
-        ({"kv_connector": "NixlConnector"}, {"LMCACHE_MAX_LOCAL_CPU_SIZE": "x"}, {}),
+        ({"kv_connector": "NixlConnector"}, {"LMCACHE_MAX_LOCAL_CPU_SIZE": "x"}, {}),  # a variable of others
     ],
 )
 def test_connectors_have_tiers(config: Any, envs: dict[str, str], gib: dict[str, float]) -> None:
