@@ -20,13 +20,15 @@ from flagcore.domain.knob import Knobs
 from flagcore.domain.metrics import HIGHEST_LOAD
 from flagcore.domain.space import KnobValue
 from flagcore.errors import NothingFits, SpecError, UsageError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.launchers.script import checked_name
 from flagcore.plugins import find_engine
 from flagcore.report.text import values_text
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.load.traces import read_trace
+from flagcore_serving.space import placement
+from flagcore_serving.space.hardware import INSTANCES, PREFILL_DECODE
 
 HOUR = 3600
 WINDOW_S = 300.0
@@ -34,6 +36,9 @@ WINDOW_S = 300.0
 LISTED = 8
 """Candidates per size among which the one with the highest load is chosen; they are sorted by output tokens per second,
 which is the load times the length of answers."""
+REQUESTS = 2000
+"""The least requests of a predicted load. In a load as short as that of a trial, the queue of a server near its limit
+does not build up: with 500 of 10 requests per second, a p99 of TPOT was two thirds of that with 2,000 or 8,000."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +86,15 @@ def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None]) -
     `flagcore.estimate`, and NothingFits if no size serves a request within the limits.
     """
     found, problems = list[Size](), list[NothingFits]()
+    profile = (spec.data.get("serve") or {}).get("profile") or {}
+    given = profile.get("num_prompts")
+    longer = not profile.get("trace") and not (isinstance(given, int) and given > REQUESTS)
     for chip, price in (chips or {"": None}).items():
         changes: dict[str, Any] = {"serve.profile.request_rate": "auto", "serve.profile.concurrency": None}
+        changes |= {"serve.profile.num_prompts": REQUESTS} if longer else {}
         changes |= {"cluster.chip": chip} if chip else {}
-        changes |= {} if price is None else {"cluster.price_per_device_hour": price}
+        is_own = chip in ("", (spec.data.get("cluster") or {}).get("chip"))  # the one with the spec's price
+        changes |= {} if price is None and is_own else {"cluster.price_per_device_hour": price}
         for nodes, devices in _shapes(spec):
             shape = {"cluster.nodes": nodes, "cluster.devices_per_node": devices}
             try:
@@ -270,6 +280,8 @@ def sizing(
     )
 
 
+PLANNED = ("vllm", "sglang", "trtllm")
+"""The engines that Dynamo's planner knows."""
 AUTOSCALERS = ("hpa", "keda", "dynamo")
 PROMETHEUS = "http://prometheus-operated.monitoring.svc:9090"
 """The address of the service that the Prometheus operator creates in the namespace `monitoring`."""
@@ -278,24 +290,29 @@ PROMETHEUS = "http://prometheus-operated.monitoring.svc:9090"
 def manifest(found: Sizing, target: str, name: str) -> str:
     """Return the YAML of an autoscaler of the Deployment `name`: one of AUTOSCALERS.
 
-    It keeps the replicas of the best size, between those of the calmest and of the busiest hour. Sources:
-    HorizontalPodAutoscaler of autoscaling/v2; ScaledObject of keda.sh/v1alpha1 with its Prometheus scaler;
-    `PlannerConfig` of ai-dynamo 1.6.1. Raises UsageError.
+    It keeps the replicas of the best size, between those of the calmest and of the busiest hour. Each instance of a
+    replica is a pod, as in an export to Kubernetes. Sources: HorizontalPodAutoscaler of autoscaling/v2; ScaledObject of
+    keda.sh/v1alpha1 with its Prometheus scaler; `PlannerConfig` of ai-dynamo 1.6.1. Raises UsageError.
     """
     best = found.best
-    in_flight = max(1, math.floor(best.in_flight))
-    numbers = [each.replicas for each in found.hours] or [1, best.replicas]
-    about = f"# A replica: {best.configuration}; {best.rate:.3g} requests/s, with {in_flight} in flight.\n"
+    pods = int(best.candidate.get(INSTANCES) or 1)
+    in_flight = max(1, math.floor(best.in_flight / pods))
+    numbers = [pods * each for each in [each.replicas for each in found.hours] or [1, best.replicas]]
+    about = f"# A replica: {best.configuration}; {best.rate:.3g} requests/s, with {in_flight} in flight per instance.\n"
     if target == "dynamo":
-        return about + dump_yaml(_planner(found, numbers))
+        return about + dump_yaml(_planner(found, numbers, best.devices_per_replica // pods))
+    if best.candidate.get(PREFILL_DECODE) or best.nodes > pods:
+        text = N_("{configuration}: a Deployment has identical servers on one host; use --to dynamo")
+        raise UsageError(_(text, configuration=best.configuration))
     metrics = _metrics(found.engine)
     target_of = {"apiVersion": "apps/v1", "kind": "Deployment", "name": checked_name(name)}
     spec: dict[str, Any] = {"scaleTargetRef": target_of}
     if target == "hpa":
         about += "# An adapter, such as Prometheus Adapter, serves the metric of the pods.\n"
         average = {"type": "AverageValue", "averageValue": str(in_flight)}
-        pods = {"metric": {"name": metrics[0].replace(":", "_")}, "target": average}
-        spec |= {"minReplicas": min(numbers), "maxReplicas": max(numbers), "metrics": [{"type": "Pods", "pods": pods}]}
+        of_pod = {"metric": {"name": metrics[0].replace(":", "_")}, "target": average}
+        spec |= {"minReplicas": min(numbers), "maxReplicas": max(numbers)}
+        spec["metrics"] = [{"type": "Pods", "pods": of_pod}]
         version, kind = "autoscaling/v2", "HorizontalPodAutoscaler"
     else:
         of_pods = f'{{pod=~"{name}-.*"}}'
@@ -307,18 +324,24 @@ def manifest(found: Sizing, target: str, name: str) -> str:
     return about + dump_yaml({"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec})
 
 
-def _planner(found: Sizing, numbers: Sequence[int]) -> dict[str, Any]:
-    """Return the configuration of Dynamo's planner, whose limits are milliseconds."""
+def _planner(found: Sizing, numbers: Sequence[int], devices: int) -> dict[str, Any]:
+    """Return the configuration of Dynamo's planner, whose limits are milliseconds. `devices`: those of an instance.
+    Raises UsageError."""
+    if found.engine not in PLANNED:
+        raise UsageError(_("Dynamo's planner knows only {engines}", engines=", ".join(PLANNED)))
     limits = {"ttft_ms": found.slo.get("ttft_s"), "itl_ms": found.slo.get("itl_s") or found.slo.get("tpot_s")}
-    devices, is_split = found.best.devices_per_replica, bool(found.best.candidate.get("prefill_decode"))
+    kinds = placement.roles(str(pair))[-2:] if (pair := found.best.candidate.get(PREFILL_DECODE)) else ()
+    sizes: dict[str, int] = {} if kinds else {"decode_engine_num_gpu": devices}
+    for kind, role in zip(("prefill", "decode"), kinds, strict=False):
+        sizes |= {f"{kind}_engine_num_gpu": role.devices, f"{kind}_min_endpoint": min(numbers) * role.count}
     return {
-        "mode": "disagg" if is_split else "agg",
+        "mode": "disagg" if kinds else "agg",
         "backend": found.engine,
         "optimization_target": "sla",
         **{name: 1e3 * min(limit.values()) for name, limit in limits.items() if limit},
         "min_endpoint": min(numbers),
         "max_gpu_budget": max(numbers) * devices,
-        **({} if is_split else {"decode_engine_num_gpu": devices}),
+        **sizes,
         "model_name": found.model,
     }
 

@@ -2,11 +2,14 @@
 
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from flagcore_serving import sizing as module
 from flagcore_serving.sizing import Sizing, hours_of, manifest, sizing
 
 from flagcore import estimate
@@ -29,6 +32,14 @@ SPEC = {
 }
 LOADED = LoadedSpec("spec.yaml", SPEC)
 PRICES = {"H20": 1.0, "H100": 3.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short() -> Iterator[None]:
+    """Loads as long as those of the spec, which take less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "REQUESTS", 100)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +91,24 @@ def test_an_autoscaler_keeps_the_requests_in_flight_of_a_replica(found: Sizing) 
     assert "vllm:num_requests_running" in keda["triggers"][0]["metadata"]["query"]
     planner = yaml.safe_load(manifest(found, "dynamo", "chat"))
     assert (planner["ttft_ms"], planner["itl_ms"], planner["max_gpu_budget"]) == (1000, 50, best.devices)
+
+
+def test_pods_are_instances(found: Sizing) -> None:
+    """A Deployment that `flag export` writes has a pod for each instance of a replica."""
+    size = replace(found.best, candidate={"instances": 2}, devices_per_replica=8, replicas=3, in_flight=65.0)
+    two = replace(found, sizes=(size,))
+    spec = yaml.safe_load(manifest(two, "hpa", "chat"))["spec"]
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 6)
+    assert spec["metrics"][0]["pods"]["target"]["averageValue"] == "32"
+    planner = yaml.safe_load(manifest(two, "dynamo", "chat"))
+    assert (planner["decode_engine_num_gpu"], planner["max_gpu_budget"]) == (4, 24)
+    apart = replace(found, sizes=(replace(size, candidate={"prefill_decode": "2xtp2+1xtp4"}),))
+    planner = yaml.safe_load(manifest(apart, "dynamo", "chat"))
+    assert [planner[f"{kind}_engine_num_gpu"] for kind in ("prefill", "decode")] == [2, 4]
+    assert [planner[f"{kind}_min_endpoint"] for kind in ("prefill", "decode")] == [2, 1]
+    for each, target in ((apart, "hpa"), (replace(two, engine="llamacpp"), "dynamo")):
+        with pytest.raises(UsageError):
+            manifest(each, target, "chat")
 
 
 @pytest.mark.parametrize(

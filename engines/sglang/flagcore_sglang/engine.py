@@ -49,6 +49,7 @@ from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
+from flagcore.errors import SpecError
 from flagcore.i18n import N_, Message
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
@@ -103,6 +104,23 @@ NAMES = {
 """The names of knobs in messages of rules, by their fields."""
 
 
+HICACHE_RATIO = 2.0
+"""SGLang's default size of the host's cache relative to that of the device (0.5.23 `arg_groups/hicache_hook.py`)."""
+POLICIES = ("write_back", "write_through", "write_through_selective")
+"""Values of hicache-write-policy (0.5.23 `arg_groups/fields/memory.py`)."""
+
+
+def _check_tiers(args: Mapping[str, EngineArg]) -> None:
+    """Raise SpecError for a wrong setting of HiCache."""
+    ratio, policy = args.get("hicache-ratio", HICACHE_RATIO), args.get("hicache-write-policy", POLICIES[0])
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or ratio <= 0:
+        problem, fix = "is not a size relative to the cache of the devices", "write a number above 0"
+        raise SpecError(key="serve.engine_args.hicache-ratio", value=ratio, problem=problem, fix=fix)
+    if policy not in POLICIES:
+        problem, fix = "is not a policy of HiCache", f"use {', '.join(POLICIES)}"
+        raise SpecError(key="serve.engine_args.hicache-write-policy", value=policy, problem=problem, fix=fix)
+
+
 class SglangProgram(Program):
     """SGLang's server. Some knobs correspond to several flags together."""
 
@@ -113,6 +131,7 @@ class SglangProgram(Program):
         also EP. A chain of drafts has one draft in each step.
         """
         result = dict(args)
+        _check_tiers({strip_dashes(name): value for name, value in args.items()})
 
         def take(*names: str) -> EngineArg:
             keys = [key for key in result if key.lstrip("-") in names or strip_dashes(key) in names[:1]]
@@ -302,8 +321,6 @@ def settings(task: Task, columns: Columns) -> Settings:
     )
 
 
-HICACHE_RATIO = 2.0
-"""SGLang's default size of the host's cache relative to that of the device (0.5.23 `arg_groups/hicache_hook.py`)."""
 FILES = "file"
 """The storage backend that writes caches to a folder; the others are stores on the network."""
 

@@ -50,7 +50,7 @@ from flagcore_serving.space.knobs import (
     or_default,
 )
 from flagcore_serving.space.program import Program, as_words
-from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
+from flagcore_serving.space.settings import GRAPH_TOKENS, TIERS, PublishedRuns, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
 from flagcore_vendorkit.programs import release, strip_dashes
 
@@ -61,6 +61,7 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import N_, Message
+from flagcore_vllm import connectors
 
 NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""
@@ -128,11 +129,6 @@ class VllmProgram(Program):
         has_none = image == limits.get("limit-mm-per-prompt.video") == 0
         return super().text_only(spec) or (has_none and self.release(spec) >= (0, 11))
 
-    def unmodelled(self, spec: Spec) -> Iterator[Unmodelled]:
-        """See `Program`. A connector that offloads caches to the memory of the host is predicted."""
-        offloads = "cpu_bytes_to_use" in _offload_config(self.split(spec).others)
-        return (each for each in super().unmodelled(spec) if not (offloads and each.name.endswith(CONFIG)))
-
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
         """See `Program`. A JSON object that may set a knob becomes one flag for each value: vLLM's parser drops it if
         there are such flags, too (`utils/argparse_utils.py`). Raises SpecError for prefill context parallelism, whose
@@ -144,6 +140,8 @@ class VllmProgram(Program):
             if key == PREFILL_CONTEXT and str(value) != "1":
                 problem = f"multiplies the {TP} x {PP} x {DP} devices of an instance, which is not predicted"
                 raise SpecError(key=key, value=value, problem=problem, fix="remove it, or set 1")
+            if key == connectors.CONFIG:
+                connectors.check(value)
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             if key == "limit-mm-per-prompt":  # earlier releases: image=2,video=1
                 text = re.sub(r"^([^{].*)$", r"{\1}", re.sub(r"([\w-]+)=(\d+)", r'"\1":\2', text))
@@ -156,6 +154,15 @@ class VllmProgram(Program):
             heads = {"eagle-": "eagle", "eagle3": "eagle3"}  # as in `config/speculative.py` of 0.33
             result[METHOD] = next((word for part, word in heads.items() if part in draft), "draft_model")
         return result
+
+    def effects(self, name: str, value: object, shown: str) -> Iterator[Unmodelled]:
+        """See `Program`. Each connector that a MultiConnector combines has effects of its own."""
+        if name.replace("_", "-") != connectors.CONFIG:
+            yield from super().effects(name, value, shown)
+            return
+        given = value if isinstance(value, str) else json.dumps(value)
+        parts = [json.dumps(each) for each in connectors.connectors({connectors.CONFIG: given})] or [given]
+        yield from dict.fromkeys(each for part in parts for each in Program.effects(self, name, part, shown))
 
 
 def _flat(name: str, values: Mapping[str, object]) -> Iterator[tuple[str, EngineArg]]:
@@ -314,7 +321,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
         scheme=PROGRAM.scheme(task, values),
         draft_host_s=np.select([values[SPECULATION] == each for each in ON_HOST], _draft_seconds(task), 0.0),
-        host_cache=_host_cache(other_args, values),
+        **_tiers(task, other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
         **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
@@ -322,28 +329,21 @@ def settings(task: Task, columns: Columns) -> Settings:
     )
 
 
+def _tiers(task: Task, other_args: Mapping[str, EngineArg], values: Columns) -> dict[str, FloatArray]:
+    """Return the fields of `Settings` for tiers of the cache. Each attention DP rank has a scheduler and tiers. OFFLOAD
+    replaces the bytes of a connector in the memory of the host (0.33: `config/vllm.py`)."""
+    ranks = (values[TP] * values[PP]).astype(np.float64)
+    found = [connectors.tier_bytes(other_args, task.spec.envs, each) for each in ranks.tolist()]
+    sizes = {tier: np.array([each[tier] for each in found]) for tier in TIERS}
+    sizes["host"] = np.where(values[OFFLOAD] > 0, values[OFFLOAD] * 2.0**30, sizes["host"])
+    return {f"{tier}_cache": size * values[DP].clip(1) for tier, size in sizes.items()}
+
+
 def _without_graphs(values: Columns) -> BoolArray:
     """Return the candidates without graphs: DeepEP's kernels for high throughput need this (0.33
     `config/compilation.py`)."""
     uses_library = (values[EXCHANGE] == PROGRAM.code(EXCHANGE, "deepep_high_throughput")) & (values[DP] > 1)
     return np.asarray((values[EAGER] == 1) | (values[GRAPHS] == 1) | uses_library)
-
-
-def _offload_config(others: Mapping[str, EngineArg]) -> Mapping[str, object]:
-    """Return the settings of a connector that `engine_args` configures, which offloads caches or moves them."""
-    with suppress(ValueError, TypeError, AttributeError):
-        found = json.loads(str(others[CONFIG])) if CONFIG in others else {}
-        config = dict(found.get("kv_connector_extra_config") or {})
-        return config if found.get("kv_connector") in (None, "OffloadingConnector", "SimpleCPUOffloadConnector") else {}
-    return {}
-
-
-def _host_cache(others: Mapping[str, EngineArg], columns: Columns) -> FloatArray:
-    """Return the bytes of an instance's cache in the memory of the host. Each attention DP rank has a scheduler and a
-    cache. OFFLOAD replaces the bytes of the connector (0.33: `config/vllm.py`)."""
-    given = _offload_config(others).get("cpu_bytes_to_use")
-    default = float(given) if isinstance(given, int | float) else 0.0
-    return np.asarray(np.where(columns[OFFLOAD] > 0, columns[OFFLOAD] * 2.0**30, default) * columns[DP].clip(1))
 
 
 def _draft_seconds(task: Task) -> list[float]:
@@ -489,7 +489,8 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
 def _rules(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
     hardware, experts = Hardware.of(task), task.spec.model.num_moe_experts or 0
-    own_offload = "spec_module_path" in _offload_config(PROGRAM.parse(task.spec).others)  # may copy between cores
+    given = connectors.connectors(PROGRAM.parse(task.spec).others)
+    own_offload = any("spec_module_path" in str(each) for each in given)  # may copy between cores
     layouts = (
         *rules.split_rules(task, attention_and_experts=True, span=True),
         Rule(

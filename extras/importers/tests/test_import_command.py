@@ -106,7 +106,9 @@ COMMANDS = {
     "llamacpp": ("llama-server",),
     "lmdeploy": ("lmdeploy", "serve", "api_server"),
 }
-NO_FLAG = {"instances", "prefill_decode", "kv_transfer", "data_parallel_size", "pipeline_model_parallel_size"}
+NO_FLAG = {"instances", "prefill_decode", "kv_transfer", "data_parallel_size", "pipeline_model_parallel_size"} | {
+    "prefill_all2all_backend"  # of instances that only prefill
+}
 
 
 @pytest.mark.parametrize("engine", COMMANDS)

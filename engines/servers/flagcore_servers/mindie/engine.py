@@ -8,6 +8,7 @@ mindie_llm0030 (health) and mindie_service0285 (configuration) of hiascend.com.
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from flagcore_serving.space.weights import weight_bytes
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import Task
+from flagcore.errors import SpecError
 from flagcore.i18n import Message
 from flagcore_servers.untested import UNTESTED, longest_prompt, pairs, prefill_tokens, whole_prompts
 
@@ -68,8 +70,7 @@ def _settings(task: Task, columns: Columns) -> Settings:
     not divided, and have iterations of their own (`engine.yaml`)."""
     values = PROGRAM.columns(task, columns)
     ranks = values[TP] * values[DP]
-    share = float(task.spec.envs.get(SHARE_VARIABLE, SHARE))
-    rest = share * Hardware.of(task).memory_bytes - weight_bytes(task) / ranks
+    rest = _share(task) * Hardware.of(task).memory_bytes - weight_bytes(task) / ranks
     return Settings.of(
         task,
         values,
@@ -82,6 +83,17 @@ def _settings(task: Task, columns: Columns) -> Settings:
         drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
         scheme=PROGRAM.scheme(task, values),
     )
+
+
+def _share(task: Task) -> float:
+    """Return the share of the memory for weights and cache. Raises SpecError."""
+    text, share = task.spec.envs.get(SHARE_VARIABLE, str(SHARE)), 0.0
+    with suppress(ValueError):
+        share = float(text)
+    if not 0.0 < share <= 1.0:
+        problem, fix = "is not a share of the memory", "write a number above 0 and at most 1"
+        raise SpecError(key=f"envs.{SHARE_VARIABLE}", value=text, problem=problem, fix=fix)
+    return share
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:

@@ -24,6 +24,7 @@ from flagcore_vendorkit.programs import strip_dashes
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import Task
+from flagcore.errors import SpecError
 from flagcore.i18n import Message
 from flagcore_servers.untested import UNTESTED, pairs, prefill_tokens, whole_prompts
 
@@ -49,7 +50,8 @@ class TrtllmProgram(Program):
 
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
         """See `Program`. With attention DP, the ranks of tensor parallelism are those of data parallelism. The sizes of
-        captured batches count as their largest, and null in place of a configuration of graphs as eager mode."""
+        captured batches count as their largest, and null in place of a configuration of graphs as eager mode. Raises
+        SpecError for a wrong size of a tier."""
         result = dict[str, EngineArg]()
         for name, value in args.items():
             key = self.full_name(strip_dashes(name))
@@ -58,12 +60,15 @@ class TrtllmProgram(Program):
                 result[PREFIX] = not is_off
             elif key == NO_GRAPHS and is_off:
                 result[EAGER] = True
-            elif key in IN_BYTES and isinstance(value, int):
+            elif key in IN_BYTES and isinstance(value, int) and value >= 0:
                 result[IN_BYTES[key]] = -(-value // 2**30)
+            elif key in IN_BYTES:
+                problem, fix = "is not a size", "write bytes as a whole number of at least 0"
+                raise SpecError(key=f"serve.engine_args.{name}", value=value, problem=problem, fix=fix)
             elif key == f"{NO_GRAPHS}.batch_sizes":
                 result[GRAPHS] = max(map(int, re.findall(r"\d+", str(value))), default=0)
             elif value is not None and value != "null":
-                result[name] = value
+                result[key] = value
         if self._is_on(result.pop(ATTENTION_DP, False)):
             for name in [name for name in result if (knob := self.knob_of(strip_dashes(name))[0]) and knob.name == TP]:
                 result[DP] = result.pop(name)

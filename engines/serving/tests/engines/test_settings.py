@@ -42,11 +42,8 @@ def test_each_flag_and_variable_of_known_releases_has_a_class(engine: str) -> No
             ["mamba-ssu-algorithm", "dbo-prefill-token-threshold"],
         ),
         ("vllm", {"kv-transfer-config": '{"kv_connector_extra_config": {"cpu_bytes_to_use": 1e9}}'}, []),
-        (
-            "vllm",
-            {"kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'},
-            ["kv-transfer-config"],
-        ),
+        ("vllm", {"kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'}, []),
+        ("vllm", {"kv-transfer-config": '{"kv_connector": "NixlConnector"}'}, ["kv-transfer-config"]),
         ("sglang", {"lora-backend": "triton", "trust-remote-code": True, "decode-log-interval": 1}, ["lora-backend"]),
         (
             "sglang",

@@ -14,6 +14,7 @@ from flagcore_serving.model.simulation import Lane, Price, Simulation
 from flagcore_serving.model.tiers import cached_tokens
 
 from engines.serving.tests.engines import tasks
+from flagcore.errors import SpecError
 from tests.product import serving_inputs
 from tests.product.serving_inputs import OVER, times
 
@@ -54,11 +55,44 @@ def test_a_connector_may_set_the_room_on_the_host() -> None:
         return float(tasks.settings(task, **values).host_cache.item())
 
     assert (room(config), room(config, kv_offloading_size=4)) == (2**33, 2**32)
-    assert room(config | {"kv_connector": "NixlConnector"}) == room([1]) == 0.0
+    assert room(config | {"kv_connector": "NixlConnector"}) == 0.0
+    for wrong in ([1], {"kv_connector": ["x"]}, {"kv_connector_extra_config": {"cpu_bytes_to_use": -5}}):
+        with pytest.raises(SpecError, match="kv-transfer-config"):
+            room(wrong)
     for own, broken in (({}, ["offload_on_cores"]), ({"spec_module_path": "mine"}, [])):
         text = json.dumps({"kv_connector_extra_config": own})
         task = tasks.planned("vllm", on_cores=True, engine_args={"kv-transfer-config": text})
         assert tasks.broken(tasks.engine_of("vllm"), task, kv_offloading_size=1) == broken
+
+
+@pytest.mark.parametrize(
+    ("config", "envs", "gib"),
+    [
+        ({"kv_connector": "LMCacheConnectorV1"}, {}, {"host": 2 * 5.0}),
+        (
+            {"kv_connector": "LMCacheMPConnector"},
+            {"LMCACHE_LOCAL_CPU": "False", "LMCACHE_LOCAL_DISK": "file:///x", "LMCACHE_MAX_LOCAL_DISK_SIZE": "9"}
+            | {"LMCACHE_REMOTE_URL": "lm://x:65432"},
+            {"disk": 18.0, "store": np.inf},
+        ),
+        ({"kv_connector": "SimpleCPUOffloadConnector"}, {}, {"host": 8.0}),
+        ({"kv_connector": "DynamoConnector"}, {"DYN_KVBM_CPU_CACHE_GB": "20"}, {"host": 20.0}),
+        (
+            {"kv_connector": "MultiConnector"}
+            | {"kv_connector_extra_config": {"connectors": [{"kv_connector": "MooncakeStoreConnector"}, {}, 1]}},
+            {},
+            {"store": np.inf},
+        ),
+        ({"kv_connector": "NixlConnector"}, {"LMCACHE_MAX_LOCAL_CPU_SIZE": "x"}, {}),  # a variable of others
+    ],
+)
+def test_connectors_have_tiers(config: Any, envs: dict[str, str], gib: dict[str, float]) -> None:
+    task = tasks.planned("vllm", engine_args={"kv-transfer-config": json.dumps(config)}, envs=envs)
+    found = tasks.settings(task, tensor_model_parallel_size=2)
+    assert {tier: getattr(found, f"{tier}_cache").item() / 2**30 for tier in ("host", "disk", "store")} == {
+        **dict.fromkeys(("host", "disk", "store"), 0.0),
+        **gib,
+    }
 
 
 def test_an_endless_host_has_each_prefix_that_repeats_and_more_room_never_has_less() -> None:
