@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_models.catalogue import public_model, read
 from flagcore_models.public import find_public
 from flagcore_vendorkit.programs import release
 
@@ -48,6 +47,7 @@ from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import Message
+from flagcore.spec.models import catalogue
 from flagcore_serving.launch import importing
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
@@ -226,7 +226,7 @@ class ServingEngine(
         links end at the host, two-batch overlap. Copies are the fewest with which all ranks hold equally many."""
         runs, experts, group = self.published_runs, task.spec.model.num_moe_experts, task.cluster.groups[0]
         pair, fixed = values.get(PREFILL_DECODE), self.program.parse(task.spec).fixed
-        layouts = [each.layout for each in placement.roles(str(pair))] if pair else [{}]
+        layouts = [each.layout for each in placement.language(placement.roles(str(pair)))] if pair else [{}]
         sizes = [{name: int(each.get(name, values.get(name)) or 1) for name in (TP, DP, EP)} for each in layouts]
         wide = [each for each in sizes if each[EP] > 1 and each[DP] > 1]
         ranks = [each[TP] * each[DP] for each in wide]
@@ -352,7 +352,7 @@ class ServingEngine(
         if not isinstance(name, str):
             return None
         try:
-            return read(Path(name)) if Path(name).exists() else public_model(name)
+            return catalogue().read(Path(name)) if Path(name).exists() else catalogue().public_model(name)
         except SpecError:
             return None
 
@@ -386,7 +386,7 @@ CACHE_SHARE = 0.25
 
 def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
     if pair := values.get(PREFILL_DECODE):
-        devices = min(each.devices for each in placement.roles(str(pair)))
+        devices = min(each.devices for each in placement.language(placement.roles(str(pair))))
     else:
         devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
     return weight_bytes(task) / devices / Hardware.of(task).memory_bytes

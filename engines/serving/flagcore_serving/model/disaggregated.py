@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
-from flagcore_serving.model.simulation import Price, Simulation
+from flagcore_serving.model.simulation import Price, Request, Simulation
 from flagcore_serving.model.vision import ImageWork
 
 
@@ -38,7 +38,7 @@ class _Batch:
 
     start: float
     link_free: float
-    members: list[int] = field(default_factory=list)
+    members: list[Request] = field(default_factory=list)
     tokens: float = 0.0
     cached: int = 0
     pairs: float = 0.0
@@ -83,18 +83,17 @@ class Disaggregated(Simulation):
     def _add_images(self, price: Price, images: Sequence[ImageWork]) -> None:
         super()._add_images(self.prefill.price, images)
 
-    def _enter(self, index: int) -> None:
+    def _enter(self, request: Request, arrival: float) -> None:
         """Add a request to the next batch of the prefill instance that becomes free first."""
-        request = self.requests[index]
         overheads, lane = self.prefill.price.overheads, self.prefill.price.lane
-        arrival = request.arrival + overheads.request + overheads.entry + request.read
+        arrival = arrival + overheads.request + overheads.entry + request.read
         done = min(lane.shared_prefix, request.prompt - 1.0)
         piece = request.prompt - done
         server = min(self.servers, key=lambda each: each.free)
         batch = server.last
         if batch is None or arrival > batch.start or batch.tokens + piece > lane.budget:
             batch = server.last = _Batch(max(arrival, server.free), server.link_free)
-        batch.members.append(index)
+        batch.members.append(request)
         batch.cached += request.prompt
         batch.tokens, batch.longest = batch.tokens + piece, max(batch.longest, piece)
         batch.pairs += piece * (done + 0.5 * piece)
@@ -132,9 +131,10 @@ class Disaggregated(Simulation):
         return self._next_done() + self.overheads.request
 
     def _receive(self) -> None:
+        self._arrive()
         while self._ready_time() <= self.now:
             batch = heappop(self.ready)[2]
-            self.queue.extend(self.requests[index] for index in batch.members)
+            self.queue.extend(batch.members)
             self.next += len(batch.members)
             batch.members = []
 
