@@ -9,7 +9,6 @@ record is predicted by `flagcore.api.estimate_jobs`; none is omitted.
 import argparse
 import json
 import os
-import re
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import accuracy_page as page
-from scatter import scatter
+from scatter import grid, scatter
 from scores import Pair, errors, ranking, read_records
 
 from flagcore import api
@@ -52,7 +51,7 @@ class Row:
 
 
 def main() -> None:
-    """Write `accuracy.md` and `accuracy/*.svg` into the folder of the docs."""
+    """Write `accuracy.md` and `accuracy-*.svg` into the folder of the docs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--docs", type=Path, default=Path(__file__).parent.parent / "docs")
@@ -67,15 +66,9 @@ def main() -> None:
         published = _steps(runs, [*api.estimate_jobs(runs)])
         published["*All unseen*"] = [row for name, rows in published.items() if UNSEEN in name for row in rows]
     steps, peaks = _steps(train, answers), _peaks(train, answers)
-    of_memory = {f"{source}, memory": rows for source, rows in peaks.items()}
-    pictures = options.docs / "accuracy"
-    pictures.mkdir(parents=True, exist_ok=True)
-    for old in pictures.glob("*.svg"):
-        old.unlink()
-    charts = {
-        **{source: _draw_chart(pictures, source, "seconds", rows) for source, rows in steps.items()},
-        **{source: _draw_chart(pictures, source, "GiB", rows) for source, rows in of_memory.items()},
-    }
+    options.docs.mkdir(parents=True, exist_ok=True)
+    for name, charts in (("time", _charts(steps, "seconds")), ("memory", _charts(peaks, "GiB"))):
+        (options.docs / f"accuracy-{name}.svg").write_text(grid(charts), encoding="utf-8")
     fitted = json.loads(options.fitted.read_text(encoding="utf-8")) if options.fitted.exists() else {}
     text = page.text(
         steps=[_summary(source, rows, _groups(rows)) for source, rows in steps.items()],
@@ -84,7 +77,6 @@ def main() -> None:
         ranks=_ranks(ranks, rank_answers),
         verdicts=_verdicts((*train, *ranks), (*answers, *rank_answers)),
         unpredicted=_jobs_without_prediction((*train, *ranks), (*answers, *rank_answers)),
-        pictures={source: f"accuracy/{name}" for source, name in charts.items() if name},
         fitted_curves=fitted,
     )
     (options.docs / "accuracy.md").write_text(text, encoding="utf-8")
@@ -199,14 +191,13 @@ def _jobs_without_prediction(
     return [(job["id"], job["source"], answer["reason"]) for job, answer in pairs if answer["status"] != "ok"]
 
 
-def _draw_chart(folder: Path, source: str, unit: str, rows: Iterable[Row]) -> str:
-    """Draw the chart of a source and return its file name; empty for fewer than three predicted runs."""
-    points = [(row.measured, row.predicted, row.inside is not False) for row in rows if row.predicted]
-    name = f"{re.sub(r'[^a-z0-9]+', '-', source.casefold()).strip('-')}.svg"
-    if len(points) < 3:
-        return ""
-    (folder / name).write_text(scatter(source, unit, points), encoding="utf-8")
-    return name
+def _charts(sources: Mapping[str, Iterable[Row]], unit: str) -> list[str]:
+    """Return a chart of each source with at least three predicted runs."""
+    points = {
+        source: [(row.measured, row.predicted, row.inside is not False) for row in rows if row.predicted]
+        for source, rows in sources.items()
+    }
+    return [scatter(source, unit, each) for source, each in points.items() if len(each) >= 3]
 
 
 if __name__ == "__main__":

@@ -60,18 +60,15 @@ def text(
     ranks: Mapping[str, Mapping[str, Summary]],
     verdicts: Sequence[Verdict],
     unpredicted: Sequence[tuple[str, str, str]],
-    pictures: Mapping[str, str],
     fitted_curves: Mapping[str, Any],
 ) -> str:
     """Return the page without empty sections."""
-    memory_pictures = [source for source in pictures if source.endswith(", memory")]
-    time_pictures = [source for source in pictures if source not in memory_pictures]
     sections = [
         HEAD,
-        _section("Step time", [*_steps(steps), *_gallery(pictures, time_pictures)]) if steps else "",
+        _section("Step time", [*_steps(steps), "![Step times](accuracy-time.svg)\n"]) if steps else "",
         _section("Published runs", [PUBLISHED, *_published(published)]) if published else "",
         _section("Fitted and left out", _fitted_section(fitted_curves)) if fitted_curves else "",
-        _section("Peak memory", [PEAK, *_plain(peaks), *_gallery(pictures, memory_pictures)]) if peaks else "",
+        _section("Peak memory", [PEAK, *_plain(peaks), "![Peak memory](accuracy-memory.svg)\n"]) if peaks else "",
         _section("Single ranks", [RANKS, *_ranks(ranks)]) if ranks else "",
         _section("Memory verdicts", _verdicts(verdicts)) if verdicts else "",
         _section("Rejected records", _unpredicted_section(unpredicted)),
@@ -198,11 +195,6 @@ def _unpredicted_section(unpredicted: Sequence[tuple[str, str, str]]) -> list[st
     if not unpredicted:
         return ["Every job has a prediction.\n"]
     return _table(["job", "source", "reason"], [list(each) for each in unpredicted])
-
-
-def _gallery(pictures: Mapping[str, str], sources: Sequence[str]) -> list[str]:
-    """Return charts side by side with their sources."""
-    return [*(f"![{source}]({pictures[source]})" for source in sources), ""]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

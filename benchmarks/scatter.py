@@ -1,4 +1,4 @@
-"""Draws a deterministic SVG scatter plot of predicted over measured values on logarithmic axes."""
+"""Draws deterministic SVG scatter plots of predicted over measured values on logarithmic axes."""
 
 import math
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from html import escape
 
 SIZE, MARGIN, TITLE = 300, 44, 18
 TICKS = (1, 2, 5)
+COLUMNS = 3
 ERROR_FACTOR = 1.25
 """Error factor of the dashed lines."""
 
@@ -56,6 +57,18 @@ def scatter(title: str, unit: str, points: Sequence[Point]) -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def grid(plots: Sequence[str]) -> str:
+    """Return plots as one picture, COLUMNS of them in a row."""
+    height = SIZE + TITLE
+    inner = "".join(
+        plot.replace("<svg ", f'<svg x="{place % COLUMNS * SIZE}" y="{place // COLUMNS * height}" ', 1)
+        for place, plot in enumerate(plots)
+    )
+    whole = (COLUMNS * SIZE, -(-len(plots) // COLUMNS) * height)
+    view = f'viewBox="0 0 {whole[0]} {whole[1]}" width="{whole[0]}" height="{whole[1]}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {view}>\n{inner}</svg>\n'
 
 
 def _ticks(lower: float, upper: float) -> list[float]:

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,10 @@ test -e "$HOME/.local/share/flagcore" """
 MEMORY = """
 awk '/^MemTotal/ {{$2 = {kib}}} /^Mem(Free|Available)/ {{$2 = int({kib} * 0.8)}} 1' /proc/meminfo > "$W/base/meminfo"
 mount --bind "$W/base/meminfo" /proc/meminfo"""
+CPUINFO = MACHINE / "cpuinfo.txt"
+PROCESSOR = f"""
+sed '0,/^==> {{name}} <==$/d;/^==>/,$d' "{CPUINFO}" > "$W/base/cpuinfo"
+mount --bind "$W/base/cpuinfo" /proc/cpuinfo"""
 UNPRIVILEGED = """
 chown -R 65534:65534 "$W"
 set -- setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps=+dac_read_search \
@@ -85,8 +90,8 @@ ENVIRONMENTS = (
         for count in (2, 8, 64)
     ),
     *(
-        Environment(f"cpuinfo-{file.stem}", f'mount --bind "{file}" /proc/cpuinfo', root=True)
-        for file in sorted((MACHINE / "cpuinfo").iterdir())
+        Environment(f"cpuinfo-{name}", PROCESSOR.format(name=name), root=True)
+        for name in re.findall(r"(?m)^==> (\w+) <==$", CPUINFO.read_text("utf-8"))
     ),
     Environment("no-fast-bf16", variables={"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}),
     *(Environment(f"{gib}-gib", MEMORY.format(kib=gib << 20), root=True) for gib in (4, 1024)),

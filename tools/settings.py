@@ -1,8 +1,8 @@
 """Lists the flags and variables of an engine's release that have no class in the engine's `settings.yaml`.
 
 `python tools/settings.py ENGINE SOURCE [--write FILE]`. SOURCE is the folder of an unpacked wheel or source archive
-(`pip download --no-deps ENGINE==RELEASE`). `--write` stores the names of the release for the engine's tests, as
-`engines/ENGINE/tests/settings/RELEASE.txt`.
+(`pip download --no-deps ENGINE==RELEASE`). `--write` adds the names of the release to those of the engine's tests,
+`engines/ENGINE/tests/settings.txt`.
 """
 
 import argparse
@@ -35,8 +35,9 @@ def main() -> int:
     flags = sorted(program.flags_in((str(options.source),)))
     variables = sorted({*found(options.source, program.settings.prefixes.split())})
     if options.write:
-        lines = [textwrap.fill(" ".join(each), 120, break_on_hyphens=False) for each in (flags, variables)]
-        options.write.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        names = sorted({*options.write.read_text("utf-8").split(), *flags, *variables})
+        text = textwrap.fill(" ".join(names), 120, break_on_hyphens=False, break_long_words=False)
+        options.write.write_text(text + "\n", encoding="utf-8")
     unclassed = program.unclassed([*flags, *variables])
     print("\n".join(unclassed) or f"all {len(flags)} flags and {len(variables)} variables have a class")
     return bool(unclassed)

@@ -1,7 +1,8 @@
 """Lists the settings of a release of DeepSpeed, torchtitan or Hugging Face's Trainer, as its source defines them.
 
-`python tools/trainer_settings.py ENGINE SOURCE > engines/trainers/tests/settings/ENGINE-RELEASE.txt`. SOURCE is the
-folder of the package `deepspeed`, `torchtitan` or `transformers`. No module is imported.
+`python tools/trainer_settings.py ENGINE SOURCE | sort -u - FILE -o FILE` adds them to the FILE
+`engines/trainers/tests/settings/ENGINE.txt`. SOURCE is the folder of the package `deepspeed`, `torchtitan` or
+`transformers`. No module is imported.
 """
 
 import ast

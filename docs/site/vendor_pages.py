@@ -33,6 +33,8 @@ VENDORS = {
     "mthreads": "Moore Threads",
     "hygon": "Hygon",
     "kunlunxin": "Kunlunxin",
+    "enflame": "Enflame",
+    "thead": "T-Head",
 }
 
 ALL_ENGINES = {"train": "all training engines", "serve": "all serving engines"}

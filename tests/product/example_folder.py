@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from extras.flagscale.tests.accounting import write_tree
+from extras.flagscale.tests import accounting
 from flagcore.cli.main import flag
 from tests.product.doc_pages import BLOCKS, ROOT, TEXT, Block
 
-TREE = ROOT / "extras" / "flagscale" / "tests" / "trees" / "train_dense.yaml"
 RECIPE = ROOT / "extras" / "bridge" / "tests" / "configs" / "llama3_8b.yaml"
 TREES = ("conf", "examples/my-model/conf")
 """Paths of FlagScale configurations on the pages."""
@@ -89,7 +88,7 @@ def shown_files(blocks: Iterable[Block]) -> list[Block]:
 
 def _tree(folder: Path) -> None:
     """Copy a tree of FlagScale's, for two devices of this machine, under the name that pages give it."""
-    write_tree(TREE, folder)
+    accounting.write_tree(accounting.TREES["train_dense"], folder)
     text = (folder / "tune.yaml").read_text()
     for old, new in SMALLER.items():
         assert old in text

@@ -208,29 +208,11 @@ def _keys(data: Any) -> Iterator[str]:
         yield from _keys(value)
 
 
-UNSEEN = {
-    "a block fenced with ~~~": r"^ *~~~",
-    "a block by its indent alone": r"\n\n(?! *[-*\d|])(?: {4}|\t)\S(?<!\n)",
-    "a link with its address elsewhere": r"\]\[|^\[[^\]]+\]: ",
-    "a link or picture as HTML": r"<(?:a|img|pre|code)[\s>]",
-}
 OPTION = re.compile(r"`flag ([a-z][^`]*)`")
 KEY = re.compile(r"`((?:auto_tuner|train|serve|cluster|model)\.\w+(?:\.\w+)*)")
 FOREIGN = ("docs/flagscale.md", "CHANGELOG.md")
 """Pages that also contain FlagScale's keys."""
 SUFFIXES = (".yaml", ".json", ".py")
-
-
-@pytest.mark.parametrize("form", UNSEEN)
-def test_every_form_on_a_page_is_tested(form: str) -> None:
-    found = {page: re.search(UNSEEN[form], prose(page), re.MULTILINE) for page in PAGES}
-    assert {page: match[0] for page, match in found.items() if match} == {}
-
-
-def test_pages_are_at_their_expected_paths() -> None:
-    folders = [ROOT / "docs", *ROOT.glob("plugins/*"), *ROOT.glob("engines/*"), *ROOT.glob("extras/*")]
-    lying = {str(file.relative_to(ROOT)) for folder in folders for file in folder.rglob("*.md")}
-    assert {page for page in lying if "tests/" not in page} <= set(PAGES)
 
 
 def test_options_that_sentences_name_exist() -> None:

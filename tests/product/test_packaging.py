@@ -15,7 +15,10 @@ from flagcore import __version__
 from tests.test_import_contracts import settings
 
 ROOT = Path(__file__).resolve().parents[2]
-VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
+VENDORS = (
+    *("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin", "enflame"),
+    "thead",
+)
 EXTRAS = sorted(file.parent for room in ("engines", "extras") for file in ROOT.glob(f"{room}/*/pyproject.toml"))
 PARTS = [*sorted(file.parent for file in ROOT.glob("plugins/*/pyproject.toml")), *EXTRAS]
 

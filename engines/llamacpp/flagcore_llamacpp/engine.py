@@ -34,7 +34,7 @@ from flagcore_vendorkit import programs
 from flagcore_vendorkit.programs import strip_dashes
 
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import Message
@@ -42,7 +42,9 @@ from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
 N_BATCH, N_UBATCH = "batch_size", "ubatch_size"
-SPLIT, LAYERS, UNIFIED = "split_mode", "n_gpu_layers", "kv_unified"
+SPLIT, LAYERS, UNIFIED, HOST_EXPERTS = "split_mode", "n_gpu_layers", "kv_unified", "n_cpu_moe"
+ALL = 9999
+"""The value of LAYERS and of HOST_EXPERTS for all layers."""
 NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")
 
 MAX_SLOTS, SLOT_GRAIN = 256, 256
@@ -60,6 +62,7 @@ PACKAGE = "xllamacpp"
 NAMES = {
     "BATCH_THREADS": BATCH_THREADS,
     "CONTEXT": CONTEXT,
+    "HOST_EXPERTS": HOST_EXPERTS,
     "INSTANCES": INSTANCES,
     "N_BATCH": N_BATCH,
     "N_UBATCH": N_UBATCH,
@@ -74,12 +77,16 @@ class LlamaProgram(Program):
     """The user's own llama-server of any release, or the server of the xllamacpp wheel, whose flags are checked."""
 
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
-        """See `Program`. `ctx-size` is the context of all slots, and a cache has two types, which are mostly equal."""
+        """See `Program`. `ctx-size` is the context of all slots, a cache has two types, which are mostly equal, and
+        `cpu-moe` keeps the experts of all layers on the host."""
         result = {self.full_name(strip_dashes(name)): value for name, value in args.items()}
         keys, values = (result.get(f"cache-type-{part}") for part in ("k", "v"))
         if keys == values and keys in self.cache_types:
             del result["cache-type-k"], result["cache-type-v"]
             result[KV] = keys
+        if result.get("cpu-moe") is True:
+            del result["cpu-moe"]
+            result[HOST_EXPERTS] = ALL
         slots, total = (_int(result.get(name)) or 0 for name in (PARALLEL, "ctx-size"))
         if slots > 0 and total and total % (slots * SLOT_GRAIN) == 0 and "kv-unified" not in result:
             del result["ctx-size"]
@@ -125,11 +132,20 @@ SLOTS = Auto(
 LAYERS_OF_DEVICES = Auto(
     lambda task: (-1,) if Hardware.of(task).on_cores else (task.spec.model.num_layers + 1,), "all; on cores auto"
 )
+EXPERT_LAYERS = Auto(
+    lambda task: (
+        tuple(task.spec.model.num_layers * part // 4 for part in range(5))
+        if task.spec.model.num_moe_experts and not Hardware.of(task).on_cores
+        else (0,)
+    ),
+    "quarters of the layers; on cores and without experts 0",
+)
 PROGRAM = LlamaProgram.read(
     "flagcore_llamacpp",
     {
         "slots": SLOTS,
         "layers": LAYERS_OF_DEVICES,
+        "expert_layers": EXPERT_LAYERS,
         "batches": Auto(_batches, "512, 2048, and at least ubatch_size of engine_args"),
     },
 )
@@ -162,6 +178,22 @@ def host_cache_mib(task: Task) -> float:
     if cache_mib is not None:
         return cache_mib if cache_mib >= 0 else math.inf
     return HOST_CACHE_MIB if any(load.trace or load.turns > 1 for load in task.spec.serve.loads) else 0
+
+
+def _host_experts(task: Task, columns: Columns) -> FloatArray:
+    """Return how many layers that are on devices leave their routed experts in the memory of the host.
+
+    llama.cpp counts all layers from the first one, whether they have experts or not (`common/arg.cpp`). Layers that are
+    not on devices are also the first ones.
+    """
+    model, on_cores = task.spec.model, Hardware.of(task).on_cores
+    has_experts = [each.feed_forward == "experts" for each in model.layers] or [
+        model.num_moe_experts is not None and layer >= model.moe_first_dense_layers for layer in range(model.num_layers)
+    ]
+    before = np.array([0, *np.cumsum(has_experts)], dtype=np.float64)
+    first = np.where(columns[LAYERS] < 0, 0, model.num_layers + 1 - columns[LAYERS]).clip(0, model.num_layers)
+    on_host = np.maximum(columns[HOST_EXPERTS].clip(max=model.num_layers), first)
+    return np.asarray((before[on_host] - before[first]) * (not on_cores))
 
 
 def _trained_context(spec: Spec) -> int | None:
@@ -203,6 +235,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
         cache_element_bytes=element,
         on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
+        experts_on_host=_host_experts(task, values),
         host_cache=np.full(devices.shape, host_cache_mib(task) * 2.0**20),
         writes_through=np.zeros(devices.shape, dtype=np.bool_),  # a prompt moves to the host, and back to a slot
     )
@@ -218,6 +251,9 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     command = (sys.executable, "-m", RUNNER) if is_embedded else PROGRAM.start_command(spec)
     argv = [*command, "--model", spec.serve.weights or "", "--host", address(task), "--port", PORT, "--metrics"]
     argv += knobs.arguments([knob for knob in KNOBS if knob.name != CONTEXT], values)
+    if values.get(HOST_EXPERTS) == ALL:
+        place = argv.index("--n-cpu-moe")
+        argv[place : place + 2] = ["--cpu-moe"]
     slots, context = _int(values.get(PARALLEL)), _int(values.get(CONTEXT))
     if (slots or context) and not total_context(task):
         argv += ["--ctx-size", str((slots or AUTO_SLOTS) * slot_context(task, context))]
@@ -304,6 +340,12 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
         ),
         *((_slot_context(task, total),) if total else ()),
+        Rule(
+            name="host_experts",
+            knobs=(HOST_EXPERTS,),
+            message=Message("{HOST_EXPERTS} must be 0 for a model without experts", **NAMES),
+            broken=lambda c: (c[HOST_EXPERTS] > 0) & (task.spec.model.num_moe_experts is None),
+        ),
         *speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "spec-draft-model", "draft-mtp"),
     )
 
@@ -330,6 +372,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     def is_default_ubatch(c: Columns) -> BoolArray:
         return np.equal(c[N_UBATCH], np.minimum(UBATCH, PROGRAM.values(c, N_BATCH)))
 
+    on_cores, layers = Hardware.of(task).on_cores, task.spec.model.num_layers
     nothing_to_offload = ignoring("nothing_to_offload", (LAYERS,), lambda c: True, -1)
     return (
         ignoring("batch_threads_as_threads", (THREADS, BATCH_THREADS), lambda c: c[BATCH_THREADS] == c[THREADS]),
@@ -337,7 +380,8 @@ def merges(task: Task) -> tuple[Merge, ...]:
         # TP and PP already imply these modes: none for one device, layer for stages, row for tensor parallelism.
         ignoring("split_by_default", (SPLIT,), lambda c: np.isin(c[SPLIT], default_codes)),
         ignoring("ubatch_by_default", (N_BATCH, N_UBATCH), is_default_ubatch),
-        *((nothing_to_offload,) if Hardware.of(task).on_cores else ()),
+        *((nothing_to_offload, ignoring("nothing_on_host", (HOST_EXPERTS,), lambda c: True)) if on_cores else ()),
+        ignoring("experts_of_all_layers", (HOST_EXPERTS,), lambda c: c[HOST_EXPERTS] >= layers, ALL),
     )
 
 

@@ -7,8 +7,9 @@ from flagcore_llamacpp.engine import ENGINE as ENGINE
 from flagcore_serving.job import Load
 from flagcore_serving.space.hardware import Hardware
 
-from engines.serving.tests.engines.tasks import LOAD, broken, figures, merged, server, serving, settings, space_of
+from engines.serving.tests.engines.tasks import LOAD, broken, figures, merged, row, server, serving, settings, space_of
 from flagcore.errors import SpecError
+from tests.product import serving_inputs
 from tests.product.tasks import DENSE
 
 
@@ -73,8 +74,9 @@ def test_false_is_the_opposite_flag(flag: str, word: str) -> None:
 
 
 def test_the_host_keeps_prompts_that_are_shared() -> None:
-    def kept(turns: int, **arguments: int) -> tuple[bool, float]:
-        task = cores(loads=(replace(LOAD, turns=turns, num_prompts=64, concurrency=8),), engine_args=arguments)
+    def kept(turns: int, flight: int = 8, model: Any = DENSE, **arguments: int) -> tuple[bool, float]:
+        load = replace(LOAD, turns=turns, num_prompts=64, concurrency=flight)
+        task = cores(loads=(load,), engine_args=arguments, model=model)
         hit_rate = figures(task, parallel=2).get("cache_hit_rate", 0.0)
         return ("--cache-ram", "0") not in pairwise(server(task, parallel=2).argv), hit_rate
 
@@ -83,6 +85,9 @@ def test_the_host_keeps_prompts_that_are_shared() -> None:
     assert is_kept
     assert rate == kept(4, **{"cache-ram": 4096})[1] == kept(4, **{"cache-ram": -1})[1] > 0.3
     assert kept(4, **{"cache-ram": 0})[1] < 0.1
+    large = replace(DENSE, num_layers=400)
+    some, none = (kept(4, flight=3, model=large, **{"cache-ram": size})[1] for size in (1, 0))
+    assert some > none, "room for 20 tokens keeps one prompt"
 
 
 def test_only_candidates_with_speculation_have_its_flags() -> None:
@@ -107,3 +112,44 @@ def test_the_default_uses_the_cards_that_the_weights_need() -> None:
     assert ENGINE.defaults(serving("llamacpp", memory=10**6))["pipeline_model_parallel_size"] == 1
     large = replace(DENSE, num_layers=64, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64)
     assert ENGINE.defaults(serving("llamacpp", model=large, devices=8))["pipeline_model_parallel_size"] == 2
+
+
+def test_experts_of_the_first_layers_stay_on_the_host() -> None:
+    """Each layer on the host frees the weights of its experts and takes time; the first, dense layers have none."""
+    sparse = replace(serving_inputs.EXPERTS, moe_first_dense_layers=2)
+    task = serving("llamacpp", model=sparse, devices=1, memory=10**12, loads=(replace(LOAD, concurrency=1),))
+
+    def found(**values: int) -> Any:
+        return ENGINE.predict(task, row(ENGINE, task, parallel=1, **values), serving_inputs.costs()).row(0)
+
+    def static(**values: int) -> float:
+        return found(**values).static_bytes
+
+    layer_bytes = 3.0 * sparse.hidden_size * 768 * 128 * 2.0
+    first, dense, some, most = (found(n_cpu_moe=layers) for layers in (0, 2, 10, 36))
+    assert first == dense
+    freed = [first.static_bytes - each.static_bytes for each in (some, most)]
+    assert freed == pytest.approx([8 * layer_bytes, 34 * layer_bytes])
+    assert first.step_time_s < some.step_time_s < most.step_time_s
+    assert some.high_s / some.low_s > first.high_s / first.low_s, "the rate of the host's memory is assumed"
+    on_host_anyway = static(n_gpu_layers=31) - static(n_gpu_layers=31, n_cpu_moe=10)
+    assert on_host_anyway == pytest.approx(4 * layer_bytes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ({"n-cpu-moe": 4}, 4, ("--n-cpu-moe", "4")),
+        ({"ncmoe": 99}, 9999, ("--cpu-moe", "--batch-size")),
+        ({"cpu-moe": True}, 9999, ("--cpu-moe", "--batch-size")),
+    ],
+)
+def test_how_experts_on_the_host_are_set(arguments: Any, code: int, words: tuple[str, str]) -> None:
+    task = serving("llamacpp", model=serving_inputs.EXPERTS, engine_args=arguments, command=("/bin/echo",))
+    value = ENGINE.axes(task)
+    chosen = next(axis for axis in value if axis.knob == "n_cpu_moe").values[0]
+    assert merged(ENGINE, task, n_cpu_moe=chosen)["n_cpu_moe"] == code
+    on_cores = serving("llamacpp", on_cores=True, model=serving_inputs.EXPERTS)
+    assert merged(ENGINE, on_cores, n_cpu_moe=chosen)["n_cpu_moe"] == 0, "cores compute all experts"
+    assert words[0] in server(task, n_cpu_moe=code).argv
+    assert broken(ENGINE, serving("llamacpp"), n_cpu_moe=chosen) == ["host_experts"]

@@ -65,6 +65,7 @@ from flagcore.i18n import N_, Message
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
+MIXED = "enable_mixed_chunk"
 HICACHE, STORAGE = "hicache_size", "hicache_storage_backend"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
@@ -293,6 +294,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=tokens,
         block_size=or_default(values[PAGE], 1),
         chunked=(chunk > 0).astype(np.int64),
+        mixed_chunks=(values[MIXED] > 0) & (chunk > 0),
         graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest_graph(task) or GRAPH_TOKENS, 0),
         graph_bytes=np.where((values[DP] > 1) & (not hardware.on_cores), graph_mib(task, values) * 2.0**20, np.nan),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
@@ -305,7 +307,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         **_tiers(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
-        **knobs.exchange_settings(task, values, KNOBS),
+        **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
         **adapters.adapter_settings(
             task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
         ),
@@ -559,6 +561,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),
         rules.tower_merge(task),
+        *rules.exchange_merge(task, PROGRAM),
         *adapters.adapter_merges(task, PROGRAM.parse(task.spec).others),
         *((rules.ignoring("no_graphs_on_cores", (EAGER,), lambda c: True),) if on_cores else ()),
     )
@@ -585,6 +588,9 @@ ENGINE = ServingEngine(
         memory_flag="mem-fraction-static",
         release="0.5.9",
         engine_args={RECEIVE: 30},  # as in InferenceMAX's recipes
+        # sgl-project/sgl-cookbook runs `bench_serving` without a range, so that lengths start from 1 (500 prompts of
+        # up to 1,000 tokens have 249,331).
+        drawn={(1000, 1000): 0.0, (1000, 8000): 0.0, (8000, 1000): 0.0},
         # lmsys.org, 2025-05-05, large-scale EP (H100), and ishandhanani/srt-slurm recipes/ (GB200, GB300).
         wide_copies=32,
         wide_chunk=(CHUNK, 16384),

@@ -48,6 +48,7 @@ from flagcore_serving.space.knobs import (
     CONTEXT,
     DRAFTED,
     EAGER,
+    EXCHANGE,
     KV,
     PREFIX,
     REDUNDANT,
@@ -62,9 +63,10 @@ from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Setting
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
 from flagcore_vendorkit.programs import release, strip_dashes
 
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import N_, Message
@@ -134,6 +136,11 @@ class VllmProgram(Program):
         image = args.fixed.get(IMAGES, limits.get("limit-mm-per-prompt.image"))
         has_none = image == limits.get("limit-mm-per-prompt.video") == 0
         return super().text_only(spec) or (has_none and self.release(spec) >= (0, 11))
+
+    def unmodelled(self, spec: Spec) -> Iterator[Unmodelled]:
+        """See `Program`. A connector that offloads caches to the memory of the host is predicted."""
+        offloads = "cpu_bytes_to_use" in _offload_config(self.split(spec).others)
+        return (each for each in super().unmodelled(spec) if not (offloads and each.name.endswith(CONFIG)))
 
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
         """See `Program`. A JSON object that may set a knob becomes one flag for each value: vLLM's parser drops it if
@@ -289,6 +296,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     block_on_cores = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
     cache_bytes = _cache_bytes(task, other_args, values, ranks, devices)
     default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
+    is_wide = other_args.get("dtype") in ("float32", "float")
     host_s = np.array([np.nan, np.nan if is_async(task) else 0.0, SYNCHRONOUS_SECONDS])[values[ASYNC]]
     host_s = np.where(np.isin(values[SPECULATION], ON_HOST) & is_async(task), SYNCHRONOUS_SECONDS, host_s)
     # Pipelines were scheduled synchronously before (vllm-project/vllm #19970, #32618).
@@ -305,23 +313,46 @@ def settings(task: Task, columns: Columns) -> Settings:
         least_cache=_least_cache(task, values, seqs),
         context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task)),
         chunked=values[CHUNKED],
-        graph_tokens=np.where((values[EAGER] == 0) & (values[GRAPHS] != 1), graph_tokens(task), 0),
+        graph_tokens=np.where(~_without_graphs(values), graph_tokens(task), 0),
         whole=np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
-        cache_element_bytes=PROGRAM.element_bytes(values),
+        cache_element_bytes=np.where((values[KV] == 0) & is_wide, 4.0, PROGRAM.element_bytes(values)),
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
         scheme=PROGRAM.scheme(task, values),
         draft_host_s=np.select([values[SPECULATION] == each for each in ON_HOST], _draft_seconds(task), 0.0),
-        host_cache=(values[OFFLOAD] * values[DP]).astype(np.float64)
-        * 2.0**30,  # each attention DP rank has a scheduler and a cache
+        host_cache=_host_cache(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
-        **knobs.exchange_settings(task, values, KNOBS),
+        **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
         **adapters.adapter_settings(task, values, other_args, slots=1, on_host=other_args.get("max-cpu-loras")),
     )
+
+
+def _without_graphs(values: Columns) -> BoolArray:
+    """Return the candidates without graphs: DeepEP's kernels for high throughput need this (0.33
+    `config/compilation.py`)."""
+    uses_library = (values[EXCHANGE] == PROGRAM.code(EXCHANGE, "deepep_high_throughput")) & (values[DP] > 1)
+    return np.asarray((values[EAGER] == 1) | (values[GRAPHS] == 1) | uses_library)
+
+
+def _offload_config(others: Mapping[str, EngineArg]) -> Mapping[str, object]:
+    """Return the settings of a connector that `engine_args` configures, which offloads caches or moves them."""
+    with suppress(ValueError, TypeError, AttributeError):
+        found = json.loads(str(others[CONFIG])) if CONFIG in others else {}
+        config = dict(found.get("kv_connector_extra_config") or {})
+        return config if found.get("kv_connector") in (None, "OffloadingConnector", "SimpleCPUOffloadConnector") else {}
+    return {}
+
+
+def _host_cache(others: Mapping[str, EngineArg], columns: Columns) -> FloatArray:
+    """Return the bytes of an instance's cache in the memory of the host. Each attention DP rank has a scheduler and a
+    cache. OFFLOAD replaces the bytes of the connector (0.33: `config/vllm.py`)."""
+    given = _offload_config(others).get("cpu_bytes_to_use")
+    default = float(given) if isinstance(given, int | float) else 0.0
+    return np.asarray(np.where(columns[OFFLOAD] > 0, columns[OFFLOAD] * 2.0**30, default) * columns[DP].clip(1))
 
 
 def _draft_seconds(task: Task) -> list[float]:
@@ -508,6 +539,7 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
 def _rules(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
     hardware, experts = Hardware.of(task), task.spec.model.num_moe_experts or 0
+    own_offload = "spec_module_path" in _offload_config(PROGRAM.parse(task.spec).others)  # may copy between cores
     layouts = (
         *rules.split_rules(task, attention_and_experts=True, span=True),
         Rule(
@@ -516,7 +548,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
             message=Message("{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch", **NAMES),
             broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
         ),
-        *rules.forbidden(task, PROGRAM),
+        *(each for each in rules.forbidden(task, PROGRAM) if each.name != "offload_on_cores" or not own_offload),
     )
     groups = 1 if task.spec.model.multi_latent_attention else task.spec.model.num_query_groups
     sharing = Rule(
@@ -662,6 +694,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         rules.no_drafts(),
         rules.tower_merge(task),
         rules.ignoring("no_graphs_is_eager", (EAGER, GRAPHS), lambda c: c[EAGER] == 1),
+        *rules.exchange_merge(task, PROGRAM),
         *_forced_block(task),
         *adapters.adapter_merges(task, PROGRAM.parse(task.spec).others),
     )

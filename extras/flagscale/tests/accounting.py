@@ -2,8 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,19 @@ from flagcore_flagscale import Imported, translate
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError
 
-TREES = {file.stem: file for file in sorted(Path(__file__).parent.glob("trees/*.yaml"))}
-"""The files that hold a tree each: the text of each of its files, by path."""
 KeyPath = tuple[str | int, ...]
 _GONE = ("dropped", "cannot be resolved", "cannot run")
 
 
-@cache
-def files_of(file: Path) -> dict[str, str]:
-    """Return the files of a tree by path."""
-    return dict(yaml.safe_load(file.read_text("utf-8")))
+TREES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("trees.yaml").read_text("utf-8"))
+"""Trees by name: the text of each of their files, by path."""
+CPU_TREE = TREES.pop("cpu")
+"""A tree that trains on two CPU ranks."""
 
 
-def write_tree(file: Path, folder: Path) -> None:
+def write_tree(tree: Mapping[str, str], folder: Path) -> None:
     """Write the files of a tree into a folder."""
-    for path, text in files_of(file).items():
+    for path, text in tree.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from extras.flagscale.tests.accounting import write_tree
+from extras.flagscale.tests.accounting import CPU_TREE, write_tree
 
 ENVIRONMENT = os.environ.get("REAL_MEGATRON", "")
 ROOT = Path(__file__).parents[3]
@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(("name", "candidates"), [("dense", 4), ("stages", 2)])
 def test_a_tree_is_tuned_through_flagscales_own_program(name: str, candidates: int, tmp_path: Path) -> None:
-    write_tree(Path(__file__).parent / "cpu_trees.yaml", tmp_path / "conf")
+    write_tree(CPU_TREE, tmp_path / "conf")
     code = "from flagcore.cli import main; main()"
     arguments = ("--config-path", "conf", "--config-name", name, "--run-dir", "run", "action=auto_tune")
     environment = {**os.environ, "PATH": f"{ENVIRONMENT}/bin:{os.environ['PATH']}", "PYTHONWARNINGS": "ignore"}

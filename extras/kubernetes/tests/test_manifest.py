@@ -162,6 +162,8 @@ def test_one_node_is_one_pod_without_a_secret(tmp_path: Path, kind: str) -> None
         ("MTT-S5000", 8, {"mthreads.com/gpu": 8}),
         ("BW1000", 8, {"hygon.com/dcu": 8}),
         ("P800", 8, {"kunlunxin.com/xpu": 8}),
+        ("S60", 8, {"enflame.com/gcu": 8}),
+        ("PPU-ZW810E", 16, {"alibabacloud.com/ppu": 16}),
     ],
 )
 def test_pods_ask_for_the_devices_of_their_vendor(

@@ -4,14 +4,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flagcore_cambricon import smi
+from flagcore_cambricon import hooks, smi
 from flagcore_cambricon.hooks import plugin
+from flagcore_testing import PluginConformance
 from flagcore_testing.package import saved_outputs
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
 from tests.checks import given
+
+
+class TestCambricon(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin
 
 
 def test_the_reason_that_an_engine_does_not_run_on_a_chip_is_shown() -> None:
@@ -62,49 +69,13 @@ def test_knobs_of_the_vendors_software_set_variables(engine: str, knobs: int) ->
 TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
 
-def test_readings_have_power_memory_temperature_and_load() -> None:
-    assert smi.read(TEXTS["cnmon-1.txt"]).rows[1].reading == {
-        "memory_used_bytes": 0,
-        "power_watts": 106,
-        "power_limit_watts": 250,
-        "temperature_celsius": 39,
-        "utilization_share": 0,
-    }
-
-
 def test_a_version_without_a_letter_and_power_with_cents_are_read() -> None:
     (row,) = smi.read(TEXTS["cnmon-6.txt"]).rows
     assert (row.device.chip, row.device.driver) == ("MLU220-M2", "4.6.9")
     assert (row.reading["power_watts"], row.reading["power_limit_watts"]) == (3.7, 8.25)
 
 
-def test_without_a_table_the_details_of_a_card_are_read() -> None:
-    details = TEXTS["cnmon-7.txt"]
-    listing = smi.read(details)
-    (row,) = listing.rows
-    assert ["card 1" in line for line in listing.left_out] == [True]
-    assert (row.device.chip, row.device.driver, row.device.memory_bytes) == ("MLU370-S4", "4.20.18", 23308 * 2**20)
-    assert row.reading == {
-        "memory_used_bytes": 96 << 20,
-        "power_watts": 38,
-        "temperature_celsius": 49,
-        "utilization_share": pytest.approx(0.66),
-    }
-    assert smi.read(details.replace("23308 MiB", "N/A")).rows == ()
-
-
 TABLE = TEXTS["cnmon-8.txt"]
-
-
-def test_the_table_of_version_6_is_read_completely() -> None:
-    listing = smi.read(TABLE)
-    assert [(row.device.chip, row.device.memory_bytes) for row in listing.rows] == [
-        ("MLU590-M9", 98304 << 20),
-        ("MLU590-M9DG", 81920 << 20),
-    ]
-    assert listing.rows[0].reading["power_limit_watts"] == 550
-    assert listing.rows[1].reading == {"memory_used_bytes": 0}
-    assert listing.left_out == ("card 2 (MLU590-M9) is virtual function 0 of another",)
 
 
 def test_a_card_with_unreadable_memory_is_reported() -> None:

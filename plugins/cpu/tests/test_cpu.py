@@ -1,6 +1,7 @@
 """The cores of this machine as devices, and the load beside trials."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,18 +9,38 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from flagcore_cpu import load, rates
+from flagcore_cpu import hooks, load, rates
 from flagcore_cpu.costs import ServerCosts
 from flagcore_cpu.hooks import plugin
 from flagcore_cpu.machine import Processor, this_machine
 from flagcore_cpu.machine import devices as devices_here
+from flagcore_testing import PluginConformance
 from flagcore_vendorkit.chip_file import load_chips
 
 from flagcore.domain import host
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.trial import TrialState
 from flagcore.physics.roofline import Curve
 from tests.checks import given
+
+
+class TestCpu(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin
+
+    @pytest.fixture
+    def failure_examples(self) -> Sequence[tuple[str, TrialState]]:
+        return (
+            (
+                "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 8589934592 bytes",
+                TrialState.OUT_OF_MEMORY,
+            ),
+            ("what():  std::bad_alloc", TrialState.OUT_OF_MEMORY),
+            ("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:5512", TrialState.FAILED),
+        )
+
 
 CPUINFO = """\
 processor\t: {row}

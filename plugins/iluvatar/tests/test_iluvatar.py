@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flagcore_iluvatar import smi
+from flagcore_iluvatar import hooks, smi
 from flagcore_iluvatar.hooks import plugin
+from flagcore_testing import PluginConformance
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import saved_outputs
 
@@ -13,6 +14,12 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import RefusedValues
 from flagcore.plugins import LoadedPlugins
 from tests.checks import given
+
+
+class TestIluvatar(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin
 
 
 def test_a_contradictory_figure_is_left_out() -> None:
@@ -60,19 +67,6 @@ def test_tensor_parallel_overlap_is_a_knob_of_split_layers() -> None:
 
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")
-
-
-def test_only_the_second_chip_of_a_card_reports_power() -> None:
-    rows = smi.read(TEXTS["ixsmi-1.txt"]).rows
-    assert [row.device.index for row in rows if "power_watts" in row.reading] == list(range(1, 16, 2))
-    assert rows[1].reading == {
-        "memory_used_bytes": 116 * 2**20,
-        "power_watts": 93,
-        "power_limit_watts": 350,
-        "temperature_celsius": 30,
-        "utilization_share": 0,
-        "clock_hertz": 1.5e9,
-    }
 
 
 def test_uuids_are_listed_by_index() -> None:

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flagcore_metax import hooks
 from flagcore_metax.discover import peer_memory_problem
 from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import c500_topology, island_size
+from flagcore_testing import PluginConformance
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import saved_outputs
 from flagcore_vendorkit.rows import adapter_share, read_matrix
@@ -15,6 +17,12 @@ from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import LoadedPlugins
 from tests.checks import given
+
+
+class TestMetax(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin
 
 
 @pytest.mark.parametrize(("nodes", "devices", "sizes"), [(1, 8, [4, 8]), (2, 8, [4, 8, 16]), (1, 4, [4]), (1, 2, [2])])

@@ -5,14 +5,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_nvidia import smi
+from flagcore_nvidia import hooks, smi
 from flagcore_nvidia.hooks import plugin
+from flagcore_testing import PluginConformance
 
 from flagcore.api import estimate_jobs
 from flagcore.contracts import CollectiveCosts
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import KnobValue
 from flagcore.plugins import LoadedPlugins
+
+
+class TestNvidia(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin
 
 
 def test_memory_that_the_driver_does_not_report_stays_unknown() -> None:

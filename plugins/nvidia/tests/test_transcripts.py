@@ -16,7 +16,6 @@ from tests.checks import given
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")
 MATRICES = ("nvidia-smi-5.txt", "nvidia-smi-6.txt")
-QUERY = "\n".join(f"{i}, NVIDIA H200, 143771, 570.211.01, GPU-{i}aaa, 0x233510DE, Disabled" for i in range(8)) + "\n"
 
 
 def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_requested() -> None:
@@ -24,36 +23,6 @@ def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_requeste
     assert smi.read(TEXTS["nvidia-smi-4.csv"]).rows == ()
     (row,) = smi.read(TEXTS["nvidia-smi-4.csv"], fields).rows
     assert (row.device.chip, row.device.memory_bytes) == ("NVIDIA GeForce RTX 4090", 24564 * 2**20)
-
-
-def test_a_table_has_readings() -> None:
-    assert {"memory_used_bytes", "power_watts", "power_limit_watts", "temperature_celsius"} <= set(
-        smi.read(TEXTS["nvidia-smi-2.txt"]).rows[0].reading
-    )
-
-
-def test_a_reading_has_the_fields_of_its_query() -> None:
-    identity = "0, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled"
-    (row,) = smi.read(f"{identity}, 1024, 412.50, 700.00, 61, 97, 1980", smi.READING_FIELDS).rows
-    assert row.reading == {
-        "memory_used_bytes": 2**30,
-        "power_watts": 412.5,
-        "power_limit_watts": 700,
-        "temperature_celsius": 61,
-        "utilization_share": pytest.approx(0.97),
-        "clock_hertz": 1.98e9,
-    }
-
-
-@pytest.mark.parametrize(
-    "foreign",
-    [
-        "0, MetaX C500, 65536, 3.4, GPU-1, 0x40019999, [N/A]",
-        "0, Iluvatar BI-V150, 32768, 4.1, GPU-1, 0x00021E3E, [N/A]",
-    ],
-)
-def test_another_vendors_nvidia_smi_is_distinguished_by_the_pci_id(foreign: str) -> None:
-    assert smi.read(foreign).rows == ()
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -109,12 +78,6 @@ def test_devices_of_another_detector_match_the_catalogue() -> None:
 )
 def test_without_a_pci_id_the_name_determines_the_vendor(name: str, ours: bool) -> None:
     assert bool(smi.read(f"index, name, memory.total [MiB]\n0, {name}, 65536 MiB\n").rows) == ours
-
-
-def test_a_gpu_divided_into_instances_is_left_out_and_reported() -> None:
-    listing = smi.read(QUERY.replace("GPU-3aaa, 0x233510DE, Disabled", "GPU-3aaa, 0x233510DE, Enabled"))
-    assert [row.device.index for row in listing.rows] == [0, 1, 2, 4, 5, 6, 7]
-    assert [line.startswith("GPU 3 (NVIDIA H200) is divided into instances") for line in listing.left_out] == [True]
 
 
 def test_a_list_with_instances_names_them_and_one_without_has_the_gpus() -> None:

@@ -54,11 +54,16 @@ HT_MESH = "\n".join(
     + [f"GPU{a} " + " ".join("X" if a == b else "HT" for b in range(8)) for a in range(8)]
 )
 
+VENDORS = (
+    *("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin", "enflame"),
+    *("thead", "cpu"),
+)
+
 
 @pytest.fixture(autouse=True)
 def clear_caches() -> None:
     """Forget the answers of earlier tests' tools, which plugins keep for a while."""
-    for vendor in ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin"):
+    for vendor in VENDORS[:-1]:
         import_module(f"flagcore_{vendor}.hooks").plugin.__dict__.pop("_readings", None)
 
 
@@ -163,9 +168,6 @@ def test_bridge_groups_of_mlus_are_those_that_cnmon_shows() -> None:
     assert [level.devices for level in shown.levels] == [4, 16]
 
 
-VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin", "cpu")
-
-
 @pytest.fixture(scope="module")
 def loaded() -> LoadedPlugins:
     return LoadedPlugins.of({name: importlib.import_module(f"flagcore_{name}.hooks").plugin for name in VENDORS})
@@ -193,7 +195,8 @@ NAMES = {
     "MI250X": "AMD Instinct MI250X", "MI250": "AMD Instinct MI250X/MI250", "910B3": "Ascend910B3", "910B2": "910B2C",
     "910B4-1": "910B4-1", "910C": "Ascend910_9391|Ascend910", "MTT-S5000": "MTT S5000",
     "MTT-S4000": "Moore Threads MTT S4000", "BW1000": "BW|BW1000 64G|BW200, UBB BW1000", "K100-AI": "K100_AI",
-    "P800": "P800 OAM|Kunlunxin P800|P800",
+    "P800": "P800 OAM|Kunlunxin P800|P800", "S60": "Enflame S60|S60", "PPU-ZW810E": "PPU-ZW810E",
+    "ZW-M890P": "ZW-M890P",
 }
 # fmt: on
 """The names that drivers report of each chip, separated by bars."""
@@ -206,6 +209,7 @@ OTHER_NAMES = (
     *("MetaX C550-PL", "MetaX C5000", "Mars X201", "MetaX", "NVIDIA C500", "MetaX C500 VF"),
     *("Iluvatar BI-V150X", "Iluvatar", "MetaX BI-V150", "BI", "MR-V200"),
     *("MLU590", "MLU370", "MLU270-S4", "MLU370-X9", "MLU590-M9X", "MLUXXX-XX", "", "ERR!", "AMD Instinct MI100"),
+    *("S60G", "Enflame L300", "PPU-ZW610E", "PPU"),
 )
 PAIRS = [(chip, name) for chip, names in NAMES.items() for name in names.split("|")]
 

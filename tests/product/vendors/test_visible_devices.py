@@ -67,6 +67,8 @@ VENDORS = (
     Vendor("ascend", ("ASCEND_RT_VISIBLE_DEVICES",)),
     Vendor("mthreads", ("MUSA_VISIBLE_DEVICES",)),
     Vendor("kunlunxin", ("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+    Vendor("enflame", ("TOPS_VISIBLE_DEVICES",)),
+    Vendor("thead", ("CUDA_VISIBLE_DEVICES",), has_uuids=True),
 )
 EACH_VARIABLE = [pytest.param(each, name, id=f"{each.name}-{name}") for each in VENDORS for name in each.variables]
 UUIDS = {index: f"GPU-{index}0c0ffee" for index in range(8)}
@@ -257,6 +259,8 @@ VENDORS_WITH_TOOLS = (
     Stack("mthreads", "dev/mtgpu.0", 0x1ED5, "MTT S5000", 80 << 30, "2.11.0", "musa", ("musa",)),
     Stack("hygon", "dev/kfd", 0x1D94, "BW1000 64G", 64 << 30, "2.9.0+das.opt1.dtk2604"),
     Stack("kunlunxin", "dev/xpu0", 0x1D22, "P800 OAM", 96 << 30, "2.9.0+cu129"),
+    Stack("enflame", "dev/gcu0", 0x1E36, "Enflame S60", 42976 << 20, "2.10.0+cpu", "gcu", ("gcu",)),
+    Stack("thead", "dev/alixpu_ppu0", 0x1DED, "PPU-ZW810E", 96 << 30, "2.9.0+ppu2.0.0"),
 )
 vendors = pytest.mark.parametrize("vendor", VENDORS_WITH_TOOLS, ids=lambda vendor: vendor.name)
 

@@ -11,8 +11,9 @@ follows ai-dynamo/aiconfigurator @095f58a5 `README.md`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from math import inf
+from operator import attrgetter
 
 from flagcore_serving.model.simulation import Price, Request, Simulation
 from flagcore_serving.model.vision import ImageWork
@@ -46,6 +47,10 @@ class _Batch:
     encode: float = 0.0
     end: float = 0.0
     done: float = 0.0
+    number: int = 0
+
+
+_FREE = attrgetter("free")
 
 
 @dataclass(slots=True)
@@ -75,7 +80,9 @@ class Disaggregated(Simulation):
     ) -> None:
         self.prefill = prefill
         self.servers = [_Server() for _ in range(max(1, round(prefill.per_decode)))]
-        self.occupied = len(self.servers) / prefill.per_decode
+        self.occupied, self.transfer = len(self.servers) / prefill.per_decode, prefill.transfer
+        self.request_s, self.entry_s = prefill.price.overheads.request, prefill.price.overheads.entry
+        self.budget, self.shared = prefill.price.lane.budget, prefill.price.lane.shared_prefix
         self.ready: list[tuple[float, int, _Batch]] = []
         self.batches = 0
         super().__init__(price, lengths, arrivals, concurrency, images=images)
@@ -85,32 +92,36 @@ class Disaggregated(Simulation):
 
     def _enter(self, request: Request, arrival: float) -> None:
         """Add a request to the next batch of the prefill instance that becomes free first."""
-        overheads, lane = self.prefill.price.overheads, self.prefill.price.lane
-        arrival = arrival + overheads.request + overheads.entry + request.read
-        done = min(lane.shared_prefix, request.prompt - 1.0)
-        piece = request.prompt - done
-        server = min(self.servers, key=lambda each: each.free)
+        prompt = request.prompt
+        arrival = arrival + self.request_s + self.entry_s + request.read
+        done = min(self.shared, prompt - 1.0)
+        piece = prompt - done
+        server = min(self.servers, key=_FREE)
         batch = server.last
-        if batch is None or arrival > batch.start or batch.tokens + piece > lane.budget:
+        if batch is None or arrival > batch.start or batch.tokens + piece > self.budget:
             batch = server.last = _Batch(max(arrival, server.free), server.link_free)
+        is_new = not batch.members
         batch.members.append(request)
-        batch.cached += request.prompt
-        batch.tokens, batch.longest = batch.tokens + piece, max(batch.longest, piece)
+        batch.cached += prompt
+        batch.tokens += piece
+        if piece > batch.longest:
+            batch.longest = piece
         batch.pairs += piece * (done + 0.5 * piece)
         batch.encode += request.encode
         seconds = self._prompt_seconds(batch) + batch.encode
         batch.end = batch.start + seconds
-        caches = self.prefill.transfer * batch.cached
-        batch.done = max(batch.end, batch.link_free) + caches
+        caches, sent = self.transfer * batch.cached, max(batch.end, batch.link_free)
+        batch.done = sent + caches
         server.free = batch.start + seconds * self.occupied
-        server.link_free = max(batch.end, batch.link_free) + caches * self.occupied
-        self.batches += 1
-        heappush(self.ready, (batch.done, self.batches, batch))
+        server.link_free = sent + caches * self.occupied
+        self.batches = batch.number = self.batches + 1
+        if is_new:
+            heappush(self.ready, (batch.done, batch.number, batch))
 
     def _prompt_seconds(self, batch: _Batch) -> float:
         """Return the time of a batch on a prefill instance, in seconds. A prompt beyond the limit of tokens takes
         several iterations."""
-        price, budget = self.prefill.price, self.prefill.price.lane.budget
+        price, budget = self.prefill.price, self.budget
         if batch.tokens <= budget:
             return price.mixed(0, batch.tokens, batch.longest, batch.pairs, len(batch.members))
         count = int(batch.tokens // budget)
@@ -123,9 +134,10 @@ class Disaggregated(Simulation):
 
     def _next_done(self) -> float:
         """Return the time at which the next caches arrive, or infinity if no cache is being sent."""
-        while self.ready and (self.ready[0][0] != self.ready[0][2].done or not self.ready[0][2].members):
-            heappop(self.ready)  # outdated: a later prompt has delayed this batch
-        return self.ready[0][0] if self.ready else inf
+        ready = self.ready
+        while ready and ready[0][1] != ready[0][2].number:  # a later prompt has delayed this batch
+            heapreplace(ready, (ready[0][2].done, ready[0][2].number, ready[0][2]))
+        return ready[0][0] if ready else inf
 
     def _ready_time(self) -> float:
         return self._next_done() + self.overheads.request
@@ -140,7 +152,7 @@ class Disaggregated(Simulation):
 
     def _prompts(self) -> bool:
         """Give slots to requests whose caches have arrived. Return False, because no prompts are computed here."""
-        while self._admit(0):
+        while self.queue and self._admit(0):
             request = self.partial.popleft()
             if request.made:  # the request lost its cache, so this instance computes its prompt again
                 tokens = float(request.prompt + request.made)

@@ -14,9 +14,9 @@ from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import Mixer
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.physics.roofline import cast_bytes
-from flagcore_serving.model.adapters import adapter_launches, adapter_seconds
-from flagcore_serving.model.memory import offloaded_bytes
-from flagcore_serving.model.work import Serving, SparseKernel, distinct_experts
+from flagcore_serving.model.adapters import adapter_launches, adapter_seconds, head_pair, pairs_of
+from flagcore_serving.model.memory import expert_bytes, offloaded_bytes
+from flagcore_serving.model.work import HOST_MEMORY_RATE, Serving, SparseKernel, distinct_experts
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import ATTENTION, connections, parameters
 
@@ -133,15 +133,20 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         exchanged = moe * exchange(serving, column, costs, tokens) * busiest
         if overheads.sums_prompts:
             summed = moe * _summed(serving, column, costs, tokens)
-        shared = moe * experts(serving, column, kernels, tokens) * busiest + exchanged
+        on_host, computed = column.experts_on_host, experts(serving, column, kernels, tokens)
+        shared = (moe - on_host) * computed * busiest + exchanged
+        if on_host.any():
+            shared = shared + on_host * _host_experts(serving, column, kernels, tokens, computed)
         moe_reduce = moe * np.where(column.data > 1.0, 0.0, reduce)
         local, messages = local + moe_reduce, messages + moe_reduce
     stages = _stages(serving, column, costs, tokens)
     local, messages = local + stages, messages + stages
     local = local + column.pipeline * _from_host(serving, column, tokens)
     if serving.adapters.number:
-        local = local + adapter_seconds(serving, column, costs, tokens)
+        local = local + adapter_seconds(serving, column, costs, tokens, pairs_of(serving, column))
     head = linear(kernels, tokens, float(model.hidden_size), model.vocab_size / column.tensor, serving, wide=True)
+    if serving.adapters.number:
+        head = head + adapter_seconds(serving, column, costs, tokens, head_pair(serving, column))
     passes = NODES / tokens
     cached, pair = _attention_rates(serving, settings, kernels)
     pace, expert_pace = _paces(serving, settings)
@@ -328,6 +333,24 @@ def _from_host(serving: Serving, settings: Settings, tokens: FloatArray) -> Floa
         chosen = distinct_experts(count, float(model.moe_router_topk), tokens) / count
         read = 1.0 - share + share * chosen
     return read * offloaded_bytes(serving, settings) / (HOST_SHARE * serving.host_rate)
+
+
+def _host_experts(
+    serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray, computed: FloatArray
+) -> FloatArray:
+    """Return the seconds of one layer's routed experts in the memory of the host. `computed`: seconds on the devices.
+
+    Cores of the host compute few tokens, as fast as they read the weights of the chosen experts. With more tokens,
+    these weights are copied to the devices in each pass (`Overheads.copied_from`).
+    """
+    model, ranks = serving.model, settings.tensor * settings.data
+    count = float(model.num_moe_experts or 1)
+    chosen = distinct_experts(count, float(model.moe_router_topk), tokens) / count
+    read = chosen * expert_bytes(serving, settings)
+    activations = kernels.host_copy_seconds(tokens * (4.0 * model.hidden_size))
+    by_cores = read * ranks / HOST_MEMORY_RATE + 2.0 * activations
+    by_devices = read / (HOST_SHARE * serving.host_rate) + computed
+    return np.where(tokens < serving.overheads.copied_from, by_cores, by_devices)
 
 
 def _stages(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
@@ -542,7 +565,7 @@ def exchange(serving: Serving, settings: Settings, costs: Costs, tokens: FloatAr
     gathered = gathered + costs.collectives.seconds("reduce_scatter", payload, ranks, stride)
     sent = gathered
     if settings.exchanges.any():
-        sent = _sent_to_experts(serving, ranks.astype(np.float64), costs, tokens / ranks)
+        sent = _sent_to_experts(serving, settings, ranks.astype(np.float64), costs, tokens / ranks)
     return np.where(settings.data > 1.0, np.where(settings.exchanges, sent, gathered), 0.0)
 
 
@@ -556,7 +579,9 @@ def _summed(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArr
     return np.where((settings.data > 1.0) & ~settings.exchanges, np.maximum(longer, 0.0), 0.0)
 
 
-def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, tokens: FloatArray) -> FloatArray:
+def _sent_to_experts(
+    serving: Serving, settings: Settings, ranks: FloatArray, costs: Costs, tokens: FloatArray
+) -> FloatArray:
     """Return the seconds to send the `tokens` of each rank only to the ranks of their experts, and results back.
 
     Each of the two messages takes `EXCHANGE_LATENCY`, plus the time of its bytes over the network or over the links of
@@ -569,8 +594,9 @@ def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, tokens: 
     sent = tokens * serving.model.expert_hidden_size * (token_bytes + 2.0)
     hosts, inside = np.maximum(ranks / domain, 1.0), np.minimum(ranks, domain)
     to_ranks, to_hosts = (distinct_experts(1.0 * each, 1.0, chosen) for each in (ranks, hosts))
-    over_network = np.where(tokens <= LOW_LATENCY_TOKENS, to_ranks, to_hosts) * (1.0 - 1.0 / hosts)
-    over_links = to_ranks * (inside - 1.0) / np.where(tokens <= LOW_LATENCY_TOKENS, ranks, inside)
+    is_direct = np.where(np.isnan(settings.direct), tokens <= LOW_LATENCY_TOKENS, settings.direct == 1.0)
+    over_network = np.where(is_direct, to_ranks, to_hosts) * (1.0 - 1.0 / hosts)
+    over_links = to_ranks * (inside - 1.0) / np.where(is_direct, ranks, inside)
     seconds = sent * over_links * _seconds_per_byte(costs, 1)
     if (hosts > 1.0).any():
         seconds = np.maximum(seconds, sent * over_network * _seconds_per_byte(costs, domain))

@@ -101,6 +101,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
     layers = np.maximum(weights - table_bytes(model, settings), 0.0) * share
     weights = np.where(settings.on_device < 1.0, layers, weights)
+    weights = weights - _on_host(serving, settings) * expert_bytes(serving, settings) / settings.cores
     cache, token, longest_token = cache * share, token * share, longest_token * share
     return ServingMemory(
         weights=weights,
@@ -138,14 +139,26 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     total = total + serving.dense_layers * gates * h * model.ffn_hidden_size / settings.tensor * dense_width
     if moe:
         count = model.num_moe_experts or 0
-        width_of_experts = gates * model.expert_hidden_size * (model.moe_ffn_hidden_size or 0)
-        routed = width_of_experts * count / (settings.tensor * settings.data)
         shared = gates * h * (model.moe_shared_expert_intermediate_size or 0) / settings.tensor
         latent = 2.0 * h * (model.moe_latent_size or 0)
-        total = total + moe * (routed * width + (shared + latent) * shared_width + 2.0 * h * count)
+        routed = expert_bytes(serving, settings)
+        total = total + moe * (routed + (shared + latent) * shared_width + 2.0 * h * count)
     total = total + 2.0 * connections(model) * model.residual_weights
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
     return total * stage_share / settings.cores + table_bytes(model, settings)
+
+
+def expert_bytes(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the bytes of the routed experts of one layer on a rank."""
+    model, gates = serving.model, 3.0 if serving.model.gated_linear_unit else 2.0
+    width = BYTES.get(serving.precision, 2.0) if serving.weight_bytes is None else serving.weight_bytes
+    weights = gates * model.expert_hidden_size * (model.moe_ffn_hidden_size or 0) * (model.num_moe_experts or 0)
+    return np.asarray(weights / (settings.tensor * settings.data) * width)
+
+
+def _on_host(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the layers of the fullest pipeline stage, the last one, whose experts are in the memory of the host."""
+    return np.maximum(settings.experts_on_host - serving.moe_layers * (1.0 - 1.0 / settings.pipeline), 0.0)
 
 
 def offloaded_bytes(serving: Serving, settings: Settings) -> FloatArray:

@@ -60,7 +60,7 @@ NARROW_BYTES = 1.9
 
 WIDTH_FACTOR = 2.0
 """Factor on both ends of an interval if the chip was not measured, the engine was not fitted, weights are read from the
-host, or caches are loaded from other tiers."""
+host or computed there, or caches are loaded from other tiers."""
 
 NETWORK_FACTOR = 1.2
 """An additional factor on both ends if the rate of the network between hosts is assumed. A choice."""
@@ -110,7 +110,9 @@ def predict(
     unmeasured = costs.guessed or costs.synchronous or untested
     unmeasured |= bool(settings.offloaded.any())
     loads = np.nan_to_num(figures.get("cache_load_s", np.zeros(kinds.size)))
-    width_factor = np.where(unmeasured | (loads > 0.0), WIDTH_FACTOR, 1.0)
+    on_host = np.zeros(kinds.size)
+    np.maximum.at(on_host, kinds.owner, settings.experts_on_host)
+    width_factor = np.where(unmeasured | (loads > 0.0) | (on_host > 0.0), WIDTH_FACTOR, 1.0)
     width_factor = width_factor * np.maximum.reduceat(uncertainty(task.spec.serve.loads, settings), kinds.first_rows)
     width_factor = width_factor * (NETWORK_FACTOR if costs.assumed_network else 1.0)
     few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None

@@ -20,6 +20,7 @@ from flagcore_serving.model.vision import Encoders, ImageWork
 from flagcore_serving.model.work import Overheads
 
 GRID: list[float] = NODES.tolist()
+LAST = len(GRID) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Lane:
     - `tiers`: the tiers of the prefix cache behind the devices.
     - `whole_prompts`: as in `Overheads`.
     - `adapters`: adapters that one iteration can use; 0: all. `swap_s`: seconds to load another one into a slot.
+    - `mixes`: whether iterations combine prompts and decoding.
     - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
       that only decodes.
     """
@@ -54,6 +56,7 @@ class Lane:
     whole_prompts: bool = False
     adapters: float = 0.0
     swap_s: float = 0.0
+    mixes: bool = True
     drafted: float = 0.0
     gain: float = 1.0
 
@@ -80,7 +83,8 @@ class Price:
         self.overheads = replace(slowed, entry=slowed.entry / (lane.ranks if slowed.own_front_ends else 1.0))
         self.pair, self._drafted = float(costs.pair[row]), lane.drafted
         self._cached = float(costs.cached[row] + lane.drafted * costs.draft_cached[row])
-        self._parts = lane.ranks * lane.stages
+        self._stages, self._ranks, self._parts = lane.stages, lane.ranks, lane.ranks * lane.stages
+        self._even, self._gain, self._mixes = lane.budget / self._parts, lane.gain, slowed.mixes
         self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()
         self._sampled = costs.sampled[row].tolist()
         self._drafts, self._draft_heads = costs.drafts[row].tolist(), costs.draft_heads[row].tolist()
@@ -92,7 +96,7 @@ class Price:
 
     def cached(self, sequences: int) -> float:
         """Return the seconds to read one cached token for `sequences` sequences spread evenly over ranks and stages."""
-        return self._cached / (min(self._parts, max(sequences, 1)) * self.lane.gain)
+        return self._cached / (min(self._parts, max(sequences, 1)) * self._gain)
 
     def decode(self, sequences: int) -> float:
         """Return the seconds in which each of `sequences` sequences gets a token, without reading their context."""
@@ -128,15 +132,15 @@ class Price:
         The time depends on the slowest rank or stage. It is assumed to compute an even share of the tokens, or the
         longest chunk if that is more. Pieces of one prompt are in several stages at the same time.
         """
-        stages, ranks = self.lane.stages, self.lane.ranks * self.lane.stages
-        longest = max(min(longest, self.lane.budget / ranks), longest / stages)
+        stages, ranks = self._stages, self._parts
+        longest = max(min(longest, self._even), longest / stages)
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
         time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
         time += _interpolate(self._prompts, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
-        is_eager = batch / self.lane.ranks > self._captured or not self.overheads.mixes
+        is_eager = batch / self._ranks > self._captured or not self._mixes
         time += _interpolate(self._drafts, per_rank) if self._drafted else 0.0
         time = max(time, self._floor if is_eager else self._mixed_floor)
-        return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self.lane.ranks
+        return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self._ranks
 
     def pieces(self, sequences: int, tokens: float, pairs: float, count: int, prompts: float = 1.0) -> float:
         """Return the time of `count` iterations in seconds, each of which computes `tokens` tokens of long prompts, one
@@ -160,9 +164,9 @@ class Price:
 def _interpolate(table: list[float], tokens: float) -> float:
     if tokens <= 1.0:
         return table[0] if tokens > 0.0 else 0.0
-    index = min(bisect_right(GRID, tokens), len(GRID) - 1)
-    low, high = GRID[index - 1], GRID[index]
-    return table[index - 1] + (tokens - low) / (high - low) * (table[index] - table[index - 1])
+    index = bisect_right(GRID, tokens, 1, LAST)
+    low, value = GRID[index - 1], table[index - 1]
+    return value + (tokens - low) / (GRID[index] - low) * (table[index] - value)
 
 
 MIN_PIECES = 4
@@ -243,6 +247,7 @@ class Simulation:
     ) -> None:
         self.think_s = think_s
         self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
+        self.prefix, self.half_block = self.lane.shared_prefix, 0.5 * (self.lane.block - 1.0)
         times = arrivals if arrivals is not None else [0.0] * min(concurrency, len(lengths))
         self.requests = [
             Request(times[index] if index < len(times) else inf, int(prompt), max(int(output), 1))
@@ -356,7 +361,7 @@ class Simulation:
 
     def _cached_tokens(self, request: Request) -> float:
         """Return how many tokens of the cache a request occupies, including the unused part of its last block."""
-        return request.prompt + request.made - self.lane.shared_prefix + 0.5 * (self.lane.block - 1.0)
+        return request.prompt + request.made - self.prefix + self.half_block
 
     def _admit(self, ended: int) -> bool:
         """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted. If
@@ -364,21 +369,23 @@ class Simulation:
 
         Requests whose cache is in other tiers first load it, one after the other, while the next ones are admitted
         (vLLM 0.33 `v1/core/sched/scheduler.py`: WAITING_FOR_REMOTE_KVS)."""
-        while self.queue and self.running + len(self.partial) + len(self.loading) + ended < self.lane.running:
-            place = self._admissible()
+        lane = self.lane
+        while self.queue and self.running + len(self.partial) + len(self.loading) + ended < lane.running:
+            place = self._admissible() if lane.adapters else 0
             if place is None:
                 return False
             request = self.queue[place]
             cached = self._cached_tokens(request)
             future = request.output - request.made + self.promised + self.finish - self.running * self.step
             required_tokens = cached + self.overheads.reserve * future
-            if self.used + required_tokens > self.lane.cache_tokens and (self.running or ended or self.loading):
+            if self.used + required_tokens > lane.cache_tokens and (self.running or ended or self.loading):
                 return False
             del self.queue[place]
-            self._use_adapter(request)
+            if lane.adapters:
+                self._use_adapter(request)
             self.promised += request.output - request.made
             self.used += cached
-            request.done = min(self.lane.shared_prefix + request.hit, request.prompt - 1.0)
+            request.done = min(self.prefix + request.hit, request.prompt - 1.0)
             if not request.load or self.overheads.loads_by_layer:
                 self.partial.append(request)
                 return True
@@ -390,14 +397,14 @@ class Simulation:
     def _admissible(self) -> int | None:
         """Return the place in the queue of the first request whose adapter is in use or finds a slot, or None (vLLM
         0.33 `v1/core/sched/scheduler.py`; SGLang 0.5.23 `managers/scheduler.py`: can_schedule_lora_req)."""
-        if not self.lane.adapters or len(self.used_adapters) < self.lane.adapters:
+        if len(self.used_adapters) < self.lane.adapters:
             return 0
         is_free = (each.adapter < 0 or each.adapter in self.used_adapters for each in self.queue)
         return next((place for place, free in enumerate(is_free) if free), None)
 
     def _use_adapter(self, request: Request) -> None:
         """Give a slot to the adapter of an admitted request, in place of the one that was unused for the longest."""
-        if not self.lane.adapters or request.adapter < 0:
+        if request.adapter < 0:
             return
         self.used_adapters[request.adapter] += 1
         if request.adapter not in self.in_slots and len(self.in_slots) >= self.lane.adapters:
@@ -406,7 +413,8 @@ class Simulation:
         self.in_slots.pop(request.adapter, None)
         self.in_slots[request.adapter] = None
 
-    def _leave_adapter(self, request: Request) -> None:
+    def _leave_cache(self, request: Request) -> None:
+        self.used -= self._cached_tokens(request)
         if self.lane.adapters and request.adapter >= 0:
             self.used_adapters[request.adapter] -= 1
             self.used_adapters += Counter()  # without adapters that no request uses
@@ -417,7 +425,9 @@ class Simulation:
         A prompt belongs to one attention DP rank, which has a scheduler and a budget of its own (vLLM
         `docs/serving/data_parallel_deployment.md`; SGLang `managers/data_parallel_controller.py`).
         """
-        decoding = self.running if self.overheads.mixes else 0
+        if not (self.queue or self.partial):
+            return False
+        decoding = self.running if self.lane.mixes else 0
         budget = self.lane.budget - decoding
         if self._pieces(decoding, budget):
             return True
@@ -492,21 +502,22 @@ class Simulation:
         request.made += 1
         self.used += 1
         if request.made >= request.output:
-            self.used -= self._cached_tokens(request)
-            self._leave_adapter(request)
+            self._leave_cache(request)
             self._end(request)
             return
         self._join(request)
 
     def _join(self, request: Request) -> None:
         """Add a request to the decoding sequences."""
-        self.tickets += 1
         self.running += 1
-        request.context, request.since, request.ticket = request.prompt + request.made, self.step, self.tickets
-        self.offset += request.context - self.step
-        self.finish += self.step + request.output - request.made
+        self.tickets = ticket = self.tickets + 1
+        step, made = self.step, request.made
+        end = step + request.output - made
+        request.context, request.since, request.ticket = request.prompt + made, step, ticket
+        self.offset += request.context - step
+        self.finish += end
         self.order.append(request)
-        heappush(self.heap, (self.step + request.output - request.made, self.tickets, request))
+        heappush(self.heap, (end, ticket, request))
 
     def _advance(self, steps: int, time: float) -> None:
         """Add `steps` tokens to all running sequences in `time` seconds. The first gap includes the time for which
@@ -526,12 +537,12 @@ class Simulation:
         self.finish -= request.since + request.output - request.made
         request.made += self.step - request.since
         request.ticket = 0
-        self.used -= self._cached_tokens(request)
-        self._leave_adapter(request)
+        self._leave_cache(request)
 
     def _finish(self) -> None:
-        while self.heap and (self.heap[0][0] <= self.step or self.heap[0][2].ticket != self.heap[0][1]):
-            _, ticket, request = heappop(self.heap)
+        heap, step = self.heap, self.step
+        while heap and (heap[0][0] <= step or heap[0][2].ticket != heap[0][1]):
+            _, ticket, request = heappop(heap)
             if request.ticket == ticket:
                 self._stop(request)
                 self._end(request)

@@ -87,6 +87,8 @@ class Overheads:
       matrix products.
     - `exchanged_share`: factor on both rates if attention ranks exchange their tokens.
     - `sums_prompts`: whether attention ranks exchange prompts by all-reduces of the tokens of all ranks.
+    - `copied_from`: the fewest tokens of a pass for which experts in the memory of the host are copied to the devices,
+      instead of computed by the host.
     - `spread`: share of an iteration's tokens that choose experts independently of each other.
 
     Kernels that an iteration launches if it is not a captured graph; the host may then be slower than the device:
@@ -106,6 +108,7 @@ class Overheads:
     - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
     - `activations_beside`: whether the engine's share of memory covers only weights and cache.
     - `whole_prompts`: whether each slot keeps its last prompt, and other tiers whole prompts. Otherwise any tokens.
+    - `own_order`: whether tiers behind the devices do not refresh what the devices have (see `model/tiers.py`).
     - `loads_by_layer`: whether an iteration computes layers while the cache of later ones is loaded from other tiers.
       Otherwise a request waits until its cache is loaded, and others are computed meanwhile.
     - `own_front_ends`: whether each attention rank has a front end, which accepts requests beside the others.
@@ -115,7 +118,8 @@ class Overheads:
     Adapters:
 
     - `adapts_tables`: whether slots also have matrices for the embedding and the head.
-    - `gathers_adapters`: whether kernels on CPU cores copy the matrices of an adapter for each token.
+    - `adapter_moves`: if kernels on CPU cores copy the matrices of an adapter for each token: the seconds of such a
+      copy, and of a product with it in 32 bits, relative to those of a plain copy of as many bytes.
     - `base_takes_slot`: whether requests without an adapter occupy a slot, too.
     """
 
@@ -141,6 +145,7 @@ class Overheads:
     grouped_work: float = 1.0
     exchanged_share: float = 1.0
     sums_prompts: bool = False
+    copied_from: float = math.inf
     spread: float = 1.0
     eager_kernels: float = 0.0
     eager_experts: float = 0.0
@@ -154,12 +159,13 @@ class Overheads:
     reserve: float = 0.0
     activations_beside: bool = False
     whole_prompts: bool = False
+    own_order: bool = False
     loads_by_layer: bool = False
     own_front_ends: bool = False
     frees_windows: bool = False
     indexes_all: bool = False
     adapts_tables: bool = False
-    gathers_adapters: bool = False
+    adapter_moves: Sequence[float] = ()
     base_takes_slot: bool = False
 
     def slowed(self, factor: float) -> Overheads:
@@ -172,6 +178,9 @@ class Overheads:
 
 HOST_RATE = 32e9
 """The rate of the host's link in bytes per second, assumed for chips without a known one: that of PCIe 4.0 x16."""
+HOST_MEMORY_RATE = 1.5e11
+"""Bytes per second that all cores of a host read from its memory, of which flagcore knows nothing. A choice: two
+channels of DDR5-5600 have at most 9e10, eight of DDR4-3200 2e11, and twelve of DDR5-4800 4.6e11."""
 DISK_RATE = 5e9
 """Bytes per second that a host reads from its local disks, of which flagcore knows nothing. A choice: a drive with four
 lanes of PCIe 4.0 reads at most 7e9."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
-from flagcore.domain.spec import Task, is_rate
+from flagcore.domain.spec import AUTO, Task, is_rate
 from flagcore.errors import SpecError
 from flagcore.i18n import Message
 from flagcore_serving.load.routing import DECODE, ENCODE, PREFILL
@@ -37,6 +37,8 @@ DECODE_LIMITS = ("max_num_seqs", "max_running_requests", "cudagraph_mode", "spec
 """
 TRANSFER = "kv_transfer"
 """The knob for the way in which prefill and decode instances exchange caches."""
+EXCHANGE, PREFILL_EXCHANGE = "all2all_backend", "prefill_all2all_backend"
+"""The knobs for the exchange between experts: of all instances, and of those that prefill if it differs there."""
 COPIES = ("redundant_experts", "enable_eplb")
 """Knobs that affect only instances with expert parallelism."""
 ANSWER_COST = 2.5
@@ -125,9 +127,9 @@ def parse_roles(value: object, key: str) -> str:
 def known_roles(task: Task) -> tuple[str, ...]:
     """Return all values of PREFILL_DECODE for a task, in the order of their codes.
 
-    The values of `auto` come first, then the values in the spec.
+    The values of `auto` come first, unless the space lists only others, then the values in the spec.
     """
-    spec_values = list[str]()
+    listed, spec_values = task.spec.space.get(PREFILL_DECODE, AUTO), list[str]()
     for section, values in (("space", task.spec.space), ("baseline", task.spec.baseline or {})):
         value = values.get(PREFILL_DECODE)
         texts = value if isinstance(value, tuple) else (value,)
@@ -137,7 +139,8 @@ def known_roles(task: Task) -> tuple[str, ...]:
         if encoding and task.spec.model.vision is None:
             problem, fix = "has instances that encode images, but the model has no vision tower", "remove them"
             raise SpecError(key=key, value=encoding, problem=problem, fix=fix)
-    return tuple(dict.fromkeys((*_divisions(task), *_with_encoders(task), *spec_values)))
+    has_auto = task.spec.serve.default_space or AUTO in (listed if isinstance(listed, tuple) else (listed,))
+    return tuple(dict.fromkeys((*((*_divisions(task), *_with_encoders(task)) if has_auto else ()), *spec_values)))
 
 
 def auto_roles(task: Task) -> tuple[KnobValue, ...]:
@@ -291,15 +294,18 @@ def of_each_kind(task: Task, rule: Rule, *, one_suffices: bool = False) -> Rule:
 
     Both kinds must obey the rule, or only one of them if `one_suffices`.
     """
-    tables = _sizes(known_roles(task))
+    tables, exchanges = _sizes(known_roles(task)), EXCHANGE in rule.knobs
 
     def broken(c: Columns) -> BoolArray:
         codes = c[PREFILL_DECODE]
         kinds = [{**c, **{knob: table[codes] for knob, table in each.items()}} for each in tables]
+        if exchanges:
+            kinds[0][EXCHANGE] = np.where(c[PREFILL_EXCHANGE] > 0, c[PREFILL_EXCHANGE], c[EXCHANGE])
         of_kinds = (np.all if one_suffices else np.any)([rule.broken(columns) for columns in kinds], axis=0)
         return np.where(codes > 0, of_kinds, rule.broken(c) if set(rule.knobs) <= set(c) else False)
 
-    return Rule(name=rule.name, knobs=(*rule.knobs, PREFILL_DECODE), message=rule.message, broken=broken)
+    knobs = (*rule.knobs, PREFILL_DECODE, *((PREFILL_EXCHANGE,) if exchanges else ()))
+    return Rule(name=rule.name, knobs=knobs, message=rule.message, broken=broken)
 
 
 @lru_cache
@@ -315,6 +321,18 @@ def _sizes(words: tuple[str, ...]) -> list[dict[str, IntArray]]:
 @lru_cache(maxsize=1 << 16)
 def _fits(parts: Roles, hardware: Hardware) -> bool:
     return _places([each.devices for each in parts for _ in range(each.count)], hardware) is not None
+
+
+def exchanging(task: Task, c: Columns) -> tuple[BoolArray, BoolArray]:
+    """Return which candidates have instances that prefill, and other instances, whose attention groups exchange tokens
+    with experts on several hosts: all their devices share the experts."""
+
+    codes, tables = c[PREFILL_DECODE], _sizes(known_roles(task))
+    masks = list[BoolArray]()
+    for sizes in (*({knob: table[codes] for knob, table in each.items()} for each in tables), c):
+        ranks = sizes[TP] * sizes[DP]
+        masks.append((sizes[DP] > 1) & (sizes[EP] == ranks) & (ranks > Hardware.of(task).per_host))
+    return masks[0], np.where(codes > 0, masks[1], masks[2])
 
 
 def broken_by_code(task: Task, check: Check) -> BoolArray:
@@ -353,9 +371,11 @@ def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
     parts = roles(str(values[PREFILL_DECODE]))
     layout = next(each.layout for each in parts if each.kind == kind)
     unused = (*UNUSED_LIMITS[kind], *(COPIES if layout[EP] == 1 else ()))
-    kind_values = {name: value for name, value in values.items() if name not in unused}
+    kind_values = {name: value for name, value in values.items() if name not in (*unused, PREFILL_EXCHANGE)}
+    if kind == PREFILL and values.get(PREFILL_EXCHANGE):
+        kind_values[EXCHANGE] = values[PREFILL_EXCHANGE]
     if kind == ENCODE:  # nothing of the language model applies
-        kind_values = dict.fromkeys(values)
+        kind_values = dict.fromkeys(kind_values)
     return {**kind_values, PREFILL_DECODE: None, INSTANCES: sum(each.count for each in parts), **layout}
 
 
@@ -468,6 +488,9 @@ def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
     for code, kind in enumerate(KINDS):
         for knob in kind_columns.keys() & {*UNUSED_LIMITS[kind]}:
             kind_columns[knob] = np.where(is_set & (role == code), 0, kind_columns[knob])
+    if PREFILL_EXCHANGE in kind_columns:
+        own = kind_columns.pop(PREFILL_EXCHANGE)
+        kind_columns[EXCHANGE] = np.where((role == 1) & (own > 0), own, kind_columns[EXCHANGE])
     for knob in kind_columns.keys() & {*COPIES}:
         kind_columns[knob] = np.where(is_set & (kind_columns[EP] == 1), 0, kind_columns[knob])
     return InstanceKinds(owner, number, kind_columns, role)

@@ -65,7 +65,9 @@ class Program:
     - `images`: the entry points of public container images (see `Engine.images`).
     - `published`: the image of a release for the chips of a vendor, by the vendor's name.
     - `in_image`: the path of the program in these images. Empty if it is on the PATH.
-    - `config_flag`: the flag of a YAML file with more flags.
+    - `config_flag`, `file_variable`: the flag of a YAML file with more flags, or the variable with its path.
+    - `typed_file`: whether such a file has sections, whose keys follow a dot in flags, and false is a value.
+    - `set_flag`: the flag of a word FLAG=VALUE.
     - `local_flag`: the flag of the data-parallel ranks on each host.
     - `short_flags`: flags of one dash that are not flags of a knob, with their long names. A name with a dot at its end
       applies only to a flag with a key after a dot.
@@ -78,6 +80,8 @@ class Program:
     - `share_flag`: the flag with a share of the model for each device, separated by commas.
     - `offload_flag`: the flag with the GiB of a device's weights that stay in the memory of the host.
     - `text_only_flag`: the flag that leaves out the vision tower.
+    - `exchanges`: by vendor of the chips, the values of EXCHANGE of published runs with experts on several hosts: of
+      instances that prefill, and of others. None: the vendor's build has an exchange of its own.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
     - `packages`: pip packages that may install the engine.
     - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
@@ -107,6 +111,9 @@ class Program:
     published: Mapping[str, str] = field(default_factory=dict)
     in_image: str = ""
     config_flag: str = ""
+    file_variable: str = ""
+    typed_file: bool = False
+    set_flag: str = ""
     local_flag: str = ""
     roles: Mapping[str, str] = field(default_factory=dict)
     role_flags: str = ""
@@ -119,6 +126,7 @@ class Program:
     share_flag: str = ""
     offload_flag: str = ""
     text_only_flag: str = ""
+    exchanges: Mapping[str, Sequence[str] | None] = field(default_factory=dict)
     expert_switch: str = ""
     packages: Sequence[str] = ()
     releases: str = ""
@@ -417,7 +425,7 @@ class Program:
         (knob, flag), name = self.knob_of(name), name.replace("_", "-")
         if knob is not None and flag is None and name not in self.settings.names:
             return
-        found = (self.settings.unmodelled(key, each, shown) for key, each in _leaves(name, value))
+        found = (self.settings.unmodelled(key, each, shown) for key, each in leaves(name, value))
         yield from dict.fromkeys(filter(None, found))
 
     def offloaded_bytes(self, spec: Spec) -> float:
@@ -443,14 +451,16 @@ class Program:
         self.parse(spec)
 
 
-def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the values of a JSON object by their path with dots, or else `value` itself."""
+def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the values of a JSON object, or of a list with a single one, by their path with dots, or else `value`."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         with suppress(ValueError):
             value = json.loads(value)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
+        value = value[0]
     if isinstance(value, Mapping) and value:
         for key, each in value.items():
-            yield from _leaves(f"{name}.{key}", each)
+            yield from leaves(f"{name}.{key}", each)
     else:
         yield name, value
 

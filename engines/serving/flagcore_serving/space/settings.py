@@ -35,6 +35,7 @@ class Settings:
       engine, it applies to the prompt tokens or to all tokens.
     - `context_len`: maximum number of tokens of one sequence.
     - `chunked`: whether prompts are computed in chunks; otherwise a prompt is computed in one piece.
+    - `mixed_chunks`: whether iterations combine prompts and decoding, although the engine does not by default.
     - `graph_tokens`: the largest batch, in tokens, that the engine captures as a graph; 0 in eager mode.
     - `whole`: 1 if an iteration that only decodes is one graph, 0 if it is captured in pieces, and NaN for the engine's
       default.
@@ -42,6 +43,7 @@ class Settings:
     - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
     - `offloaded`: bytes of the layers' weights of each device that are in the memory of the host, and that each pass
       reads from there.
+    - `experts_on_host`: the first layers with experts whose routed experts are in the memory of the host.
     - `state_share`: share of the cache that is set aside for states of mixers; 0 if tokens and states share the cache.
     - `state_slots`: states that a running sequence occupies where they are set aside.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
@@ -55,6 +57,8 @@ class Settings:
       takes several passes.
     - `exchanges`: whether attention ranks send each token only to the ranks of its experts. Otherwise all ranks gather
       all tokens.
+    - `direct`: 1 if each token is sent to the ranks of its experts, 0 if it is sent once to each of their hosts, NaN if
+      this depends on the number of tokens.
     - `overlaps`: whether two halves of a batch overlap computing and the exchange of tokens.
     - `sharing`: tensor ranks that share the cache of a sequence, each with a part of its tokens.
     - `copies`: stored copies of experts in addition to the model's experts.
@@ -91,6 +95,7 @@ class Settings:
     graph_bytes: FloatArray
     least_cache: FloatArray
     offloaded: FloatArray
+    experts_on_host: FloatArray
     state_share: FloatArray
     state_slots: FloatArray
     on_device: FloatArray
@@ -99,7 +104,9 @@ class Settings:
     scheme: IntArray
     draft_host_s: FloatArray
     pass_tokens: FloatArray
+    mixed_chunks: BoolArray
     exchanges: BoolArray
+    direct: FloatArray
     overlaps: BoolArray
     sharing: FloatArray
     copies: IntArray
@@ -148,6 +155,7 @@ class Settings:
             "graph_bytes": unknown,
             "least_cache": np.zeros(ones.shape),
             "offloaded": np.zeros(ones.shape),
+            "experts_on_host": np.zeros(ones.shape),
             "state_share": np.zeros(ones.shape),
             "state_slots": np.ones(ones.shape),
             "on_device": np.ones(ones.shape),
@@ -155,7 +163,8 @@ class Settings:
             **dict.fromkeys(("drafted", "scheme"), 0 * ones),
             "draft_host_s": np.zeros(ones.shape),
             "pass_tokens": np.full(ones.shape, np.inf),
-            **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized", "encodes"), ones < 1),
+            **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes"), ones < 1),
+            "direct": unknown,
             "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
             "copies": 0 * ones,
             "tower_shares": tensor,
@@ -205,7 +214,8 @@ class PublishedRuns:
     - `cache_type`: the 8-bit type of the KV cache in runs with narrow weights on chips that compute in 4 bits.
     - `memory_flag`: the flag for the engine's share of memory, which runs raise if the weights fill most of a device.
     - `release`: the engine release for records that name none, from the time of the measurements.
-    - `engine_args`: other flags of the published recipes.
+    - `engine_args`: other flags of the recipes of InferenceX.
+    - `drawn`: the `range_ratio` of the client on the engine's own pages, by lengths of prompts and answers.
     - `wide_copies`, `wide_chunk`: with experts on several hosts, the least copies of experts, and the knob for the
       prompt tokens of an iteration with the tokens of each rank. 0 and "" if the engine's recipes set none.
     """
@@ -214,5 +224,6 @@ class PublishedRuns:
     memory_flag: str = ""
     release: str = ""
     engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
+    drawn: Mapping[tuple[int, int], float] = field(default_factory=dict)
     wide_copies: int = 0
     wide_chunk: tuple[str, int] = ("", 0)

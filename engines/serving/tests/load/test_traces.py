@@ -196,7 +196,7 @@ def test_sessions_and_agents_are_conversations_with_waits_and_shared_blocks(tmp_
     assert (first[:128] == last[:128]).all()
     assert not (first[:64] == sub_agent[:64]).all()
     assert not (first[:64] == other[:64]).all(), "blocks of another agent"
-    assert [part[1] for part in prompt_parts(trace, 0)[2]] == [64] * 5
+    assert [part[1] for part in prompt_parts(trace, 0)[2]] == [64, 64, 64, 64, 4]
 
 
 def test_a_long_conversation_is_read_up_to_its_turns(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What must hold of a prefix cache in tiers, whatever their sizes and links."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -32,6 +33,32 @@ def test_a_tier_without_room_is_no_tier() -> None:
     assert "host_hit_rate" not in without
     assert small["host_hit_rate"] == 0.0, "a copy of what the devices have"
     assert small[HIT_RATE] == small["device_hit_rate"] == without[HIT_RATE]
+
+
+def test_a_tier_with_an_order_of_its_own_loses_first_what_the_devices_have() -> None:
+    """The devices keep x, which each second prompt is; so the host has room for a, b and c."""
+    prompts = [[(name, 128), (f"end of {name}", 60)] for name in "xaxbxcxa"]
+    devices = cached_tokens(prompts, 256, page=128)
+    assert devices.tolist() == [0, 0, 128, 0, 128, 0, 128, 0]
+    own, shared = (cached_tokens(prompts, 384, page=128, ahead=each) for each in (devices, None))
+    assert (own[-1], shared[-1]) == (128, 0)
+    assert (own >= devices).all()
+
+
+def test_a_connector_may_set_the_room_on_the_host() -> None:
+    """And on cores, vLLM offloads only with a class of the user's own, because its own one copies from GPUs."""
+    config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**33}}
+
+    def room(config: Any, **values: Any) -> float:
+        task = tasks.planned("vllm", engine_args={"kv-transfer-config": json.dumps(config)})
+        return float(tasks.settings(task, **values).host_cache.item())
+
+    assert (room(config), room(config, kv_offloading_size=4)) == (2**33, 2**32)
+    assert room(config | {"kv_connector": "NixlConnector"}) == room([1]) == 0.0
+    for own, broken in (({}, ["offload_on_cores"]), ({"spec_module_path": "mine"}, [])):
+        text = json.dumps({"kv_connector_extra_config": own})
+        task = tasks.planned("vllm", on_cores=True, engine_args={"kv-transfer-config": text})
+        assert tasks.broken(tasks.engine_of("vllm"), task, kv_offloading_size=1) == broken
 
 
 def test_an_endless_host_has_each_prefix_that_repeats_and_more_room_never_has_less() -> None:

@@ -1,0 +1,1 @@
+"""Enflame GCUs as a flagcore plugin."""

@@ -1,0 +1,1 @@
+"""T-Head PPUs as a flagcore plugin."""

@@ -1,0 +1,73 @@
+"""Reads ppu-smi's table, as versions 1.17 to 1.28 print it: three lines per device, with the MIG mode in the third."""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+
+from flagcore_vendorkit.rows import (
+    BUS,
+    Listing,
+    Row,
+    parse_memory,
+    parse_power,
+    read_processes,
+    read_table,
+    reading,
+    search,
+    strip_controls,
+    with_driver,
+)
+
+from flagcore.domain.chip import Device
+
+TITLE = "PPU-SMI"
+
+_NAME = re.compile(r"(\d+) +(\S.*?) +(?:On|Off|Enabled|Disabled|N/A)")
+_PROCESS = re.compile(r"(?m)^ *\| +(\d+) +\S+ +\S+ +(\d+) +\S+ +(\S.*?) +(\d+)MiB *\| *$")
+_LISTED = re.compile(r"(?m)^PPU (\d+): .*\(UUID: (\S+)\)")
+
+processes = partial(read_processes, pattern=_PROCESS)
+
+
+def is_ppu(name: str) -> bool:
+    """Return whether `name` is one that PPUs report, such as PPU-ZW810E or ZW-M890P."""
+    return name.startswith(("PPU", "ZW-"))
+
+
+def read(text: str) -> Listing:
+    """Return the devices in the table, without those that are divided into instances (MIG)."""
+    text = strip_controls(text)
+    if TITLE not in text:
+        return Listing()
+    return with_driver(read_table(text, _head, _body), search(r"Driver Version: *([\w.-]+)", text)[0])
+
+
+def uuids(text: str) -> Mapping[int, str]:
+    """Return the UUIDs in the output of `ppu-smi -L`, by index."""
+    return {int(index): uuid for index, uuid in _LISTED.findall(strip_controls(text))}
+
+
+def _head(parts: list[str]) -> tuple[int, str] | None:
+    name = _NAME.fullmatch(parts[0]) if len(parts) == 3 and BUS.fullmatch(parts[1]) else None
+    return (int(name[1]), name[2]) if name else None
+
+
+def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name = head
+    memory = parse_memory(parts[1]) if len(parts) == 3 else None
+    if memory is None:
+        return None
+    if after[-1:] == ["Enabled"]:
+        return f"PPU {index} ({name}) is divided into instances (MIG), so a process cannot use all its memory"
+    watts, limit = parse_power(parts[0])
+    return Row(
+        device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
+        reading=reading(
+            used_bytes=memory[0],
+            watts=watts,
+            limit_watts=limit,
+            celsius=search(r"(\d+)C\b", parts[0])[0],
+            percent=search(r"(\d+)%", parts[2])[0],
+        ),
+        mode=search(r"\d% +(\S.*)", parts[2])[0] or "",
+    )
