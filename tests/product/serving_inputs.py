@@ -77,7 +77,7 @@ def settings(**arguments: object) -> Settings:
         **{f"{tier}_cache": 0.0 for tier in TIERS},
         "writes_through": True,
         **dict.fromkeys(("adapter_slots", "adapter_rank", "adapters_on_host", "experts_on_host"), 0.0),
-        **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized"), False),
+        **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes"), False),
         **dict.fromkeys(("on_device", "crowding", "sharing"), 1.0),
         **arguments,
     }

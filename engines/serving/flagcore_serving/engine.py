@@ -237,7 +237,7 @@ class ServingEngine(
         links end at the host, two-batch overlap. Copies are the fewest with which all ranks hold equally many."""
         runs, experts, group = self.published_runs, task.spec.model.num_moe_experts, task.cluster.groups[0]
         pair, fixed = values.get(PREFILL_DECODE), self.program.parse(task.spec).fixed
-        layouts = [each.layout for each in placement.roles(str(pair))] if pair else [{}]
+        layouts = [each.layout for each in placement.language(placement.roles(str(pair)))] if pair else [{}]
         sizes = [{name: int(each.get(name, values.get(name)) or 1) for name in (TP, DP, EP)} for each in layouts]
         wide = [each for each in sizes if each[EP] > 1 and each[DP] > 1]
         ranks = [each[TP] * each[DP] for each in wide]
@@ -417,7 +417,7 @@ CACHE_SHARE = 0.25
 
 def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
     if pair := values.get(PREFILL_DECODE):
-        devices = min(each.devices for each in placement.roles(str(pair)))
+        devices = min(each.devices for each in placement.language(placement.roles(str(pair))))
     else:
         devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
     return weight_bytes(task) / devices / Hardware.of(task).memory_bytes

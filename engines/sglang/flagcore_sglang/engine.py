@@ -13,8 +13,20 @@ from dataclasses import replace
 import numpy as np
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
-from flagcore_serving.launch.server import HEAD, HEAD_PORT, TRANSFER_PORT, URL, Instance, Router, address
+from flagcore_serving.launch.server import (
+    EMBEDDING_PORT,
+    ENCODER_URLS,
+    HEAD,
+    HEAD_PORT,
+    TRANSFER_PORT,
+    URL,
+    Instance,
+    Router,
+    address,
+)
 from flagcore_serving.load.routing import BOOTSTRAP
+from flagcore_serving.load.routing import DECODE as DECODES
+from flagcore_serving.load.routing import ENCODE as ENCODES
 from flagcore_serving.load.routing import PREFILL as PREFILLS
 from flagcore_serving.space import adapters, knobs, placement, rules
 from flagcore_serving.space.hardware import (
@@ -413,25 +425,46 @@ def _on_host(hosts: int, rank: str) -> tuple[str, ...]:
     return ("--nnodes", str(hosts), "--node-rank", rank, "--dist-init-addr", f"{HEAD}:{HEAD_PORT}")
 
 
+ENCODERS_SINCE = ">=0.5.7"
+"""The releases with `--encoder-only` and `--language-only`."""
 OTHER_SIDE = "<0.5.10"
 """The releases in which prefill and decode instances need flags for the layout of the other kind."""
 TRANSFER_FLAG = "disaggregation-transfer-backend"
 
 
 def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
-    """Return `instance` with the flags of prefill or decode. `values`: the knob values of the whole candidate."""
+    """Return `instance` with the flags of its kind. `values`: the knob values of the whole candidate."""
+    if ENCODES in (kinds := [each.kind for each in placement.roles(str(values[PREFILL_DECODE]))]):
+        instance = replace(instance, argv=(*instance.argv, *_embedding_flags(task, kind)))
+    if kind == ENCODES or PREFILLS not in kinds:
+        return instance
     flags = ["--disaggregation-mode", kind]
     if TRANSFER_FLAG not in PROGRAM.parse(task.spec).others:
         flags += [f"--{TRANSFER_FLAG}", str(values.get(TRANSFER) or "mooncake")]
     flags += ["--disaggregation-bootstrap-port", TRANSFER_PORT]
     if (release := PROGRAM.version(task.spec)) and in_versions(OTHER_SIDE, release):  # a new one if it is unknown
-        prefill, decode = (each.layout for each in placement.roles(str(values[PREFILL_DECODE])))
+        prefill, decode = (each.layout for each in placement.language(placement.roles(str(values[PREFILL_DECODE]))))
         if kind == PREFILLS:
             sizes = {"decode-tp": decode[TP] * decode[DP], "decode-dp": decode[DP]}
         else:
             sizes = {"prefill-pp": prefill[PP]}
         flags += [word for name, size in sizes.items() for word in (f"--disaggregation-{name}", str(size))]
     return replace(instance, argv=(*instance.argv, *flags))
+
+
+EMBEDDING_FLAG, BOOTSTRAP_SINCE = "encoder-transfer-backend", ">=0.5.21"
+
+
+def _embedding_flags(task: Task, kind: str) -> list[str]:
+    """Return the flags to pass embeddings of images: instances that prefill ask for them. Each has a port at which
+    those that encode may register (0.5.23 `arg_groups/fields/disagg.py`)."""
+    if kind == DECODES:
+        return []
+    version, others = PROGRAM.version(task.spec), PROGRAM.parse(task.spec).others
+    flags = ["--encoder-only"] if kind == ENCODES else ["--language-only", "--encoder-urls", ENCODER_URLS]
+    flags += [] if EMBEDDING_FLAG in others else [f"--{EMBEDDING_FLAG}", "zmq_to_scheduler"]
+    has_port = kind != ENCODES and (not version or in_versions(BOOTSTRAP_SINCE, version))
+    return [*flags, *(["--encoder-bootstrap-port", EMBEDDING_PORT] if has_port else [])]
 
 
 def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
@@ -441,7 +474,7 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
     use it.
     """
     program = (PROGRAM.start_command(task.spec)[0], "-m", "sglang_router.launch_router")
-    if values.get(PREFILL_DECODE):
+    if (word := values.get(PREFILL_DECODE)) and len(placement.language(placement.roles(str(word)))) > 1:
         return Router.of_pairs(program, "--pd-disaggregation", ("--prefill", URL, TRANSFER_PORT))
     return Router.of_replicas(program, prefix_aware=task.spec.serve.prefix_aware)
 
@@ -474,7 +507,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     )
     return (
         *layouts,
-        *placement.rules(task, layouts),
+        *placement.rules(task, layouts, version=PROGRAM.version(task.spec), encoders=ENCODERS_SINCE),
         placement.of_each_kind(task, expert_parallel),
         placement.of_each_kind(task, spanning_experts),
         *rules.forbidden(task, PROGRAM),

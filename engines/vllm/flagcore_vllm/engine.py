@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
-from flagcore_serving.launch.server import HEAD, HEAD_PORT, TRANSFER_PORT, Instance, Router, address
+from flagcore_serving.launch.server import (
+    EPD_PROXY,
+    HEAD,
+    HEAD_PORT,
+    LOCAL_ADDRESS,
+    TRANSFER_PORT,
+    Instance,
+    Router,
+    address,
+)
 from flagcore_serving.load import routing
 from flagcore_serving.space import adapters, knobs, placement, rules
 from flagcore_serving.space.hardware import (
@@ -425,6 +434,8 @@ def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[i
     return environment
 
 
+ENCODERS_SINCE = ">=0.16"
+"""The releases with `--mm-encoder-only`, with which an encoder does not load the language model (0.14 has none)."""
 NIXL, P2P = "NixlConnector", "P2pNcclConnector"
 P2P_RELEASES = "<0.24"
 PROTOCOLS = {NIXL: routing.NIXL, P2P: routing.P2P}
@@ -439,6 +450,7 @@ NAMES = {
     "CONFIG": CONFIG,
     "CONTEXT": CONTEXT,
     "DP": DP,
+    "EMBEDDINGS": "ec-transfer-config",
     "EP": EP,
     "IMAGES": IMAGES,
     "INSTANCES": INSTANCES,
@@ -457,7 +469,11 @@ NAMES = {
 
 
 def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
-    """Return `instance` with the flags and environment variables of the kind prefill or decode."""
+    """Return `instance` with the flags and environment variables of its kind."""
+    if routing.ENCODE in (kinds := [each.kind for each in placement.roles(str(values[PREFILL_DECODE]))]):
+        instance = _with_embeddings(kind, instance)
+    if kind == routing.ENCODE or routing.PREFILL not in kinds:
+        return instance
     connector, prefills = values.get(TRANSFER) or NIXL, kind == routing.PREFILL
     environment = dict(instance.environment)
     config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_producer" if prefills else "kv_consumer"}
@@ -472,11 +488,45 @@ def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: I
     return replace(instance, argv=(*instance.argv, f"--{CONFIG}", json.dumps(config)), environment=environment)
 
 
+EMBEDDINGS = "ec-transfer-config"
+EMBEDDINGS_FOLDER = "/dev/shm/vllm-embeddings"
+ENCODER_FLAGS = (
+    "--mm-encoder-only",
+    "--enforce-eager",
+    "--no-enable-prefix-caching",
+    "--max-num-batched-tokens",
+    "114688",
+)
+"""Flags of an instance that encodes (vllm-project/vllm `examples/disaggregated/disaggregated_encoder`)."""
+
+
+def _with_embeddings(kind: str, instance: Instance) -> Instance:
+    """Return `instance` with the flags to pass embeddings of images, which instances that only decode do not get.
+
+    The connector writes them to a folder that all instances share. That of Mooncake knows no separate instances that
+    prefill (0.33 `distributed/ec_transfer`).
+    """
+    if kind == routing.DECODE:
+        return instance
+    is_encoder = kind == routing.ENCODE
+    config: dict[str, Any] = {
+        "ec_connector": "ECExampleConnector",
+        "ec_role": "ec_producer" if is_encoder else "ec_consumer",
+    }
+    config["ec_connector_extra_config"] = {"shared_storage_path": EMBEDDINGS_FOLDER}
+    flags = ENCODER_FLAGS if is_encoder else ()
+    return replace(instance, argv=(*instance.argv, *flags, f"--{EMBEDDINGS}", json.dumps(config)))
+
+
 def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
     """Return vLLM's router.
 
-    For prefill and decode instances it supports only NIXL. Raises UsageError for other connectors.
+    For prefill and decode instances it supports only NIXL. Raises UsageError for other connectors. In front of
+    instances that encode is a proxy of vLLM's examples.
     """
+    if values.get(PREFILL_DECODE) and placement.roles(str(values[PREFILL_DECODE]))[-1].kind == routing.ENCODE:
+        kinds = (routing.ENCODE, routing.PREFILL, routing.DECODE)
+        return Router(argv=(EPD_PROXY, *LOCAL_ADDRESS), lists={kind: f"--{kind}-servers-urls" for kind in kinds})
     folder = str(Path(PROGRAM.start_command(task.spec)[0]).parent)
     program = (shutil.which("vllm-router", path=folder) or "vllm-router",)
     if not values.get(PREFILL_DECODE):
@@ -523,7 +573,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     images = most_images(task.spec.serve.loads)
     return (
         *layouts,
-        *placement.rules(task, layouts),
+        *placement.rules(task, layouts, version=PROGRAM.version(task.spec), encoders=ENCODERS_SINCE),
         placement.of_each_kind(task, even_experts),
         sharing,
         *_transfer_rules(task),
@@ -563,14 +613,17 @@ def _rules(task: Task) -> tuple[Rule, ...]:
 def _transfer_rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules for the connectors that move caches between instances."""
     version, p2p = PROGRAM.version(task.spec), PROGRAM.code(TRANSFER, P2P)
-    has_config = CONFIG in PROGRAM.parse(task.spec).others
+    others = PROGRAM.parse(task.spec).others
+    encodes = placement.broken_by_code(task, lambda parts: parts[-1].kind == routing.ENCODE)
 
-    def unequal(pair: placement.Pair) -> bool:
-        return pair[0].tp != pair[1].tp
+    def unequal(parts: placement.Roles) -> bool:
+        first, *others = placement.language(parts)
+        return any(each.tp != first.tp for each in others)
 
-    def staged(pair: placement.Pair) -> bool:
+    def staged(parts: placement.Roles) -> bool:
+        pair = [each for each in parts if each.kind in (routing.PREFILL, routing.DECODE)]
         sizes = sorted(each.tp for each in pair)
-        return max(each.pp for each in pair) > 1 or sizes[1] % sizes[0] != 0
+        return bool(pair) and (max(each.pp for each in pair) > 1 or sizes[1] % sizes[0] != 0)
 
     by_nixl, by_p2p = (placement.broken_by_code(task, check) for check in (staged, unequal))
     return (
@@ -584,7 +637,19 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
             name="own_transfer_config",
             knobs=(PREFILL_DECODE,),
             message=Message("{PREFILL_DECODE} sets {CONFIG}: remove it from serve.engine_args", **NAMES),
-            broken=lambda c: (c[PREFILL_DECODE] > 0) & has_config,
+            broken=lambda c: (c[PREFILL_DECODE] > 0) & (CONFIG in others),
+        ),
+        Rule(
+            name="own_embeddings_config",
+            knobs=(PREFILL_DECODE,),
+            message=Message("enc in {PREFILL_DECODE} sets {EMBEDDINGS}: remove it from serve.engine_args", **NAMES),
+            broken=lambda c: encodes[c[PREFILL_DECODE]] & (EMBEDDINGS in others),
+        ),
+        Rule(
+            name="embeddings_on_host",
+            knobs=(PREFILL_DECODE,),
+            message=Message("enc in {PREFILL_DECODE} needs one host: a folder passes the embeddings", **NAMES),
+            broken=lambda c: encodes[c[PREFILL_DECODE]] & (Hardware.of(task).hosts > 1),
         ),
         Rule(
             name="transfer_of_kinds",

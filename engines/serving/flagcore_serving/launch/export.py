@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +14,7 @@ from flagcore.domain.launch import PORT, PORT_VARIABLE, Launch
 from flagcore.domain.secrets import is_secret
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_serving.launch.server import ROUTER_HEALTH, Instance, Router
+from flagcore_serving.load.routing import ENCODE
 
 FRONT_PORT = 8000
 """The default port of a single server, or of the balancer or router. The servers behind it use the next ports."""
@@ -60,7 +61,10 @@ def launch(
         heads = enumerate(each.host for each in instances)
         meet = [(hosts[host], str(MEETING_PORT + number)) for number, host in heads]
         placed = [each.at_head(*place) for each, place in zip(placed, meet, strict=True)]
-    placed = [each.at_port(port, _shifted(port)) for each, port in zip(placed, ports, strict=True)]
+    encoders = _encoders(instances, _places_of(instances, hosts), _shifted)
+    placed = [
+        each.at_port(port, _shifted(port)).with_encoders(encoders) for each, port in zip(placed, ports, strict=True)
+    ]
     urls = tuple(f"http://127.0.0.1:{port}{health}" for port in dict.fromkeys((FRONT_PORT, *ports)))
     numbers = ", ".join(f"NODE_RANK={number} on {host}" for number, host in enumerate(hosts))
     return Launch(
@@ -91,11 +95,11 @@ def start_script(
     for each in instances:
         for host_offset, argv in enumerate((each.argv, *each.further)):
             commands[each.host + host_offset].append(shell(_command(replace(each, argv=argv))))
-    program, package, front, conf = BALANCER, BALANCER_PACKAGE, "", ""
+    program, package, front, conf = BALANCER, f"pip install {BALANCER_PACKAGE}", "", ""
     if router:
         places = [(each.kind, *place) for each, place in zip(instances, _places_of(instances, hosts), strict=True)]
         argv = router.instance(places, _shifted).at_port(FRONT_PORT, PORT).argv
-        program, package, front = argv[0], router.requirement, shell(argv)
+        program, package, front = argv[0], router.installation, shell(argv)
     elif len(instances) > 1:
         front = f"{BALANCER} run --config - --adapter caddyfile"
         upstreams = [shell([f"{host}:{_shifted(port)}"]) for host, port in _places_of(instances, hosts)]
@@ -108,6 +112,14 @@ def start_script(
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"quoted": shlex.quote}
     return environment.from_string(template).render(port=FRONT_PORT, **fields)
+
+
+def _encoders(
+    instances: Sequence[Instance], places: Sequence[tuple[str, int]], text: Callable[[int], str]
+) -> list[str]:
+    """Return the URLs of the instances that encode. `text`: how a command writes a port."""
+    pairs = zip(instances, places, strict=True)
+    return [f"http://{host}:{text(port)}" for each, (host, port) in pairs if each.kind == ENCODE]
 
 
 def _shifted(port: int) -> str:
@@ -154,7 +166,8 @@ def compose_file(
     all instances. `image`: empty means the variable IMAGE. `devices`: see `ContainerDevices.service`.
     """
     ports = _ports(instances)
-    instances = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
+    encoders = _encoders(instances, [("127.0.0.1", port) for port in ports], str)
+    instances = [each.at_port(port).with_encoders(encoders) for each, port in zip(instances, ports, strict=True)]
     is_behind, is_name = router is not None or len(instances) > 1, bool(weights) and not os.path.isabs(weights)
     paths = {path for each in instances for word in each.argv[1:] for path in _mounted_paths(word)}
     paths |= {path for path in (directory, weights) if path and os.path.isabs(path)}
@@ -178,7 +191,7 @@ def compose_file(
         if router:
             places = [(each.kind, "127.0.0.1", port) for each, port in zip(instances, ports, strict=True)]
             argv = _public(router.instance(places).at_port(FRONT_PORT).argv)
-            install = f'pip install --quiet {router.requirement} && exec "$$@"'
+            install = _escape(f'{router.installation} && exec "$@"')
             front = _service(ROUTER_IMAGE, FRONT_PORT, ROUTER_HEALTH, 300)
             front["entrypoint"] = ["sh", "-c", install, "sh", Path(argv[0]).name, *map(_escape, argv[1:])]
         else:

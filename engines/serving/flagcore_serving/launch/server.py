@@ -19,12 +19,15 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore_serving.job import Load
 from flagcore_serving.load.result import MinRate
-from flagcore_serving.load.routing import MAX_MORE, MAX_RATIO
+from flagcore_serving.load.routing import DECODE, ENCODE, MAX_MORE, MAX_RATIO, PREFILL
 
 HEAD, HEAD_PORT = "{head}", "{head_port}"
 """Placeholders in the command line of an instance on several hosts: its first host, and a free port of this host."""
 TRANSFER_PORT, URL = "{transfer_port}", "{url}"
 """Placeholders for instances that only prefill or decode: the port for caches, and their URL for the router."""
+ENCODER_URLS, EMBEDDING_PORT = "{encoder_urls}", "{embedding_port}"
+"""Placeholders for instances that get the embeddings of images: a word for the URLs of all instances that encode, and a
+port for embeddings."""
 
 
 def address(task: Task) -> str:
@@ -34,6 +37,17 @@ def address(task: Task) -> str:
 
 ROUTERS = {"vllm-router": "vllm-router==0.1.17", "sglang_router": "sglang-router==0.3.2"}
 """The pip requirements of the routers, by program or module. `Router` has the flags of these releases."""
+EPD_PROXY = "disagg_epd_proxy.py"
+_REPOSITORY = "https://raw.githubusercontent.com/vllm-project/vllm/0134b939b5132174db8497cec05b6f5713d58560"
+PROXIES = {
+    EPD_PROXY: (
+        "pip install aiohttp fastapi msgspec uvicorn uvloop && python3 -c 'import sys, urllib.request as u; "
+        f"u.urlretrieve(*sys.argv[1:])' {_REPOSITORY}/examples/disaggregated/disaggregated_encoder/{EPD_PROXY} "
+        f"/usr/local/bin/{EPD_PROXY} && chmod +x /usr/local/bin/{EPD_PROXY}"
+    )
+}
+"""How a router is installed that is no package, by its program: vLLM's example of a proxy in front of servers that
+encode. Its routers know no such servers."""
 ROUTER_HEALTH = "/health"
 """Path that returns status 200 when a router is ready, for all routers."""
 LOCAL_ADDRESS = ("--host", "127.0.0.1", "--port", PORT)
@@ -50,7 +64,7 @@ class Instance:
     - `requested`: the knob values that the server must report. None means that the engine chooses.
     - `host`: the index of the host on which it runs.
     - `further`: the command lines for the other hosts if it spans several. Only the first host serves requests.
-    - `kind`: prefill or decode if it does only one of both, else empty.
+    - `kind`: encode, prefill or decode if it does only this, else empty.
     """
 
     argv: tuple[str, ...]
@@ -67,7 +81,16 @@ class Instance:
 
         `text`: how the command writes the port, by default as a number.
         """
-        return self.filled({PORT: text or str(port), TRANSFER_PORT: str(transfer_port(port)), HEAD: "127.0.0.1"})
+        ports = {PORT: text or str(port), TRANSFER_PORT: str(transfer_port(port))}
+        return self.filled({**ports, EMBEDDING_PORT: str(transfer_port(port) + 1), HEAD: "127.0.0.1"})
+
+    def with_encoders(self, urls: Sequence[str]) -> Instance:
+        """Return the instance with the URLs of the instances that encode in place of ENCODER_URLS."""
+        argvs = [
+            tuple(word for each in argv for word in (urls if each == ENCODER_URLS else (each,)))
+            for argv in (self.argv, *self.further)
+        ]
+        return replace(self, argv=argvs[0], further=tuple(argvs[1:]))
 
     def at_head(self, host: str, port: str) -> Instance:
         """Return the instance with `host` in place of HEAD, and the rendezvous port `port` in place of HEAD_PORT."""
@@ -91,13 +114,17 @@ class Router:
     - `argv`: the command line, with the placeholder PORT.
     - `prefill`: the words to add for each instance that only prefills, with the placeholders URL and TRANSFER_PORT.
     - `decode`: the words to add for each other instance, with the same placeholders.
+    - `lists`: flags for the URLs of all instances of a kind, separated by commas, instead of `prefill` and `decode`.
+
+    Instances that encode get requests from those that prefill, except with `lists`.
 
     Source of the flags: `--help` of the releases in ROUTERS.
     """
 
     argv: tuple[str, ...]
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    lists: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_replicas(cls, program: Sequence[str], *, prefix_aware: bool) -> Router:
@@ -114,20 +141,22 @@ class Router:
         return cls(argv=argv, prefill=tuple(prefill), decode=("--decode", URL))
 
     @property
-    def requirement(self) -> str:
-        """The pip requirement of the router."""
+    def installation(self) -> str:
+        """The shell command that installs the router."""
         name = self.argv[2].partition(".")[0] if self.argv[1] == "-m" else Path(self.argv[0]).name
-        return ROUTERS[name]
+        return PROXIES[name] if name in PROXIES else f"pip install {ROUTERS[name]}"
 
     def instance(self, places: Sequence[tuple[str, str, int]], port_text: Callable[[int], str] = str) -> Instance:
         """Return the router as an instance to start. `places`: the kind, host and port of each server behind it.
 
         `port_text`: how the command writes a port.
         """
-        words = list(self.argv)
-        for kind, host, port in places:
-            values = {URL: f"http://{host}:{port_text(port)}", TRANSFER_PORT: str(transfer_port(port))}
-            words += [_replaced(word, values) for word in (self.prefill if kind == "prefill" else self.decode)]
+        words, urls = list(self.argv), [(kind, f"http://{host}:{port_text(port)}") for kind, host, port in places]
+        for kind, flag in self.lists.items():
+            words += [flag, ",".join(url for each, url in urls if (each or DECODE) == kind) or "disable"]
+        for (kind, url), (*_, port) in zip(urls, places, strict=True):
+            values, of_kind = {URL: url, TRANSFER_PORT: str(transfer_port(port))}, {PREFILL: self.prefill, ENCODE: ()}
+            words += [_replaced(word, values) for word in of_kind.get(kind, self.decode)]
         return Instance(argv=tuple(words))
 
 

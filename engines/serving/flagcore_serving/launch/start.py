@@ -26,8 +26,9 @@ from flagcore.i18n import _
 from flagcore_serving.job import ServeSpec
 from flagcore_serving.launch import export
 from flagcore_serving.launch.reports import ServerReports
-from flagcore_serving.launch.server import ROUTER_HEALTH, SERVE, Instance, Router, TrialJob, as_text
+from flagcore_serving.launch.server import ENCODER_URLS, ROUTER_HEALTH, SERVE, Instance, Router, TrialJob, as_text
 from flagcore_serving.load.result import MinRate
+from flagcore_serving.load.routing import ENCODE
 from flagcore_serving.load.traffic import in_flight
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space.hardware import PREFILL_DECODE, TP, Hardware
@@ -71,7 +72,8 @@ class EngineProfile:
     """The variable with a host's address for the other hosts of an instance. Without it, the server uses the address of
     the default route."""
     of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
-    """Returns an instance changed so that it only prefills or only decodes. None: the engine has no such servers."""
+    """Returns an instance changed for its kind: it only encodes, prefills or decodes, or others encode images for it.
+    None: the engine has no such servers."""
     protocol: Callable[[Task, Mapping[str, KnobValue]], str] = lambda task, values: ""
     """Returns the protocol by which prefill and decode servers exchange caches, as named in `load.routing`."""
     router: Callable[[Task, Mapping[str, KnobValue]], Router] = lambda task, values: Router.of_replicas(
@@ -156,6 +158,9 @@ class EngineProfile:
                 if started.script and not serve.elsewhere:
                     _write_script(started.script, Path(folder, export.START), instances)
                 return started
+            spread = len({each.host for each in instances}) > 1
+            if spread and any(ENCODER_URLS in each.argv for each in instances):
+                raise UsageError(_("a trial starts servers that encode images on the host of the others only"))
             job = TrialJob(
                 engine=self.where,
                 instances=instances,
@@ -264,15 +269,19 @@ class EngineProfile:
             raise UsageError("this target starts servers on devices only")
         if any(secrets_in_arguments(each.argv) for each in instances):
             raise UsageError("the command contains a secret; pass it in a variable")
-        groups, addresses = list[ServerGroup](), list[tuple[str, str, int]]()
         placed = list(zip(instances, placements(platform.task, values), strict=True))
-        for kind, count in Counter(each.kind for each in instances).items():
+        count_of = Counter(each.kind for each in instances)
+        encoders = [f"http://{host}:{export.FRONT_PORT}" for host in _names(name, ENCODE, count_of[ENCODE])]
+        if count_of[ENCODE] and not any(ENCODER_URLS in each.argv for each in instances):
+            raise UsageError("this target starts servers on several hosts, but embeddings pass through a folder")
+        groups, addresses = list[ServerGroup](), list[tuple[str, str, int]]()
+        for kind, count in count_of.items():
             instance, place = next(each for each in placed if each[0].kind == kind)
             hosts = len(place.hosts)
             if hosts > 1 and self.on_host:
                 own = instance.argv[: -len(self.on_host(hosts, "0"))]
                 instance = replace(instance, further=((*own, *self.on_host(hosts, "{node_rank}")),))
-            instance = instance.filled({ADDRESS: OWN_ADDRESS})
+            instance = instance.filled({ADDRESS: OWN_ADDRESS}).with_encoders(encoders)
             first = instance.at_head(OWN_ADDRESS, str(export.MEETING_PORT)).at_port(export.FRONT_PORT)
             others = first.further[0] if hosts > 1 else ()
             environment = without_devices(platform.support, first.environment)
@@ -281,7 +290,7 @@ class EngineProfile:
             group = kind or "server"
             of_group = ServerGroup(name=group, launch=launch, devices=place.width // hosts, replicas=count)
             groups.append(replace(of_group, hosts=hosts, others=others))
-            names = (f"{name}-{group}-{number}.{name}-{group}" for number in range(count))
+            names = _names(name, group, count)
             addresses += [(kind, host, export.FRONT_PORT) for host in names]
         if router is None:
             return ServerGroups(groups=tuple(groups), front=None)
@@ -296,7 +305,7 @@ class EngineProfile:
         instance = self.server(task, placement.values, cores)
         explicit = self._explicit(task, placement.values, instance.argv)
         instance = self.form(replace(instance, argv=(*instance.argv, *explicit)))
-        if placement.kind:
+        if values.get(PREFILL_DECODE):
             assert self.of_kind, "the candidate is legal"
             instance = self.of_kind(task, values, placement.kind, instance)
         is_exported = bool(task.spec.serve.elsewhere)
@@ -350,6 +359,11 @@ class EngineProfile:
                 if value is not None and not columns.get(knob.name, np.ones(1)).any():
                     return True
         return False
+
+
+def _names(name: str, group: str, count: int) -> list[str]:
+    """Return the host names of the servers of a group of the job `name`."""
+    return [f"{name}-{group}-{number}.{name}-{group}" for number in range(count)]
 
 
 def _write_script(script: str, file: Path, instances: Sequence[Instance]) -> None:

@@ -168,6 +168,35 @@ class Pairs:
         return prompt | ({"kv_transfer_params": _REMOTE_DECODE} if self._protocol == NIXL else {})
 
 
+class Encoders:
+    """Sends each image to the least busy of `servers`, which encode images for the server that gets the request."""
+
+    def __init__(self, servers: Sequence[Target]) -> None:
+        self._servers, self._router = servers, LeastBusy(len(servers))
+
+    async def send(self, http: aiohttp.ClientSession, body: bytes) -> float | None:
+        """Send the images of a request, and return the `time.perf_counter()` of the first send when all are encoded.
+
+        Returns None if there are none. Raises RequestFailed.
+        """
+        request, sent = json.loads(body), time.perf_counter()
+        contents = [each["content"] for each in request.get("messages", ()) if isinstance(each["content"], list)]
+        images = [part for content in contents for part in content if part["type"] == "image_url"]
+        await asyncio.gather(*(self._encode(http, request["model"], each) for each in images))
+        return sent if images else None
+
+    async def _encode(self, http: aiohttp.ClientSession, model: str, image: dict[str, Any]) -> None:
+        place = self._router.choose()
+        self._router.begin(place)
+        try:
+            message = {"role": "user", "content": [image]}
+            await post(
+                http, self._servers[place].address, _encoded({"model": model, "messages": [message], "max_tokens": 1})
+            )
+        finally:
+            self._router.end(place)
+
+
 def _transfer_params(answer: bytes, url: str) -> Any:
     """Return the location of a prompt's cache from the answer of the prefill server at `url`. Raises RequestFailed."""
     try:

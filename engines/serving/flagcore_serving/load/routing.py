@@ -2,8 +2,8 @@
 
 from collections.abc import Hashable, Sequence
 
-PREFILL, DECODE = "prefill", "decode"
-"""Kinds of servers that only prefill or only decode."""
+ENCODE, PREFILL, DECODE = "encode", "prefill", "decode"
+"""Kinds of servers that only encode images, only prefill or only decode."""
 NIXL, P2P, BOOTSTRAP = "nixl", "p2p", "bootstrap"
 """How the decode server finds the cache of a prompt. NIXL: the answer of the prefill server says where it is. P2P: the
 request's id contains the addresses of both servers. BOOTSTRAP: both servers get the request at the same time, with a

@@ -19,11 +19,11 @@ import psutil
 
 from flagcore.domain.space import IntArray
 from flagcore_serving.job import Load
-from flagcore_serving.load.client import Pairs, send_request, session
+from flagcore_serving.load.client import Encoders, Pairs, send_request, session
 from flagcore_serving.load.figures import PRECISION, SteadyState, decode_error, duration_s, figures_of, steady_figures
 from flagcore_serving.load.progress import Request, Watch
 from flagcore_serving.load.result import CHAT, COMPLETIONS, LoadResult, MinRate, ProblemKind, RequestFailed, Target
-from flagcore_serving.load.routing import LeastBusy, Prefixes, pieces_of
+from flagcore_serving.load.routing import BOOTSTRAP, LeastBusy, Prefixes, pieces_of
 from flagcore_serving.load.stream import Stream
 from flagcore_serving.load.traces import Traffic
 from flagcore_serving.load.traffic import ADAPTER, body, image_uris, in_flight, prompts, salted, traffic, warm_up, words
@@ -52,6 +52,7 @@ def measure(
     min_rate: MinRate | None = None,
     prefix_aware: bool = False,
     prefill: Sequence[Target] = (),
+    encode: Sequence[Target] = (),
     protocol: str = "",
 ) -> LoadResult:
     """Send `load` once to `targets`, each request to the least busy one, and return the measurements.
@@ -70,6 +71,7 @@ def measure(
     - `min_rate`: the load also ends if it is very likely slower (`RateCheck`).
     - `prefix_aware`: whether a request goes to the target that got the longest prefix of its prompt before.
     - `prefill`: targets that only prefill. `targets` then only decode, and a request is sent to one of each (`Pairs`).
+    - `encode`: targets that only encode images. The others get their embeddings. With BOOTSTRAP, they ask for them.
     - `protocol`: how these targets exchange caches, as `load.routing` names it.
     """
     deadline = time.perf_counter() + timeout_s
@@ -79,8 +81,9 @@ def measure(
         load = replace(load, num_prompts=steady.most(load))
     requests = traffic(load)
     path = CHAT if requests.images else COMPLETIONS if requests.texts else targets[0].path
-    targets, prefill = ([replace(target, path=path) for target in each] for each in (targets, prefill))
+    targets, prefill, encode = ([replace(each, path=path) for each in kind] for kind in (targets, prefill, encode))
     pairs = Pairs(protocol, prefill) if prefill else None
+    encoders = Encoders(encode) if encode and protocol != BOOTSTRAP else None
     warmup_requests = warm_up(requests, load.warmup)
     seeds = (load.seed, seed)
     draw: Callable[..., Sequence[IntArray | str]] = partial(
@@ -102,13 +105,13 @@ def measure(
     async def run() -> LoadResult:
         async with session() as http:
             if warmup:
-                sender = _LoadSender(http, targets, warmup, Watch(warmup, {}), pairs=pairs)
+                sender = _LoadSender(http, targets, warmup, Watch(warmup, {}), pairs=pairs, encoders=encoders)
                 await sender.send(load.concurrency or len(warmup), deadline)
                 if sender.problems:
                     return sender.result(requests.notes, None)
             prefixes = Prefixes(len(targets)) if prefix_aware and pairs is None else None
             watch = Watch(main, limits or {}, steady, fewest, min_rate, load.concurrency)
-            sender = _LoadSender(http, targets, main, watch, prefixes=prefixes, pairs=pairs)
+            sender = _LoadSender(http, targets, main, watch, prefixes=prefixes, pairs=pairs, encoders=encoders)
             gc.collect()
             meter = Meter()
             await sender.send(load.concurrency, deadline, share_s)
@@ -129,9 +132,10 @@ class _LoadSender:
         *,
         prefixes: Prefixes | None = None,
         pairs: Pairs | None = None,
+        encoders: Encoders | None = None,
     ) -> None:
         self._http, self._targets, self._requests, self._watch = http, targets, requests, watch
-        self._prefixes, self._pairs = prefixes, pairs
+        self._prefixes, self._pairs, self._encoders = prefixes, pairs, encoders
         self._router = LeastBusy(len(targets))
         self._failed, self._late_s = False, 0.0
         self._has_tasks = any(request.turn for request in requests)
@@ -211,10 +215,12 @@ class _LoadSender:
         stream = Stream(request.output_tokens)
         self._watch.sent(stream)
         try:
+            first = await self._encoders.send(self._http, request.body) if self._encoders is not None else None
             if self._pairs is not None:
                 sent = await self._pairs.send(self._http, self._targets[target], request.body, stream)
             else:
                 sent = await send_request(self._http, self._targets[target].address, request.body, stream)
+            sent = sent if first is None else first
             answer = stream.answer(
                 sent_s=sent,
                 start_s=sent - self._watch.start,

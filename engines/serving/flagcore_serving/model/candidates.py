@@ -28,9 +28,9 @@ from flagcore_serving.model.simulated_load import CACHE_FIGURES, HIT_RATE, MAX_R
 from flagcore_serving.model.simulation import Lane, Price
 from flagcore_serving.model.speculation import rates, tokens_per_iteration
 from flagcore_serving.model.tiers import reached
-from flagcore_serving.model.vision import EncoderCosts, ImageWork
+from flagcore_serving.model.vision import EncoderCosts, Encoders, ImageWork
 from flagcore_serving.model.work import TOKENIZER, Overheads
-from flagcore_serving.space.placement import InstanceKinds
+from flagcore_serving.space.placement import ENCODES, InstanceKinds
 from flagcore_serving.space.settings import TIERS, Settings
 
 MAX_SIMULATED = 4096
@@ -63,9 +63,10 @@ Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 class Candidates:
     """All inputs to the metrics of candidates: their kinds of instances, with settings, memory and iteration costs.
 
-    `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode. `swap_s`:
-    those to load an adapter into a slot. `encoder`:
-    the costs of the vision tower; None if there is none. `tiers`: those of `tiers_of`.
+    `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode, or the
+    embedding of one token of an image, for kinds that only encode. `swap_s`: those
+    to load an adapter into a slot. `encoder`: the costs of the vision tower; None if there is none. `tiers`: those of
+    `tiers_of`.
     """
 
     kinds: InstanceKinds
@@ -105,7 +106,7 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     times, members = context.times, context.kinds.members
     has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
     has_costs &= np.isfinite(context.transfer) | (context.kinds.role == 0)
-    has_costs &= context.settings.on_device >= 1.0
+    has_costs &= (context.settings.on_device >= 1.0) | context.settings.encodes
     candidates_by_key: dict[tuple[Key, ...], list[int]] = {}
     for candidate, kinds in enumerate(members):
         if has_costs[kinds].all():
@@ -151,11 +152,19 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
     """Return the metrics of a load on one candidate. `kinds`: for each kind of the candidate's instances, its row in
     `context` and its number of instances."""
     overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
+    role, encoders = context.kinds.role, None
+    kinds, encoding = ([each for each in kinds if bool(role[each[0]] == ENCODES) is apart] for apart in (False, True))
+    for row, count in encoding:
+        token_s, lanes = float(context.transfer[row]), min(kinds[-1][1], load.flight(1))
+        encoders = Encoders(partial(context.encoding, row), count, count / lanes, token_s)
     prices = [
-        (Price(context.times, row, _lane(context, load, row), overheads, partial(context.encoding, row)), count)
+        (
+            Price(context.times, row, _lane(context, load, row), overheads, partial(context.encoding, row), encoders),
+            count,
+        )
         for row, count in kinds
     ]
-    if not context.kinds.role[kinds[0][0]]:
+    if not role[kinds[0][0]]:
         return load.figures(*prices[0], context.serve.slo)
     (first, prefills), (decode, decodes) = prices
     prefill = Prefill(price=first, per_decode=prefills / decodes, transfer=float(context.transfer[kinds[1][0]]))
@@ -289,11 +298,13 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     if HIT_RATE in figures:
         loop = replace(loop, cached=np.nan_to_num(figures[HIT_RATE][kinds.owner]))
     visits = np.where(kinds.role > 0, 1.0 / kinds.count, 1.0)
-    count = kinds.total(np.where(visits < 1.0, 0.0, 1.0))
+    encodes, count = kinds.role == ENCODES, kinds.total(np.where(kinds.role > 0, 0.0, 1.0))
     before, after = (
-        {name: kinds.total(visits * seconds) / np.maximum(count, 1.0) for name, seconds in each.items()}
+        {name: kinds.total(visits * ~encodes * seconds) / np.maximum(count, 1.0) for name, seconds in each.items()}
         for each in parts(loop, running)
     )
+    if encodes.any():
+        before["encode_s"] = kinds.total(visits * encodes * (loop.encode + context.transfer * load.image_tokens))
     if kinds.role.any():
         caches = np.where(kinds.role == 2, context.transfer * load.means[0], 0.0)
         before["transfer_s"] = kinds.total(visits * caches)
@@ -315,7 +326,9 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
     settings, tokens = context.settings, context.memory.cache_tokens
     prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
     rows = range(tokens.size) if context.encoder is not None and load.images else ()
-    encode = [float(np.mean(context.encoding(row, load.images))) for row in rows]
+    encode = np.array([float(np.mean(context.encoding(row, load.images))) for row in rows] or [0.0])
+    encodes = context.kinds.role == ENCODES
+    is_apart = context.kinds.total(1.0 * encodes)[context.kinds.owner] > 0.0
     return ClosedLoop(
         costs=context.times,
         overheads=context.overheads,
@@ -329,14 +342,15 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         stages=settings.pipeline,
         role=context.kinds.role,
         mixes=settings.mixed_chunks | context.overheads.mixes,
-        encode=np.array(encode) if encode else 0.0,
+        encode=np.where(is_apart & ~encodes, 0.0, encode),
     )
 
 
 def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:
     """Return the metrics of the steady state, by name. Percentiles are replaced by means."""
     loop, kinds, lanes = _closed_loop(context, load), context.kinds, context.kinds.count
-    state = steady_state(loop)
+    state, encodes = steady_state(loop), kinds.role == ENCODES
+    state = LoopMeans(state.ttft, state.tpot, np.where(encodes, 0.0, state.rate))
     share = np.minimum(lanes, load.flight(1)) / lanes
     rate = kinds.total(state.rate * share)
 
@@ -345,7 +359,7 @@ def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, Float
         return kinds.total(state.rate * share * values) / rate
 
     ttft, tpot = mean(state.ttft), mean(state.tpot)
-    if kinds.role.any():
+    if (kinds.role % ENCODES).any():
         of_kind = [kinds.total(np.where(kinds.role == number, state.rate * share, 0.0)) for number in (1, 2)]
         once = np.where(kinds.role > 0, 1.0 / kinds.count, 0.0)
         is_divided = of_kind[0] > 0.0
@@ -354,6 +368,11 @@ def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, Float
         tpot = np.where(is_divided, kinds.total(once * state.tpot), tpot)
         wait = load.flight(1) * load.means[1] / rate - load.means[1] * tpot  # Little's law
         ttft = np.where(is_divided, np.maximum(wait, kinds.total(once * state.ttft) + caches), ttft)
+    if encodes.any():
+        seconds = np.where(encodes, loop.encode, 0.0)
+        most = kinds.total(np.where(encodes, load.means[1] / np.maximum(seconds, 1e-9), 0.0))
+        rate = np.where(most > 0.0, np.minimum(rate, most), rate)
+        ttft = ttft + kinds.total(np.where(encodes, (seconds + context.transfer * load.image_tokens) / lanes, 0.0))
     latencies = {"ttft_s": ttft, "tpot_s": tpot, "itl_s": tpot, "e2e_s": ttft + load.means[1] * tpot}
     return {name: latencies.get(name.partition(".")[0], rate) for name in FIGURE_NAMES}
 

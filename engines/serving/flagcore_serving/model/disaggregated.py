@@ -15,7 +15,7 @@ from heapq import heappop, heappush, heapreplace
 from math import inf
 from operator import attrgetter
 
-from flagcore_serving.model.simulation import Price, Simulation
+from flagcore_serving.model.simulation import Price, Request, Simulation
 from flagcore_serving.model.vision import ImageWork
 
 
@@ -39,7 +39,7 @@ class _Batch:
 
     start: float
     link_free: float
-    members: list[int] = field(default_factory=list)
+    members: list[Request] = field(default_factory=list)
     tokens: float = 0.0
     cached: int = 0
     pairs: float = 0.0
@@ -90,10 +90,10 @@ class Disaggregated(Simulation):
     def _add_images(self, price: Price, images: Sequence[ImageWork]) -> None:
         super()._add_images(self.prefill.price, images)
 
-    def _enter(self, index: int) -> None:
+    def _enter(self, request: Request, arrival: float) -> None:
         """Add a request to the next batch of the prefill instance that becomes free first."""
-        request, prompt = self.requests[index], self.requests[index].prompt
-        arrival = request.arrival + self.request_s + self.entry_s + request.read
+        prompt = request.prompt
+        arrival = arrival + self.request_s + self.entry_s + request.read
         done = min(self.shared, prompt - 1.0)
         piece = prompt - done
         server = min(self.servers, key=_FREE)
@@ -101,7 +101,7 @@ class Disaggregated(Simulation):
         if batch is None or arrival > batch.start or batch.tokens + piece > self.budget:
             batch = server.last = _Batch(max(arrival, server.free), server.link_free)
         is_new = not batch.members
-        batch.members.append(index)
+        batch.members.append(request)
         batch.cached += prompt
         batch.tokens += piece
         if piece > batch.longest:
@@ -143,9 +143,10 @@ class Disaggregated(Simulation):
         return self._next_done() + self.overheads.request
 
     def _receive(self) -> None:
+        self._arrive()
         while self._ready_time() <= self.now:
             batch = heappop(self.ready)[2]
-            self.queue.extend(self.requests[index] for index in batch.members)
+            self.queue.extend(batch.members)
             self.next += len(batch.members)
             batch.members = []
 

@@ -71,7 +71,9 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     activations = activation_bytes(model, settings, np.minimum(batched_tokens, settings.pass_tokens), running)
     if model.vision is not None:
         tower, peak = tower_bytes(model.vision, settings.tower_shares, batched_tokens)
-        weights, activations = weights + tower / settings.cores, np.maximum(activations, peak / settings.cores)
+        tower, peak = tower / settings.cores, peak / settings.cores
+        weights = np.where(settings.encodes, tower, weights + tower)
+        activations = np.where(settings.encodes, peak, np.maximum(activations, peak))
     graphs = np.where(settings.graph_tokens > 0, GRAPH_BYTES * model.num_layers / settings.pipeline, 0.0)
     graphs = np.where(np.isnan(settings.graph_bytes), graphs, settings.graph_bytes)
     budget = np.full(weights.shape, np.inf)

@@ -14,14 +14,14 @@ from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.domain.spec import Task, figure_name, is_rate
 from flagcore_serving.model.adapters import swap_seconds
 from flagcore_serving.model.candidates import Candidates, expected_figures, time_parts
-from flagcore_serving.model.iteration import NODES, IterationCosts, at_counts, iteration_costs
+from flagcore_serving.model.iteration import NODES, REFERENCE_TOKENS, IterationCosts, at_counts, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory
 from flagcore_serving.model.speculation import drafts, uncertainty
 from flagcore_serving.model.tiers import tiers_of
 from flagcore_serving.model.vision import encoder_costs
 from flagcore_serving.model.work import HOST_RATE, AdaptedRequests, Overheads, Serving
 from flagcore_serving.space.hardware import Hardware
-from flagcore_serving.space.placement import InstanceKinds, uniform_kinds
+from flagcore_serving.space.placement import ENCODES, InstanceKinds, uniform_kinds
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import (
     STORED_BYTES,
@@ -84,6 +84,7 @@ def predict(
     drafts tokens, if it is known.
     """
     kinds = kinds or uniform_kinds(settings.instances)
+    settings = settings.encoding(kinds.role == ENCODES)
     if not costs.synchronous:
         settings = replace(settings, crowding=crowding(task, kinds, settings))
     serving, vision = serving_of(task, costs.kernels, overheads, draft), task.spec.model.vision
@@ -103,7 +104,8 @@ def predict(
     )
     figures = expected_figures(context)
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
-    figures["kv_cache_tokens"] = kinds.total((kinds.role != 1) * np.maximum(memory.cache_tokens, 0.0))
+    tokens = np.maximum(memory.cache_tokens, 0.0)
+    figures["kv_cache_tokens"] = kinds.total(np.where(np.isin(kinds.role, (0, 2)), tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.guessed or costs.synchronous or untested
     unmeasured |= bool(settings.offloaded.any())
@@ -117,7 +119,8 @@ def predict(
 
 
 def transfer_seconds(task: Task, kinds: InstanceKinds, settings: Settings, costs: Costs) -> FloatArray:
-    """Return the seconds to send the cache of one prompt token from a prefill instance to a decode instance.
+    """Return the seconds to send the cache of one prompt token from a prefill instance to a decode instance, and the
+    embedding of one token of an image from an instance that encodes.
 
     All ranks send at the same time, and each link carries an equal part of the cache. The number of parts is the
     smaller of the two instances' numbers of different parts. The link connects hosts unless both instances fit on one
@@ -128,13 +131,17 @@ def transfer_seconds(task: Task, kinds: InstanceKinds, settings: Settings, costs
     model, hardware = task.spec.model, Hardware.of(task)
     groups = 1.0 if model.multi_latent_attention else float(model.num_query_groups)
     parts = np.minimum(settings.tensor, groups) * settings.pipeline
-    smaller = np.full(kinds.size, np.inf)
-    np.minimum.at(smaller, kinds.owner, parts)
+    smaller, encodes = np.full(kinds.size, np.inf), kinds.role == ENCODES
+    np.minimum.at(smaller, kinds.owner, np.where(encodes, np.inf, parts))
     prompt = float(np.mean([load.input_len + load.prefix_len for load in task.spec.serve.loads]))
     payload = prompt * cache_bytes_per_token(model, 1.0, prompt) * settings.cache_element_bytes / smaller[kinds.owner]
     devices = kinds.total(settings.tensor * settings.pipeline * settings.data)[kinds.owner]
     stride = np.where(devices > hardware.per_host, hardware.per_host, 1).astype(np.int64)
     seconds = costs.collectives.seconds("send", payload, np.full(stride.shape, 2, dtype=np.int64), stride)
+    if model.vision is not None:  # with those of the layers that DeepStack adds
+        embeddings = REFERENCE_TOKENS * 2.0 * model.vision.output_size * model.vision.mergers * np.ones_like(payload)
+        sent = costs.collectives.seconds("send", embeddings, np.full(stride.shape, 2, dtype=np.int64), stride)
+        seconds = np.where(encodes, sent * prompt / REFERENCE_TOKENS, seconds)
     return np.where(kinds.role > 0, seconds / prompt, 0.0)
 
 

@@ -429,6 +429,11 @@ class SimulatedLoad:
     def means(self) -> tuple[float, float]:
         return float(self.input_len.mean()), float(self.output_len.mean())
 
+    @property
+    def image_tokens(self) -> float:
+        """The mean number of tokens of the images of a request."""
+        return float(np.mean([each.tokens for each in self.images])) if self.images else 0.0
+
     def flight(self, lanes: int) -> int:
         """Return the maximum number of requests in flight on one lane if there are `lanes` lanes."""
         return -(-self._in_flight // min(lanes, self._in_flight))

@@ -16,7 +16,7 @@ from math import ceil, inf
 
 from flagcore_serving.model.iteration import NODES, IterationCosts
 from flagcore_serving.model.tiers import Tier
-from flagcore_serving.model.vision import ImageWork
+from flagcore_serving.model.vision import Encoders, ImageWork
 from flagcore_serving.model.work import Overheads
 
 GRID: list[float] = NODES.tolist()
@@ -65,7 +65,7 @@ class Price:
     """The iteration times of one candidate on its lane, with the engine's overheads.
 
     `row`: the row of the candidate in `costs`. `encoding`: a function that returns the seconds of the vision tower for
-    the images of each request.
+    the images of each request. `encoders`: the instances that encode them instead.
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class Price:
         lane: Lane,
         overheads: Overheads,
         encoding: Callable[[Sequence[ImageWork]], list[float]] = lambda images: [],
+        encoders: Encoders | None = None,
     ) -> None:
-        self.encoding = encoding
+        self.encoding, self.encoders = encoding, encoders
         slowed = overheads.slowed(float(costs.crowding[row]))
         self.lane = lane
         self.overheads = replace(slowed, entry=slowed.entry / (lane.ranks if slowed.own_front_ends else 1.0))
@@ -260,25 +261,31 @@ class Simulation:
         for index, adapter in enumerate(adapters):
             self.requests[index].adapter = adapter
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
+        self.apart: list[tuple[float, float, float]] = []
         self._add_images(price, images)
+        self.coming: list[tuple[float, int]] = []  # requests whose images are being encoded, and when they are ready
+        self.entered: list[Request] = []
         self.parse_ends: list[float] = []
-        self.parse_groups = [0] * len(self.requests)
+        self.parse_groups: list[int] = []
         self.queue: deque[Request] = deque()
         self.partial: deque[Request] = deque()
         self.loading: deque[Request] = deque()
         self.heap: list[tuple[int, int, Request]] = []
         self.order: list[Request] = []
-        self.now = self.stalled = self.used = self.tokenized = self.link = 0.0
+        self.now = self.stalled = self.used = self.tokenized = self.link = self.encoded = 0.0
         self.group_arrival = -1.0
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent = len(times)
         self.outcome = SimulatedRun(self.requests)
         for index in range(self.sent):
-            self._enter(index)
+            self._send(index)
 
     def _add_images(self, price: Price, images: Sequence[ImageWork]) -> None:
         """Set the seconds that the images of each request take. `price`: the times of the instance with the vision
-        tower."""
+        tower, or that gets the embeddings."""
+        if price.encoders is not None:
+            self.apart = price.encoders.times(images)
+            return
         for request, work, encode in zip(self.requests, images, price.encoding(images), strict=False):
             request.read, request.encode = work.read_s, encode
 
@@ -297,41 +304,60 @@ class Simulation:
         self.outcome.duration = self.now
         return self.outcome
 
-    def _enter(self, index: int) -> None:
+    def _send(self, index: int) -> None:
+        """Send a request to the front end or, if it has images for other instances, first to these."""
+        arrival = self.requests[index].arrival
+        if not self.apart:
+            self._enter(self.requests[index], arrival)
+            return
+        busy_s, least_s, sending_s = self.apart[index] if index < len(self.apart) else (0.0, 0.0, 0.0)
+        if busy_s:
+            self.encoded = max(self.encoded, arrival) + busy_s
+            arrival = max(self.encoded, arrival + least_s) + sending_s
+        heappush(self.coming, (arrival, index))
+
+    def _arrive(self) -> None:
+        while self.coming and self.coming[0][0] <= self.now:
+            arrival, index = heappop(self.coming)
+            self._enter(self.requests[index], arrival)
+
+    def _enter(self, request: Request, arrival: float) -> None:
         """Pass a request through the front end. The front end parses simultaneous requests together: all are ready when
         the last one is."""
-        arrival = self.requests[index].arrival
+        self.entered.append(request)
         if not self.parse_ends or arrival != self.group_arrival:
             self.parse_ends.append(max(self.parse_ends[-1] if self.parse_ends else 0.0, arrival))
             self.group_arrival = arrival
         self.parse_ends[-1] += self.overheads.entry
-        self.parse_groups[index] = len(self.parse_ends) - 1
+        self.parse_groups.append(len(self.parse_ends) - 1)
 
     def _tokenized_time(self) -> float:
         """Return the time at which the next request is tokenized. One thread tokenizes all requests in order."""
         parsed = max(self.parse_ends[self.parse_groups[self.next]], self.tokenized)
-        request = self.requests[self.next]
+        request = self.entered[self.next]
         return parsed + self.overheads.prompt_token * request.prompt + request.read
 
     def _ready_time(self) -> float:
-        return self._tokenized_time() + self.overheads.request
+        return self._tokenized_time() + self.overheads.request if self.next < len(self.entered) else inf
 
     def _next_time(self) -> float:
-        """Return the time at which the next request is ready, or has its cache."""
+        """Return the time at which the next request is ready, or has its cache or the embeddings of its images."""
         ready = self._ready_time() if self.next < self.sent else inf
+        ready = min(ready, self.coming[0][0]) if self.coming else ready
         return min(ready, self.loading[0].loaded) if self.loading else ready
 
     def _receive(self) -> None:
         """Move requests that are ready to the queue, and those whose cache was loaded to the prompts.
 
         A busy engine polls only every `receive` iterations."""
+        self._arrive()
         if self.running and self.step % self.overheads.receive:
             return
         while self.loading and self.loading[0].loaded <= self.now:
             self.partial.append(self.loading.popleft())
-        while self.next < self.sent and self._ready_time() <= self.now:
+        while self._ready_time() <= self.now:
             self.tokenized = self._tokenized_time()
-            self.queue.append(self.requests[self.next])
+            self.queue.append(self.entered[self.next])
             self.next += 1
 
     def _cached_tokens(self, request: Request) -> float:
@@ -526,7 +552,7 @@ class Simulation:
         request.end = self.now
         if not self.open and self.sent < len(self.requests):
             self.requests[self.sent].arrival = self.now + self.think_s
-            self._enter(self.sent)
+            self._send(self.sent)
             self.sent += 1
 
     def _decode(self) -> None:

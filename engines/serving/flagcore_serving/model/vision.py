@@ -4,7 +4,7 @@ A tower is a transformer without a cache (Qwen2.5-VL, arXiv 2502.13923, section 
 Engines run it without captured graphs, on the first stage of a pipeline, before the iteration that computes the prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,12 +25,14 @@ copies."""
 
 
 class ImageWork(NamedTuple):
-    """The work for the images of a request: numbers of patches, query-key pairs over all layers, images, and pixels."""
+    """The work for the images of a request: numbers of patches, query-key pairs over all layers, images, pixels, and
+    tokens."""
 
     patches: float
     pairs: float
     images: int
     pixels: int
+    tokens: float = 0.0
 
     @property
     def read_s(self) -> float:
@@ -47,7 +49,8 @@ def image_work(images: RequestImages, vision: Vision) -> list[ImageWork]:
         window = np.minimum(patches, (vision.window_size / vision.patch_size) ** 2)
         pairs = float((patches * (vision.full_layers * patches + windowed * window)).sum())
         pixels = sum(image.width * image.height for image in request)
-        work.append(ImageWork(float(patches.sum()), pairs, len(request), pixels))
+        tokens = float(patches.sum()) / vision.merge_size**2
+        work.append(ImageWork(float(patches.sum()), pairs, len(request), pixels, tokens))
     return work
 
 
@@ -70,6 +73,37 @@ class EncoderCosts:
         return [
             max((patch * each.patches + pair * each.pairs) / min(ranks, each.images), floor) if each.images else 0.0
             for each in work
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoders:
+    """The instances that encode images for one lane and for others.
+
+    - `seconds`: a function that returns the seconds of an instance's tower for the images of each request.
+    - `count`: the number of instances, among which the images of a request are divided.
+    - `per_lane`: the number of instances per lane, which may be a fraction.
+    - `token_s`: seconds to send the embedding of an image's token to the instance that computes the prompt.
+
+    Together they are treated as one server that works `per_lane` times as fast. A request still takes at least the time
+    of its images on `count` instances. Decoding the images, in one thread of each front end, overlaps the tower.
+    """
+
+    seconds: Callable[[Sequence[ImageWork]], list[float]]
+    count: int
+    per_lane: float
+    token_s: float
+
+    def times(self, images: Sequence[ImageWork]) -> list[tuple[float, float, float]]:
+        """Return, for each request, the seconds that it occupies the server, those that its images take at least, and
+        those to send their embeddings."""
+        return [
+            (
+                max(work.read_s, encode) / self.per_lane,
+                (work.read_s + encode) / max(min(self.count, work.images), 1),
+                self.token_s * work.tokens,
+            )
+            for work, encode in zip(images, self.seconds(images), strict=True)
         ]
 
 

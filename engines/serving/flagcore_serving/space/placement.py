@@ -1,7 +1,8 @@
 """The instances of candidates: their kinds, and the devices on which they run.
 
 The instances of a candidate are all equal, or some only prefill and the others only decode. A text such as 2xtp2+1xtp4
-describes the second case: two prefill instances with TP 2 and one decode instance with TP 4.
+describes the second case: two prefill instances with TP 2 and one decode instance with TP 4. Instances that only encode
+images may come first: 1xenc+2xtp2+1xtp4, or 1xenc+2xtp2, where the others prefill and decode. They have one device.
 
 The terms are those of Dynamo's planners (ai-dynamo/aiconfigurator `README.md`): each kind of worker has its own
 parallelism, and the rates of both kinds should match.
@@ -12,19 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
 
+from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import AUTO, Task, is_rate
 from flagcore.errors import SpecError
 from flagcore.i18n import Message
-from flagcore_serving.load.routing import DECODE, PREFILL
-from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
+from flagcore_serving.load.routing import DECODE, ENCODE, PREFILL
+from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count, most_images
 from flagcore_serving.space.weights import min_devices
 
-KINDS = (PREFILL, DECODE)
+KINDS = ("", PREFILL, DECODE, ENCODE)
+"""The kinds of instances, in the order of `InstanceKinds.role`; the empty one prefills and decodes."""
+ENCODES = KINDS.index(ENCODE)
 SPLITS = {"tp": TP, "pp": PP, "dp": DP, "ep": EP}
 PREFILL_LIMITS = ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill_tokens")
 DECODE_LIMITS = ("max_num_seqs", "max_running_requests", "cudagraph_mode", "speculation", "speculative_tokens")
@@ -45,18 +50,20 @@ MAX_COUNTS = 12
 divisions differ by less than a tenth of the devices."""
 MAX_WIDE_PREFILL = 64
 """Maximum number of devices of a prefill instance in wide expert parallelism. Published instances have 32."""
+_ENCODERS = re.compile(r"(\d{1,6})xenc")
 _KIND = re.compile(r"(\d{1,6})x(?=[tpde])(?:tp(\d{1,6}))?(?:pp(\d{1,6}))?(?:dp(\d{1,6}))?(?:ep(\d{1,6}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The instances of one kind: their number, and the parallel sizes of each."""
+    """The instances of one kind (of KINDS): their number, and the parallel sizes of each."""
 
     count: int
     tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    kind: str = ""
 
     @property
     def devices(self) -> int:
@@ -68,34 +75,53 @@ class Role:
         return {knob: getattr(self, name) for name, knob in SPLITS.items()}
 
     def __str__(self) -> str:
+        if self.kind == ENCODE:
+            return f"{self.count}xenc"
         others = "".join(f"{name}{size}" for name in ("pp", "dp", "ep") if (size := getattr(self, name)) > 1)
         return f"{self.count}xtp{self.tp}{others}"
 
 
-Pair: TypeAlias = tuple[Role, Role]
-"""The instances that prefill, and those that decode."""
-Check: TypeAlias = Callable[[Pair], bool]
+Roles: TypeAlias = tuple[Role, ...]
+"""The instances of a candidate: those that prefill and decode, or those that prefill, then those that decode. Those
+that encode come last."""
+Check: TypeAlias = Callable[[Roles], bool]
 
 
 @lru_cache(maxsize=1 << 16)
-def roles(word: str) -> Pair:
-    """Parse a value of PREFILL_DECODE. Return its two roles: prefill and decode. Raises ValueError if it is invalid."""
-    matches = [_KIND.fullmatch(part) for part in word.lower().replace(" ", "").split("+")]
-    if len(matches) != 2 or not (matches[0] and matches[1]):
+def roles(word: str) -> Roles:
+    """Parse a value of PREFILL_DECODE. Raises ValueError if it is invalid."""
+    first, *others = word.lower().replace(" ", "").split("+")
+    encoders = _ENCODERS.fullmatch(first)
+    matches = [_KIND.fullmatch(part) for part in (others if encoders else (first, *others))]
+    if not all(matches) or not (len(matches) == 2 or (encoders and len(matches) == 1)):
         raise ValueError(word)
-    prefill, decode = (Role(*(int(size or 1) for size in each.groups())) for each in matches if each)
-    if min(*(getattr(each, name) for each in (prefill, decode) for name in ("count", *SPLITS))) < 1:
+    kinds = (PREFILL, DECODE) if len(matches) == 2 else ("",)
+    sizes = [
+        dict(zip(("count", *SPLITS), (int(size or 1) for size in each.groups()), strict=True))
+        for each in matches
+        if each
+    ]
+    parts = [Role(**each, kind=kind) for each, kind in zip(sizes, kinds, strict=True)]
+    parts += [Role(int(encoders[1]), kind=ENCODE)] if encoders else []
+    if min(*(getattr(each, name) for each in parts for name in ("count", *SPLITS))) < 1:
         raise ValueError(word)
-    return prefill, decode
+    return tuple(parts)
+
+
+def language(parts: Roles) -> Roles:
+    """Return the instances with the language model."""
+    return tuple(each for each in parts if each.kind != ENCODE)
 
 
 def parse_roles(value: object, key: str) -> str:
     """Return a value of PREFILL_DECODE in its shortest form. Raises SpecError, which names `key`, if it is invalid."""
     try:
-        return "+".join(map(str, roles(value if isinstance(value, str) else "")))
+        parts = roles(value if isinstance(value, str) else "")
     except ValueError:
-        fix = "list the number and the layout of the instances that prefill and of those that decode: 2xtp2+1xtp4"
+        fix = "list the number and the layout of the instances that prefill and of those that decode: 2xtp2+1xtp4; "
+        fix += "those that encode images, with one device each, may come first: 1xenc+2xtp2+1xtp4 or 1xenc+2xtp2"
         raise SpecError(key=key, value=value, problem="is not a valid value", fix=fix) from None
+    return "+".join(map(str, sorted(parts, key=lambda each: each.kind != ENCODE)))
 
 
 def known_roles(task: Task) -> tuple[str, ...]:
@@ -109,17 +135,21 @@ def known_roles(task: Task) -> tuple[str, ...]:
         texts = value if isinstance(value, tuple) else (value,)
         key = f"auto_tuner.{section}.{PREFILL_DECODE}"
         spec_values += [parse_roles(each, key) for each in texts if each not in (None, "auto")]
+        encoding = next((each for each in spec_values if roles(each)[-1].kind == ENCODE), None)
+        if encoding and task.spec.model.vision is None:
+            problem, fix = "has instances that encode images, but the model has no vision tower", "remove them"
+            raise SpecError(key=key, value=encoding, problem=problem, fix=fix)
     has_auto = task.spec.serve.default_space or AUTO in (listed if isinstance(listed, tuple) else (listed,))
-    return tuple(dict.fromkeys((*(_divisions(task) if has_auto else ()), *spec_values)))
+    return tuple(dict.fromkeys((*((*_divisions(task), *_with_encoders(task)) if has_auto else ()), *spec_values)))
 
 
 def auto_roles(task: Task) -> tuple[KnobValue, ...]:
     """Return the values of `auto` for PREFILL_DECODE.
 
     They are None (not set) and, if the objective is a rate, the ways to divide all devices into prefill and decode
-    instances.
+    instances, for a load with images also with instances that encode.
     """
-    return (None, *(_divisions(task) if is_rate(task.spec.objective) else ()))
+    return (None, *((*_divisions(task), *_with_encoders(task)) if is_rate(task.spec.objective) else ()))
 
 
 def balanced_roles(task: Task) -> tuple[KnobValue, ...]:
@@ -134,7 +164,8 @@ def balanced_roles(task: Task) -> tuple[KnobValue, ...]:
         return (None,)
     answers = ANSWER_COST * sum(load.output_len for load in loads)
     share = answers / (answers + sum(load.input_len for load in loads))
-    pairs = [(*roles(str(word)), word) for word in auto_roles(task)[1:]]
+    words = _divisions(task) if is_rate(task.spec.objective) else ()
+    pairs = [(roles(word)[0], roles(word)[1], word) for word in words]
     pairs.sort(key=lambda pair: abs(pair[1].count * pair[1].devices / cards - share))
     closest: dict[tuple[Role, bool], KnobValue] = {}
     for prefill, decode, word in pairs:
@@ -147,6 +178,24 @@ def _divisions(task: Task) -> tuple[str, ...]:
     hardware = Hardware.of(task)
     has_experts = task.spec.model.num_moe_experts is not None
     return _all_divisions(hardware.cards, hardware.per_host, hardware.on_cores, has_experts, min_devices(task))
+
+
+def _with_encoders(task: Task) -> tuple[str, ...]:
+    """Return the ways to divide all devices of a load with images into 1, 2, 4, ... instances that encode, at most half
+    of all, and equal instances that prefill and decode, or the ways to divide the others into those that do only one.
+    """
+    hardware, smallest, model = Hardware.of(task), min_devices(task), task.spec.model
+    if model.vision is None or hardware.on_cores or not most_images(task.spec.serve.loads):
+        return ()
+    words = list[str]()
+    for step in range((hardware.cards // 2).bit_length()):
+        rest = hardware.cards - (1 << step)
+        widths = [1 << each for each in range(rest.bit_length())]
+        usual = [each for each in widths if smallest <= 2 * each and each <= max(hardware.per_host, smallest)]
+        apart = _all_divisions(rest, hardware.per_host, False, model.num_moe_experts is not None, smallest)
+        both = [f"{rest // width}xtp{width}" for width in usual if rest % width == 0]
+        words += [f"{1 << step}xenc+{word}" for word in (*both, *apart)]
+    return tuple(words)
 
 
 @lru_cache(maxsize=16)
@@ -198,15 +247,20 @@ def _spread(counts: range) -> list[int]:
     return sorted({int(each) for each in np.linspace(counts[0], counts[-1], MAX_COUNTS).round()})
 
 
-def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules for PREFILL_DECODE: both kinds must fit on the devices, and each must obey `layout_rules`."""
+def rules(task: Task, layout_rules: Sequence[Rule], *, version: str, encoders: str) -> tuple[Rule, ...]:
+    """Return the rules for PREFILL_DECODE: all kinds must fit on the devices, and each must obey `layout_rules`.
+
+    `version`: the engine's release. `encoders`: a specifier of the releases that encode images apart."""
     hardware = Hardware.of(task)
 
-    def too_many(pair: Pair) -> bool:
-        return sum(each.count * each.devices for each in pair) > hardware.cards
+    def too_many(parts: Roles) -> bool:
+        return sum(each.count * each.devices for each in parts) > hardware.cards
 
-    def misplaced(pair: Pair) -> bool:
-        return not too_many(pair) and not _fits(pair, hardware)
+    def misplaced(parts: Roles) -> bool:
+        return not too_many(parts) and not _fits(parts, hardware)
+
+    def unencoded(parts: Roles) -> bool:
+        return parts[-1].kind == ENCODE and not in_versions(encoders, version)
 
     def rule(name: str, check: Check, message: str) -> Rule:
         table = broken_by_code(task, check)
@@ -220,8 +274,9 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
         name = f"{rule.name}_of_kinds"
         return replace(own, name=name, message=message, broken=lambda c: (c[PREFILL_DECODE] > 0) & own.broken(c))
 
+    names = {"knob": PREFILL_DECODE, "engine": task.spec.work.engine, "releases": encoders}
     cards = Message(
-        "both kinds of {knob} must not exceed the {cards} devices", knob=PREFILL_DECODE, cards=hardware.cards
+        "all kinds of {knob} must not exceed the {cards} devices", knob=PREFILL_DECODE, cards=hardware.cards
     )
     hosts = Message(
         "each instance of {knob} must fit on a host, or use all devices of several hosts", knob=PREFILL_DECODE
@@ -229,12 +284,13 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return (
         rule("cards_of_kinds", too_many, cards),
         rule("hosts_of_kinds", misplaced, hosts),
+        rule("encoders_of_kinds", unencoded, Message("enc in {knob} needs {engine} {releases}", **names)),
         *(of_kinds(each) for each in layout_rules if set(each.knobs) <= set(SPLITS.values())),
     )
 
 
 def of_each_kind(task: Task, rule: Rule, *, one_suffices: bool = False) -> Rule:
-    """Return a rule that applies the layout rule `rule` also to the prefill and decode instances of PREFILL_DECODE.
+    """Return a rule that applies the layout rule `rule` also to the language models of PREFILL_DECODE.
 
     Both kinds must obey the rule, or only one of them if `one_suffices`.
     """
@@ -254,18 +310,17 @@ def of_each_kind(task: Task, rule: Rule, *, one_suffices: bool = False) -> Rule:
 
 @lru_cache
 def _sizes(words: tuple[str, ...]) -> list[dict[str, IntArray]]:
-    """Return the sizes of the prefill and decode instances by the code of PREFILL_DECODE, of which `words` are the
-    values. They are 1 if it is not set."""
-    layouts = [[each.layout for each in roles(word)] for word in words]
+    """Return the sizes of the first and the last kind of instance with the language model, by the code of
+    PREFILL_DECODE, of which `words` are the values. They are 1 if it is not set."""
+    layouts = [[each.layout for each in language(roles(word))] for word in words]
     return [
-        {knob: np.array([1, *(pair[kind][knob] for pair in layouts)]) for knob in SPLITS.values()}
-        for kind in range(len(KINDS))
+        {knob: np.array([1, *(each[kind][knob] for each in layouts)]) for knob in SPLITS.values()} for kind in (0, -1)
     ]
 
 
 @lru_cache(maxsize=1 << 16)
-def _fits(pair: Pair, hardware: Hardware) -> bool:
-    return _places([each.devices for each in pair for _ in range(each.count)], hardware) is not None
+def _fits(parts: Roles, hardware: Hardware) -> bool:
+    return _places([each.devices for each in parts for _ in range(each.count)], hardware) is not None
 
 
 def exchanging(task: Task, c: Columns) -> tuple[BoolArray, BoolArray]:
@@ -307,23 +362,29 @@ def _places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, 
     return [place_of[index] for index in range(len(parts))]
 
 
+UNUSED_LIMITS = {"": (), PREFILL: DECODE_LIMITS, DECODE: PREFILL_LIMITS, ENCODE: (*DECODE_LIMITS, *PREFILL_LIMITS)}
+"""The knobs that do not apply to a kind of instance."""
+
+
 def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
-    """Return the knob values of the prefill or decode instances (`kind`), without limits for the other kind."""
-    pair = roles(str(values[PREFILL_DECODE]))
-    layout = pair[KINDS.index(kind)].layout
-    unused = (*(DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS), *(COPIES if layout[EP] == 1 else ()))
+    """Return the knob values of the instances of a kind, without limits for other kinds."""
+    parts = roles(str(values[PREFILL_DECODE]))
+    layout = next(each.layout for each in parts if each.kind == kind)
+    unused = (*UNUSED_LIMITS[kind], *(COPIES if layout[EP] == 1 else ()))
     kind_values = {name: value for name, value in values.items() if name not in (*unused, PREFILL_EXCHANGE)}
     if kind == PREFILL and values.get(PREFILL_EXCHANGE):
         kind_values[EXCHANGE] = values[PREFILL_EXCHANGE]
-    return {**kind_values, PREFILL_DECODE: None, INSTANCES: sum(each.count for each in pair), **layout}
+    if kind == ENCODE:  # nothing of the language model applies
+        kind_values = dict.fromkeys(kind_values)
+    return {**kind_values, PREFILL_DECODE: None, INSTANCES: sum(each.count for each in parts), **layout}
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """One instance of a candidate: its knob values, and the index `first` of its `width` devices.
 
-    An instance on several `hosts` uses all their devices. `kind`: PREFILL or DECODE if the instance does only this,
-    else empty.
+    An instance on several `hosts` uses all their devices. `kind`: ENCODE, PREFILL or DECODE if the instance does only
+    this, else empty.
     """
 
     values: Mapping[str, KnobValue]
@@ -334,11 +395,13 @@ class Placement:
 
 
 def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, ...]:
-    """Return the instances of a legal candidate, each on consecutive devices. Instances that prefill come first."""
-    pair = values.get(PREFILL_DECODE)
-    if isinstance(pair, str):
-        values_by_kind: dict[str, Mapping[str, KnobValue]] = {kind: of_kind(values, kind) for kind in KINDS}
-        parts = [(each.devices, kind) for kind, each in zip(KINDS, roles(pair), strict=True) for _ in range(each.count)]
+    """Return the instances of a legal candidate, each on consecutive devices, in the order of `Roles`."""
+    word = values.get(PREFILL_DECODE)
+    if isinstance(word, str):
+        values_by_kind: dict[str, Mapping[str, KnobValue]] = {
+            each.kind: of_kind(values, each.kind) for each in roles(word)
+        }
+        parts = [(each.devices, each.kind) for each in roles(word) for _ in range(each.count)]
     else:
         values_by_kind = {"": values}
         ranks = count(values, TP) * count(values, PP) * count(values, DP)
@@ -358,7 +421,8 @@ class InstanceKinds:
     - `owner`: the index of the candidate.
     - `count`: the number of its instances of this kind, among which requests are divided.
     - `columns`: the knob values of each kind.
-    - `role`: 1 for instances that only prefill, which come first, 2 for instances that only decode, 0 for others.
+    - `role`: 1 for instances that only prefill, which come first, 2 for those that only decode, 3 for those that only
+      encode images, which come last, 0 for others.
     """
 
     owner: IntArray
@@ -396,29 +460,37 @@ def uniform_kinds(instances: IntArray) -> InstanceKinds:
 
 
 def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
-    """Return the kinds of instances of each candidate: two if PREFILL_DECODE is set, else one."""
+    """Return the kinds of instances of each candidate: those of PREFILL_DECODE if it is set, else one."""
     size = next(iter(columns.values())).size
     codes = np.broadcast_to(columns.get(PREFILL_DECODE, np.zeros(1, dtype=np.int64)), size)
     if not codes.any():
         return replace(uniform_kinds(columns.get(INSTANCES, np.ones(size, dtype=np.int64))), columns=columns)
-    owner = np.repeat(np.arange(size), np.where(codes > 0, 2, 1))
-    is_second = np.append(False, owner[1:] == owner[:-1])
-    role = np.where(codes[owner] > 0, 1 + is_second, 0)
-    pairs, pair_of_row = [roles(word) for word in known_roles(task)], codes[owner] - 1
+    words = [roles(word) for word in known_roles(task)]
+    owner = np.repeat(np.arange(size), np.array([1, *map(len, words)])[codes])
+    place = np.arange(owner.size) - np.searchsorted(owner, owner)
+    is_set = codes[owner] > 0
+
+    def of_part(figure: Callable[[Role], int]) -> IntArray:
+        """Return a figure of each row's instances, 0 where PREFILL_DECODE is not set."""
+        table = np.zeros((1 + len(words), 3), dtype=np.int64)
+        for code, parts in enumerate(words, 1):
+            table[code, : len(parts)] = [figure(each) for each in parts]
+        return np.asarray(table[codes[owner], place])
+
     kind_columns = {knob: column[owner] for knob, column in columns.items()}
-    number = np.maximum(kind_columns[INSTANCES], 1)
-    for place, other_limits in enumerate((DECODE_LIMITS, PREFILL_LIMITS)):
-        values = {knob: [pair[place].layout[knob] for pair in pairs] for knob in SPLITS.values()}
-        values |= {knob: [0] * len(pairs) for knob in (PREFILL_DECODE, *other_limits)}
-        values[INSTANCES] = [sum(each.count for each in pair) for pair in pairs]
-        for knob in values.keys() & kind_columns.keys():
-            of_kind = np.array(values[knob])[pair_of_row]
-            kind_columns[knob] = np.where(role == place + 1, of_kind, kind_columns[knob])
-        counts = np.array([pair[place].count for pair in pairs])
-        number = np.where(role == place + 1, counts[pair_of_row], number)
+    number = np.where(is_set, of_part(lambda each: each.count), np.maximum(kind_columns[INSTANCES], 1))
+    role = of_part(lambda each: KINDS.index(each.kind))
+    values = {knob: of_part(attrgetter(name)) for name, knob in SPLITS.items()}
+    values[INSTANCES] = np.array([0, *(sum(each.count for each in parts) for parts in words)])[codes[owner]]
+    values[PREFILL_DECODE] = np.zeros_like(owner)
+    for knob in values.keys() & kind_columns.keys():
+        kind_columns[knob] = np.where(is_set, values[knob], kind_columns[knob])
+    for code, kind in enumerate(KINDS):
+        for knob in kind_columns.keys() & {*UNUSED_LIMITS[kind]}:
+            kind_columns[knob] = np.where(is_set & (role == code), 0, kind_columns[knob])
     if PREFILL_EXCHANGE in kind_columns:
         own = kind_columns.pop(PREFILL_EXCHANGE)
         kind_columns[EXCHANGE] = np.where((role == 1) & (own > 0), own, kind_columns[EXCHANGE])
     for knob in kind_columns.keys() & {*COPIES}:
-        kind_columns[knob] = np.where((role > 0) & (kind_columns[EP] == 1), 0, kind_columns[knob])
+        kind_columns[knob] = np.where(is_set & (kind_columns[EP] == 1), 0, kind_columns[knob])
     return InstanceKinds(owner, number, kind_columns, role)

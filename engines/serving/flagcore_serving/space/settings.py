@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,7 @@ class Settings:
     - `host_cache`, `disk_cache`, `store_cache`: bytes for the cache of an instance in each of TIERS; may be infinite.
     - `host_ratio`: if `host_cache` is 0, the tokens that it holds relative to those on the devices.
     - `writes_through`: whether these tiers get each computed token. Otherwise they get what the tier before evicts.
+    - `encodes`: whether the instance only encodes images; it holds nothing but the vision tower.
     - `adapter_slots`, `adapter_rank`: adapters that one iteration can use, and their largest rank; 0 without adapters.
     - `adapters_on_host`: adapters that the host's memory keeps.
     - `crowding`: the engine's busy processes per CPU of a host, at least 1 (see `predict.crowding`). Times of the host
@@ -112,6 +113,7 @@ class Settings:
     balanced: BoolArray
     quantized: BoolArray
     tower_shares: FloatArray
+    encodes: BoolArray
     host_cache: FloatArray
     host_ratio: FloatArray
     disk_cache: FloatArray
@@ -161,7 +163,7 @@ class Settings:
             **dict.fromkeys(("drafted", "scheme"), 0 * ones),
             "draft_host_s": np.zeros(ones.shape),
             "pass_tokens": np.full(ones.shape, np.inf),
-            **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized"), ones < 1),
+            **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes"), ones < 1),
             "direct": unknown,
             "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
             "copies": 0 * ones,
@@ -172,6 +174,13 @@ class Settings:
             "crowding": np.ones(ones.shape),
         }
         return cls(**common_settings | of_engine)
+
+    def encoding(self, rows: BoolArray) -> Settings:
+        """Return the settings of which the instances of some rows only encode: without a cache, graphs or adapters."""
+        cache, share = np.where(rows, 0.0, self.cache_bytes), np.where(rows, np.nan, self.memory_fraction)
+        names = ("context_len", "graph_tokens", "least_cache", "offloaded", "adapter_slots", "drafted")
+        none: dict[str, Any] = {name: np.where(rows, 0, getattr(self, name)) for name in names}
+        return replace(self, encodes=rows, cache_bytes=cache, memory_fraction=share, **none)
 
     @property
     def cores(self) -> FloatArray:

@@ -23,6 +23,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.trial import TrialState
 from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.launch.server import TrialJob, log_name, read_job
+from flagcore_serving.load.routing import ENCODE
 from flagcore_serving.trial.failures import TrialFailure, log_text, report, wait_until_quiet
 from flagcore_serving.trial.loads import LoadRunner, counters
 from flagcore_serving.trial.servers import (
@@ -90,7 +91,7 @@ def run(job: TrialJob, folder: Path, began: float | None = None) -> None:
             "points": points,
             "partial": runner.is_slow,
             "highest": asdict(runner.highest) if runner.highest else None,
-            "counters": counters(reports, servers),
+            "counters": counters(reports, runner.answering),
             "startup_s": [server.startup_s for server in servers],
             "memory": [dict(reports.memory(log_text(server.log))) for server in servers],
             "resident_bytes": [server.resident_bytes() for server in servers],
@@ -113,7 +114,12 @@ def running_servers(job: TrialJob, reports: ServerReports, folder: Path, deadlin
         for number, each in enumerate(job.instances)
     ]
     try:
-        start_all(servers, job.directory, reports.health, deadline)
+        encoders = [each for each in servers if each.instance.kind == ENCODE]  # others need their addresses
+        others = [each for each in servers if each not in encoders]
+        start_all(encoders, job.directory, reports.health, deadline)
+        for each in others:
+            each.instance = each.instance.with_encoders([encoder.url for encoder in encoders])
+        start_all(others, job.directory, reports.health, deadline)
         yield servers
     except TrialFailure as failure:
         log(str(failure))  # in case this program is killed while it stops the servers
@@ -127,6 +133,8 @@ def _read_back(job: TrialJob, reports: ServerReports, servers: Sequence[Served])
     uses another value than requested."""
     reported: list[Mapping[str, KnobValue]] = []
     for server, instance in zip(servers, job.instances, strict=True):
+        if instance.kind == ENCODE:  # it has no settings of the language model
+            continue
         wait_until_quiet(server.log)
         try:
             values = reports.effective(server.fetch, log_text(server.log))

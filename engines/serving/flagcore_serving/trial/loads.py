@@ -21,7 +21,7 @@ from flagcore_serving.launch.server import TrialJob, plain_load, transfer_port
 from flagcore_serving.load.figures import goodput
 from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict, completions_per_s, highest_load
 from flagcore_serving.load.result import LoadResult, ProblemKind, Target
-from flagcore_serving.load.routing import PREFILL
+from flagcore_serving.load.routing import ENCODE, PREFILL
 from flagcore_serving.load.sending import measure
 from flagcore_serving.trial.failures import TrialFailure, first_error, log_text
 from flagcore_serving.trial.servers import (
@@ -85,7 +85,9 @@ class LoadRunner:
         ]
         by_kind = list(zip(targets, (each.kind for each in job.instances), strict=True))
         self.prefill = [target for target, kind in by_kind if kind == PREFILL]
-        self.targets = [target for target, kind in by_kind if kind != PREFILL]
+        self.encode = [target for target, kind in by_kind if kind == ENCODE]
+        self.targets = [target for target, kind in by_kind if kind not in (PREFILL, ENCODE)]
+        self.answering = [server for server, (_, kind) in zip(servers, by_kind, strict=True) if kind != ENCODE]
 
     def points(self) -> list[dict[str, Any]]:
         """Measure all load points, with as many repeats as there is time for. Raises TrialFailure."""
@@ -235,7 +237,7 @@ class LoadRunner:
         if self.is_cut_off:
             self._warm_up(1)  # returns when the servers have dropped the requests of the last load
         local = [server for server in self.servers if isinstance(server, Server)]
-        start = counters(self.reports, self.servers)
+        start = counters(self.reports, self.answering)
         cpu_start_s = sum(server.cpu_seconds() for server in local)
         result = self._send(load, name, seed, limits, fewest=fewest_answers(load) if self.may_be_cut else sys.maxsize)
         ended_s = time.monotonic()
@@ -243,7 +245,7 @@ class LoadRunner:
         self.is_cut_off, self.is_slow = result.stopped or result.window is not None, result.slow
         if result.stopped:
             return None
-        figures = {**result.figures, **shares(self.reports, start, counters(self.reports, self.servers))}
+        figures = {**result.figures, **shares(self.reports, start, counters(self.reports, self.answering))}
         if local:
             figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - cpu_start_s
         else:  # unknown, because remote servers may also run on this host
@@ -287,6 +289,7 @@ class LoadRunner:
             asked=self.job.asked,
             prefix_aware=self.job.prefix_aware,
             prefill=self.prefill,
+            encode=self.encode,
             protocol=self.job.protocol,
             share_s=share_s,
             fewest=fewest,

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from flagcore_serving.job import Images, Load
 from flagcore_serving.load.images import Image, image_tokens
+from flagcore_serving.load.result import Target
+from flagcore_serving.load.routing import BOOTSTRAP
 from flagcore_serving.load.stream import Stream
 from flagcore_serving.load.traces import read_trace
 from flagcore_serving.load.traffic import traffic
@@ -40,6 +42,19 @@ async def chats(body: Body, wire: Wire) -> None:
     await wire.event({"choices": [], "usage": {"prompt_tokens": 77, "completion_tokens": body["max_tokens"]}})
     await wire.event("[DONE]")
     await wire.end()
+
+
+@pytest.mark.parametrize(("protocol", "by_client"), [("", True), (BOOTSTRAP, False)])
+def test_images_go_to_servers_that_encode_before_the_request(protocol: str, by_client: bool) -> None:
+    def urls(bodies: list[Body]) -> list[str]:
+        parts = [part for body in bodies for part in body["messages"][0]["content"]]
+        return sorted(part["image_url"]["url"] for part in parts if part["type"] == "image_url")
+
+    with serving(chats) as encoder, serving(chats) as served:
+        result = send(served.url, load=load(), encode=[Target(encoder.url)], protocol=protocol)
+    assert (result.completed, result.problems) == (6, ())
+    assert urls(encoder.bodies) == (urls(served.bodies) if by_client else [])
+    assert all(part["type"] == "image_url" for body in encoder.bodies for part in body["messages"][0]["content"])
 
 
 def sent(load: Load, seed: int = 0) -> list[Body]:

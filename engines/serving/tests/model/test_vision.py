@@ -1,6 +1,7 @@
 """Images in predictions, rules and knobs of engines: the front end, the vision tower, and its ranks."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import Images, Load
 from flagcore_serving.load.images import Image
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
+from flagcore_serving.model.memory import serving_memory
 from flagcore_serving.model.simulation import Price, Simulation
 from flagcore_serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
 from flagcore_serving.model.work import PIXEL, Serving
 from flagcore_serving.space.hardware import CHAT_TOKENS, longest_request
+from flagcore_serving.space.placement import instance_kinds
 from flagcore_sglang.engine import ENGINE as SGLANG
 from flagcore_vllm.engine import ENGINE as VLLM
 
@@ -186,6 +189,47 @@ def test_the_instance_that_prefills_has_the_tower() -> None:
     assert seen.requests[0].first - text.requests[0].first == pytest.approx(ENCODE_S + 1e6 * PIXEL)
 
 
+SPREAD: dict[str, Any] = {"num_prompts": 60, "concurrency": 16, "output_len": 128, "range_ratio": 0.5}
+
+
+def figures_apart(word: str, found: Images | None, **changes: Any) -> dict[str, float]:
+    """Predicted figures of instances of PREFILL_DECODE, on hosts with as many CPUs as needed."""
+    loads = (load(found, **SPREAD | changes),)
+    values = {"prefill_decode": word, "instances": 1}
+    found_figures = predicted(found, devices=8, loads=loads, space={"prefill_decode": (word,)}, values=values).figures
+    return {name: float(each[0]) for name, each in found_figures.items()}
+
+
+@pytest.mark.parametrize("language", ["2xtp2", "1xtp2+1xtp2"])
+@pytest.mark.parametrize("changes", [{}, {"concurrency": None, "request_rate": 12.0}])
+def test_more_encoders_are_never_slower_and_idle_without_images(language: str, changes: dict[str, Any]) -> None:
+    rows = [figures_apart(f"{count}xenc+{language}", images(count=2), **changes) for count in (1, 2, 3, 4)]
+    for less, more in pairwise(rows):  # other batches of prompts may differ a little
+        assert more["requests_per_s"] >= 0.98 * less["requests_per_s"]
+        assert more["e2e_s.mean"] <= 1.02 * less["e2e_s.mean"]
+    assert rows[-1]["ttft_s.mean"] < rows[0]["ttft_s.mean"]
+    assert rows[0]["time.encode_s"] > rows[-1]["time.encode_s"] * 0.999 > 0.0
+    idle = figures_apart(f"1xenc+{language}", None, **changes)
+    values = {"prefill_decode": language} if "+" in language else {"tensor_model_parallel_size": 2}
+    space, count = ({"prefill_decode": (language,)}, 1) if "+" in language else ({}, 2)
+    loads, values = (load(None, **SPREAD | changes),), {"instances": count, **values}
+    others = predicted(None, devices=8, loads=loads, space=space, values=values).figures
+    assert {name: idle[name] for name in ("requests_per_s", "ttft_s.p99", "tpot_s.mean")} == {
+        name: pytest.approx(float(others[name][0])) for name in ("requests_per_s", "ttft_s.p99", "tpot_s.mean")
+    }
+    assert idle["output_tokens_per_s_per_device"] == pytest.approx(4 / 5 * others["output_tokens_per_s_per_device"][0])
+
+
+def test_an_encoder_holds_the_tower_alone() -> None:
+    job = task(images(), devices=4, space={"prefill_decode": ("1xenc+1xtp1",)})
+    kinds = instance_kinds(job, row(VLLM, job, prefill_decode="1xenc+1xtp1"))
+    found = VLLM.settings(job, kinds.columns).encoding(kinds.role == 3)
+    memory = serving_memory(Serving(model=LARGE, precision="bf16", overheads=OVER), found, costs())
+    assert memory.weights[1] == pytest.approx(2.0 * VISION.weights)
+    assert memory.weights[0] > 10 * memory.weights[1]
+    assert memory.cache[1] == 0.0 < memory.cache[0]
+
+
 def test_ranks_with_whole_towers_divide_the_images_of_a_request() -> None:
     encoder = EncoderCosts(*(np.array([each]) for each in (1e-3, 1e-6, 0.05, 4.0)))
     several = [ImageWork(400.0, 4e4, count, 0) for count in (1, 2, 8, 0)]
@@ -198,7 +242,7 @@ def test_patches_attend_to_windows_in_most_layers() -> None:
     assert work.patches == 4 * 1196 + 16
     assert work.pairs == 4 * (4784**2 + 16**2) + 28 * (4784 * 64 + 16 * 16)
     assert (work.images, work.pixels) == (2, 1280 * 720 + 56 * 56)
-    assert none == (0.0, 0.0, 0, 0)
+    assert (work.tokens, none) == (work.patches / 4, (0.0, 0.0, 0, 0, 0.0))
 
 
 def test_products_of_a_tower_are_those_of_its_weights() -> None:

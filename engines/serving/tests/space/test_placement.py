@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_serving.engine import ServingEngine
-from flagcore_serving.job import Load
+from flagcore_serving.job import Images, Load
 from flagcore_serving.launch.server import Instance
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP, Hardware
@@ -19,7 +19,7 @@ from flagcore_vllm.engine import ENGINE as VLLM
 from engines.serving.tests.engines.tasks import broken, merged, row, serving, space_of
 from flagcore.domain.spec import Task
 from tests.checks import refuses
-from tests.product.tasks import DENSE
+from tests.product.tasks import DENSE, VISION
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,11 @@ def config(instance: Instance) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "given", ["2xtp2", "2xtp2+0xtp4", "tp2+tp4", "2xtp0+1xtp2", "1xtp1+1xtp1+1xtp1", 4, True, "2x+1x"]
+    "given",
+    [
+        *("2xtp2", "2xtp2+0xtp4", "tp2+tp4", "2xtp0+1xtp2", "1xtp1+1xtp1+1xtp1", 4, True, "2x+1x"),
+        *("1xenc", "0xenc+1xtp2", "1xencpp2+1xtp2", "enc+1xtp2", "1xtp2+1xenc", "1xenc+1xenc+1xtp2"),
+    ],
 )
 def test_an_invalid_pair_is_reported(given: object) -> None:
     with refuses("auto_tuner.space.prefill_decode"):
@@ -115,6 +119,7 @@ def test_an_invalid_pair_is_reported(given: object) -> None:
 def test_a_pair_has_one_spelling() -> None:
     assert placement.parse_roles("2xTP2pp1 + 1xtp4", "x") == PAIR
     assert placement.parse_roles("1xdp8ep8+1xtp4pp2", "x") == "1xtp1dp8ep8+1xtp4pp2"
+    assert placement.parse_roles("2xENC + 1xtp2", "x") == "2xenc+1xtp2"
 
 
 @ENGINES
@@ -184,6 +189,66 @@ def test_connectors_that_a_release_or_a_layout_lacks_are_illegal(
 ) -> None:
     found = illegal(VLLM, cards(VLLM, engine_version=release), pair, **{TRANSFER: connector})
     assert found == ([rule] if rule else [])
+
+
+TOWER = replace(HEADS, vision=VISION)
+ENCODED = "2xenc+1xtp2+1xtp4"
+
+
+def test_encoders_need_a_tower_and_a_release_that_has_them() -> None:
+    with refuses("auto_tuner.space.prefill_decode", ENCODED, match="no vision tower"):
+        VLLM.axes(cards(VLLM, space={PREFILL_DECODE: (ENCODED,)}))
+    assert illegal(VLLM, cards(VLLM, model=TOWER, engine_version="0.33.0"), ENCODED) == []
+    assert illegal(VLLM, cards(VLLM, model=TOWER, engine_version="0.14.0"), ENCODED) == ["encoders_of_kinds"]
+    assert illegal(VLLM, cards(VLLM, model=TOWER), "3xenc+1xtp2+1xtp4") == ["cards_of_kinds"]
+    assert "embeddings_on_host" in illegal(VLLM, cards(VLLM, model=TOWER, hosts=2), ENCODED)
+    own = {"ec-transfer-config": "{}"}
+    assert illegal(VLLM, cards(VLLM, model=TOWER, engine_args=own), ENCODED) == ["own_embeddings_config"]
+    assert illegal(SGLANG, cards(SGLANG, model=TOWER, engine_version="0.5.6"), "1xenc+2xtp2") == ["encoders_of_kinds"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "words", "absent"),
+    [
+        (VLLM, "encode", ["--mm-encoder-only", "ec_producer"], ["--max-num-seqs", "--kv-transfer-config"]),
+        (VLLM, "prefill", ["ec_consumer", "kv_producer"], ["--max-num-seqs", "--mm-encoder-only"]),
+        (VLLM, "decode", ["kv_consumer", "--max-num-seqs"], ["--ec-transfer-config"]),
+        (VLLM, "", ["ec_consumer", "--max-num-seqs"], ["--kv-transfer-config"]),
+        (SGLANG, "encode", ["--encoder-only --encoder-transfer-backend"], ["--disaggregation-mode", "--tp-size"]),
+        (SGLANG, "prefill", ["--language-only --encoder-urls {encoder_urls}", "--disaggregation-mode prefill"], []),
+        (SGLANG, "decode", ["--disaggregation-mode decode"], ["--language-only"]),
+        (SGLANG, "", ["--encoder-bootstrap-port {embedding_port}"], ["--disaggregation-mode"]),
+    ],
+)
+def test_each_kind_has_its_flags_for_embeddings(engine: Any, kind: str, words: list[str], absent: list[str]) -> None:
+    pair, limit = ENCODED if kind else "2xenc+1xtp2", {"vllm": "max_num_seqs", "sglang": "max_running_requests"}
+    found = server(engine, cards(engine, model=TOWER), kind, **{PREFILL_DECODE: pair, limit[engine.name]: 64})
+    text = " ".join(found.argv)
+    assert all(each in text for each in words), text
+    assert not any(each in text for each in absent), text
+    urls = found.with_encoders(["http://a", "http://b"]).argv
+    assert ("--encoder-urls http://a http://b" in " ".join(urls)) is ("--encoder-urls" in text)
+
+
+def test_routers_know_encoders_or_leave_them_to_the_others() -> None:
+    places = [("prefill", "a", 8001), ("decode", "a", 8017), ("encode", "b", 8033), ("encode", "b", 8049)]
+    task, values = cards(VLLM, model=TOWER), {PREFILL_DECODE: ENCODED}
+    words = VLLM.router(task, values).instance(places).argv
+    lists = {kind: words[words.index(f"--{kind}-servers-urls") + 1] for kind in ("encode", "prefill", "decode")}
+    assert lists == {"encode": "http://b:8033,http://b:8049", "prefill": "http://a:8001", "decode": "http://a:8017"}
+    both = VLLM.router(task, values).instance([("", "a", 8001), *places[2:]]).argv
+    assert both[both.index("--prefill-servers-urls") + 1] == "disable"
+    assert both[both.index("--decode-servers-urls") + 1] == "http://a:8001"
+    others = SGLANG.router(cards(SGLANG, model=TOWER), values).instance(places).argv
+    assert "http://a:8001" in others
+    assert not any("//b:" in each for each in others)
+
+
+def test_auto_divides_cards_also_into_encoders_for_a_load_with_images() -> None:
+    images = Load(images=Images(buckets=((1280, 720, 1.0),)))
+    words = {str(each) for each in placement.auto_roles(cards(VLLM, model=TOWER, loads=(images,)))}
+    assert {"4xenc+1xtp4", "4xenc+2xtp2", "2xenc+3xtp2", "1xenc+1xtp1+3xtp2", "1xenc+7xtp1"} <= words
+    assert not any("enc" in str(each) for each in placement.auto_roles(cards(VLLM, model=TOWER)))
 
 
 def test_sglang_has_no_second_kind_on_cores() -> None:
@@ -266,7 +331,7 @@ def test_experts_are_split_over_hosts_with_copies() -> None:
     assert illegal(SGLANG, task, "1xtp1dp32+1xtp1dp64", redundant_experts=64) == ["load_balancing"]
     assert illegal(SGLANG, task, "6xtp8+1xtp1dp48ep48", redundant_experts=32) == []
     values = {PREFILL_DECODE: "6xtp8+1xtp1dp48ep48", "redundant_experts": 32}
-    copies = [placement.of_kind(values, kind).get("redundant_experts") for kind in placement.KINDS]
+    copies = [placement.of_kind(values, kind).get("redundant_experts") for kind in ("prefill", "decode")]
     assert copies == [None, 32]  # an instance that does not divide its experts has none
     rules = SGLANG.rules(cards(SGLANG, 96, hosts=12, model=experts, default_space=True))
     assert [rule.name for rule in rules if rule.search_only] == ["recipe_of_kinds"]
@@ -294,7 +359,7 @@ def test_experts_on_several_hosts_are_started_with_the_exchange_that_predictions
     task = replace(task, cluster=replace(task.cluster, groups=(group,)))
     found = space_of(engine, task)
     values = next(each for each in map(found.candidate, range(len(found)))).as_dict()
-    commands = [server(engine, task, kind, **values).argv for kind in placement.KINDS]
+    commands = [server(engine, task, kind, **values).argv for kind in ("prefill", "decode")]
     assert [argv[argv.index(flag) + 1] if flag in argv else None for argv in commands] == words
     columns = placement.instance_kinds(task, found.columns(np.zeros(1, dtype=np.int64))).columns
     settings = engine.settings(task, columns)

@@ -140,7 +140,7 @@ class Sent(LoadRunner):
 
     def __init__(self) -> None:
         self.job = TrialJob(engine="", instances=(), loads=(STEADY,), vocab_size=1, timeout_s=1.0)
-        self.reports, self.servers, self.all, self.is_cut_off = LLAMACPP.reports, (), (), False
+        self.reports, self.servers, self.answering, self.is_cut_off = LLAMACPP.reports, (), (), False
         self.names = list[str]()
 
     def _send(self, load: Load, name: str, *others: Any, **options: Any) -> LoadResult:
