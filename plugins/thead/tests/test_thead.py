@@ -2,10 +2,18 @@
 
 from pathlib import Path
 
-from flagcore_testing import fakes
+import pytest
+from flagcore_testing import PluginConformance, fakes
 from flagcore_testing.package import saved_outputs
-from flagcore_thead import discover, smi
+from flagcore_thead import discover, hooks, smi
 from flagcore_vendorkit.rows import devices_per_adapter, read_matrix
+
+
+class TestThead(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin
+
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")
 

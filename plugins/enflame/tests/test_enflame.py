@@ -2,9 +2,18 @@
 
 from pathlib import Path
 
-from flagcore_enflame import smi
+import pytest
+from flagcore_enflame import hooks, smi
+from flagcore_testing import PluginConformance
 from flagcore_testing.package import saved_outputs
 from flagcore_vendorkit.rows import islands, read_matrix
+
+
+class TestEnflame(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin
+
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
