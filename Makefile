@@ -140,7 +140,7 @@ test-ray: setup
 # The watchers with the tools that they write to.
 test-watchers: setup
 	$(PIP) ".[mlflow,tensorboard,wandb]"
-	$(BIN)/python -m pytest extras/watchers/tests tests/product/report/test_watchers.py
+	$(BIN)/python -m pytest extras/watchers/tests tests/product/cli/test_watchers.py
 
 # A whole Megatron-LM, that of flag-scale's wheel, and what it imports: for tests marked `long`, beside the environment
 # and not in it. A C++ helper of its data sets is compiled.

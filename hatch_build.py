@@ -36,7 +36,7 @@ EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
 INSTALLED = {
     "plugins": ("cpu",),
     "engines": ("llamacpp", "megatron", "models", "serving", "sglang", "training", "vllm"),
-    "extras": ("hosts", "importers", "page", "vendorkit"),
+    "extras": ("hosts", "importers", "operators", "page", "vendorkit"),
 }
 """What comes with the core, by folder. Each is a distribution of its own, as those of VENDORS and EXTRAS are."""
 ENGINES = {
@@ -94,6 +94,7 @@ class CustomMetadataHook(MetadataHookInterface):
 
         own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
         own |= {"dynamo": own["kubernetes"], "trainers": [part("engines", "trainers")]}
+        own |= {name: [*own[name], part("engines", "servers")] for name in ("nvidia", "ascend")}
         watchers = {name: [part("extras", "watchers"), *needs] for name, needs in TOOLS.items()}
         engines = ENGINES | {"lmdeploy": [part("engines", "lmdeploy"), *ENGINES["lmdeploy"]]}
         parts = {**own, **engines, **watchers}

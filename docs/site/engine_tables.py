@@ -18,7 +18,7 @@ SERVING = {each.name: each for each in map(find_engine, names(ENGINES)) if isins
 MODEL = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
 MODEL |= {"num_query_groups": 8, "vocab_size": 128256, "num_moe_experts": 64, "moe_router_topk": 8}
 TRAIN = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
-VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23", "lmdeploy": "0.18.0"}
+VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23", "lmdeploy": "0.18.0", "trtllm": "1.4.0", "mindie": "3.1.0"}
 ARGUMENTS = {"sglang": {"attention_backend": "flashmla"}, "llamacpp": {"ctx_size": 4096}}
 """Arguments of servers that activate further rules."""
 CHIP = next(chip for chip in load_chips("flagcore_nvidia") if chip.name == "H200")

@@ -29,7 +29,7 @@ GROUPS = {
     N_("Plan"): {"models": "specs", "estimate": "plan", "probe": "plan", "compare": "plan", "size": ""},
     N_("Inspect"): {"explain": "plan", "report": "tune", "runs": "tune"},
     N_("Use the result"): {"run": "tune", "export": "tune", "manifest": "tune"},
-    N_("Hardware"): {"devices": "machine", "doctor": "machine", "calibrate": ""},
+    N_("Hardware"): {"devices": "machine", "doctor": "machine", "calibrate": "", "operators": ""},
     N_("Extend"): {"plugins": "machine", "schema": "machine", "completion": "machine"},
 }
 """The commands by what they are for, in the order of `flag --help`. The values are their modules in `flagcore.cli`,

@@ -7,7 +7,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -129,22 +128,10 @@ def test_a_run_without_trials_has_its_predictions(tmp_path: Path) -> None:
 def test_folder_without_a_run_and_one_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a run"):
         flagcore.load_run(tmp_path)
-    for wrong in ("{", "[]", '{"schema_version": 99}'):
-        (tmp_path / "result.json").write_text(wrong)
-        with pytest.raises(RunError, match=r"result\.json cannot be read"):
-            flagcore.load_run(tmp_path)
     for engine in ("[]", '"x"', "null"):
         (tmp_path / "result.json").write_text(f'{{"schema_version": 1, "engines": {{"a": {{}}}}, "engine": {engine}}}')
         with pytest.raises(RunError, match=r"result\.json cannot be read"):
             flagcore.load_run(tmp_path)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_journal_that_is_not_a_file_is_refused_immediately(copied: Path, make: Callable[[Path], None]) -> None:
-    (copied / "journal.log").unlink()
-    make(copied / "journal.log")
-    with pytest.raises(RunError, match=r"journal\.log cannot be read \(it is not a regular file\)"):
-        flagcore.load_run(copied)
 
 
 SHELL_SECRET, SPEC_SECRET, COMMAND_SECRET = "hf-of-my-shell-1", "wandb-of-the-spec-2", "typed-in-the-command-3"

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from flagcore_testing import toy, toy_program
 
 from flagcore import api
 from flagcore.cli import main
-from flagcore.launchers import guard
 from flagcore.plugins import kind_of
 from tests import tasks
+from tests.launchers.processes import marked, within
 
 FLAG = (sys.executable, "-c", "from flagcore.cli import main; main()")
 MODEL = {
@@ -159,17 +158,13 @@ class Project:
         out, err = process.communicate(timeout=120)
         return Ran(process.returncode, out, err)
 
-    def processes(self) -> list[int]:
+    def processes(self) -> set[int]:
         """Return what still runs of this project."""
-        word = f"TEST_MARK={self.mark}\0".encode()
-        return [pid for pid in guard.all_processes() if word in guard.read_proc(pid, "environ")]
+        return marked(self.mark)
 
     def all_gone(self, seconds: float = 10) -> bool:
         """Return whether no process is left after at most `seconds`."""
-        deadline = time.monotonic() + seconds
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not self.processes()
+        return within(seconds, lambda: not self.processes())
 
     def kill(self) -> None:
         for pid in self.processes():

@@ -59,7 +59,7 @@ DATA = {
     "plugins/*/*/knobs.yaml": ("says", "claim", "method"),
     "plugins/*/*/chips/*.yaml": ("notes",),
     "e[nx]*/*/flagcore_*/*.yaml": ("why", "message", "advice"),
-    "e[nx]*/*/flagcore_*/*/*.yaml": ("why",),
+    "e[nx]*/*/flagcore_*/*/*.yaml": ("why", "message", "advice"),
     "plugins/*/*/settings.yaml": ("why",),
 }
 """The texts for users in the data files of plugins and engines: the keys that contain them, by files."""

@@ -26,14 +26,10 @@ from flagcore.plugins.validation import check_protocol
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_every_hook_is_documented_with_its_arguments(name: str) -> None:
-    arguments = [argument for argument in inspect.signature(SPECS[name]).parameters if argument != "self"]
-    assert f"## {name}({', '.join(arguments)})\n" in (DOCS / "hooks.md").read_text()
-
-
-def test_no_hook_is_documented_that_does_not_exist() -> None:
-    assert re.findall(r"^## (flagcore_\w+)", (DOCS / "hooks.md").read_text(), re.MULTILINE) == list(SPECS)
+def test_every_hook_is_documented_with_its_arguments() -> None:
+    documented = re.findall(r"^## (flagcore_\w+\(.*\))$", (DOCS / "hooks.md").read_text(), re.MULTILINE)
+    arguments = {name: list(inspect.signature(hook).parameters)[1:] for name, hook in SPECS.items()}
+    assert documented == [f"{name}({', '.join(names)})" for name, names in arguments.items()]
 
 
 def test_the_page_of_plugins_lists_every_section_of_the_quirks() -> None:

@@ -9,9 +9,10 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
+from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import spec_as_data
 from tests.spec.conftest import read_spec
-from tests.tasks import ENGINES
+from tests.tasks import ENGINES, SHAPE
 
 Read = Callable[..., Spec]
 ReadError = Callable[..., SpecError]
@@ -198,3 +199,22 @@ def test_a_missing_file_gets_similar_names_as_suggestions(tmp_path: Path) -> Non
         read_spec(tmp_path / "trian-cpu.yaml")
     with pytest.raises(SpecError, match="does not exist; give the path"):
         read_spec(tmp_path / "away" / "other.yaml")
+
+
+ErrorOf = Callable[..., SpecError]
+
+
+def test_inline_shape_resolves_its_defaults() -> None:
+    model = model_from(SHAPE | {"num_moe_experts": 4, "moe_router_topk": 2, "q_lora_rank": None}, base=Path())
+    assert (model.num_query_groups, model.kv_channels, model.moe_ffn_hidden_size) == (4, 16, 128)
+
+
+def test_all_rules_that_an_inline_shape_breaks_are_reported_once(error_of: ErrorOf) -> None:
+    shape = SHAPE | {"hidden_size": 65}
+    wrong = {"num_query_groups": 3, "moe_router_topk": 2, "kv_lora_rank": 3, "v_head_dim": 8}
+    error = error_of(model_from, shape | wrong, base=Path())
+    keys = {f"model.{key}": value for key, value in (shape | wrong).items() if key in {*wrong, "hidden_size"}}
+    assert {each.key: each.value for each in error.problems} == keys
+    assert len(error.problems) == len(keys)
+    without_topk = error_of(model_from, shape | {"hidden_size": 64, "num_moe_experts": 4}, base=Path())
+    assert [each.key for each in without_topk.problems] == ["model.moe_router_topk"]

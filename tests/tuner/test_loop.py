@@ -101,20 +101,6 @@ def test_a_run_interrupted_at_any_trial_resumes_to_the_same_result(bench: Bench,
     assert sound(second.plan)
 
 
-def close(tensor: int, micro: int) -> float:
-    """A micro batch of 4 is as fast as one of 2."""
-    return plain(tensor, 2 if micro == 4 else micro)
-
-
-def test_candidates_within_the_noise_of_the_best_are_repeated(bench: Bench) -> None:
-    bench.launcher = Instant(close)
-    plan = bench.tune(repeats=1).plan
-    (rival,) = plan.rivals
-    rotation = [plan.baseline.candidate, plan.best.candidate, rival.candidate]
-    assert [trial.candidate for trial in plan.repeats] == rotation
-    assert sound(plan)
-
-
 def test_one_fast_outlier_does_not_win(bench: Bench) -> None:
     run_counts = Counter[tuple[int, int]]()
 

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from flagcore.physics.roofline import PlainMemory
 from flagcore.tuner.devices import parallel_probe_ranks
 from flagcore.tuner.probe import combine, probe
 from tests import tasks
+from tests.launchers.processes import within
 
 METRICS = json.dumps({"step_s": 1.0, "loss": 1.0, "effective": {}}) + "\n"
 TASK = tasks.task(devices=4)
@@ -72,11 +72,8 @@ def play(
 
 def have_ended(folder: Path, ranks: tuple[int, ...]) -> bool:
     """Whether the processes of some ranks end within seconds."""
-    ends = time.monotonic() + 10
     pids = [int((folder / f"started-{rank}").read_text()) for rank in ranks if (folder / f"started-{rank}").exists()]
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < ends:
-        time.sleep(0.02)
-    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    return within(10, lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
 def test_with_fewer_devices_than_ranks_a_rank_uses_the_first_free_device(tmp_path: Path) -> None:

@@ -74,8 +74,9 @@ def test_false_is_the_opposite_flag(flag: str, word: str) -> None:
 
 
 def test_the_host_keeps_prompts_that_are_shared() -> None:
-    def kept(turns: int, **arguments: int) -> tuple[bool, float]:
-        task = cores(loads=(replace(LOAD, turns=turns, num_prompts=64, concurrency=8),), engine_args=arguments)
+    def kept(turns: int, flight: int = 8, model: Any = DENSE, **arguments: int) -> tuple[bool, float]:
+        load = replace(LOAD, turns=turns, num_prompts=64, concurrency=flight)
+        task = cores(loads=(load,), engine_args=arguments, model=model)
         hit_rate = figures(task, parallel=2).get("cache_hit_rate", 0.0)
         return ("--cache-ram", "0") not in pairwise(server(task, parallel=2).argv), hit_rate
 
@@ -84,6 +85,9 @@ def test_the_host_keeps_prompts_that_are_shared() -> None:
     assert is_kept
     assert rate == kept(4, **{"cache-ram": 4096})[1] == kept(4, **{"cache-ram": -1})[1] > 0.3
     assert kept(4, **{"cache-ram": 0})[1] < 0.1
+    large = replace(DENSE, num_layers=400)
+    some, none = (kept(4, flight=3, model=large, **{"cache-ram": size})[1] for size in (1, 0))
+    assert some > none, "room for 20 tokens keeps one prompt"
 
 
 def test_only_candidates_with_speculation_have_its_flags() -> None:

@@ -38,6 +38,7 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     return config, None if weights == "bf16" else weights
 
 
+@lru_cache(maxsize=1024)
 def public_name(name: str) -> str | None:
     """Return the public model whose shape a name has, or None. The organization does not matter."""
     table, stem = public_models(), _stem(name)[0]
@@ -54,6 +55,7 @@ def similar_models(name: str) -> list[str]:
     return [names[each] for each in get_close_matches(name.rpartition("/")[2].lower(), names)]
 
 
+@lru_cache(maxsize=4096)
 def _stem(name: str) -> tuple[str, str | None]:
     """Return the part of a repository's name that determines the shape, and the weight format at its end, if any."""
     words, weights = name.lower().rpartition("/")[2].replace("quantized.", "quantized-").split("-"), None

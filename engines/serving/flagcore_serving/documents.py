@@ -44,8 +44,10 @@ from flagcore_serving.job import (
     CLIENTS_PER_DEVICE,
     DEFAULT_CONCURRENCY,
     IMAGE_SIZE,
+    SCHEMES,
     Images,
     Load,
+    Rates,
     ServePrecision,
     ServeSpec,
 )
@@ -66,6 +68,7 @@ NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 Share = Annotated[float, Field(gt=0, le=1_000_000)]
 Turns = Annotated[int, Field(ge=1, le=1000)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
+Acceptance = Fraction | Annotated[list[Fraction], Field(min_length=1, max_length=64)]
 Distribution = Literal["uniform", "lognormal"]
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
 """The type of a serving knob's value. The engine's knobs decide which values are valid."""
@@ -123,8 +126,10 @@ class ProfileSection(Section):
     of its own after the shared prefix. They run one after the other, each before one of the later turns."""
     images: ImagesSection | None = None
     """Images of the requests, which are then sent as chats; null: none, or those of the trace."""
-    acceptance: Fraction | None = None
-    """Probability that a drafted token is accepted, for predictions of speculation; null: unknown."""
+    acceptance: Acceptance | dict[Word, Acceptance] | None = None
+    """For predictions of speculation: the probability that a drafted token is accepted if those before it are, or the
+    shares of drafts in which the 1st, 2nd, ... token is accepted, whose sum is the mean acceptance length - 1.
+    One for all schemes, or by scheme; null: a usual one, without a gain for n-grams and suffixes."""
     adapters: NoRequests = _LOAD.adapters
     """Number of adapters (LoRA) that requests use; by default that of serve.adapters."""
     adapter_share: Fraction = _LOAD.adapter_share
@@ -302,6 +307,7 @@ def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tup
     fields = profile.model_dump(exclude={"concurrency", "request_rate", "trace", "images"})
     fields["num_prompts"] = number = _num_prompts(profile, slo)
     fields["is_steady"] = number is None
+    fields["acceptance"] = _acceptance(profile.acceptance)
     if profile.images is not None:
         fields["images"] = _images(profile.images, profile)
     if profile.trace is not None:
@@ -317,6 +323,21 @@ def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tup
         return (Load(**fields),)  # no rate and no concurrency, because the trace may have arrival times
     clients = _as_list(profile.concurrency) or [min(DEFAULT_CONCURRENCY, number or DEFAULT_CONCURRENCY)]
     return tuple(Load(**fields, concurrency=each) for each in clients)
+
+
+def _acceptance(value: float | list[float] | Mapping[Any, float | list[float]] | None) -> tuple[tuple[str, Rates], ...]:
+    """Return `Load.acceptance`. Raises SpecError if a rate is above the one before."""
+    by_scheme = value if isinstance(value, Mapping) else {} if value is None else {"": value}
+    acceptance = tuple((scheme, tuple(_as_list(rates))) for scheme, rates in by_scheme.items())
+    for scheme, rates in acceptance:
+        if scheme and scheme not in SCHEMES:
+            fix = f"use {', '.join(SCHEMES)}"
+            raise spec_error("profile.acceptance", "is not a scheme of speculation", value=scheme, fix=fix)
+        if [*rates] != sorted(rates, reverse=True):
+            key = f"profile.acceptance.{scheme}".rstrip(".")
+            problem = "increases, but a token is accepted only after the ones before it"
+            raise spec_error(key, problem, value=[*rates], fix="list the share of drafts for each position")
+    return acceptance
 
 
 def _num_prompts(profile: ProfileSection, slo: Mapping[str, float]) -> int | None:

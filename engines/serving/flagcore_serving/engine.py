@@ -8,8 +8,10 @@ Job records of published runs omit some settings. They are filled in as follows:
 - A missing release, or a commit instead of a release, is replaced with `PublishedRuns.release`, which dates from the
   time of the measurements.
 - Experts on several hosts have the copies, load balancer, chunks and overlap of published recipes, unless the record
-  has one of these or an exchange.
-- Other settings come from the engine's `PublishedRuns`, then from its defaults.
+  has one of these or an exchange, and the exchange of published runs, unless it has one.
+- Lengths that only the client of InferenceX or of an engine's own pages has are drawn from the range of that client.
+- Other settings come from the engine's `PublishedRuns`, flags only with the lengths of InferenceX, then from its
+  defaults.
 """
 
 import itertools
@@ -40,20 +42,24 @@ from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.metrics import MIN_REQUESTS, RATES
+from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
-from flagcore.i18n import Message
+from flagcore.i18n import Message, _
+from flagcore.spec.models import model_from
 from flagcore_serving.launch import importing
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.predict import predict
+from flagcore_serving.model.simulated_load import STEADY_RATIO, WAVES_IN_FLIGHT
+from flagcore_serving.model.speculation import USUAL
 from flagcore_serving.model.work import HOST_RATE, Overheads, overheads_of
 from flagcore_serving.space import knobs as common_knobs
-from flagcore_serving.space import placement
+from flagcore_serving.space import placement, rules
 from flagcore_serving.space.adapters import SWITCH as ADAPTER_SWITCH
 from flagcore_serving.space.adapters import check_adapters
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
@@ -74,6 +80,7 @@ from flagcore_serving.trial.reading import with_measured_acceptance
 
 WIDE_RECIPE = (common_knobs.EXCHANGE, common_knobs.OVERLAP, common_knobs.REDUNDANT, common_knobs.BALANCING)
 """Knobs that describe how experts on several hosts are served. A record with one of them has its own recipe."""
+EXCHANGES = (common_knobs.EXCHANGE, common_knobs.PREFILL_EXCHANGE)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -135,6 +142,7 @@ class ServingEngine(
             self.overheads_for(task, on_host=costs.synchronous, on_chip=costs.overheads),
             untested=bool(self.untested),
             kinds=kinds,
+            draft=self.draft(task.spec),
         )
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
@@ -206,14 +214,21 @@ class ServingEngine(
             parsed.setdefault(common_knobs.KV, runs.cache_type)
         if runs.release and release(serve.engine_version or "") is None:
             serve = replace(serve, engine_version=runs.release)
-        serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+        load = serve.loads[0]
+        lengths, drawn = (load.input_len, load.output_len), runs.drawn if load.num_prompts else {}
+        if lengths in INFERENCEX and load.num_prompts in (None, WAVES_IN_FLIGHT * (load.concurrency or 0)):
+            serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+            drawn = {lengths: STEADY_RATIO}
+        if load.range_ratio == 1.0 and load.concurrency:
+            serve = replace(serve, loads=(replace(load, range_ratio=drawn.get(lengths, 1.0)),))
         assumed = self._as_in_production(task, parsed)
         parsed |= assumed
         if runs.memory_flag and _weights_share(task, parsed) > CROWDED_SHARE:
             serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
         # The space must contain the value of PREFILL_DECODE, which is possibly not among those of `auto`.
         kinds = parsed.get(PREFILL_DECODE)
-        space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else task.spec.space
+        space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else {**task.spec.space}
+        space |= {name: (parsed[name],) for name in EXCHANGES if parsed.get(name) is not None}
         return replace(task, spec=replace(task.spec, work=serve, space=space)), parsed, frozenset(assumed)
 
     def _as_in_production(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
@@ -244,7 +259,11 @@ class ServingEngine(
         self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
     ) -> Sequence[str]:
         """Return a warning that names the values of the recipes of experts on several hosts, if they were assumed."""
-        assumed = ", ".join(f"{name} = {json.dumps(values[name])}" for name in sorted(noted))
+        found, words = {name: values[name] for name in noted}, {knob.name: knob.words for knob in self.knobs}
+        for merge in rules.exchange_merge(task, self.program):
+            codes = merge.canonical(self.columns(task, values))
+            found |= {name: words[name][code[0] - 1] for name, code in codes.items() if code[0]}
+        assumed = ", ".join(f"{name} = {json.dumps(found[name])}" for name in sorted(found))
         return (f"experts on several hosts are assumed as in published recipes: {assumed}",) if assumed else ()
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
@@ -335,11 +354,40 @@ class ServingEngine(
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def unmodelled(self, task: Task) -> tuple[Unmodelled, ...]:
-        found = tuple(self.program.unmodelled(task.spec))
+        drafts = {f"serve.engine_args.{self.program.draft_flag}"} if self._knows_draft(task.spec) else set[str]()
+        found = tuple(each for each in self.program.unmodelled(task.spec) if each.name not in drafts)
         if task.cluster.groups[0].chip.host_bytes_per_second or not self.program.offloaded_bytes(task.spec):
             return found
         why = f"the rate of the link of this chip's host is not known, and {HOST_RATE / 1e9:g} GB/s are assumed"
         return (*found, Unmodelled(name=f"serve.engine_args.{self.program.offload_flag}", why=why, time=(0.4, 1.3)))
+
+    def task_warnings(self, task: Task) -> tuple[str, ...]:
+        """Return a note on the exchange that candidates with experts on several hosts have, if the spec sets none."""
+        if not rules.exchange_merge(task, self.program):
+            return ()
+        values = {axis.knob: axis.values for axis in self.axes(task)}
+        pairs = [placement.roles(str(word)) for word in values[PREFILL_DECODE] if word]
+        sizes = [*(int(size or 1) for size in values[EP]), *(each.ep for pair in pairs for each in pair)]
+        if max(sizes) <= Hardware.of(task).per_host:
+            return ()
+        words = self.program.exchanges[task.cluster.groups[0].chip.vendor] or ()
+        names = {"knob": common_knobs.EXCHANGE, "words": ", ".join(dict.fromkeys(words))}
+        return (_("candidates with experts on several hosts have {knob} = {words}, as in published runs", **names),)
+
+    def draft(self, spec: Spec) -> Model | None:
+        """Return the other model that drafts tokens: that of a folder, or a public one. None if it is unknown."""
+        name = self.program.split(spec).others.get(self.program.draft_flag)
+        if not isinstance(name, str):
+            return None
+        try:
+            return model_from(name, base=Path())
+        except SpecError:
+            return None
+
+    def _knows_draft(self, spec: Spec) -> bool:
+        """Return whether all candidates that speculate draft with a head, or with another model that is known."""
+        schemes = {self.program.schemes_of(spec).get(each, "") for each in speculations(spec, self.program)}
+        return bool(schemes) and not schemes & {"", *(["draft_model"] if self.draft(spec) is None else [])}
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
         return tuple(_spec_warnings(spec, self.program))
@@ -350,13 +398,16 @@ class ServingEngine(
         return reading.read(task, candidate, folder, instance_devices.tolist())
 
     def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
-        return with_measured_acceptance(task, trials)
+        return with_measured_acceptance(task, trials, self.program.schemes_of(task.spec))
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return the failure patterns for the output of the trial program, which itself reads the engine's log."""
         return PATTERNS
 
 
+INFERENCEX = ((1024, 1024), (1024, 8192), (8192, 1024))
+"""Lengths of InferenceX's prompts and answers. Its client draws them from a range, and its recipes set flags. It sends
+`WAVES_IN_FLIGHT` requests per client."""
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
 """Published runs raise the engine's memory share to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE` of a
 device's memory."""
@@ -413,6 +464,14 @@ LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
 """Limits of at least this many seconds cause a warning. `e2e_s` has no such bound: a whole answer may take long."""
 
 
+def speculations(spec: Spec, program: Program) -> list[str]:
+    """Return the methods of speculation that a spec fixes or searches."""
+    name, fixed = common_knobs.SPECULATION, program.parse(spec).fixed
+    given = fixed.get(name, spec.space.get(name)), (spec.baseline or {}).get(name)
+    words = [word for each in given for word in (each if isinstance(each, tuple) else (each,))]
+    return [*dict.fromkeys(str(word) for word in words if word not in (None, "none", AUTO))]
+
+
 def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     """Yield a one-line warning for each doubtful setting of a spec.
 
@@ -449,9 +508,16 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
         yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
     if ADAPTER_SWITCH in program.split(spec).others and not serve.loads[0].adapters:
         yield "serve.profile.adapters is 0: all requests are predicted to use the base model; set it"
-    speculates = common_knobs.SPECULATION in spec.space or common_knobs.SPECULATION in fixed
-    if speculates and any(load.acceptance is None for load in serve.loads):
-        yield "speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"
+    for word in speculations(spec, program):
+        scheme = program.schemes_of(spec).get(word, "")
+        if all(load.accepted(scheme) for load in serve.loads):
+            continue
+        text, fix = f"{common_knobs.SPECULATION} = {word}", "set serve.profile.acceptance"
+        if scheme in USUAL:
+            yield f"{text} is predicted with a usual acceptance of {USUAL[scheme]} before its first trial; {fix}"
+        else:
+            why = "how often drafts are right depends on the traffic"
+            yield f"{text} is predicted without a gain before its first trial: {why}; {fix}"
     weights, precision = serve.weights, serve.precision
     if weights is None:
         return

@@ -29,6 +29,14 @@ MAX_LENGTH_RATIO = 5
 ratio (a maximum of 1,024 tokens and a mean of 217)."""
 
 
+SCHEMES = ("mtp", "eagle", "eagle3", "draft_model", "ngram", "suffix")
+"""How speculation drafts tokens: with the model's own layers for multi-token prediction, a head that is trained for the
+model (EAGLE), another model, or text that repeats (n-grams, suffixes)."""
+Rates: TypeAlias = tuple[float, ...]
+"""The share of drafts in which the token at each position is accepted. Beyond the last one, the rates fall as from the
+one before it (at first 1) to it, so that one number is the probability that a token is accepted after accepted ones."""
+
+
 IMAGE_SIZE = r"^([1-9][0-9]{0,3})x([1-9][0-9]{0,3})$"
 """The pattern of an image size: WIDTHxHEIGHT in pixels, each up to 9999."""
 
@@ -83,7 +91,8 @@ class Load:
     - `sub_agents`: conversations of `turns` requests that each conversation starts, one after another, each after one
       of its own answers. Their prompts share only the prefix with others.
     - `images`: images that are sent in addition to the text.
-    - `acceptance`: the share of drafted tokens that the model accepts. None if unknown.
+    - `acceptance`: by scheme of speculation, the rates at which drafted tokens are accepted. An empty name stands for
+      all other schemes.
     - `adapters`: the number of adapters that requests use; 0 if all use the base model.
     - `adapter_share`: the share of the requests that use one.
     - `adapter_skew`: how uneven adapters are used: the n-th one gets a share proportional to n ** -skew.
@@ -106,7 +115,7 @@ class Load:
     turns: int = 1
     think_time_s: float = 0.0
     sub_agents: int = 0
-    acceptance: float | None = None
+    acceptance: tuple[tuple[str, Rates], ...] = ()
     adapters: int = 0
     adapter_share: float = 1.0
     adapter_skew: float = 0.0
@@ -117,6 +126,11 @@ class Load:
     def longest_of(self, mean: int) -> int:
         """Return the longest of log-normal lengths with this mean, in tokens."""
         return max(self.longest or MAX_LENGTH_RATIO * mean, mean)
+
+    def accepted(self, scheme: str) -> Rates | None:
+        """Return the acceptance of a scheme of speculation, or None if it is unknown."""
+        rates = dict(self.acceptance)
+        return rates.get(scheme, rates.get(""))
 
     @property
     def adapter_shares(self) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flagcore.api.runs import SPEC
 from flagcore.cli import options
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _, ngettext
@@ -34,6 +35,8 @@ COLUMNS = {
     "configuration": "configuration",
 }
 """The columns of the table: headings, and fields of `Size`."""
+REPLICA = "runs/replica"
+"""The folder of the run that confirms a replica."""
 HOURS = {"hour": "hour", "requests": "requests", "peak req/s": "rate", "replicas": "replicas"}
 
 
@@ -77,21 +80,39 @@ def _chips(texts: Iterable[str]) -> dict[str, float | None]:
     type=click.Choice(("hpa", "keda", "dynamo")),
     help=N_("Print an autoscaler for the best size: Kubernetes HPA, KEDA, or a configuration of Dynamo's planner."),
 )
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help=N_("Run of flag tune that measured one replica: its rate replaces predictions, and its spec is the default."),
+)
 @click.option("--name", default="server", show_default=True, help=N_("With --to: name of the Deployment."))
 @options.output
 def size_command(
-    spec: Any, rate: float | None, day: Path | None, chips: tuple[str, ...], target: str | None, name: str, form: str
+    spec: Any,
+    rate: float | None,
+    day: Path | None,
+    chips: tuple[str, ...],
+    target: str | None,
+    run: Path | None,
+    name: str,
+    form: str,
 ) -> None:
     """Show how many devices keep the latency limits of SPEC at a rate of requests, without running anything.
 
     Each line is a number of replicas, each with the fastest predicted configuration of its devices. They are sorted by
-    cost if all chips have a price, otherwise by the number of devices.
+    cost if all chips have a price, otherwise by the number of devices. With --run, the only line is the configuration
+    that a run measured.
     """
     from flagcore_serving.sizing import manifest, sizing
 
+    if run is not None and chips:
+        raise click.UsageError(_("--run and --chip exclude each other: a run measured one kind of chip"))
+    if spec is None and run is not None:
+        spec = str(run / SPEC)
     if spec is None:
         raise click.UsageError(_("SPEC or --model is required"))
-    found = sizing(spec, rate, None if day is None else str(day), _chips(chips))
+    found = sizing(spec, rate, None if day is None else str(day), _chips(chips), run)
     records = [asdict(each) for each in found.sizes]
     if target is not None:
         options.show(manifest(found, target, name).removesuffix("\n"), "yaml")
@@ -102,10 +123,10 @@ def size_command(
         columns = {name: key for name, key in COLUMNS.items() if any(each[key] is not None for each in records)}
         options.show_records(records, form, columns)
         if form == "table":
-            _explain(found)
+            _explain(found, run)
 
 
-def _explain(found: Sizing) -> None:
+def _explain(found: Sizing, run: Path | None) -> None:
     """Print what the best size is, the replicas by hour, and how to confirm one replica."""
     best = found.best
     values = {"chip": best.chip, "devices": best.devices, "rate": found.rate, "configuration": best.configuration}
@@ -118,10 +139,16 @@ def _explain(found: Sizing) -> None:
     options.show("\n" + text)
     if best.safe_devices > best.devices:
         text = N_("At the low end of the 80% interval of each replica's rate: {devices} devices.")
+        text = text if run is None else N_("At the lowest measured rate of a replica: {devices} devices.")
         options.show(_(text, devices=best.safe_devices))
     if found.hours:
         options.show_records([asdict(each) for each in found.hours], "table", HOURS)
+    if run is not None:
+        return
     replica = {"chip": best.chip, "nodes": best.nodes, "devices_per_node": best.devices_per_replica // best.nodes}
     changes = ["serve.profile.request_rate=auto", *(f"cluster.{key}={value}" for key, value in replica.items())]
     words = ["flag", "tune", *options.job_words(), *(word for each in changes for word in ("--set", each))]
-    options.say(_("Confirm one replica by trials: {command}", command=shlex.join(words)))
+    options.say(_("Confirm one replica by trials: {command}", command=shlex.join([*words, "--run-dir", REPLICA])))
+    options.say(
+        _("Then size by its measured rate: {command}", command=f"flag size --run {REPLICA} --rate {found.rate:g}")
+    )

@@ -1,19 +1,23 @@
 """How many devices keep the latency limits of a spec at a rate of requests, on which chip, and by hour of a day.
 
 A replica is the fastest predicted configuration of some devices. Requests are spread over replicas at random, so each
-receives an equal share of the rate. No trial runs.
+receives an equal share of the rate. No trial runs, but a run may have measured one replica.
 """
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flagcore import estimate
 from flagcore.api.inputs import LoadedSpec, SpecLike, changed_spec, spec_data
+from flagcore.api.runs import read_result
 from flagcore.domain.knob import Knobs
+from flagcore.domain.metrics import HIGHEST_LOAD
 from flagcore.domain.space import KnobValue
 from flagcore.errors import NothingFits, SpecError, UsageError
 from flagcore.i18n import _
@@ -116,14 +120,53 @@ def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int) -> Iterator[
     if not loads:
         return
     best = max(loads, key=lambda each: float(each["highest_load"]))
-    per_replica, speed = float(best["highest_load"]), best["objective"]
-    low = per_replica * min(1.0, speed["low"] / speed["value"])
-    price, answer = (spec.data.get("cluster") or {}).get("price_per_device_hour"), best["output_tokens_per_s"]
+    speed, candidate = best["objective"], best["candidate"]
+    low = float(best["highest_load"]) * min(1.0, speed["low"] / speed["value"])
+    text = _configuration(candidate, plan.baseline["candidate"], plan.knobs)
+    yield _of_figures(
+        spec, rate, best, low, chip=plan.chip, nodes=nodes, devices=devices, candidate=candidate, text=text
+    )
+
+
+def measured_size(spec: LoadedSpec, rate: float, folder: Path) -> Size:
+    """Return the size whose replicas have the best configuration of a run, at the highest rate that it measured.
+
+    `folder`: that of a run of `flag tune` with `request_rate: auto`. Raises RunError, and UsageError without this rate.
+    """
+    result = read_result(folder)
+    best = result.get("best") or {}
+    trials = [each for each in (*result.get("trials", ()), *result.get("repeats", ())) if each.get("measured")]
+    same = [each["measured"]["figures"] for each in trials if each["candidate"] == best.get("candidate")]
+    rates = [float(each[HIGHEST_LOAD]) for each in same if each.get(HIGHEST_LOAD)]
+    if not rates:
+        raise UsageError(_("{folder} measured no highest rate; tune with request_rate: auto", folder=folder))
+    knobs = {each.name: each for each in find_engine(engine_of(spec)).knobs}
+    nodes, candidate = int((spec.data.get("cluster") or {}).get("nodes") or 1), best["candidate"]
+    text, devices = _configuration(candidate, result["baseline"]["candidate"], knobs), int(result["devices"])
+    figures = {**same[0], HIGHEST_LOAD: statistics.median(rates)}
+    found = {"chip": result["chip"], "nodes": nodes, "devices": devices, "candidate": candidate, "text": text}
+    return _of_figures(spec, rate, figures, min(rates), **found)
+
+
+def _of_figures(
+    spec: LoadedSpec,
+    rate: float,
+    figures: Mapping[str, Any],
+    low: float,
+    *,
+    chip: str,
+    nodes: int,
+    devices: int,
+    candidate: Mapping[str, KnobValue],
+    text: str,
+) -> Size:
+    """Return the size whose replicas have these `figures`. `low`: the rate that a replica serves at least."""
+    per_replica, price = float(figures[HIGHEST_LOAD]), (spec.data.get("cluster") or {}).get("price_per_device_hour")
     replicas = _replicas(rate, per_replica)
     cost = None if price is None else price * devices * replicas
-    output = answer / best["requests_per_s"] if best.get("requests_per_s") else 0.0
-    yield Size(
-        chip=plan.chip,
+    output = figures["output_tokens_per_s"] / figures["requests_per_s"] if figures.get("requests_per_s") else 0.0
+    return Size(
+        chip=chip,
         nodes=nodes,
         devices_per_replica=devices,
         replicas=replicas,
@@ -131,12 +174,12 @@ def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int) -> Iterator[
         safe_devices=devices * _replicas(rate, low),
         rate=per_replica,
         low_rate=low,
-        in_flight=per_replica * best["e2e_s"]["mean"],
-        ttft_s=best["ttft_s"]["p50"],
-        ttft_p99_s=best["ttft_s"]["p99"],
-        tpot_s=best["tpot_s"]["p50"],
-        candidate=best["candidate"],
-        configuration=_configuration(best["candidate"], plan.baseline["candidate"], plan.knobs),
+        in_flight=per_replica * figures["e2e_s"]["mean"],
+        ttft_s=figures["ttft_s"]["p50"],
+        ttft_p99_s=figures["ttft_s"]["p99"],
+        tpot_s=figures["tpot_s"]["p50"],
+        candidate=candidate,
+        configuration=text,
         cost_per_hour=cost,
         cost_per_million_tokens=cost / HOUR / (rate * output) * 1e6 if cost is not None and output else None,
     )
@@ -192,10 +235,19 @@ class Sizing:
         return self.sizes[0]
 
 
-def sizing(spec: SpecLike, rate: float | None, day: str | None, chips: Mapping[str, float | None]) -> Sizing:
+def engine_of(spec: LoadedSpec) -> str:
+    """Return the name of the engine of a spec, the first one of several."""
+    engine = spec.data["serve"].get("engine")
+    return engine[0] if isinstance(engine, list) else str(engine)
+
+
+def sizing(
+    spec: SpecLike, rate: float | None, day: str | None, chips: Mapping[str, float | None], run: Path | None = None
+) -> Sizing:
     """Return how many devices keep the limits of a spec at a rate, or at that of the busiest hour of the trace `day`.
 
-    `chips`: as in `sizes_of`. Raises the errors of `flagcore.estimate`, and UsageError without a rate.
+    `chips`: as in `sizes_of`. `run`: a run that measured one replica, as in `measured_size`. Raises the errors of
+    `flagcore.estimate`, and UsageError without a rate.
     """
     file, data = spec_data(spec)
     serve = data.get("serve")
@@ -206,13 +258,13 @@ def sizing(spec: SpecLike, rate: float | None, day: str | None, chips: Mapping[s
     rate = rate or max((each.rate for each in hours), default=given if isinstance(given, (int, float)) else None)
     if not rate:
         raise UsageError(_("flag size needs the rate to serve: give --rate or --day"))
-    found = sizes_of(LoadedSpec(file, data), rate, chips)
-    engine = serve.get("engine")
+    loaded = LoadedSpec(file, data)
+    found = sizes_of(loaded, rate, chips) if run is None else [measured_size(loaded, rate, run)]
     return Sizing(
         rate=rate,
         sizes=tuple(found),
         hours=tuple(replace(each, replicas=_replicas(each.rate, found[0].rate)) for each in hours),
-        engine=engine[0] if isinstance(engine, list) else str(engine),
+        engine=engine_of(loaded),
         model=data["model"] if isinstance(data["model"], str) else "",
         slo=serve.get("slo") or {},
     )

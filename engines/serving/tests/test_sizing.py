@@ -11,6 +11,7 @@ from flagcore_serving.sizing import Sizing, hours_of, manifest, sizing
 
 from flagcore import estimate
 from flagcore.api.inputs import LoadedSpec, changed_spec
+from flagcore.domain.metrics import LATENCIES
 from flagcore.errors import SpecError, UsageError
 
 pytestmark = pytest.mark.slow
@@ -93,3 +94,25 @@ def test_an_autoscaler_keeps_the_requests_in_flight_of_a_replica(found: Sizing) 
 def test_what_cannot_be_sized_is_refused(changes: dict[str, Any], key: str) -> None:
     with pytest.raises((SpecError, UsageError), match=key):
         sizing(changed_spec(LOADED, changes), None, None, {})
+
+
+def test_a_run_that_measured_a_replica_replaces_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate = {"instances": 1, "max_num_seqs": 64}
+    latency = {"mean": 0.5, "p50": 0.4, "p99": 0.9}
+    figures = {"output_tokens_per_s": 500.0, "requests_per_s": 10.0, **dict.fromkeys(LATENCIES, latency)}
+
+    def trial(number: int, highest: float) -> dict[str, Any]:
+        measured = {"figures": {**figures, "highest_load": highest}}
+        return {"number": number, "candidate": candidate, "state": "measured", "measured": measured}
+
+    def run(best: Any, **trials: Any) -> Sizing:
+        other = {"number": 0, "candidate": {**candidate, "max_num_seqs": 256}}
+        result = {"chip": "H20", "devices": 2, "best": best, "baseline": other, **trials}
+        monkeypatch.setattr("flagcore_serving.sizing.read_result", lambda folder: result)
+        return sizing(changed_spec(LOADED, {"cluster.price_per_device_hour": 1.0}), 100.0, None, {}, Path("run"))
+
+    found = run(trial(1, 10.0), trials=[trial(1, 10.0)], repeats=[trial(2, 9.0), trial(3, 11.0)]).best
+    assert (found.rate, found.low_rate, found.replicas, found.devices, found.safe_devices) == (10.0, 9.0, 10, 20, 24)
+    assert (found.in_flight, found.configuration, found.cost_per_hour) == (5.0, "max_num_seqs 64", 20.0)
+    with pytest.raises(UsageError, match="request_rate: auto"):
+        run(None, trials=[trial(1, 10.0)])

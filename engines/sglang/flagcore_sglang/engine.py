@@ -48,11 +48,12 @@ from flagcore_vendorkit.programs import strip_dashes
 from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Spec, Task
 from flagcore.i18n import N_, Message
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
+MIXED = "enable_mixed_chunk"
 HICACHE, STORAGE = "hicache_size", "hicache_storage_backend"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
@@ -135,6 +136,11 @@ class SglangProgram(Program):
         if draft := take("speculative-draft-model"):
             result[DRAFT_FLAG] = draft
         return result | _chain(result)
+
+    def schemes_of(self, spec: Spec) -> Mapping[str, str]:
+        """See `Program`. If the model has layers for multi-token prediction, EAGLE uses them without a draft model."""
+        uses_layers = spec.model.mtp_num_layers > 0 and DRAFT_FLAG not in self.split(spec).others
+        return {**self.schemes, "EAGLE": "mtp"} if uses_layers else self.schemes
 
 
 def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
@@ -276,6 +282,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=tokens,
         block_size=or_default(values[PAGE], 1),
         chunked=(chunk > 0).astype(np.int64),
+        mixed_chunks=(values[MIXED] > 0) & (chunk > 0),
         graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest_graph(task) or GRAPH_TOKENS, 0),
         graph_bytes=np.where((values[DP] > 1) & (not hardware.on_cores), graph_mib(task, values) * 2.0**20, np.nan),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
@@ -284,10 +291,11 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
         drafted=_drafted(other_args, values),
+        scheme=PROGRAM.scheme(task, values),
         **_tiers(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
-        **knobs.exchange_settings(task, values, KNOBS),
+        **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
         **adapters.adapter_settings(
             task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
         ),
@@ -520,6 +528,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),
         rules.tower_merge(task),
+        *rules.exchange_merge(task, PROGRAM),
         *adapters.adapter_merges(task, PROGRAM.parse(task.spec).others),
         *((rules.ignoring("no_graphs_on_cores", (EAGER,), lambda c: True),) if on_cores else ()),
     )
@@ -546,6 +555,9 @@ ENGINE = ServingEngine(
         memory_flag="mem-fraction-static",
         release="0.5.9",
         engine_args={RECEIVE: 30},  # as in InferenceMAX's recipes
+        # sgl-project/sgl-cookbook runs `bench_serving` without a range, so that lengths start from 1 (500 prompts of
+        # up to 1,000 tokens have 249,331).
+        drawn={(1000, 1000): 0.0, (1000, 8000): 0.0, (8000, 1000): 0.0},
         # lmsys.org, 2025-05-05, large-scale EP (H100), and ishandhanani/srt-slurm recipes/ (GB200, GB300).
         wide_copies=32,
         wide_chunk=(CHUNK, 16384),

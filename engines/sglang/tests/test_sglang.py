@@ -108,7 +108,7 @@ def test_the_largest_decode_graph_is_that_of_the_flags() -> None:
             "4xtp1dp4ep4+1xtp1dp48ep48",
             "GB200",
             {},
-            "chunked_prefill_size = 65536, enable_eplb = true, redundant_experts = 32",
+            'all2all_backend = "deepep", chunked_prefill_size = 65536, enable_eplb = true, prefill_all2all',
         ),
         ("1xtp1dp32ep32+1xtp1dp32ep32", "H200", {}, "redundant_experts = 32, two_batch_overlap = true"),
         ("1xtp1dp32ep32+1xtp1dp32ep32", "H200", {"all2all_backend": "none"}, ""),

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_testing.package import joined_texts
 from flagcore_trainers.logs import FORMATS, TIMED, Log, Pattern, Patterns, Reading
 
 from tests.product.tasks import task
 
-LOGS = Path(__file__).parent / "logs"
+LOGS = joined_texts(Path(__file__).with_name("logs.txt").read_text())
 OWN = "step 1/9 loss 6.25 took 100.00 msstep 1/9 loss 6.25 took 120.00 ms\nstep 2/9 loss nan took 90 ms\npeak 1.5 GiB\n"
 
 
@@ -29,7 +30,7 @@ def test_lines_of_programs_are_read(name: str, seconds: list[float], losses: lis
         step = r"step (?P<step>\d+)/.*? loss (?P<loss>\S+) took (?P<ms>[\d.]+) ms"
         patterns = Patterns(steps=[Pattern(step)], memory_gib=Pattern(r"peak ([\d.]+) GiB"))
     log = Log.of(task(seq_length=512, devices=4), patterns)
-    for line in (OWN if name == "own" else (LOGS / f"{name}.log").read_text()).splitlines():
+    for line in (OWN if name == "own" else LOGS[name]).splitlines():
         log.add(line)
     assert list(log.times.values()) == pytest.approx(seconds, abs=2e-3)
     assert log.losses == losses
@@ -56,16 +57,6 @@ def test_colours_and_utf_16_are_read_and_two_times_are_not_guessed() -> None:
         log.add(line)
     assert list(log.times.values()) == pytest.approx([0.06, 0.06])
     assert (log.unusable, log.last) == (["60 s and 60 ms"], "step 3 60 ms or 60 s")
-
-
-def test_a_log_is_read_in_parts_and_an_unfinished_line_is_left(tmp_path: Path) -> None:
-    line = (LOGS / "megatron.log").read_text().splitlines()[1]
-    reading = Reading(str(tmp_path), Log.of(task(), Patterns(steps=[Pattern(FORMATS["megatron"])])))
-    file = tmp_path / "stdout.log"
-    file.write_text(line + "\r" + line.replace("122/", "123/"))
-    assert len(reading()) == 1
-    file.write_text(file.read_text() + "\n")
-    assert len(reading()) == 2
 
 
 def test_lines_of_several_steps_are_divided_by_their_number() -> None:

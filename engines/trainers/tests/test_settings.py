@@ -1,4 +1,4 @@
-"""Settings of trainers that change time or memory and are not predicted: all are classed, and named."""
+"""Settings of trainers that change the cost of a step and are not predicted, and which chips trainers run on."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,11 @@ from typing import Any
 import pytest
 from flagcore_trainers.importing import DEEPSPEED, TORCHTITAN, effects_of_deepspeed, effects_of_torchtitan
 from flagcore_vendorkit.settings import Settings
+
+from flagcore.api.inputs import open_spec
+from flagcore.domain.chip import Support
+from flagcore.errors import NoDevice
+from tests.product.tasks import SHAPE
 
 
 @pytest.mark.parametrize(
@@ -83,3 +88,32 @@ def test_of_a_section_only_the_keys_that_change_time_or_memory_are_named(
 )
 def test_keys_of_torchtitan_are_named(content: dict[str, Any], options: str, expected: list[str]) -> None:
     assert [each.name for each in effects_of_torchtitan(options.split(), content)] == expected
+
+
+def support(chip: str, engine: str) -> Any:
+    train = {"engine": engine, "seq_length": 64, "global_batch_size": 8, "precision": "bf16"}
+    if engine != "fsdp2":
+        train["command"] = ["torchrun", "train.py"]
+    spec = {"model": SHAPE, "cluster": {"chip": chip, "devices_per_node": 4}, "train": train}
+    return open_spec(spec, None, (), plan=True).problem.platform.support
+
+
+@pytest.mark.parametrize(
+    ("chip", "backend", "preload"),
+    [
+        ("Ascend-910B3", "hccl", ("torch_npu",)),
+        ("MTT-S5000", "mccl", ("torch_musa",)),
+        ("MLU590-M9", "cncl", ("torch_mlu",)),
+        ("C550", "nccl", ()),
+    ],
+)
+def test_trials_import_the_builds_of_torch_and_not_those_of_megatron(
+    chip: str, backend: str, preload: tuple[str, ...]
+) -> None:
+    found = support(chip, "fsdp2")
+    assert (found.support, found.distributed_backend, found.preload) == (Support.UNKNOWN, backend, preload)
+
+
+def test_an_engine_without_support_is_refused() -> None:
+    with pytest.raises(NoDevice, match="no accelerator for MUSA"):
+        support("MTT-S5000", "deepspeed")

@@ -3,6 +3,6 @@
 SDK = (
     *("layout", "mixes", "stages", "schedules", "critical_path", "memory.activations", "memory.training"),
     *("time.optimizer", "time.passes", "time.pipeline", "time.step", "commands", "knobs", "reading", "start"),
-    *("trial", "unmodelled"),
+    *("microbench.kernels", "trial", "unmodelled"),
 )
-"""The modules that training engines may import. `trial` is a package."""
+"""The modules that other distributions may import. `trial` is a package."""

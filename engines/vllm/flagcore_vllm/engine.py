@@ -39,6 +39,7 @@ from flagcore_serving.space.knobs import (
     CONTEXT,
     DRAFTED,
     EAGER,
+    EXCHANGE,
     KV,
     PREFIX,
     REDUNDANT,
@@ -56,7 +57,7 @@ from flagcore_vendorkit.programs import release, strip_dashes
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import N_, Message
@@ -105,11 +106,8 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     return (longest,) if cache_bytes > room else (None,)
 
 
-SHORT = {
-    "spec-method": "speculative-config.method",
-    "spec-model": "speculative-config.model",
-    "spec-tokens": "speculative-config.num_speculative_tokens",
-}
+METHOD, DRAFTED_FLAG = "speculative-config.method", "speculative-config.num_speculative_tokens"
+SHORT = {"spec-method": METHOD, "spec-model": "speculative-config.model", "spec-tokens": DRAFTED_FLAG}
 """Flags of 0.22 and later that set a key of the speculative config (`engine/arg_utils.py`)."""
 PREFILL_CONTEXT = "prefill-context-parallel-size"
 
@@ -153,6 +151,10 @@ class VllmProgram(Program):
             with suppress(ValueError):
                 found = json.loads(text) if key in objects else None
             result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {SHORT.get(key, name): value}
+        draft = str(result.get(self.draft_flag, "")).lower()
+        if draft and DRAFTED_FLAG in result and METHOD not in result:
+            heads = {"eagle-": "eagle", "eagle3": "eagle3"}  # as in `config/speculative.py` of 0.33
+            result[METHOD] = next((word for part, word in heads.items() if part in draft), "draft_model")
         return result
 
 
@@ -170,6 +172,12 @@ CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too sm
 PROGRAM = VllmProgram.read("flagcore_vllm", {"contexts": CONTEXTS, "cache_types": knobs.if_fp8("auto", "fp8")})
 KNOBS = PROGRAM.knobs
 PIECEWISE = PROGRAM.code(GRAPHS, "PIECEWISE")
+ON_HOST = [PROGRAM.code(SPECULATION, word) for word in ("ngram", "suffix")]
+"""Methods that draft on the host, with synchronous scheduling."""
+NGRAM_TOKEN_S, SUFFIX_S = 15e-9, 20e-6
+"""Seconds in which one thread searches a token of a sequence for n-grams, and in which it extends a suffix tree: the
+first measured with `v1/spec_decode/ngram_proposer.py` of 0.33 and 2,048 to 32,768 tokens with the frequencies of words
+on one core of a Xeon, 13 to 18 ns; the second an estimate."""
 
 
 def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
@@ -281,6 +289,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
     is_wide = other_args.get("dtype") in ("float32", "float")
     host_s = np.array([np.nan, np.nan if is_async(task) else 0.0, SYNCHRONOUS_SECONDS])[values[ASYNC]]
+    host_s = np.where(np.isin(values[SPECULATION], ON_HOST) & is_async(task), SYNCHRONOUS_SECONDS, host_s)
     # Pipelines were scheduled synchronously before (vllm-project/vllm #19970, #32618).
     host_s = np.where((values[PP] > 1) & (host_s == 0.0), np.nan, host_s)
     return Settings.of(
@@ -295,7 +304,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         least_cache=_least_cache(task, values, seqs),
         context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task)),
         chunked=values[CHUNKED],
-        graph_tokens=np.where((values[EAGER] == 0) & (values[GRAPHS] != 1), graph_tokens(task), 0),
+        graph_tokens=np.where(~_without_graphs(values), graph_tokens(task), 0),
         whole=np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
@@ -303,12 +312,21 @@ def settings(task: Task, columns: Columns) -> Settings:
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
+        scheme=PROGRAM.scheme(task, values),
+        draft_host_s=np.select([values[SPECULATION] == each for each in ON_HOST], _draft_seconds(task), 0.0),
         host_cache=_host_cache(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
-        **knobs.exchange_settings(task, values, KNOBS),
+        **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
         **adapters.adapter_settings(task, values, other_args, slots=1, on_host=other_args.get("max-cpu-loras")),
     )
+
+
+def _without_graphs(values: Columns) -> BoolArray:
+    """Return the candidates without graphs: DeepEP's kernels for high throughput need this (0.33
+    `config/compilation.py`)."""
+    uses_library = (values[EXCHANGE] == PROGRAM.code(EXCHANGE, "deepep_high_throughput")) & (values[DP] > 1)
+    return np.asarray((values[EAGER] == 1) | (values[GRAPHS] == 1) | uses_library)
 
 
 def _offload_config(others: Mapping[str, EngineArg]) -> Mapping[str, object]:
@@ -326,6 +344,13 @@ def _host_cache(others: Mapping[str, EngineArg], columns: Columns) -> FloatArray
     given = _offload_config(others).get("cpu_bytes_to_use")
     default = float(given) if isinstance(given, int | float) else 0.0
     return np.asarray(np.where(columns[OFFLOAD] > 0, columns[OFFLOAD] * 2.0**30, default) * columns[DP].clip(1))
+
+
+def _draft_seconds(task: Task) -> list[float]:
+    """Return the seconds in which each method in ON_HOST drafts tokens of a sequence."""
+    loads = task.spec.serve.loads
+    context = float(np.mean([load.prefix_len + load.input_len + 0.5 * load.output_len for load in loads]))
+    return [NGRAM_TOKEN_S * context, SUFFIX_S]
 
 
 def is_async(task: Task) -> bool:
@@ -604,6 +629,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
         rules.no_drafts(),
         rules.tower_merge(task),
         rules.ignoring("no_graphs_is_eager", (EAGER, GRAPHS), lambda c: c[EAGER] == 1),
+        *rules.exchange_merge(task, PROGRAM),
         *_forced_block(task),
         *adapters.adapter_merges(task, PROGRAM.parse(task.spec).others),
     )

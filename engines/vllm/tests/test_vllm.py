@@ -263,14 +263,24 @@ def test_synchronous_scheduling_and_old_releases_are_predicted_with_the_host_tim
     assert rate("0.12.0", "off", 2) == rate("0.12.0", "on", 2)
 
 
-def test_speculation_is_predicted_only_with_a_known_acceptance() -> None:
-    values = {"speculation": "ngram", "speculative_tokens": 3}
+def test_each_scheme_of_speculation_has_its_own_cost_and_acceptance() -> None:
+    def found(scheme: str | None, *rates: float, **arguments: Any) -> dict[str, float]:
+        loads = (replace(LOAD, acceptance=(("", rates),) if rates else ()),)
+        values = {"speculation": scheme, "speculative_tokens": 3} if scheme else {}
+        return figures(cards(loads=loads, engine_version="0.12.0", **arguments), **values)
 
-    def rate(acceptance: float | None, **values: str | int) -> float:
-        return figures(cards(loads=(replace(LOAD, acceptance=acceptance),)), **values)["requests_per_s"]
+    def rate(scheme: str | None, *rates: float, **arguments: Any) -> float:
+        return found(scheme, *rates, **arguments)["requests_per_s"]
 
-    assert rate(None, **values) == rate(0.8) == rate(None)
-    assert rate(0.0, **values) < rate(0.8) < rate(0.5, **values) < rate(0.8, **values)
+    draft = {"speculative-config.model": "Qwen/Qwen3-0.6B"}
+    without = rate(None)
+    assert rate("ngram", 0.0) < rate("ngram") < without < rate("ngram", 0.5) < rate("ngram", 0.8)
+    assert rate("ngram_gpu") == without
+    assert rate("eagle3") == rate("eagle3", 0.65) > without
+    assert rate("draft_model", 0.65, engine_args=draft) < rate("eagle3", 0.65)
+    assert rate("eagle3", 0.8, 0.5, 0.1) == pytest.approx(rate("eagle3", 0.5, 0.5, 0.4), rel=0.02)  # 1.4 accepted
+    heads = found("eagle3")["kv_cache_bytes"], found("draft_model", engine_args=draft)["kv_cache_bytes"]
+    assert found(None)["kv_cache_bytes"] == found("ngram")["kv_cache_bytes"] > heads[0] > heads[1]
     assert ENGINE.spec_warnings(cards(space={"speculation": (None, "ngram")}).spec)
     assert not ENGINE.spec_warnings(cards(weights=None).spec)
 

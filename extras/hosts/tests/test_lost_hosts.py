@@ -156,16 +156,3 @@ def test_a_killed_guard_is_not_a_failure_of_the_candidate(bench: Bench) -> None:
     launcher.ends = lambda number: killed if number == 2 else None
     assert bench.tune(cluster=cluster("a", "b"), repeats=0, max_trials=3).plan.counts.measured == 3
     assert len(launcher.attempts) == 4
-
-
-def test_a_run_whose_first_trials_all_failed_is_resumed(bench: Bench) -> None:
-    bench.launcher = launcher = outage()
-    launcher.ends = lambda number: Exit(code=1, ended_by=None, duration_s=1.0)
-    found = bench.tune(cluster=cluster("a", "b"), repeats=0, max_trials=6)
-    assert len(found.plan.trials) == 5
-    bench.launcher = outage()
-    for _ in range(2):
-        found = bench.tune(cluster=cluster("a", "b"), repeats=0, max_trials=6)
-        assert found.plan.counts.measured == 6
-        assert sound(found.plan)
-    assert len(bench.launcher.attempts) == 6

@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flagcore_page import page
@@ -11,7 +10,7 @@ from flagcore_page import page
 from extras.page.tests.conftest import KINDS, Runs
 from flagcore import api
 from flagcore.api.commands import report
-from flagcore.errors import NoDevice, RunError
+from flagcore.errors import NoDevice
 from flagcore.plugins import entry_points
 from flagcore.plugins.entry_points import PAGES, names
 from tests.page_reading import read
@@ -81,19 +80,6 @@ def test_trials_that_ended_after_the_result_are_reported(copied: Copied, runs: R
     assert api.load_run(runs("resumed").folder).stopped_because == finished["stopped_because"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda data: data.update(trials=1.5),
-        lambda data: data.update(counts={}),
-        lambda data: data["trials"][2].update(duration_s=float("nan")),
-    ],
-)
-def test_a_result_of_other_data_is_refused_in_one_line(copied: Copied, change: Callable[[Any], None]) -> None:
-    with pytest.raises(RunError, match="result"):
-        api.report(copied("dense", change))
-
-
 def test_a_run_without_any_trial_is_reported(copied: Copied) -> None:
     folder = copied("killed")
     (folder / "journal.log").unlink()
@@ -139,14 +125,6 @@ def test_a_plan_has_the_same_page(flag: Flag, project: Project, tmp_path: Path) 
     assert "flag tune spec.yaml" in [each.text for each in page.section("summary").every("code")]
     assert str(tmp_path) not in page.root.text
     assert flag(*command, "--report", "page.html", "--explain", "1").code == 2
-
-
-@pytest.mark.parametrize("text", ["[1]", "{"])
-def test_an_unreadable_result_is_reported_in_one_line(copied: Copied, text: str) -> None:
-    folder = copied("dense")
-    (folder / "result.json").write_text(text)
-    with pytest.raises(RunError, match=r"result\.json cannot be read"):
-        api.report(folder)
 
 
 def test_a_folder_without_a_run_is_one_line(flag: Flag, tmp_path: Path) -> None:

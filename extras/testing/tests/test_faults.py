@@ -14,13 +14,12 @@ from flagcore_testing.checks.packaging import project_is_built_and_named as is_n
 from flagcore_testing.checks.telemetry import telemetry_is_of_the_right_field
 from flagcore_testing.kit import run
 
-from extras.testing.tests import faults, faults_of_data
+from extras.testing.tests.faults import FAULTS
 from extras.testing.tests.faulty import CHIP, ENVIRONMENT, PYPROJECT, Fault, broken, edit, healthy, imported
 from flagcore.domain.chip import Device
 
 pytestmark = pytest.mark.spread
 
-FAULTS = (*faults.FAULTS, *faults_of_data.FAULTS)
 
 WITHOUT_FAULT = {
     "corrections_are_of_measured_kernels",

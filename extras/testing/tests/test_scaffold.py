@@ -1,13 +1,18 @@
-"""The values of `flag plugins new` are those of the plugin that it creates."""
+"""The values of `flag plugins new`, and the toy engine."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 from flagcore_testing import fakes
 from flagcore_testing.scaffold import new_plugin
+from flagcore_testing.toy import ENGINE
 from flagcore_vendorkit.machine import TorchReport
 
 from extras.testing.tests.faulty import imported
+from flagcore.domain.launch import Exit, classify
+from flagcore.domain.trial import TrialState
+from tests import tasks
 
 
 @pytest.mark.parametrize(
@@ -38,3 +43,24 @@ def test_a_new_plugin_has_the_given_values(tmp_path: Path, device: str, trusted:
         assert detector.trusts(TorchReport(**{**report, **trusted}))  # type: ignore[arg-type]
         tools = {"ac-gmi": f'[ "$1" = info ] || exit 1\n{fakes.prints(table)}'}
         assert [each.chip for each in fakes.devices(plugin, tools, AC_RT_VISIBLE="1")] == ["Acme A1"]
+
+
+@pytest.mark.parametrize(
+    ("does", "where", "state"),
+    [
+        ("crash", "1x1", TrialState.FAILED),
+        ("invalid", "", TrialState.INVALID),
+        ("oom", "", TrialState.OUT_OF_MEMORY),
+        ("crash", "2x1", None),
+    ],
+)
+def test_a_trial_fails_as_its_settings_say(does: str, where: str, state: TrialState | None, tmp_path: Path) -> None:
+    task, candidate = tasks.task(settings={"does": does, "where": where}), tasks.candidate(data_parallel_size=4)
+    launch = ENGINE.launch(tasks.platform(task), candidate, str(tmp_path))
+    done = subprocess.run(launch.argv, capture_output=True, timeout=60)
+    if state is None:
+        measured = ENGINE.read(task, candidate, str(tmp_path))
+        assert (len(measured.step_times_s), measured.effective["global_batch_size"]) == (4, 8)
+    else:
+        end = Exit(code=done.returncode, ended_by=None, duration_s=1.0)
+        assert classify(end, done.stderr.decode(), ENGINE.failure_patterns())[0] is state

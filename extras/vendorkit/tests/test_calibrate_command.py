@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from flagcore_vendorkit.calibration import measuring as calibration
 from flagcore_vendorkit.calibration.store import Calibrations
 
 from extras.vendorkit.tests.test_calibrations import MADE
+from tests.launchers.processes import within
 from tests.product.cli.conftest import Answer, Flag, Project
 from tests.product.cli.conftest import answer as answer
 from tests.product.cli.conftest import flag as flag
@@ -74,9 +74,7 @@ def test_a_failed_measurement_is_reported_in_one_line_and_not_saved(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_leaves_no_process_and_saves_nothing(home: Path, project: Project) -> None:
     process = project.start("calibrate", "--seconds", "60")
-    deadline = time.monotonic() + 60
-    while len(project.processes()) < 3 and time.monotonic() < deadline:  # flag, the guard, the program
-        time.sleep(0.05)
+    assert within(60, lambda: len(project.processes()) >= 3)  # flag, the guard, the program
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 from flagcore_vendorkit import machine
 from flagcore_vendorkit.detection import DeviceReading, Readings, list_with
-from flagcore_vendorkit.machine import query_tool, tool_output, visible
+from flagcore_vendorkit.machine import query_tool, tool_output
 from flagcore_vendorkit.rows import (
     Listing,
     Row,
     cells,
-    islands,
     near_adapters,
     parse_memory,
     parse_power,
@@ -24,8 +23,6 @@ from flagcore_vendorkit.rows import (
 
 from flagcore.domain.chip import Device
 from tests.checks import given
-
-FOUR = tuple(Device(index=index, chip="X1", uuid=f"UUID-{index}{index}{index}") for index in range(4))
 
 
 def test_missing_failing_and_hanging_tools_give_nothing() -> None:
@@ -53,17 +50,6 @@ def test_tool_that_cannot_be_executed_gives_nothing(tmp_path: Path, monkeypatch:
 
 def test_invalid_bytes_are_replaced() -> None:
     assert tool_output(sys.executable, "-c", "import os; os.write(1, b'ok \\xff')") == "ok \ufffd"
-
-
-@pytest.mark.parametrize(
-    ("setting", "indices"),
-    [(None, [0, 1, 2, 3]), ("2,0", [2, 0]), ("", []), ("1,9,2", [1]), ("-1", []), ("UUID-3", [3]), ("all", [])],
-)
-def test_only_visible_devices_count(monkeypatch: pytest.MonkeyPatch, setting: str | None, indices: list[int]) -> None:
-    monkeypatch.delenv("X_VISIBLE_DEVICES", raising=False)
-    if setting is not None:
-        monkeypatch.setenv("X_VISIBLE_DEVICES", setting)
-    assert [device.index for device in visible(FOUR, "X_VISIBLE_DEVICES")] == indices
 
 
 @pytest.mark.parametrize(
@@ -152,15 +138,6 @@ def test_adapters_may_have_custom_names(names: tuple[str, str]) -> None:
 def test_a_single_device_has_a_matrix_without_links() -> None:
     matrix = given(read_matrix("\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0\t\tN/A\n"))
     assert (matrix.devices, dict(matrix.links)) == ((0,), {})
-
-
-def test_devices_called_mlu_are_joined_by_their_own_links() -> None:
-    matrix = read_matrix(
-        "        MLU0  MLU1  MLU2  MLU3  CPU Affinity\n"
-        "MLU0    X     MLK   CPU   CPU   0-31\nMLU1    MLK   X     CPU   CPU   0-31\n"
-        "MLU2    CPU   CPU   X     MLK   0-31\nMLU3    CPU   CPU   MLK   X     0-31\n"
-    )
-    assert islands(given(matrix), "MLK") == ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize(

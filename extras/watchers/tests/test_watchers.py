@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED
-from tests.product.report.test_watchers import EVENT
+from tests.product.cli.test_watchers import EVENT
 
 pytestmark = pytest.mark.spread
 

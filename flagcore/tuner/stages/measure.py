@@ -124,12 +124,10 @@ class _Monitor:
             raise
         steps = progress()
         # The trial may also have finished its steps, and ended by itself, after the last poll.
-        ended_after_steps = (
-            steps_to_run is not None and len(steps) >= steps_to_run and ended.ended_by in ENDED_AFTER_STEPS
-        )
+        has_ended = steps_to_run is not None and len(steps) >= steps_to_run and ended.ended_by in ENDED_AFTER_STEPS
         if is_too_long:
             ended = replace(ended, ended_by="timeout")
-        has_all_steps = has_run_steps or ended_after_steps
+        has_all_steps = has_run_steps or has_ended
         trial = self._stopped_early() if is_slower else self._ended(ended, steps, has_all_steps=has_all_steps)
         if steps_to_run and trial.state is TrialState.MEASURED and not has_run_steps:
             trial = replace(trial, reason=self._end_remark(ended, len(steps), steps_to_run))
@@ -202,11 +200,13 @@ class _Monitor:
     def _ended(self, ended: Exit, steps: Sequence[float], *, has_all_steps: bool) -> Trial:
         """Return the trial as measured if it ran long enough, or with the reason for its failure."""
         cut_off = ended.ended_by == "timeout" and not has_all_steps and self.has_steps and len(steps) >= MIN_STEPS
-        if (ended.code == 0 and ended.ended_by is None) or has_all_steps or cut_off:
+        late = ended.ended_by == "timeout" and not self.has_steps  # a trial may have measured, and been slow to stop
+        if (ended.code == 0 and ended.ended_by is None) or has_all_steps or cut_off or late:
             try:
                 return self._checked(self._measurement(partial=cut_off))
             except FlagError as error:
-                return self._failed(error)
+                if not late:
+                    return self._failed(error)
         state, reason = self._failure(ended, self.trial.time_limit)
         if state is TrialState.TIMED_OUT and self.has_steps:
             reason = self._timeout_reason(reason, steps)

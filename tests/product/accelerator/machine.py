@@ -96,14 +96,6 @@ class Machine:
         (info / "entry_points.txt").write_text(f"[flagcore.plugins]\n{points[1]} = {points[2]}\n")
         return project
 
-    def loaded_by_torch(self) -> dict[str, str]:
-        """Return the variables of processes in which `import torch` imports the vendor's modules, as torch_npu's."""
-        info = self.folder / "autoload" / "torch_simu-1.0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-simu\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[torch.backends]\nsimu = torch_simu:autoload\n")
-        return {"PYTHONPATH": os.pathsep.join([str(info.parent), self.environment["PYTHONPATH"]])}
-
     def run(
         self, *argv: str, status: int = 0, stdin: str | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
@@ -115,11 +107,6 @@ class Machine:
             raise AssertionError(f"{error}\n{error.stdout!r:.3000}\n{error.stderr!r:.6000}") from None
         assert done.returncode == status, f"{argv}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         return done
-
-    def python(self, code: str, **options: Any) -> str:
-        """Run Python code on the machine, and return what it prints."""
-        end = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"  # autograd's threads may still free Python objects
-        return self.run(sys.executable, "-c", code + end, **options).stdout
 
     def flag(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run `flag` on the machine."""

@@ -1,9 +1,7 @@
 """flagcore on a vendor's build of torch: trials, probes and calibrations through the module of the device."""
 
 import json
-import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -152,27 +150,6 @@ def test_kernels_and_links_are_calibrated(built: Machine) -> None:
     assert kinds >= {"launch", "gemm", "attention", "attention_backward", "host_copy"}
     assert any(row.get("collective") for row in data["rows"])
     assert all(row["us"] > 0 for row in data["rows"])
-
-
-@pytest.fixture
-def busy(built: Machine) -> Iterator[int]:
-    """A process that holds most of the memory of device 1, by its id."""
-    code = "import torch, torch_simu; held = torch.zeros(3 << 27, device='simu:1'); print('ready', flush=True); input()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], env=built.environment, **pipes) as process:
-        assert process.stdout.readline() == b"ready\n"
-        yield process.pid
-        process.communicate(b"\n")
-
-
-def test_a_device_in_use_fails_the_trial_before_it_starts(built: Machine, busy: int) -> None:
-    auto_tuner = {"space": SPACE, "control": {**CONTROL, "device_wait": 0}}
-    spec = {"model": MODEL, "cluster": {"chip": "auto"}, "train": TRAIN, "auto_tuner": auto_tuner}
-    write(built, "busy.yaml", spec)
-    built.flag("tune", "busy.yaml", "--run-dir", "busy", status=5, SIMU_VISIBLE_DEVICES="3,1")
-    (trial,) = json.loads((built.folder / "busy" / "result.json").read_text())["trials"]
-    assert (trial["state"], trial["inconclusive"]) == ("failed", True)
-    assert str(busy) in trial["reason"]
 
 
 def test_doctor_imports_the_vendors_modules(built: Machine) -> None:

@@ -58,12 +58,6 @@ def test_a_path_that_is_not_a_file(make: Callable[[Path], object], flag: Flag, t
         refused(flag(*command, str(tmp_path / "path")), 2)
 
 
-@pytest.mark.parametrize("where", ["file", "/proc/flagcore", "x" * 300])
-def test_a_run_folder_that_cannot_be_written(where: str, flag: Flag, project: Project) -> None:
-    (project.folder / "file").touch()
-    refused(flag("tune", project.spec(), "--run-dir", where), 2, "cannot be")
-
-
 @pytest.mark.parametrize("content", ["", "{}", '{"argv": [], "environment": {}, "directory": "/"}'])
 def test_a_run_with_a_modified_best(content: str, flag: Flag, tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import psutil
 import pytest
 
 from flagcore.domain.launch import PORT_VARIABLE
+from flagcore.launchers.network import free_port
+from tests.launchers.processes import within
 
 pytestmark = pytest.mark.slow
 
@@ -32,12 +33,6 @@ if os.fork() == 0:
     time.sleep(600)
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -81,10 +76,7 @@ def test_servers_are_reported_when_they_are_ready_and_end_with_the_command(
     assert len(left(folder)) == 2
     os.kill(process.pid, number)
     assert process.wait(30) == code
-    deadline = time.monotonic() + 20
-    while left(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left(folder)
+    assert within(20, lambda: not left(folder))
 
 
 def test_a_server_that_ends_ends_the_command_with_its_status(run: tuple[Path, int]) -> None:

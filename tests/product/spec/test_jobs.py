@@ -118,11 +118,6 @@ def test_invalid_record_is_refused_by_its_key(
     assert problem in error.problem
 
 
-@pytest.mark.parametrize("record", [None, 5, [], "x", {}])
-def test_a_line_without_a_record_is_refused(error_of: ErrorOf, record: Any) -> None:
-    error_of(read_job, record, ENGINES)
-
-
 SLIPS = [
     (("train", "seq_len"), 128, "train.seq_len", "did you mean seq_length?"),
     (("train", "settings"), {"fp8_gather": True}, "train.settings.fp8_gather", "fp8_param_gather"),

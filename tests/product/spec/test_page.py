@@ -1,10 +1,8 @@
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from docs.site import spec_tables
 from flagcore.spec.convert import json_schema, parse_spec
@@ -133,16 +131,6 @@ def parse_example(path: tuple[str, ...], example: object, base: dict[str, Any], 
     if path[:-1] == ("cluster", "groups"):
         data["cluster"]["groups"] = [place]
     parse_spec(data, file=".".join(path), base=folder, engines=ENGINES)
-
-
-def test_example_of_the_page_is_a_valid_spec(tmp_path: Path) -> None:
-    text = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
-    spec = parse_spec(yaml.safe_load(text), file="page", base=tmp_path, engines=ENGINES)
-    assert spec.space["tensor_model_parallel_size"] == (1, 2, 4, 8)
-    text = re.findall(r"```yaml\n(.*?)```", SERVE_PAGE, re.DOTALL)[0]
-    serving = parse_spec(yaml.safe_load(text), file="page", base=tmp_path, engines=ENGINES)
-    assert [load.concurrency for load in serving.serve.loads] == [16, 64]
-    assert serving.work.slo == {"ttft_s.p99": 1.0, "tpot_s.p99": 0.05}
 
 
 def test_schema_describes_every_key_and_refuses_others() -> None:

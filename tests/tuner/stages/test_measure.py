@@ -100,6 +100,15 @@ def test_a_completed_trial_is_measured_if_it_wrote_metrics(tmp_path: Path) -> No
     assert (done.state, done.reason, done.measurement) == (TrialState.FAILED, "it wrote no metrics.json", None)
 
 
+def test_a_service_that_measured_and_was_slow_to_stop_is_measured(tmp_path: Path) -> None:
+    spec = replace(TASK.spec, work=tasks.Service(engine="toy"), objective="output_tokens_per_s")
+    platform, late = tasks.platform(replace(TASK, spec=spec)), ended(-15, "timeout")
+    assert measured(Ran(late), tmp_path, platform=platform).state is TrialState.MEASURED
+    lost = measured(Ran(late), tmp_path, Engine(result="it wrote no metrics.json"), platform)
+    assert (lost.state, lost.measurement) == (TrialState.TIMED_OUT, None)
+    assert "still running after 12 s" in (lost.reason or "")
+
+
 @pytest.mark.parametrize("by", ["disk", "guard", "stopped"])
 def test_a_trial_that_something_else_ended_is_inconclusive(tmp_path: Path, by: str) -> None:
     assert measured(Ran(ended(-9, by)), tmp_path).inconclusive == (by != "disk")

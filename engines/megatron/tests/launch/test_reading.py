@@ -176,24 +176,6 @@ def test_effective_values_are_read_from_the_output_of_megatron(tmp_path: Path) -
     }
 
 
-def test_progress_continues_reading_at_the_last_position(tmp_path: Path) -> None:
-    progress = ENGINE.progress(COMMAND, str(tmp_path))
-    first, second, third = (
-        f" iteration {number}/ 3 | elapsed time per iteration (ms): 1500.0 | lm loss: 7.0E+00 |\n"
-        for number in (1, 2, 3)
-    )
-    file = tmp_path / "stdout.log"
-    seen = []
-    for written in ("", first[:60], first[60:], "talk\n" + second, third[:-1]):
-        with file.open("a") as log_file:
-            log_file.write(written)
-        seen.append(len(progress()))
-    assert seen == [0, 0, 1, 2, 2]
-    with file.open("a") as log_file:
-        log_file.write("\n")
-    assert progress() == (1.5, 1.5, 1.5)
-
-
 @pytest.mark.parametrize("name", ["steps.jsonl", "metrics.json", "stdout.log"])
 def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)

@@ -23,6 +23,7 @@ from engines.megatron.tests.trial import trial_jobs
 from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS
 from flagcore.domain.launch import Exit, Launch
 from flagcore.launchers.local import LocalLauncher
+from tests.launchers.processes import within
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
@@ -75,15 +76,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def wait_until(condition: Any, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return bool(condition())
 
 
 @dataclass(frozen=True)
@@ -213,7 +205,7 @@ def test_steps_are_written_while_the_trial_runs_and_sigterm_ends_its_ranks(tmp_p
     program = start(tmp_path, trial_jobs.make_job(out, DENSE, train=ENDLESS, data_parallel_size=2))
     try:
         steps = out / "steps.jsonl"
-        assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") > 2, 60)
+        assert within(60, lambda: steps.exists() and steps.read_text().count("\n") > 2)
         pids = children(program.pid)
         assert len(pids) == 2
         lines = steps.read_text().splitlines()[:3]
@@ -241,7 +233,7 @@ def sleeping() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     command = [sys.executable, "-c", SLEEPING]
     program = subprocess.Popen(command, env=trial_jobs.environment(), stderr=subprocess.PIPE, text=True)
     try:
-        assert wait_until(lambda: len(children(program.pid)) == 2, 60)
+        assert within(60, lambda: len(children(program.pid)) == 2)
         yield program, children(program.pid)
     finally:
         program.kill()
@@ -251,7 +243,7 @@ def sleeping() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 def test_killing_the_parent_leaves_no_rank(sleeping: tuple[subprocess.Popen[str], list[int]]) -> None:
     program, pids = sleeping
     program.kill()
-    assert wait_until(lambda: not any(is_running(pid) for pid in pids), 30)
+    assert within(30, lambda: not any(is_running(pid) for pid in pids))
 
 
 def test_a_rank_that_dies_ends_the_others(sleeping: tuple[subprocess.Popen[str], list[int]]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -70,30 +69,3 @@ def test_figures_come_from_the_files_of_the_trial(tuned: api.Outcome) -> None:
 
 def test_all_trials_start_warm(tuned: api.Outcome) -> None:
     assert all(trial["warm"] for trial in tuned.data["trials"])
-
-
-@pytest.mark.long
-def test_long_steps_are_shortened_scaled_and_repeated_whole(tmp_path: Path) -> None:
-    control = {**SPEC["auto_tuner"]["control"], "max_step_time": 0.001, "max_trials": 1}
-    spec = {**SPEC, "train": {**SPEC["train"], "global_batch_size": 16}}
-    spec["auto_tuner"] = {**SPEC["auto_tuner"], "control": control}
-    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
-    result = api.tune(tmp_path / "spec.yaml", run_dir=tmp_path / "run").data
-    for trial in (*result["trials"], *result["repeats"]):
-        folder, short = tmp_path / "run" / "trials" / str(trial["number"]), trial["shortened"]
-        batch = json.loads((folder / "job.json").read_text())["train"]["global_batch_size"]
-        assert batch == (short["global_batch_size"] if short else 16)
-        launch = json.loads((folder / "launch.json").read_text())
-        limit = {"seconds": launch["timeout_seconds"], "because": launch["timeout_because"]}
-        assert limit.items() <= trial["time_limit"].items()
-        assert limit["seconds"] > 300.0
-    assert all(trial["shortened"] for trial in result["trials"])
-    assert not any(trial["shortened"] for trial in result["repeats"])
-    assert result["best"]["role"] == "repeat"
-    assert "scaled_from" not in result["best"]["measured"]["step_time_s"]
-    first = next(each for each in result["trials"] if each["candidate"] == result["best"]["candidate"])
-    step, short = first["measured"]["step_time_s"], first["shortened"]
-    assert step["median"] == pytest.approx(step["scaled_from"] * short["scale"])
-    metrics = json.loads((tmp_path / "run" / "trials" / str(first["number"]) / "metrics.json").read_text())
-    assert step["scaled_from"] == median([each["step_time_s"] for each in metrics["steps"]][1:])
-    assert "scaled from" in str(api.explain_candidate(tmp_path / "run", f"trial {first['number']}"))

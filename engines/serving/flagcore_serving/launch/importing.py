@@ -25,7 +25,7 @@ from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP
 from flagcore_serving.space.knobs import CONTEXT, DEFAULT_SPACE, QUANTIZATION, TRANSFER
 from flagcore_serving.space.placement import parse_roles
-from flagcore_serving.space.program import as_words
+from flagcore_serving.space.program import as_words, leaves
 from flagcore_serving.space.rules import check_text
 
 LENGTHS = (
@@ -249,8 +249,11 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
 
 def _with_config(engine: EngineProfile, pairs: list[Pair], start: Start, directory: Path, notes: Notes) -> list[Pair]:
     """Return the flags of a command after those in its configuration file, if that is known. Raises SpecError."""
-    name = engine.program.config_flag
-    found = next((values for flag, values in pairs if name and values and strip_dashes(flag) == name), None)
+    program = engine.program
+    named = [(program.full_name(strip_dashes(flag)), values) for flag, values in pairs if flag]
+    found = next((values for name, values in named if values and name == program.config_flag), None)
+    if found is None and program.file_variable in start.envs:
+        found = [start.envs[program.file_variable]]
     if found is None:
         return pairs
     file, *model = found  # the model may follow the file
@@ -260,16 +263,29 @@ def _with_config(engine: EngineProfile, pairs: list[Pair], start: Start, directo
     else:
         text = f"the flags of {file} are part of the command"
         content = read_mapping(directory / file, file=file) if mounted is None else mapping_of(mounted, file=file)
-    notes.note(f"--{name}", text, "serve")
+    notes.note(f"--{program.config_flag}" if program.config_flag else program.file_variable, text, "serve")
+    if program.typed_file:
+        content = {path: each for key, value in content.items() for path, each in leaves(key, value)}
     for key, value in content.items():
-        if value is False:
+        if value is False and not program.typed_file:
             problem = f"dropped: as in {engine.program.title}, false in a configuration file has no effect"
             notes.note(f"--{key}", problem, "serve")
             continue
         given = [each for each in (value if isinstance(value, list) else [value]) if each is not True]
-        added.append((f"--{key}", [json.dumps(each) if isinstance(each, Mapping) else str(each) for each in given]))
+        added.append(
+            (f"--{key}", [json.dumps(each) if isinstance(each, Mapping | bool) else str(each) for each in given])
+        )
     first = [pair for pair in [*pairs, ("", model)] if not pair[0] and pair[1]]
-    return [*first, *added, *(pair for pair in pairs if pair[0] and strip_dashes(pair[0]) != name)]
+    others = (pair for pair in pairs if pair[0])
+    return [
+        *first,
+        *added,
+        *(pair for pair in others if program.full_name(strip_dashes(pair[0])) != program.config_flag),
+    ]
+
+
+def _text(value: object) -> str:
+    return json.dumps(value) if value is None or isinstance(value, Mapping | bool) else str(value)
 
 
 def _of_variables(engine: EngineProfile, envs: Mapping[str, str]) -> Iterator[Pair]:
@@ -304,10 +320,14 @@ class _Arguments:
                 written.pop(name, None)
         if self._problems:
             raise join_errors(self._problems)
-        added = " and ".join(name for name in self.values if name not in (*written, EP))
-        for name in (name for name in written if name not in self.values):
+        added = {name for name in self.values if name not in (*written, EP)}
+        dropped = {name: value for name, value in written.items() if name not in self.values}
+        alone = {name: added & {*self._program.known_args({name: value})} for name, value in dropped.items()}
+        rest = added.difference(*alone.values())
+        for name, own in alone.items():
+            text = " and ".join(sorted(own or rest))
             notes.note(
-                f"--{name}", f"is replaced with {added}" if added else "dropped: has no effect", "serve.engine_args"
+                f"--{name}", f"is replaced with {text}" if text else "dropped: has no effect", "serve.engine_args"
             )
 
     def _add(self, flag: str, values: list[str]) -> None:
@@ -416,13 +436,23 @@ def _split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
             values.append(word)
             continue
         if flag or values:
-            yield flag, values
+            yield from _assigned(engine, flag, values)
         flag, equals, value = word.partition("=")
         if word[1:2] in tuple(engine.program.digit_flags) and word[2:].isdecimal():
             flag, equals, value = word[:2], "=", word[2:]
         values = [value] if equals else []
     if flag or values:
+        yield from _assigned(engine, flag, values)
+
+
+def _assigned(engine: EngineProfile, flag: str, values: list[str]) -> Iterator[Pair]:
+    """Yield a flag with its values, or the flags that the values FLAG=VALUE of `Program.set_flag` set."""
+    if not flag or strip_dashes(flag) != engine.program.set_flag:
         yield flag, values
+        return
+    for each in values:
+        name, _, value = each.partition("=")
+        yield f"--{name}", [value]
 
 
 def _divide(
@@ -451,6 +481,10 @@ def _divide(
                 fixed[knob.name] = value
         baseline |= fixed
         for key, other in rest.items():
+            if engine.program.knob_of(key)[0]:  # a value that is not among the knob's words
+                for effect in engine.program.effects(key, other, f"--{key}"):
+                    text = f"is passed to the engine, but not predicted: {effect.why}"
+                    notes.note(f"--{key}", text, f"serve.engine_args.{key}")
             is_file = isinstance(other, str) and other.startswith(("./", "../"))
             others[key] = os.path.abspath(directory / str(other)) if is_file else other
     if problems:

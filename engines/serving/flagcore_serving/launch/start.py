@@ -78,6 +78,8 @@ class EngineProfile:
         ("vllm-router",), prefix_aware=task.spec.serve.prefix_aware
     )
     """Returns the router in front of several servers. Raises UsageError if no router supports such servers."""
+    form: Callable[[Instance], Instance] = lambda instance: instance
+    """Returns an instance with its flags in the form that the engine reads, such as a file."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
     """Returns the merges: rules by which candidates that the engine treats as equal become one."""
     split_by: str = TP
@@ -292,7 +294,8 @@ class EngineProfile:
         task = platform.task
         cores = Hardware.of(task).cores(placement.first, placement.width)
         instance = self.server(task, placement.values, cores)
-        instance = replace(instance, argv=(*instance.argv, *self._explicit(task, placement.values, instance.argv)))
+        explicit = self._explicit(task, placement.values, instance.argv)
+        instance = self.form(replace(instance, argv=(*instance.argv, *explicit)))
         if placement.kind:
             assert self.of_kind, "the candidate is legal"
             instance = self.of_kind(task, values, placement.kind, instance)

@@ -8,13 +8,13 @@ second matrix, those that they split by rows only the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from flagcore_vendorkit.transformer import attended, own_key_width, widths
 
-from flagcore.contracts import Costs
+from flagcore.contracts import Costs, KernelCosts
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore_serving.model.work import DISK_RATE, Serving, distinct_experts
@@ -24,10 +24,9 @@ LAUNCHES = 3
 """Kernels beside a product: one sets the result of the first matrix to 0, and one multiplies with each matrix (vllm
 0.33 `lora/ops/triton_ops`)."""
 
-GATHERED, OPERATORS = 4.0, 16
-"""How often vLLM on CPU cores moves each element of an adapter for each token: it reads it, writes it into a matrix of
-the token's own, of which caches first load the lines, and reads that. And how many operators of PyTorch it calls for a
-slice of a product (vllm 0.33 `lora/ops/torch_ops/lora_ops.py`)."""
+OPERATORS = 34
+"""How many operators of PyTorch vLLM calls on CPU cores for a slice of a product: counted with the dispatcher of torch
+2.13 for `bgmv_shrink` and `bgmv_expand_slice` of vllm 0.32 (`lora/ops/torch_ops/lora_ops.py`)."""
 
 
 class Pair(NamedTuple):
@@ -114,8 +113,16 @@ def swap_seconds(serving: Serving, settings: Settings) -> FloatArray:
     return size / serving.host_rate + np.where(is_kept, 0.0, size * settings.devices / DISK_RATE)
 
 
-def adapter_seconds(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
-    """Return the seconds that the adapters of an iteration's `tokens` take on a rank.
+def head_pair(serving: Serving, settings: Settings) -> tuple[Pair, ...]:
+    """Return the pair of the output head, which only tokens that are sampled use, if an engine's slots have one."""
+    model, ones = serving.model, np.ones_like(settings.tensor)
+    return (Pair(1.0, model.hidden_size * ones, model.vocab_size * ones),) if serving.overheads.adapts_tables else ()
+
+
+def adapter_seconds(
+    serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray, pairs: Iterable[Pair]
+) -> FloatArray:
+    """Return the seconds that the adapters of an iteration's `tokens` take on a rank for `pairs`.
 
     The weights of each adapter in the iteration are read once. `settings` has arrays that broadcast with `tokens`.
     """
@@ -125,11 +132,12 @@ def adapter_seconds(serving: Serving, settings: Settings, costs: Costs, tokens: 
     width, precision = _element_bytes(serving), serving.wide_precision if serving.precision != "fp32" else "fp32"
     rank, rows = np.maximum(rank, 1.0), np.maximum(load.share * tokens, 1.0)
     different = np.minimum(load.different(rows), np.maximum(settings.adapter_slots, 1.0))
-    byte_s = (kernels.memory_seconds(2e8 * np.ones_like(rows)) - kernels.memory_seconds(1e8 * np.ones_like(rows))) / 1e8
+    byte_s, moves = _byte_seconds(kernels), serving.overheads.adapter_moves
     total = np.zeros_like(tokens)
-    for pair in pairs_of(serving, settings):
-        if costs.synchronous and serving.overheads.gathers_adapters:
-            total = total + pair.layers * tokens * pair.chosen * rank * pair.elements * GATHERED * width * byte_s
+    for pair in pairs:
+        if costs.synchronous and moves:
+            seconds = _gathered(pair, kernels, moves, rank, tokens * pair.chosen, precision)
+            total = total + pair.layers * pair.slices * seconds
             continue
         routed = np.maximum(rows * pair.chosen, 1.0)
         inner, outer = pair.inner + 0.0 * rows, pair.outer + 0.0 * rows
@@ -143,12 +151,37 @@ def adapter_seconds(serving: Serving, settings: Settings, costs: Costs, tokens: 
     return np.where(settings.adapter_rank > 0.0, is_used * total, 0.0)
 
 
+def _gathered(
+    pair: Pair, kernels: KernelCosts, moves: Sequence[float], rank: FloatArray, rows: FloatArray, precision: str
+) -> FloatArray:
+    """Return the seconds of a slice of a product where each of `rows` first copies the matrices of its adapter.
+
+    `moves`: see `Overheads.adapter_moves`. A product over one element gives the time of a new tensor, which has new
+    pages if it is large. Products with the first matrix have 32 bits, and copies of narrower ones are converted, too
+    (vllm 0.33 `lora/ops/torch_ops/lora_ops.py`).
+    """
+    one, outer, bits = np.ones_like(rows), pair.outer / pair.slices, 4.0 if precision == "fp32" else 2.0
+    moved_s = _byte_seconds(kernels) * rows * rank
+    seconds = moved_s * (pair.inner + outer) * (moves[0] - 1.0) * bits + moved_s * pair.inner * 4.0 * moves[1]
+    for width in (pair.inner, outer):
+        seconds = seconds + kernels.gemm_seconds(rows, rank * width * (bits / 4.0), one, "fp32")
+    if precision == "fp32":
+        return np.asarray(seconds + moved_s * outer * 4.0 * moves[1])
+    seconds = seconds + kernels.gemm_seconds(rows, rank * pair.inner, one, "fp32")
+    return seconds + kernels.gemm_seconds(one, rows * outer, rank, precision)
+
+
+def _byte_seconds(kernels: KernelCosts) -> float:
+    """Return the seconds for each byte that a large element-wise kernel moves."""
+    smaller, larger = kernels.memory_seconds(np.array([1e8, 2e8])).tolist()
+    return float(larger - smaller) / 1e8
+
+
 def adapter_launches(serving: Serving, settings: Settings, costs: Costs) -> FloatArray:
     """Return the number of kernels that an iteration with adapters launches for them."""
     if not serving.adapters.number:
         return np.zeros(settings.tensor.shape)
-    gathers = costs.synchronous and serving.overheads.gathers_adapters
-    number = sum(
-        each.layers * (OPERATORS * each.slices if gathers else LAUNCHES) for each in pairs_of(serving, settings)
-    )
+    gathers = costs.synchronous and serving.overheads.adapter_moves
+    pairs = (*pairs_of(serving, settings), *head_pair(serving, settings))
+    number = sum(each.layers * (OPERATORS * each.slices if gathers else LAUNCHES) for each in pairs)
     return np.where(settings.adapter_rank > 0.0, number, 0.0)

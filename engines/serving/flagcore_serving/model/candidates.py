@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from flagcore.domain.metrics import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT
@@ -25,7 +25,8 @@ from flagcore_serving.model.disaggregated import Prefill
 from flagcore_serving.model.iteration import IterationCosts, interpolate
 from flagcore_serving.model.memory import ServingMemory
 from flagcore_serving.model.simulated_load import CACHE_FIGURES, HIT_RATE, MAX_REQUESTS, TIER_HIT_RATE, SimulatedLoad
-from flagcore_serving.model.simulation import Lane, Price, tokens_per_iteration
+from flagcore_serving.model.simulation import Lane, Price
+from flagcore_serving.model.speculation import rates, tokens_per_iteration
 from flagcore_serving.model.tiers import reached
 from flagcore_serving.model.vision import EncoderCosts, ImageWork
 from flagcore_serving.model.work import TOKENIZER, Overheads
@@ -204,9 +205,11 @@ def _highest(
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     times = context.times
-    costs = b"".join(each[row].tobytes() for each in (times.local, times.shared, times.summed, times.cached))
+    costs = b"".join(
+        each[row].tobytes() for each in (times.local, times.shared, times.summed, times.cached, times.drafts)
+    )
     floors = (times.floor[row], times.decode_floor[row], times.mixed_floor[row], times.captured[row])
-    other_costs = np.array([*floors, times.fixed[row], times.crowding[row]]).tobytes()
+    other_costs = np.array([*floors, times.fixed[row], times.sequence[row], times.crowding[row]]).tobytes()
     if context.encoder is not None:
         other_costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
     other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
@@ -222,11 +225,15 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, min(float(settings.max_running[row]), float(context.memory.sequences[row]))) * ranks
-    acceptance, caches = load.load.acceptance, bool(settings.prefix_caching[row] and load.parts)
-    found, device = float(load.load.prefix_len), max(tokens, 0.0) if caches else 0.0
-    if context.overheads.whole_prompts:  # each slot has one
-        device = min(device, float(settings.max_running[row]) * ranks * sum(load.means))
-    tiers = [(name, float(each[row]), float(token_s[row])) for name, (each, token_s) in context.tiers.items() if caches]
+    acceptance, caches = rates(load.load, settings, row), bool(settings.prefix_caching[row] and load.parts)
+    found, device, least = float(load.load.prefix_len), max(tokens, 0.0) if caches else 0.0, 0.0
+    if (
+        context.overheads.whole_prompts
+    ):  # each slot has one, and a tier at least one, even if it is larger than the tier
+        least = sum(load.means)
+        device = min(device, float(settings.max_running[row]) * ranks * least)
+    sizes = {name: (float(each[row]), float(token_s[row])) for name, (each, token_s) in context.tiers.items() if caches}
+    tiers = [(name, max(each, least) if each else 0.0, token_s) for name, (each, token_s) in sizes.items()]
     if context.task.spec.model.state_bytes:  # a state is stored only at the end of a block
         found -= found % block
     used = load.load.adapters + (context.overheads.base_takes_slot and load.load.adapter_share < 1.0)
@@ -241,13 +248,18 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         stages=stages,
         shared_prefix=found if settings.prefix_caching[row] else 0.0,
         retained=device,
-        tiers=tuple(reached(device, tiers, writes_through=bool(settings.writes_through[row]))),
+        tiers=tuple(
+            reached(
+                device, tiers, writes_through=bool(settings.writes_through[row]), own_order=context.overheads.own_order
+            )
+        ),
         whole_prompts=context.overheads.whole_prompts,
         adapters=slots if slots < used else 0.0,
         swap_s=float(context.swap_s[row]) if slots < used else 0.0,
         page=float(settings.block_size[row]) if load.parts else 1.0,
+        mixes=context.overheads.mixes or bool(settings.mixed_chunks[row]),
         drafted=drafted,
-        gain=tokens_per_iteration(acceptance or 0.0, drafted),
+        gain=tokens_per_iteration(acceptance or (), drafted),
     )
 
 
@@ -316,6 +328,7 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         ranks=settings.data,
         stages=settings.pipeline,
         role=context.kinds.role,
+        mixes=settings.mixed_chunks | context.overheads.mixes,
         encode=np.array(encode) if encode else 0.0,
     )
 
@@ -376,6 +389,7 @@ class ClosedLoop:
     - `cache_tokens`: the capacity of the cache in tokens, summed likewise.
     - `ranks`, `stages`: numbers of attention DP ranks and of pipeline stages.
     - `role`: 1 if the lane only computes prompts, 2 if it only decodes, else 0.
+    - `mixes`: whether iterations combine prompts and decoding.
     - `encode`: seconds of the vision tower for the images of a request.
     - `cached`: the share of a prompt that need not be computed. Only `parts` depend on it.
     """
@@ -391,6 +405,7 @@ class ClosedLoop:
     ranks: FloatArray
     stages: FloatArray
     role: IntArray | int = 0
+    mixes: BoolArray | bool = True
     encode: FloatArray | float = 0.0
     cached: FloatArray | float = 0.0
 
@@ -441,7 +456,7 @@ def steady_state(loop: ClosedLoop) -> LoopMeans:
         plain, mixed, prompt_tokens = _iterations(loop, decoding)
         # number of iterations with prompts per decoding iteration
         prompt_share = np.where(decodes_only, 0.0, decoding * loop.prompt / (loop.output * prompt_tokens))
-        tpot = plain + prompt_share * (mixed - plain if overheads.mixes else mixed)
+        tpot = plain + prompt_share * (mixed - np.where(loop.mixes, plain, 0.0))
         busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)
         pieces = np.maximum(loop.prompt / prompt_tokens, 1.0)
         wait = 0.5 * overheads.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
@@ -474,17 +489,17 @@ def _iterations(
     costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
     plain, reads = loop.device(decoding), loop.reads(decoding)
     plain = np.maximum(plain, np.where(batch / loop.ranks > costs.captured, costs.floor, costs.decode_floor))
-    chunk = np.maximum(loop.budget - decoding * overheads.mixes, 1.0)
+    chunk = np.maximum(loop.budget - decoding * loop.mixes, 1.0)
     arrived = np.maximum(decoding * loop.prompt / loop.output, waiting)
     prompt_tokens = np.minimum(np.maximum(loop.prompt, arrived), chunk)
     piece = np.minimum(np.minimum(loop.prompt, prompt_tokens), loop.budget / loop.ranks)
     piece = np.maximum(np.minimum(piece, loop.budget / ranks), piece / loop.stages)
     longest = np.maximum(prompt_tokens / ranks, piece)
-    mixed_in = decoding if overheads.mixes else np.zeros_like(decoding)
+    mixed_in = np.where(loop.mixes, decoding, 0.0)
     tokens = mixed_in / loop.stages + np.maximum(prompt_tokens / loop.stages, longest)
     mixed = interpolate(costs.local, mixed_in / ranks + longest) + interpolate(costs.shared + costs.summed, tokens)
     mixed = mixed + interpolate(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
-    mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if overheads.mixes else 0.0)
+    mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + np.where(loop.mixes, reads, 0.0)
     mixed = mixed + loop.encode * longest / loop.prompt
     is_eager = (tokens / loop.ranks > costs.captured) | (not overheads.mixes)
     mixed = np.maximum(mixed, np.where(is_eager, costs.floor, costs.mixed_floor))

@@ -14,7 +14,7 @@ from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import Mixer
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.physics.roofline import cast_bytes
-from flagcore_serving.model.adapters import adapter_launches, adapter_seconds
+from flagcore_serving.model.adapters import adapter_launches, adapter_seconds, head_pair, pairs_of
 from flagcore_serving.model.memory import expert_bytes, offloaded_bytes
 from flagcore_serving.model.work import HOST_MEMORY_RATE, Serving, SparseKernel, distinct_experts
 from flagcore_serving.space.settings import Settings
@@ -51,6 +51,8 @@ class IterationCosts:
     - `fixed`, `sequence`: seconds added per iteration and per running sequence, multiplied by `crowding`.
     - `floor`: minimum seconds of an iteration of more than `captured` tokens, multiplied by `crowding`.
     - `decode_floor`, `mixed_floor`: the same for other iterations, without prompts and with prompts.
+    - `drafts`, `draft_heads`: tables of the seconds of a pass of the draft through its layers and through its head.
+    - `draft_cached`: as `cached`, of a pass of the draft.
     - `captured`: the largest iteration that runs as a captured graph, in tokens.
     - `crowding`: as in `Settings`.
     """
@@ -70,6 +72,9 @@ class IterationCosts:
     mixed_floor: FloatArray
     captured: FloatArray
     crowding: FloatArray
+    drafts: FloatArray
+    draft_heads: FloatArray
+    draft_cached: FloatArray
 
 
 def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:
@@ -138,8 +143,10 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     local, messages = local + stages, messages + stages
     local = local + column.pipeline * _from_host(serving, column, tokens)
     if serving.adapters.number:
-        local = local + adapter_seconds(serving, column, costs, tokens)
+        local = local + adapter_seconds(serving, column, costs, tokens, pairs_of(serving, column))
     head = linear(kernels, tokens, float(model.hidden_size), model.vocab_size / column.tensor, serving, wide=True)
+    if serving.adapters.number:
+        head = head + adapter_seconds(serving, column, costs, tokens, head_pair(serving, column))
     passes = NODES / tokens
     cached, pair = _attention_rates(serving, settings, kernels)
     pace, expert_pace = _paces(serving, settings)
@@ -175,6 +182,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         mixed_floor=pieces,
         captured=settings.captured(overheads.captures),
         crowding=settings.crowding,
+        **dict.fromkeys(("drafts", "draft_heads"), np.zeros_like(local)),
+        draft_cached=np.zeros_like(cached),
     )
 
 
@@ -213,17 +222,17 @@ def _overlapped(
     """
 
     def computing(tokens: FloatArray) -> FloatArray:
-        return _at(local, tokens / settings.data) + reading * tokens / settings.data
+        return at_counts(local, tokens / settings.data) + reading * tokens / settings.data
 
     reading = cached * (0.5 * (serving.prompt + serving.tokens))
     half = NODES / 2.0
-    experts_half, exchanged_half = _at(shared - exchanged, half), _at(exchanged, half)
+    experts_half, exchanged_half = at_counts(shared - exchanged, half), at_counts(exchanged, half)
     computed = computing(half) + experts_half
     longer, shorter = np.maximum(computed, exchanged_half), np.minimum(computed, exchanged_half)
     return 2.0 * (longer + EXPOSED * shorter) - computing(NODES)
 
 
-def _at(table: FloatArray, tokens: FloatArray) -> FloatArray:
+def at_counts(table: FloatArray, tokens: FloatArray) -> FloatArray:
     """Return each candidate's row of `table`, interpolated at several numbers of tokens."""
     tokens = np.broadcast_to(tokens, table.shape)
     return np.array([np.interp(counts, NODES, row) for counts, row in zip(tokens, table, strict=True)])
@@ -556,7 +565,7 @@ def exchange(serving: Serving, settings: Settings, costs: Costs, tokens: FloatAr
     gathered = gathered + costs.collectives.seconds("reduce_scatter", payload, ranks, stride)
     sent = gathered
     if settings.exchanges.any():
-        sent = _sent_to_experts(serving, ranks.astype(np.float64), costs, tokens / ranks)
+        sent = _sent_to_experts(serving, settings, ranks.astype(np.float64), costs, tokens / ranks)
     return np.where(settings.data > 1.0, np.where(settings.exchanges, sent, gathered), 0.0)
 
 
@@ -570,7 +579,9 @@ def _summed(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArr
     return np.where((settings.data > 1.0) & ~settings.exchanges, np.maximum(longer, 0.0), 0.0)
 
 
-def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, tokens: FloatArray) -> FloatArray:
+def _sent_to_experts(
+    serving: Serving, settings: Settings, ranks: FloatArray, costs: Costs, tokens: FloatArray
+) -> FloatArray:
     """Return the seconds to send the `tokens` of each rank only to the ranks of their experts, and results back.
 
     Each of the two messages takes `EXCHANGE_LATENCY`, plus the time of its bytes over the network or over the links of
@@ -583,8 +594,9 @@ def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, tokens: 
     sent = tokens * serving.model.expert_hidden_size * (token_bytes + 2.0)
     hosts, inside = np.maximum(ranks / domain, 1.0), np.minimum(ranks, domain)
     to_ranks, to_hosts = (distinct_experts(1.0 * each, 1.0, chosen) for each in (ranks, hosts))
-    over_network = np.where(tokens <= LOW_LATENCY_TOKENS, to_ranks, to_hosts) * (1.0 - 1.0 / hosts)
-    over_links = to_ranks * (inside - 1.0) / np.where(tokens <= LOW_LATENCY_TOKENS, ranks, inside)
+    is_direct = np.where(np.isnan(settings.direct), tokens <= LOW_LATENCY_TOKENS, settings.direct == 1.0)
+    over_network = np.where(is_direct, to_ranks, to_hosts) * (1.0 - 1.0 / hosts)
+    over_links = to_ranks * (inside - 1.0) / np.where(is_direct, ranks, inside)
     seconds = sent * over_links * _seconds_per_byte(costs, 1)
     if (hosts > 1.0).any():
         seconds = np.maximum(seconds, sent * over_network * _seconds_per_byte(costs, domain))

@@ -18,6 +18,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import BYTES
 from flagcore_serving.model.adapters import adapter_bytes
+from flagcore_serving.model.speculation import drafts
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
@@ -59,6 +60,10 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     """
     model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
     weights = weight_bytes(serving, settings) - offloaded_bytes(serving, settings)
+    alone = replace(settings, pipeline=np.ones_like(settings.pipeline))  # drafts are on the last pipeline stage
+    for rows, draft, own_tables in drafts(serving, settings):
+        shared = (1.0 - own_tables) * table_bytes(draft.model, alone)
+        weights = weights + np.where(rows, weight_bytes(draft, alone) - shared, 0.0)
     adapters = np.zeros(weights.shape)
     if settings.adapter_rank.any():
         adapters = settings.adapter_slots * adapter_bytes(serving, settings)
@@ -79,6 +84,9 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     token = token_bytes(model, settings, serving.tokens, **kept)
     longest = settings.context_len.astype(np.float64)
     longest_token = token_bytes(model, settings, longest, batched_tokens, **kept)
+    for rows, draft, _ in drafts(serving, settings):
+        token = token + np.where(rows, token_bytes(draft.model, alone, serving.tokens, **kept), 0.0)
+        longest_token = longest_token + np.where(rows, token_bytes(draft.model, alone, longest, **kept), 0.0)
     state = _state_bytes(model, settings, recurrent=True)
     aside = (settings.state_share > 0.0) & (state > 0.0)
     tokens = np.maximum(serving.tokens, 1.0)

@@ -8,13 +8,15 @@ from typing import TypeVar
 import numpy as np
 
 from flagcore.contracts import Costs, KernelCosts, communicator_bytes
+from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.domain.spec import Task, figure_name, is_rate
 from flagcore_serving.model.adapters import swap_seconds
 from flagcore_serving.model.candidates import Candidates, expected_figures, time_parts
-from flagcore_serving.model.iteration import IterationCosts, iteration_costs
+from flagcore_serving.model.iteration import NODES, IterationCosts, at_counts, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory
+from flagcore_serving.model.speculation import drafts, uncertainty
 from flagcore_serving.model.tiers import tiers_of
 from flagcore_serving.model.vision import encoder_costs
 from flagcore_serving.model.work import HOST_RATE, AdaptedRequests, Overheads, Serving
@@ -72,17 +74,19 @@ def predict(
     *,
     untested: bool = False,
     kinds: InstanceKinds | None = None,
+    draft: Model | None = None,
 ) -> Predictions:
     """Return memory and metrics of each candidate. Times are NaN if facts about the chip are missing.
 
     `settings` has one row per kind of instance in `kinds`. If `kinds` is None, all instances of a candidate are equal.
     Memory refers to the fullest device. With several load points, the metrics refer to the point that
-    `flagcore_serving.trial.reading.read` chooses. Intervals are wider for an `untested` engine.
+    `flagcore_serving.trial.reading.read` chooses. Intervals are wider for an `untested` engine. `draft`: the model that
+    drafts tokens, if it is known.
     """
     kinds = kinds or uniform_kinds(settings.instances)
     if not costs.synchronous:
         settings = replace(settings, crowding=crowding(task, kinds, settings))
-    serving, vision = serving_of(task, costs.kernels, overheads), task.spec.model.vision
+    serving, vision = serving_of(task, costs.kernels, overheads, draft), task.spec.model.vision
     memory, times = _memory_and_times(task, serving, settings, costs)
     encoder = None if vision is None else encoder_costs(vision, serving, settings, costs)
     context = Candidates(
@@ -107,6 +111,7 @@ def predict(
     on_host = np.zeros(kinds.size)
     np.maximum.at(on_host, kinds.owner, settings.experts_on_host)
     width_factor = np.where(unmeasured | (loads > 0.0) | (on_host > 0.0), WIDTH_FACTOR, 1.0)
+    width_factor = width_factor * np.maximum.reduceat(uncertainty(task.spec.serve.loads, settings), kinds.first_rows)
     width_factor = width_factor * (NETWORK_FACTOR if costs.assumed_network else 1.0)
     few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
     return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
@@ -157,12 +162,31 @@ def _memory_and_times(
     memory, times = serving_memory(serving, settings, costs), iteration_costs(serving, settings, costs)
     if settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
         fp8_task = replace(task, spec=replace(task.spec, work=replace(serve, precision="fp8")))
-        fp8 = serving_of(fp8_task, costs.kernels, overheads)
+        fp8 = serving_of(fp8_task, costs.kernels, overheads, serving.draft)
         memory = _selected(settings.quantized, serving_memory(fp8, settings, costs), memory)
         times = _selected(settings.quantized, iteration_costs(fp8, settings, costs), times)
+    times = with_drafts(times, serving, settings, costs)
     changed = times.fixed + (settings.host_s - overheads.iteration) * times.crowding
     sequence = np.where(settings.host_s == 0.0, OVERLAPPED, 1.0) * times.sequence
     return memory, replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed), sequence=sequence)
+
+
+def with_drafts(times: IterationCosts, serving: Serving, settings: Settings, costs: Costs) -> IterationCosts:
+    """Return iteration costs with those of drafts: of a pass through their layers and head, and on the host. Passes run
+    on the last pipeline stage, for which the others wait."""
+    none = np.zeros_like(settings.offloaded)
+    alone = replace(settings, pipeline=np.ones_like(settings.pipeline), offloaded=none)
+    layers, heads, cached = times.drafts, times.draft_heads, times.draft_cached
+    for rows, draft, _ in drafts(serving, settings):
+        each = iteration_costs(draft, alone, costs)
+        floor = np.where(each.captured > 0, each.decode_floor, each.floor)[:, None]
+        seconds = np.maximum(each.local + at_counts(each.shared, NODES * settings.data[:, None]), floor)
+        stages, rows_of_table = settings.pipeline[:, None], rows[:, None]
+        layers = np.where(rows_of_table, seconds * stages, layers)
+        heads = np.where(rows_of_table, each.sampled * stages, heads)
+        cached = np.where(rows, each.cached * settings.pipeline, cached)
+    host = settings.draft_host_s * settings.crowding
+    return replace(times, drafts=layers, draft_heads=heads, draft_cached=cached, sequence=times.sequence + host)
 
 
 def _selected(rows: BoolArray, chosen: T, others: T) -> T:
@@ -173,7 +197,7 @@ def _selected(rows: BoolArray, chosen: T, others: T) -> T:
     )
 
 
-def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Serving:
+def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Model | None = None) -> Serving:
     """Return the inputs to the formulas that all candidates of a task share.
 
     A number format in which the chip cannot compute is used for storage only. For a weights file (GGUF), the bytes per
@@ -191,7 +215,7 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
     group = task.cluster.groups[0]
     link = group.chip.link
     on_bus = link is not None and link.topology == "pcie"
-    serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt)
+    serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt, draft=draft)
     peak = group.chip.dense_flops_per_second.get("bf16")
     serving = replace(serving, architecture=group.chip.architecture, peak=peak.value if peak else math.nan)
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()

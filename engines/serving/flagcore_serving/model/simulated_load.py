@@ -11,7 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -95,8 +97,14 @@ def turn_order(task: IntArray, turn: IntArray, flight: int) -> IntArray:
     """Return the order in which a closed loop sends the requests of conversations.
 
     `flight` conversations run at once, and take turns: each sends its next request after the answer to the one before.
+    The next conversation starts where one has ended.
     """
-    return np.lexsort((task, turn, task // max(flight, 1)))
+    lengths, free = np.bincount(task), [(0, slot) for slot in range(max(flight, 1))]
+    starts = np.zeros((2, lengths.size), dtype=np.int64)
+    for number, length in enumerate(lengths.tolist()):
+        starts[:, number] = begin, slot = heappop(free)
+        heappush(free, (begin + length, slot))
+    return np.lexsort((starts[1, task], starts[0, task] + turn))
 
 
 MAX_REQUEST_TIMES = 20_000
@@ -131,7 +139,7 @@ class RequestTimes:
     @classmethod
     def from_outcome(cls, outcome: SimulatedRun) -> RequestTimes:
         prompts, outputs, sent, first, end = (
-            np.array([getattr(request, name) for request in outcome.requests], dtype=np.float64)
+            np.fromiter(map(attrgetter(name), outcome.requests), np.float64, len(outcome.requests))
             for name in ("prompt", "output", "arrival", "first", "end")
         )
         return cls(
@@ -211,9 +219,8 @@ WAVES_IN_FLIGHT = 10
 """Number of requests that are simulated for a steady state, per request in flight, as in published measurements."""
 
 STEADY_RATIO = 0.9
-"""Minimum length of a simulated request in a steady state, relative to the load's length. Lengths vary, because
-requests of equal length would start and end together."""
-
+"""Minimum length of a simulated request in a steady state, relative to the load's length, if iterations combine prompts
+and decoding. Requests of equal length are then measured to spread over time (benchmarks/README.md)."""
 
 MAX_REQUESTS = 6000
 """Maximum number of simulated requests of one lane; the times of the others are extrapolated. In a closed loop, at
@@ -231,6 +238,7 @@ class SimulatedLoad:
     """The requests of a load, drawn once for all candidates.
 
     - `input_len`: prompt tokens, including the tokens of images.
+    - `equal`: the tokens of each prompt and answer of a steady state if all are equal, although these were varied.
     - `is_text`: whether prompts are texts, which servers must tokenize.
     - `images`: the other work for the images of each request.
     - `parts`: the parts of each prompt that a prefix cache may contain.
@@ -240,7 +248,7 @@ class SimulatedLoad:
     - `prefix_aware`: as in ServeSpec.
     - `vision`: the vision tower of the model; None if it has none.
     - `adapters`: the adapter of each request, -1 for none; None if none uses one.
-    - `hits`: results of `_hits_of` before rounding, by number of lanes and size of the cache.
+    - `hits`: results of `_hits_of` before rounding, by number of lanes, page and sizes of the tiers.
     - `rows`: results of `_rows`, by number of lanes.
     """
 
@@ -248,6 +256,7 @@ class SimulatedLoad:
     input_len: IntArray
     output_len: IntArray
     arrivals: FloatArray | None
+    equal: tuple[int, int] | None = None
     is_text: bool = False
     images: Sequence[ImageWork] = ()
     parts: Sequence[Sequence[Part]] = ()
@@ -257,7 +266,7 @@ class SimulatedLoad:
     prefix_aware: bool = False
     vision: Vision | None = None
     adapters: IntArray | None = None
-    hits: dict[tuple[int, float], FloatArray] = field(default_factory=dict, compare=False)
+    hits: dict[tuple[float, ...], FloatArray] = field(default_factory=dict, compare=False)
     rows: dict[int, IntArray] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -266,12 +275,14 @@ class SimulatedLoad:
 
         Raises SpecError for an invalid load or an unreadable trace.
         """
-        drawn_load = load = in_flight(load)
+        drawn_load, equal = (load := in_flight(load)), None
         if load.num_prompts is None and load.trace is None:
             flight = load.concurrency or OPEN_LOOP_FLIGHT
             count = max(min(WAVES_IN_FLIGHT * flight, MAX_REQUESTS), 2 * flight, 16)
-            ratio = STEADY_RATIO if load.range_ratio == 1.0 and load.range_spread is None else load.range_ratio
-            drawn_load = replace(load, num_prompts=count, range_ratio=ratio)
+            is_equal = load.range_ratio == 1.0 and load.range_spread is None and load.distribution == "uniform"
+            drawn_load = replace(load, num_prompts=count, range_ratio=STEADY_RATIO if is_equal else load.range_ratio)
+            if is_equal and load.request_rate is None and load.turns == 1 and load.images is None:
+                equal = load.prefix_len + load.input_len, load.output_len
         requests = traffic(drawn_load)
         images = requests.images if vision is not None else ()
         drawn = cls(
@@ -279,6 +290,7 @@ class SimulatedLoad:
             requests.input_len + image_tokens(images, vision) if images and vision else requests.input_len,
             requests.output_len,
             requests.arrive_s,
+            equal,
             bool(requests.texts or images),
             image_work(images, vision) if vision else (),
             prompt_parts(requests, load.prefix_len),
@@ -340,11 +352,17 @@ class SimulatedLoad:
         The shape is (tiers, requests). The first tier is the cache of the devices."""
         rows, lane = self._rows(lanes), price.lane
         within = [np.zeros(rows.size)]
-        for reach in (lane.retained, *(tier.reach for tier in lane.tiers)) if self.parts else ():
-            if (lanes, reach) not in self.hits:
+        reaches = (lane.retained, *(tier.reach for tier in lane.tiers)) if self.parts else ()
+        for number, reach in enumerate(reaches):
+            ahead = within[-1] if price.overheads.own_order and number else None
+            key = (lanes, lane.page, *(reaches[: number + 1] if ahead is not None else (reach,)))
+            if key not in self.hits:
                 prompts, answers = [self.parts[row] for row in rows], self.output_len[rows].tolist()
-                self.hits[lanes, reach] = cached_tokens(prompts, reach, answers, whole=lane.whole_prompts)
-            within.append(self.hits[lanes, reach] // lane.page * lane.page)
+                answers, page = answers if ahead is None else [], int(lane.page)
+                self.hits[key] = cached_tokens(
+                    prompts, reach, answers, whole=lane.whole_prompts, page=page, ahead=ahead
+                )
+            within.append(self.hits[key] // lane.page * lane.page)
         return np.diff(np.array(within), axis=0) if len(within) > 1 else np.array(within)
 
     def _rows(self, lanes: int) -> IntArray:
@@ -449,6 +467,10 @@ class SimulatedLoad:
         rows = self._rows(lanes)
         inputs, outputs = self.input_len[rows], self.output_len[rows]
         arrivals = None if self.arrivals is None else self.arrivals[rows]
+        if self.equal and prefill is None and not price.lane.mixes:
+            # Prompts come first, so requests that end together are computed before any of them decodes, and end
+            # together again. Others join them: while a prompt delays decoding, the prompts of those that ended arrive.
+            inputs, outputs = (np.full_like(inputs, length) for length in self.equal)
         if inputs.size <= MAX_REQUESTS:
             count, simulated, is_closed = inputs.size, flight, arrivals is None
         else:

@@ -38,6 +38,7 @@ class Lane:
     - `tiers`: the tiers of the prefix cache behind the devices.
     - `whole_prompts`: as in `Overheads`.
     - `adapters`: adapters that one iteration can use; 0: all. `swap_s`: seconds to load another one into a slot.
+    - `mixes`: whether iterations combine prompts and decoding.
     - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
       that only decodes.
     """
@@ -55,6 +56,7 @@ class Lane:
     whole_prompts: bool = False
     adapters: float = 0.0
     swap_s: float = 0.0
+    mixes: bool = True
     drafted: float = 0.0
     gain: float = 1.0
 
@@ -78,11 +80,13 @@ class Price:
         slowed = overheads.slowed(float(costs.crowding[row]))
         self.lane = lane
         self.overheads = replace(slowed, entry=slowed.entry / (lane.ranks if slowed.own_front_ends else 1.0))
-        self.pair, self._cached = float(costs.pair[row]), float(costs.cached[row])
+        self.pair, self._drafted = float(costs.pair[row]), lane.drafted
+        self._cached = float(costs.cached[row] + lane.drafted * costs.draft_cached[row])
         self._stages, self._ranks, self._parts = lane.stages, lane.ranks, lane.ranks * lane.stages
         self._even, self._gain, self._mixes = lane.budget / self._parts, lane.gain, slowed.mixes
         self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()
         self._sampled = costs.sampled[row].tolist()
+        self._drafts, self._draft_heads = costs.drafts[row].tolist(), costs.draft_heads[row].tolist()
         self._prompts = (costs.shared[row] + costs.summed[row]).tolist()
         self._fixed, self._sequence = float(costs.fixed[row]), float(costs.sequence[row])
         self._floor, self._captured = float(costs.floor[row]), float(costs.captured[row])
@@ -105,6 +109,9 @@ class Price:
                 + _interpolate(self._shared, batch)
             )
             seconds = max(seconds, self._floor if per_rank > self._captured else self._decode_floor)
+            if self._drafted:
+                rows = sequences / self._parts
+                seconds += self._drafted * (_interpolate(self._drafts, rows) + _interpolate(self._draft_heads, rows))
             seconds = (seconds + (self._fixed + self._sequence * sequences / self.lane.ranks)) / self.lane.gain
             self._decode[sequences] = seconds
         return seconds
@@ -130,6 +137,7 @@ class Price:
         time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
         time += _interpolate(self._prompts, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
         is_eager = batch / self._ranks > self._captured or not self._mixes
+        time += _interpolate(self._drafts, per_rank) if self._drafted else 0.0
         time = max(time, self._floor if is_eager else self._mixed_floor)
         return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self._ranks
 
@@ -150,15 +158,6 @@ class Price:
         host_bound = max(0, ceil(count - 1 - (last - first) / growth - 1e-6))  # iterations that wait for the host
         remaining = count - host_bound
         return host_bound * first + remaining * last - growth * (remaining * (remaining - 1) / 2.0)
-
-
-def tokens_per_iteration(acceptance: float, drafted: float) -> float:
-    """Return the expected number of tokens that a sequence gets in one iteration with speculation.
-
-    Each of the `drafted` tokens is accepted with the probability `acceptance` if all drafted tokens before it are
-    (Leviathan et al. 2023, arXiv 2211.17192, equation 1).
-    """
-    return drafted + 1.0 if acceptance >= 1.0 else (1.0 - acceptance ** (drafted + 1.0)) / (1.0 - acceptance)
 
 
 def _interpolate(table: list[float], tokens: float) -> float:
@@ -400,7 +399,9 @@ class Simulation:
         A prompt belongs to one attention DP rank, which has a scheduler and a budget of its own (vLLM
         `docs/serving/data_parallel_deployment.md`; SGLang `managers/data_parallel_controller.py`).
         """
-        decoding = self.running if self.overheads.mixes else 0
+        if not (self.queue or self.partial):
+            return False
+        decoding = self.running if self.lane.mixes else 0
         budget = self.lane.budget - decoding
         if self._pieces(decoding, budget):
             return True

@@ -6,6 +6,10 @@ So one order of use determines where a token is: in the fastest tier that reache
 copy of each computed token (write-through) reaches as far as its own capacity. One that gets only what the tier before
 it evicts (write-back) reaches further by its capacity.
 
+vLLM's own offload differs (`Overheads.own_order`): what the devices have is not refreshed in the host's memory, which
+gets copies of computed prompts, and refreshes what it loads (vLLM 0.33 `kv_connector/v1/offloading/scheduler.py`). So
+it loses first what the devices have anyway.
+
 Copies to a slower tier are assumed to cost no time, because the host's link works in both directions.
 """
 
@@ -35,7 +39,8 @@ class Tier:
     """A tier behind the cache of a lane's devices.
 
     - `name`: one of TIERS.
-    - `reach`: how many of the last used tokens this tier and all faster ones contain.
+    - `reach`: how many of the last used tokens this tier and all faster ones contain; its own tokens if each tier has
+      an order of its own.
     - `token_s`: seconds to load the cache of one token.
     """
 
@@ -71,29 +76,43 @@ def tiers_of(
     return {name: (tokens[name], seconds[name]) for name in TIERS if tokens[name].any()}
 
 
-def reached(device: float, tiers: Iterable[tuple[str, float, float]], *, writes_through: bool) -> Iterator[Tier]:
+def reached(
+    device: float, tiers: Iterable[tuple[str, float, float]], *, writes_through: bool, own_order: bool = False
+) -> Iterator[Tier]:
     """Yield the tiers behind devices whose cache has `device` tokens. `tiers`: name, capacity and `token_s` of each."""
     reach = device
     for name, tokens, token_s in tiers:
-        reach = max(reach, tokens) if writes_through else reach + tokens
+        reach = tokens if own_order else max(reach, tokens) if writes_through else reach + tokens
         yield Tier(name, reach, token_s)
 
 
 def cached_tokens(
-    prompts: Iterable[Sequence[Part]], capacity: float, answers: Iterable[int] = (), *, whole: bool = False
+    prompts: Iterable[Sequence[Part]],
+    capacity: float,
+    answers: Iterable[int] = (),
+    *,
+    whole: bool = False,
+    page: int = 1,
+    ahead: FloatArray | None = None,
 ) -> FloatArray:
     """Return how many tokens of each prompt are cached, if a cache of `capacity` tokens stores earlier prompts.
 
     `answers`: the tokens of each prompt's answer, which are stored, too, but never found: prompts contain other ones.
-    `whole`: whether prompts are evicted as a whole, the beginning first.
+    `page`: only whole blocks of as many tokens are stored. `whole`: whether prompts are evicted as a whole, the
+    beginning first. `ahead`: the first tokens of each prompt that faster tiers have; they are found, and not stored or
+    refreshed.
     """
     cache, used, hits, lengths = OrderedDict[Hashable, int](), 0, list[float](), iter(answers)
     for number, parts in enumerate(prompts):
-        hit, matches = 0, True
+        hit, matches, place, first, past = 0, True, 0, 0, 0 if ahead is None else int(ahead[number])
         for name, size in parts:
-            found = min(cache.get(name, 0), size) if matches else 0
-            hit, matches = hit + found, matches and found == size
-        stored = ((("answer", number), next(lengths, 0)), *reversed(parts))
+            faster = min(max(past - place, 0), size)
+            found = max(faster, min(cache.get(name, 0), size)) if matches else 0
+            hit, matches, place, first = hit + found, matches and found == size, place + size, first + (faster == size)
+        stored, rest = list[Part]([(("answer", number), next(lengths, 0))]), place % page
+        for name, size in reversed(parts[first:]):  # without the end, which is in no whole block
+            stored.append((name, size - min(rest, size)))
+            rest -= min(rest, size)
         for name, size in reversed(stored) if whole else stored:
             cached = cache.pop(name, 0)
             cache[name] = max(size, cached)

@@ -108,6 +108,7 @@ class Overheads:
     - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
     - `activations_beside`: whether the engine's share of memory covers only weights and cache.
     - `whole_prompts`: whether each slot keeps its last prompt, and other tiers whole prompts. Otherwise any tokens.
+    - `own_order`: whether tiers behind the devices do not refresh what the devices have (see `model/tiers.py`).
     - `loads_by_layer`: whether an iteration computes layers while the cache of later ones is loaded from other tiers.
       Otherwise a request waits until its cache is loaded, and others are computed meanwhile.
     - `own_front_ends`: whether each attention rank has a front end, which accepts requests beside the others.
@@ -117,7 +118,8 @@ class Overheads:
     Adapters:
 
     - `adapts_tables`: whether slots also have matrices for the embedding and the head.
-    - `gathers_adapters`: whether kernels on CPU cores copy the matrices of an adapter for each token.
+    - `adapter_moves`: if kernels on CPU cores copy the matrices of an adapter for each token: the seconds of such a
+      copy, and of a product with it in 32 bits, relative to those of a plain copy of as many bytes.
     - `base_takes_slot`: whether requests without an adapter occupy a slot, too.
     """
 
@@ -157,12 +159,13 @@ class Overheads:
     reserve: float = 0.0
     activations_beside: bool = False
     whole_prompts: bool = False
+    own_order: bool = False
     loads_by_layer: bool = False
     own_front_ends: bool = False
     frees_windows: bool = False
     indexes_all: bool = False
     adapts_tables: bool = False
-    gathers_adapters: bool = False
+    adapter_moves: Sequence[float] = ()
     base_takes_slot: bool = False
 
     def slowed(self, factor: float) -> Overheads:
@@ -221,6 +224,7 @@ class Serving:
     - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
     - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and mixers depend on them.
     - `adapters`: the requests that use adapters.
+    - `draft`: the other model that drafts tokens; None if there is none, or if it is unknown.
     """
 
     model: Model
@@ -236,6 +240,7 @@ class Serving:
     tokens: float = 1.0
     prompt: float = 1.0
     adapters: AdaptedRequests = AdaptedRequests()
+    draft: Model | None = None
 
     @property
     def wide_precision(self) -> str:

@@ -60,6 +60,8 @@ def axes(
             knob = replace(knob, words=placement.known_roles(task))
         value = fixed.get(knob.name, knob.neutral)
         extra_values, baseline_value = [value, knob.neutral], knob.value_in(baseline)
+        if knob.name in (EXCHANGE, PREFILL_EXCHANGE) and knob.is_available(version):
+            extra_values += knob.words  # see `rules.exchange_merge`
         if baseline_value is not None:
             extra_values.append(knob.parse(baseline_value, f"auto_tuner.baseline.{knob.name}"))
         by_default = task.spec.serve.default_space and any(name in (*DEFAULT_SPACE, CONTEXT) for name in knob.names)
@@ -137,19 +139,24 @@ def tower_shares(columns: Columns, *, loaded: bool = True) -> FloatArray:
     return np.where(is_whole, 1.0, tensor) if loaded else np.full_like(tensor, np.inf)
 
 
-def exchange_settings(task: Task, columns: Columns, knobs: Sequence[Knob]) -> dict[str, Any]:
+def exchange_settings(
+    task: Task, columns: Columns, knobs: Sequence[Knob], exchanges: Mapping[str, Sequence[str] | None]
+) -> dict[str, Any]:
     """Return the fields of `Settings` for the exchange of tokens between attention ranks and experts.
 
-    If the knob EXCHANGE is not set, instances on several hosts are assumed to use a library for the exchange, as
-    published recipes do.
+    If the knob EXCHANGE is not set, all attention ranks gather all tokens, unless the vendor's build of the engine has
+    an exchange of its own for instances on several hosts. `exchanges`: as in `Program`.
     """
-    hardware = Hardware.of(task)
-    words = next(knob.words for knob in knobs if knob.name == EXCHANGE)
-    gathering = [words.index(word) + 1 for word in GATHERING if word in words]
-    several_hosts = columns[TP] * columns[DP] > hardware.per_host
-    uses_library = np.where(columns[EXCHANGE] == 0, several_hosts, ~np.isin(columns[EXCHANGE], gathering))
+    words = ("", *next(knob.words for knob in knobs if knob.name == EXCHANGE))
+    gathering, direct, forwarded = (
+        [code for code, word in enumerate(words) if word.endswith(ends)] for ends in (GATHERING, DIRECT, FORWARDED)
+    )
+    codes, has_own = columns[EXCHANGE], exchanges.get(task.cluster.groups[0].chip.vendor, ()) is None
+    several_hosts = columns[TP] * columns[DP] > Hardware.of(task).per_host
+    uses_library = np.where(codes == 0, several_hosts & has_own, ~np.isin(codes, gathering))
     return {
         "exchanges": uses_library & (columns[DP] > 1) & (columns[EP] > 1),
+        "direct": np.select([np.isin(codes, direct), np.isin(codes, forwarded)], [1.0, 0.0], np.nan),
         "overlaps": uses_library & (columns[OVERLAP] == 1),
         "copies": columns[REDUNDANT],
         "balanced": (columns[BALANCING] == 1) | (columns[REDUNDANT] > 0),
@@ -242,13 +249,15 @@ ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", 
 MOE, QUANTIZATION = "moe_backend", "quantization"
 KV, PREFIX, EAGER = "kv_cache_type", "enable_prefix_caching", "enforce_eager"
 TRANSFER, TOWER = placement.TRANSFER, "mm_encoder_tp_mode"
-EXCHANGE, OVERLAP = "all2all_backend", "two_batch_overlap"
+EXCHANGE, PREFILL_EXCHANGE, OVERLAP = placement.EXCHANGE, placement.PREFILL_EXCHANGE, "two_batch_overlap"
 REDUNDANT, BALANCING = placement.COPIES
 RECIPE_SHARE = "0.84"
 """SGLang's share of memory in recipes for wide expert parallelism: 0.82 to 0.85 (lmsys.org, 2025-05-05;
 ishandhanani/srt-slurm @f64d2b9f). Its default would leave no cache, because it grows with the prefill chunk."""
 GATHERING = ("none", "naive", "allgather_reducescatter")
-"""The values of EXCHANGE with which all attention ranks gather all tokens."""
+DIRECT, FORWARDED = ("low_latency", "nixl_ep"), "high_throughput"
+"""Ends of the values of EXCHANGE with which all attention ranks gather all tokens, and with which each token is sent to
+the ranks of its experts, or once to each of their hosts."""
 EXTENSIBLE = (BACKEND, MOE, QUANTIZATION, SPECULATION)
 """Knobs for which some builds of an engine register more values. `engine_args` may contain such values, a space may
 not."""

@@ -32,6 +32,8 @@ DECODE_LIMITS = ("max_num_seqs", "max_running_requests", "cudagraph_mode", "spec
 """
 TRANSFER = "kv_transfer"
 """The knob for the way in which prefill and decode instances exchange caches."""
+EXCHANGE, PREFILL_EXCHANGE = "all2all_backend", "prefill_all2all_backend"
+"""The knobs for the exchange between experts: of all instances, and of those that prefill if it differs there."""
 COPIES = ("redundant_experts", "enable_eplb")
 """Knobs that affect only instances with expert parallelism."""
 ANSWER_COST = 2.5
@@ -236,15 +238,18 @@ def of_each_kind(task: Task, rule: Rule, *, one_suffices: bool = False) -> Rule:
 
     Both kinds must obey the rule, or only one of them if `one_suffices`.
     """
-    tables = _sizes(known_roles(task))
+    tables, exchanges = _sizes(known_roles(task)), EXCHANGE in rule.knobs
 
     def broken(c: Columns) -> BoolArray:
         codes = c[PREFILL_DECODE]
         kinds = [{**c, **{knob: table[codes] for knob, table in each.items()}} for each in tables]
+        if exchanges:
+            kinds[0][EXCHANGE] = np.where(c[PREFILL_EXCHANGE] > 0, c[PREFILL_EXCHANGE], c[EXCHANGE])
         of_kinds = (np.all if one_suffices else np.any)([rule.broken(columns) for columns in kinds], axis=0)
         return np.where(codes > 0, of_kinds, rule.broken(c) if set(rule.knobs) <= set(c) else False)
 
-    return Rule(name=rule.name, knobs=(*rule.knobs, PREFILL_DECODE), message=rule.message, broken=broken)
+    knobs = (*rule.knobs, PREFILL_DECODE, *((PREFILL_EXCHANGE,) if exchanges else ()))
+    return Rule(name=rule.name, knobs=knobs, message=rule.message, broken=broken)
 
 
 @lru_cache
@@ -261,6 +266,18 @@ def _sizes(words: tuple[str, ...]) -> list[dict[str, IntArray]]:
 @lru_cache(maxsize=1 << 16)
 def _fits(pair: Pair, hardware: Hardware) -> bool:
     return _places([each.devices for each in pair for _ in range(each.count)], hardware) is not None
+
+
+def exchanging(task: Task, c: Columns) -> tuple[BoolArray, BoolArray]:
+    """Return which candidates have instances that prefill, and other instances, whose attention groups exchange tokens
+    with experts on several hosts: all their devices share the experts."""
+
+    codes, tables = c[PREFILL_DECODE], _sizes(known_roles(task))
+    masks = list[BoolArray]()
+    for sizes in (*({knob: table[codes] for knob, table in each.items()} for each in tables), c):
+        ranks = sizes[TP] * sizes[DP]
+        masks.append((sizes[DP] > 1) & (sizes[EP] == ranks) & (ranks > Hardware.of(task).per_host))
+    return masks[0], np.where(codes > 0, masks[1], masks[2])
 
 
 def broken_by_code(task: Task, check: Check) -> BoolArray:
@@ -295,7 +312,9 @@ def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
     pair = roles(str(values[PREFILL_DECODE]))
     layout = pair[KINDS.index(kind)].layout
     unused = (*(DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS), *(COPIES if layout[EP] == 1 else ()))
-    kind_values = {name: value for name, value in values.items() if name not in unused}
+    kind_values = {name: value for name, value in values.items() if name not in (*unused, PREFILL_EXCHANGE)}
+    if kind == PREFILL and values.get(PREFILL_EXCHANGE):
+        kind_values[EXCHANGE] = values[PREFILL_EXCHANGE]
     return {**kind_values, PREFILL_DECODE: None, INSTANCES: sum(each.count for each in pair), **layout}
 
 
@@ -397,6 +416,9 @@ def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
             kind_columns[knob] = np.where(role == place + 1, of_kind, kind_columns[knob])
         counts = np.array([pair[place].count for pair in pairs])
         number = np.where(role == place + 1, counts[pair_of_row], number)
+    if PREFILL_EXCHANGE in kind_columns:
+        own = kind_columns.pop(PREFILL_EXCHANGE)
+        kind_columns[EXCHANGE] = np.where((role == 1) & (own > 0), own, kind_columns[EXCHANGE])
     for knob in kind_columns.keys() & {*COPIES}:
         kind_columns[knob] = np.where((role > 0) & (kind_columns[EP] == 1), 0, kind_columns[knob])
     return InstanceKinds(owner, number, kind_columns, role)

@@ -24,7 +24,7 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError, join_errors
 from flagcore.spec.plain_data import SafeLoader, package_yaml
-from flagcore_serving.job import EngineArg
+from flagcore_serving.job import SCHEMES, EngineArg
 from flagcore_serving.space import knobs
 from flagcore_serving.space.knobs import Auto
 from flagcore_serving.space.weights import check_directory
@@ -65,7 +65,9 @@ class Program:
     - `images`: the entry points of public container images (see `Engine.images`).
     - `published`: the image of a release for the chips of a vendor, by the vendor's name.
     - `in_image`: the path of the program in these images. Empty if it is on the PATH.
-    - `config_flag`: the flag of a YAML file with more flags.
+    - `config_flag`, `file_variable`: the flag of a YAML file with more flags, or the variable with its path.
+    - `typed_file`: whether such a file has sections, whose keys follow a dot in flags, and false is a value.
+    - `set_flag`: the flag of a word FLAG=VALUE.
     - `local_flag`: the flag of the data-parallel ranks on each host.
     - `short_flags`: flags of one dash that are not flags of a knob, with their long names. A name with a dot at its end
       applies only to a flag with a key after a dot.
@@ -78,6 +80,8 @@ class Program:
     - `share_flag`: the flag with a share of the model for each device, separated by commas.
     - `offload_flag`: the flag with the GiB of a device's weights that stay in the memory of the host.
     - `text_only_flag`: the flag that leaves out the vision tower.
+    - `exchanges`: by vendor of the chips, the values of EXCHANGE of published runs with experts on several hosts: of
+      instances that prefill, and of others. None: the vendor's build has an exchange of its own.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
     - `packages`: pip packages that may install the engine.
     - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
@@ -94,6 +98,7 @@ class Program:
     - `cache_types`: bytes per cached element, by word of the knob for the cache type.
     - `word_releases`: by knob, the words that only some releases accept, with a specifier of these releases as the key.
     - `defaults`: the engine's own values of knobs that are not set.
+    - `schemes`: the scheme of speculation (job.SCHEMES) of words of its knob. `draft_flag`: the flag of a draft model.
     - `forbidden`: combinations of values that the engine rejects, by name of the rule (see `rules.forbidden`).
     """
 
@@ -106,6 +111,9 @@ class Program:
     published: Mapping[str, str] = field(default_factory=dict)
     in_image: str = ""
     config_flag: str = ""
+    file_variable: str = ""
+    typed_file: bool = False
+    set_flag: str = ""
     local_flag: str = ""
     roles: Mapping[str, str] = field(default_factory=dict)
     role_flags: str = ""
@@ -118,6 +126,7 @@ class Program:
     share_flag: str = ""
     offload_flag: str = ""
     text_only_flag: str = ""
+    exchanges: Mapping[str, Sequence[str] | None] = field(default_factory=dict)
     expert_switch: str = ""
     packages: Sequence[str] = ()
     releases: str = ""
@@ -133,6 +142,8 @@ class Program:
     cache_types: Mapping[str, float] = field(default_factory=dict)
     word_releases: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     defaults: Mapping[str, KnobValue] = field(default_factory=dict)
+    schemes: Mapping[str, str] = field(default_factory=dict)
+    draft_flag: str = ""
     forbidden: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -170,6 +181,9 @@ class Program:
         """Return the integer that represents a value in the column of the knob `name`."""
         return knobs.code(next(knob for knob in self.knobs if knob.name == name), value)
 
+    def _words(self, name: str) -> tuple[str, ...]:
+        return next(knob.words for knob in self.knobs if knob.name == name)
+
     def values(self, columns: Columns, name: str) -> IntArray:
         """Return the column of the knob `name`, with the engine's default where it is not set."""
         return knobs.or_default(columns[name], self.code(name, self.defaults[name]))
@@ -178,9 +192,19 @@ class Program:
         """Return the bytes per element of the KV cache: 2 where its type is not set."""
         return np.array([2.0, *self.cache_types.values()])[columns[knobs.KV]]
 
+    def schemes_of(self, spec: Spec) -> Mapping[str, str]:
+        """Return `schemes` for a spec, whose model may have layers that a method uses."""
+        return self.schemes
+
+    def scheme(self, task: Task, columns: Columns) -> IntArray:
+        """Return `Settings.scheme` of each candidate."""
+        words, schemes = self._words(knobs.SPECULATION), self.schemes_of(task.spec)
+        names = [schemes.get(word, "") for word in words]
+        return np.array([0, *(1 + SCHEMES.index(name) if name else 0 for name in names)])[columns[knobs.SPECULATION]]
+
     def converts_to_fp8(self, columns: Columns) -> BoolArray:
         """Return a mask of the candidates for which the engine converts the weights to fp8."""
-        words = next(knob.words for knob in self.knobs if knob.name == knobs.QUANTIZATION)
+        words = self._words(knobs.QUANTIZATION)
         return np.isin(columns[knobs.QUANTIZATION], [code for code, word in enumerate(words, 1) if "fp8" in word])
 
     def parse(self, spec: Spec) -> EngineArgs:
@@ -401,7 +425,7 @@ class Program:
         (knob, flag), name = self.knob_of(name), name.replace("_", "-")
         if knob is not None and flag is None and name not in self.settings.names:
             return
-        found = (self.settings.unmodelled(key, each, shown) for key, each in _leaves(name, value))
+        found = (self.settings.unmodelled(key, each, shown) for key, each in leaves(name, value))
         yield from dict.fromkeys(filter(None, found))
 
     def offloaded_bytes(self, spec: Spec) -> float:
@@ -427,14 +451,16 @@ class Program:
         self.parse(spec)
 
 
-def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the values of a JSON object by their path with dots, or else `value` itself."""
+def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the values of a JSON object, or of a list with a single one, by their path with dots, or else `value`."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         with suppress(ValueError):
             value = json.loads(value)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
+        value = value[0]
     if isinstance(value, Mapping) and value:
         for key, each in value.items():
-            yield from _leaves(f"{name}.{key}", each)
+            yield from leaves(f"{name}.{key}", each)
     else:
         yield name, value
 

@@ -29,6 +29,7 @@ from flagcore_serving.space.knobs import (
     CONTEXT,
     DRAFTED,
     EXCHANGE,
+    PREFILL_EXCHANGE,
     SPECULATION,
     TOWER,
     TRANSFER,
@@ -37,7 +38,15 @@ from flagcore_serving.space.knobs import (
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.weights import DENSE, EXPERTS, SHARED, context_limit, quantization
 
-NAMES = {"CONTEXT": CONTEXT, "EP": EP, "PP": PP, "PREFILL_DECODE": PREFILL_DECODE, "SPECULATION": SPECULATION, "TP": TP}
+NAMES = {
+    "CONTEXT": CONTEXT,
+    "DRAFTED": DRAFTED,
+    "EP": EP,
+    "PP": PP,
+    "PREFILL_DECODE": PREFILL_DECODE,
+    "SPECULATION": SPECULATION,
+    "TP": TP,
+}
 """The names of knobs in messages of rules, by their fields."""
 
 
@@ -285,7 +294,31 @@ def merges_of_kinds() -> tuple[Merge, ...]:
     return (
         *(ignoring(f"{knob}_of_kinds", (PREFILL_DECODE, knob), is_set, 1) for knob in replaced),
         ignoring("no_transfer", (PREFILL_DECODE, TRANSFER), lambda c: ~is_set(c)),
+        ignoring("no_prefill_exchange", (PREFILL_DECODE, PREFILL_EXCHANGE), lambda c: ~is_set(c)),
     )
+
+
+def exchange_merge(task: Task, program: Program) -> tuple[Merge, ...]:
+    """Return the merge that exchanges tokens with experts on several hosts as published runs do, unless the spec says
+    how. Instances on one host keep the engine's own exchange."""
+    words = program.exchanges.get(task.cluster.groups[0].chip.vendor)
+    given = {*task.spec.space, *(task.spec.baseline or {}), *program.parse(task.spec).fixed}
+    knob, version = program.knob_of(EXCHANGE)[0], program.version(task.spec)
+    if not words or given & {EXCHANGE, PREFILL_EXCHANGE} or Hardware.of(task).hosts == 1:
+        return ()
+    if knob is None or not knob.is_available(version):
+        return ()
+    of_prefill, of_others, own = (program.code(EXCHANGE, word) for word in (*words, program.defaults[EXCHANGE]))
+
+    def published(c: Columns) -> Columns:
+        prefill, others = placement.exchanging(task, c)
+        exchange = np.where(others, of_others, np.where(prefill, own, 0))
+        first = np.where(prefill, of_prefill, own)
+        differs = (c[PREFILL_DECODE] > 0) & (exchange > 0) & (first != exchange)
+        return {EXCHANGE: exchange, PREFILL_EXCHANGE: np.where(differs, first, 0)}
+
+    knobs = (TP, DP, EP, PREFILL_DECODE, EXCHANGE, PREFILL_EXCHANGE)
+    return (Merge(name="exchange_between_hosts", knobs=knobs, canonical=published),)
 
 
 def context_rules(task: Task) -> tuple[Rule, ...]:
@@ -334,18 +367,29 @@ def speculation_rules(
     """
     drafts, layers = [program.code(SPECULATION, word) for word in need_model], program.code(SPECULATION, own_layers)
     has_model = model_flag in program.parse(task.spec).others
-    return (
-        Rule(
-            name="speculation_needs_a_draft",
-            knobs=(SPECULATION,),
-            message=Message(
-                "{SPECULATION} = {words} needs {model_flag} in serve.engine_args",
-                **NAMES,
-                words=", ".join(need_model),
-                model_flag=model_flag,
-            ),
-            broken=lambda c: np.isin(c[SPECULATION], drafts) & (not has_model),
+    longest = longest_request(task)
+    too_long = Rule(
+        name="drafts_in_context",
+        knobs=(DRAFTED,),
+        message=Message(
+            "{DRAFTED} must be less than {longest}, the tokens of the longest request", **NAMES, longest=longest
         ),
+        broken=lambda c: c[DRAFTED] >= longest,
+    )
+    needs_draft = Rule(
+        name="speculation_needs_a_draft",
+        knobs=(SPECULATION,),
+        message=Message(
+            "{SPECULATION} = {words} needs {model_flag} in serve.engine_args",
+            **NAMES,
+            words=", ".join(need_model),
+            model_flag=model_flag,
+        ),
+        broken=lambda c: np.isin(c[SPECULATION], drafts) & (not has_model),
+    )
+    return (
+        *([too_long] if any(knob.name == DRAFTED for knob in program.knobs) else []),
+        *([needs_draft] if need_model else []),
         Rule(
             name="no_prediction_layers",
             knobs=(SPECULATION,),
@@ -385,7 +429,7 @@ def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = N
     """Return merges that treat a knob with the engine's default value as not set.
 
     `defaults`: default values that depend on the task, in addition to those of `program`. The exchange of tokens has no
-    such merge, because instances on several hosts are assumed not to use the engine's default if it is not set.
+    such merge, because `exchange_merge` sets it for instances on several hosts.
     """
 
     def merge(name: str, value: KnobValue) -> Merge:

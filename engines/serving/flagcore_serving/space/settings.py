@@ -35,6 +35,7 @@ class Settings:
       engine, it applies to the prompt tokens or to all tokens.
     - `context_len`: maximum number of tokens of one sequence.
     - `chunked`: whether prompts are computed in chunks; otherwise a prompt is computed in one piece.
+    - `mixed_chunks`: whether iterations combine prompts and decoding, although the engine does not by default.
     - `graph_tokens`: the largest batch, in tokens, that the engine captures as a graph; 0 in eager mode.
     - `whole`: 1 if an iteration that only decodes is one graph, 0 if it is captured in pieces, and NaN for the engine's
       default.
@@ -50,10 +51,14 @@ class Settings:
     - `graph_bytes`: bytes of captured graphs on a device; NaN if they follow from the number of layers.
     - `least_cache`: bytes of the cache of a device without which the engine does not start.
     - `drafted`: tokens that speculation drafts per sequence and iteration.
+    - `scheme`: how it drafts them: 1 + the index in SCHEMES, 0 if unknown or without speculation.
+    - `draft_host_s`: seconds that the host takes to draft tokens of a sequence.
     - `pass_tokens`: maximum number of tokens in one pass through the model, which may be infinite. A larger iteration
       takes several passes.
     - `exchanges`: whether attention ranks send each token only to the ranks of its experts. Otherwise all ranks gather
       all tokens.
+    - `direct`: 1 if each token is sent to the ranks of its experts, 0 if it is sent once to each of their hosts, NaN if
+      this depends on the number of tokens.
     - `overlaps`: whether two halves of a batch overlap computing and the exchange of tokens.
     - `sharing`: tensor ranks that share the cache of a sequence, each with a part of its tokens.
     - `copies`: stored copies of experts in addition to the model's experts.
@@ -95,8 +100,12 @@ class Settings:
     on_device: FloatArray
     host_s: FloatArray
     drafted: IntArray
+    scheme: IntArray
+    draft_host_s: FloatArray
     pass_tokens: FloatArray
+    mixed_chunks: BoolArray
     exchanges: BoolArray
+    direct: FloatArray
     overlaps: BoolArray
     sharing: FloatArray
     copies: IntArray
@@ -149,9 +158,11 @@ class Settings:
             "state_slots": np.ones(ones.shape),
             "on_device": np.ones(ones.shape),
             "host_s": unknown,
-            "drafted": 0 * ones,
+            **dict.fromkeys(("drafted", "scheme"), 0 * ones),
+            "draft_host_s": np.zeros(ones.shape),
             "pass_tokens": np.full(ones.shape, np.inf),
-            **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), ones < 1),
+            **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized"), ones < 1),
+            "direct": unknown,
             "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
             "copies": 0 * ones,
             "tower_shares": tensor,
@@ -194,7 +205,8 @@ class PublishedRuns:
     - `cache_type`: the 8-bit type of the KV cache in runs with narrow weights on chips that compute in 4 bits.
     - `memory_flag`: the flag for the engine's share of memory, which runs raise if the weights fill most of a device.
     - `release`: the engine release for records that name none, from the time of the measurements.
-    - `engine_args`: other flags of the published recipes.
+    - `engine_args`: other flags of the recipes of InferenceX.
+    - `drawn`: the `range_ratio` of the client on the engine's own pages, by lengths of prompts and answers.
     - `wide_copies`, `wide_chunk`: with experts on several hosts, the least copies of experts, and the knob for the
       prompt tokens of an iteration with the tokens of each rank. 0 and "" if the engine's recipes set none.
     """
@@ -203,5 +215,6 @@ class PublishedRuns:
     memory_flag: str = ""
     release: str = ""
     engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
+    drawn: Mapping[tuple[int, int], float] = field(default_factory=dict)
     wide_copies: int = 0
     wide_chunk: tuple[str, int] = ("", 0)

@@ -12,9 +12,10 @@ from flagcore.domain.metrics import HIGHEST_LOAD, PER_DEVICE, HighestLoad
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore.domain.trial import Measurement, Trial, TrialState
-from flagcore_serving.model.simulation import tokens_per_iteration
+from flagcore_serving.job import Rates
+from flagcore_serving.model.speculation import USUAL, tokens_per_iteration
 from flagcore_serving.space.hardware import Hardware
-from flagcore_serving.space.knobs import DRAFTED
+from flagcore_serving.space.knobs import DRAFTED, SPECULATION
 
 INVALID_METRICS = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """Exceptions that reading invalid metrics may raise."""
@@ -138,24 +139,40 @@ def _memory(data: Mapping[str, Any], instance_devices: Sequence[int]) -> dict[st
     return {name: max(values) if name.endswith("_gib") else sum(values) for name, values in reported.items()}
 
 
+ACCEPTED_AT = "acceptance_at_{position}"
+"""The share of drafts in which the token at a position is accepted. With n-grams and suffixes, iterations may have no
+draft, so that it is not the share of iterations."""
 ROUNDING = 0.01
 """The acceptance is rounded to multiples of this, so that smaller differences do not change predictions."""
 
 
-def with_measured_acceptance(task: Task, trials: Sequence[Trial]) -> Task:
-    """Return the task with the median acceptance of its trials, or the unchanged task if no trial reports one."""
-    acceptances = [
-        acceptance(tokens, drafted)
-        for trial in trials
-        if trial.state is TrialState.MEASURED and trial.measurement
-        if (tokens := _tokens_per_iteration(trial.measurement.figures)) is not None
-        if isinstance(drafted := trial.candidate.as_dict().get(DRAFTED), int) and drafted > 0
-    ]
-    if not acceptances:
+def with_measured_acceptance(task: Task, trials: Sequence[Trial], schemes: Mapping[str, str]) -> Task:
+    """Return the task with the median acceptance of each scheme in its trials, or the unchanged task if no trial has
+    one. `schemes`: as in `Program`."""
+    found: dict[str, list[Rates]] = {}
+    for trial in trials:
+        values = trial.candidate.as_dict()
+        drafted, figures = values.get(DRAFTED), trial.measurement.figures if trial.measurement else {}
+        if trial.state is TrialState.MEASURED and isinstance(drafted, int) and drafted > 0:
+            positions = [figures.get(ACCEPTED_AT.format(position=place + 1)) for place in range(drafted)]
+            scheme = schemes.get(str(values.get(SPECULATION)), "")
+            if scheme in USUAL and all(each is not None for each in positions):
+                found.setdefault(scheme, []).append(tuple(float(each or 0.0) for each in positions))
+            elif (tokens := _tokens_per_iteration(figures)) is not None:
+                found.setdefault(scheme, []).append((acceptance(tokens, drafted),))
+    if not found:
         return task
-    value, serve = round(statistics.median(acceptances) / ROUNDING) * ROUNDING, task.spec.serve
-    loads = tuple(replace(load, acceptance=value) for load in serve.loads)
+    known = {scheme: _median(each) for scheme, each in found.items()}
+    serve = task.spec.serve
+    loads = tuple(replace(load, acceptance=tuple({**dict(load.acceptance), **known}.items())) for load in serve.loads)
     return replace(task, spec=replace(task.spec, work=replace(serve, loads=loads)))
+
+
+def _median(measured: Sequence[Rates]) -> Rates:
+    """Return the median of each position over the trials that know as many positions as any."""
+    most = max(map(len, measured))
+    columns = zip(*(each for each in measured if len(each) == most), strict=True)
+    return tuple(round(statistics.median(each) / ROUNDING) * ROUNDING for each in columns)
 
 
 def _tokens_per_iteration(figures: Mapping[str, float]) -> float | None:
@@ -178,5 +195,5 @@ def acceptance(tokens: float, drafted: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (middle, high) if tokens_per_iteration(middle, drafted) < tokens else (low, middle)
+        low, high = (middle, high) if tokens_per_iteration((middle,), drafted) < tokens else (low, middle)
     return high

@@ -182,11 +182,3 @@ def test_only_the_steady_state_of_a_real_load_counts() -> None:
     assert result.figures["ttft_s.p99"] < 0.9
     assert result.figures["output_tokens_per_s"] == pytest.approx(2 * result.figures["requests_per_s"])
     assert given(result.window)[1] <= result.duration_s
-
-
-@pytest.mark.slow
-def test_a_real_load_without_steady_state_has_figures_of_all_requests_and_a_note() -> None:
-    result = measured([0.06 * index**0.5 for index in range(2000)], concurrency=None, request_rate=250.0)
-    assert result.window is None
-    assert result.figures["requests_per_s"] > 0
-    assert result.notes

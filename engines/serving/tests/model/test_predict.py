@@ -11,6 +11,7 @@ from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.model import candidates, simulated_load
 from flagcore_serving.model.candidates import PARTS
 from flagcore_serving.model.predict import crowding
+from flagcore_serving.model.simulated_load import STEADY_RATIO
 from flagcore_serving.model.work import UNFITTED, overheads_of
 from flagcore_serving.space.placement import uniform_kinds
 from flagcore_serving.space.weights import parameters
@@ -277,7 +278,33 @@ def test_published_servers_have_an_8_bit_cache_on_4_bit_chips(
 def test_published_servers_without_a_release_have_a_release_of_their_date() -> None:
     assert published(task(engine_version=None), {})[0].spec.serve.engine_version == "0.17.0"
     assert published(task(engine_version="0.33.0"), {})[0].spec.serve.engine_version == "0.33.0"
-    assert published(task(engine="sglang"), {})[0].spec.serve.engine_args == {RECEIVE: 30}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "flags", "ratio"),
+    [
+        ((1024, 1024), None, {RECEIVE: 30}, STEADY_RATIO),
+        ((1024, 1024), 320, {RECEIVE: 30}, STEADY_RATIO),
+        ((1024, 1024), 64, {}, 1.0),
+        ((1000, 1000), 64, {}, 0.0),
+        ((1000, 1000), None, {}, 1.0),
+    ],
+)
+def test_lengths_of_published_runs_have_the_range_and_the_flags_of_their_client(
+    lengths: tuple[int, int], count: int | None, flags: Mapping[str, int], ratio: float
+) -> None:
+    load = Load(input_len=lengths[0], output_len=lengths[1], concurrency=32, num_prompts=count)
+    serve = published(task(load, engine="sglang"), {})[0].spec.serve
+    assert (serve.engine_args, serve.loads[0].range_ratio) == (flags, ratio)
+
+
+def test_prompts_that_come_first_keep_requests_of_equal_length_in_step() -> None:
+    endless = replace(LOAD, num_prompts=None)
+    equal = predicted(task(endless, engine="sglang"), mixed_chunks=np.array([False, True]))
+    spread = predicted(task(replace(endless, range_ratio=0.8), engine="sglang"))
+    in_step, mixed, apart = *figure(equal, "ttft_s.mean"), *figure(spread, "ttft_s.mean")
+    assert in_step > 1.5 * max(mixed, apart)
+    assert figure(equal, "tpot_s.mean")[0] < 0.95 * figure(spread, "tpot_s.mean")[0]
 
 
 def test_in_a_large_space_only_the_best_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def token_by_token(
         while started < sent and ready[started] <= now:
             queue.append(started)
             started += 1
-        left = lane.budget - (len(running) if overheads.mixes else 0)
+        left = lane.budget - (len(running) if lane.mixes else 0)
         tokens, pairs, longest, ended = 0.0, 0.0, 0.0, []
         while left > 0 and (prompts or (queue and len(running) + len(prompts) + len(ended) < lane.running)):
             if not prompts:
@@ -70,7 +70,7 @@ def token_by_token(
         if not tokens and not running:
             now = ready[started]
             continue
-        decodes = running if overheads.mixes or not tokens else []
+        decodes = running if lane.mixes or not tokens else []
         context = sum(lengths[place][0] + generated[place] for place in decodes)
         if tokens:
             now += price.mixed(len(decodes), tokens, longest, pairs, len(ended)) + price.cached(len(decodes)) * context
@@ -101,7 +101,7 @@ def ends(outcome: SimulatedRun) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("seed", range(6))
 def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mixes: bool) -> None:
     draw = random.Random(seed)
-    lane = replace(LANE, budget=draw.choice([96.0, 512.0, 2048.0]), running=draw.choice([3.0, 64.0]))
+    lane = replace(LANE, budget=draw.choice([96.0, 512.0, 2048.0]), running=draw.choice([3.0, 64.0]), mixes=mixes)
     lengths = [(draw.randint(1, 900), draw.randint(1, 40)) for _ in range(25)]
     arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
     price = price_of(lane, mixes=mixes)
@@ -116,7 +116,8 @@ def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
     mixes: bool, floor: float, ranks: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = replace(times(), floor=np.array([floor]), pair=np.array([1e-7]))
-    price = Price(costs, 0, replace(LANE, budget=96.0 * ranks, ranks=ranks), replace(OVER, mixes=mixes))
+    lane = replace(LANE, budget=96.0 * ranks, ranks=ranks, mixes=mixes)
+    price = Price(costs, 0, lane, replace(OVER, mixes=mixes))
     lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
     at_once = Simulation(price, lengths, None, 3).run()
     monkeypatch.setattr(simulation, "MIN_PIECES", 1e9)

@@ -35,6 +35,16 @@ def test_a_tier_without_room_is_no_tier() -> None:
     assert small[HIT_RATE] == small["device_hit_rate"] == without[HIT_RATE]
 
 
+def test_a_tier_with_an_order_of_its_own_loses_first_what_the_devices_have() -> None:
+    """The devices keep x, which each second prompt is; so the host has room for a, b and c."""
+    prompts = [[(name, 128), (f"end of {name}", 60)] for name in "xaxbxcxa"]
+    devices = cached_tokens(prompts, 256, page=128)
+    assert devices.tolist() == [0, 0, 128, 0, 128, 0, 128, 0]
+    own, shared = (cached_tokens(prompts, 384, page=128, ahead=each) for each in (devices, None))
+    assert (own[-1], shared[-1]) == (128, 0)
+    assert (own >= devices).all()
+
+
 def test_a_connector_may_set_the_room_on_the_host() -> None:
     """And on cores, vLLM offloads only with a class of the user's own, because its own one copies from GPUs."""
     config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**33}}

@@ -272,6 +272,36 @@ def test_experts_are_split_over_hosts_with_copies() -> None:
     assert [rule.name for rule in rules if rule.search_only] == ["recipe_of_kinds"]
 
 
+WIDE, NARROW = "1xtp1dp16ep16+1xtp1dp16ep16", "2xtp1dp8ep8+1xtp1dp16ep16"
+
+
+@pytest.mark.parametrize(
+    ("engine", "pair", "flag", "given", "words"),
+    [
+        (SGLANG, WIDE, "--moe-a2a-backend", {}, ["deepep", "deepep"]),
+        (SGLANG, NARROW, "--moe-a2a-backend", {}, ["none", "deepep"]),
+        (SGLANG, WIDE, "--moe-a2a-backend", {"all2all_backend": ("mooncake",)}, ["mooncake", "mooncake"]),
+        (VLLM, WIDE, "--all2all-backend", {}, ["deepep_high_throughput", "deepep_low_latency"]),
+        (VLLM, "4xtp1dp4ep4+2xtp1dp8ep8", "--all2all-backend", {}, [None, None]),
+    ],
+)
+def test_experts_on_several_hosts_are_started_with_the_exchange_that_predictions_assume(
+    engine: ServingEngine, pair: str, flag: str, given: dict[str, Any], words: list[str | None]
+) -> None:
+    task = cards(engine, 32, hosts=4, model=EXPERTS, space={PREFILL_DECODE: (pair,), **given})
+    group = task.cluster.groups[0]
+    group = replace(group, chip=replace(group.chip, vendor="nvidia"))
+    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    found = space_of(engine, task)
+    values = next(each for each in map(found.candidate, range(len(found)))).as_dict()
+    commands = [server(engine, task, kind, **values).argv for kind in placement.KINDS]
+    assert [argv[argv.index(flag) + 1] if flag in argv else None for argv in commands] == words
+    columns = placement.instance_kinds(task, found.columns(np.zeros(1, dtype=np.int64))).columns
+    settings = engine.settings(task, columns)
+    assert settings.exchanges.tolist() == [word not in (None, "none") for word in words]
+    assert bool(engine.task_warnings(task)) == (not given and words[0] is not None)
+
+
 def test_a_spec_without_a_space_divides_hosts_by_the_work_of_prompts_and_answers() -> None:
     experts = replace(EXPERTS, num_moe_experts=256)
     pairs = []

@@ -248,6 +248,10 @@ def measured(tokens: float | None, **values: object) -> Trial:
     return replace(found, candidate=candidate, measurement=replace(found.measurement, figures=figures))
 
 
+def learned_from(trials: list[Trial]) -> Task:
+    return with_measured_acceptance(serving("vllm"), trials, {"ngram": "ngram", "mtp": "mtp"})
+
+
 @pytest.mark.parametrize(("probability", "drafted"), [(0.0, 3), (0.7, 1), (0.7, 4), (1.0, 5)])
 def test_the_acceptance_follows_from_the_tokens_of_an_iteration(probability: float, drafted: int) -> None:
     tokens = 1.0 + sum(probability**each for each in range(1, drafted + 1))
@@ -259,16 +263,27 @@ def test_iterations_without_drafts_count() -> None:
     assert found.measurement is not None
     figures = {**found.measurement.figures, "acceptance_rate": 0.9}
     often = replace(found, measurement=replace(found.measurement, figures=figures))
-    assert with_measured_acceptance(serving("vllm"), [often]) == with_measured_acceptance(serving("vllm"), [found])
+    assert learned_from([often]) == learned_from([found])
     reported = replace(found, measurement=replace(found.measurement, figures={"tokens_per_iteration": 1.5}))
-    assert with_measured_acceptance(serving("vllm"), [reported]) == with_measured_acceptance(serving("vllm"), [found])
+    assert learned_from([reported]) == learned_from([found])
 
 
 def test_the_median_of_trials_replaces_the_value_of_the_spec() -> None:
     task = serving("vllm")
-    assert with_measured_acceptance(task, [measured(None), measured(1.5, speculative_tokens=None)]) == task
-    learned = with_measured_acceptance(task, [measured(1.1), measured(1.8, speculative_tokens=1), measured(4.0)])
-    assert [load.acceptance for load in learned.spec.serve.loads] == [pytest.approx(0.8)]
+    assert learned_from([measured(None), measured(1.5, speculative_tokens=None)]) == task
+    (load,) = learned_from([measured(1.1), measured(1.8, speculative_tokens=1), measured(4.0)]).spec.serve.loads
+    assert load.accepted("ngram") == pytest.approx((0.8,))
+    assert load.accepted("mtp") is None
+
+
+def test_rates_by_position_are_kept_for_drafts_of_each_iteration() -> None:
+    found = measured(2.0, speculation="mtp", speculative_tokens=2)
+    assert found.measurement is not None
+    rates = {**found.measurement.figures, "acceptance_at_1": 0.8, "acceptance_at_2": 0.3}
+    found = replace(found, measurement=replace(found.measurement, figures=rates))
+    (load,) = learned_from([found, measured(1.5)]).spec.serve.loads
+    assert load.accepted("mtp") == pytest.approx((0.8, 0.3))
+    assert load.accepted("ngram") == pytest.approx((acceptance(1.5, 3),), abs=0.01)
 
 
 def test_predictions_of_other_candidates_with_speculation_change() -> None:

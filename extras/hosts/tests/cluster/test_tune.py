@@ -37,22 +37,6 @@ def test_without_a_spare_the_search_continues_on_the_hosts_that_are_left(project
 
 
 @pytest.mark.long
-def test_a_second_tune_on_the_same_hosts_is_refused_with_the_name_of_the_first(
-    project: Project, tmp_path: Path
-) -> None:
-    project.write_spec(sleeps=1.0, trials=2, wait_for_hosts=1, spares=1)
-    tune = Tune(project)
-    tune.wait_for_a_trial(0)
-    first, project.run_dir = project.run_dir, tmp_path / "second"
-    assert project.start().wait() not in (0, 1)
-    assert str(project.folder)[:40] in tune.output()  # names are shortened
-    assert not [*project.run_dir.glob("trials/*/steps.jsonl")]
-    project.run_dir = first
-    assert books_balance(tune.finish())
-    assert tune.resumed == 0
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("loss", ["node", "tune"])
 def test_a_tune_goes_on_in_another_allocation_of_slurm(loss: str, project: Project) -> None:
     if reason := missing(*SLURM):

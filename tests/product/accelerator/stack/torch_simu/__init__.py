@@ -21,7 +21,3 @@ def _simuccl(store, rank, size, timeout):
 
 
 dist.Backend.register_backend("simuccl", _simuccl, devices=["simu"])
-
-
-def autoload():
-    """Do nothing. torch calls it as an entry point of the group torch.backends, after the import of this module."""

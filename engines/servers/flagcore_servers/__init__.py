@@ -1,0 +1,1 @@
+"""The servers of vendors, as their documentation describes them. No server was run."""

@@ -1,0 +1,172 @@
+"""TensorRT-LLM (`trtllm-serve`) with the PyTorch backend; no server was run.
+
+Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/commands/serve.py` @00209af1, `llmapi/llm_args.py` of 1.2,
+`docs/source/commands/trtllm-serve/trtllm-serve.rst` @0434755f, and nvidia.github.io/TensorRT-LLM (`llm-api/reference`
+and `features/kvcache` of 1.4).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+from flagcore_serving.engine import ServingEngine
+from flagcore_serving.job import EngineArg
+from flagcore_serving.launch.server import Instance, address
+from flagcore_serving.space import knobs, rules
+from flagcore_serving.space.hardware import DP, EP, PP, TP, Hardware, count
+from flagcore_serving.space.knobs import DRAFTED, EAGER, PREFIX, SPECULATION, or_default
+from flagcore_serving.space.program import Program, as_words
+from flagcore_serving.space.settings import Settings
+from flagcore_serving.space.weights import weight_bytes
+from flagcore_vendorkit.programs import strip_dashes
+
+from flagcore.domain.launch import PORT
+from flagcore.domain.space import Columns, KnobValue, Rule
+from flagcore.domain.spec import Task
+from flagcore.i18n import Message
+from flagcore_servers.untested import UNTESTED, pairs, prefill_tokens, whole_prompts
+
+BATCH, TOKENS, BLOCK = "max_batch_size", "max_num_tokens", "tokens_per_block"
+MEMORY, CHUNKED, GRAPHS = "free_gpu_memory_fraction", "enable_chunked_prefill", "cuda_graph_max_batch_size"
+OFFLOAD, DISK = "host_cache_gib", "disk_cache_gib"
+IN_BYTES = {f"kv-cache-config.{tier}_cache_size": f"{tier}_cache_gib" for tier in ("host", "disk")}
+"""Fields in bytes, and the knobs for them."""
+ATTENTION_DP, REUSE, NO_GRAPHS = "enable-attention-dp", "kv-cache-config.enable_block_reuse", "cuda-graph-config"
+NEED_DRAFT_MODEL = ("Eagle3", "DraftTarget", "PARD")
+CLI = (
+    *("backend", "chat_template", "custom_module_dirs", "custom_tokenizer", "enable_chunked_prefill", "gpus_per_node"),
+    *("fail_fast_on_attention_window_too_large", "host", "log_level", "max_batch_size", "max_beam_width", "port"),
+    *("max_num_tokens", "max_seq_len", "media_io_kwargs", "num_postprocess_workers", "otlp_traces_endpoint", "pp_size"),
+    *("ep_size", "kv_cache_free_gpu_memory_fraction", "reasoning_parser", "revision", "server_role", "tokenizer"),
+    *("tool_parser", "tp_size", "trust_remote_code"),
+)
+"""The options of `trtllm-serve`. All other fields of `LlmArgs` are set by `--set PATH=VALUE` (since 1.4)."""
+
+
+class TrtllmProgram(Program):
+    """`trtllm-serve`."""
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """See `Program`. With attention DP, the ranks of tensor parallelism are those of data parallelism. The sizes of
+        captured batches count as their largest, and null in place of a configuration of graphs as eager mode."""
+        result = dict[str, EngineArg]()
+        for name, value in args.items():
+            key = self.full_name(strip_dashes(name))
+            is_off = str(value).lower() in ("false", "null", "none")
+            if key == REUSE:
+                result[PREFIX] = not is_off
+            elif key == NO_GRAPHS and is_off:
+                result[EAGER] = True
+            elif key in IN_BYTES and isinstance(value, int):
+                result[IN_BYTES[key]] = -(-value // 2**30)
+            elif key == f"{NO_GRAPHS}.batch_sizes":
+                result[GRAPHS] = max(map(int, re.findall(r"\d+", str(value))), default=0)
+            elif value is not None and value != "null":
+                result[name] = value
+        if self._is_on(result.pop(ATTENTION_DP, False)):
+            for name in [name for name in result if (knob := self.knob_of(strip_dashes(name))[0]) and knob.name == TP]:
+                result[DP] = result.pop(name)
+        return result
+
+    @staticmethod
+    def _is_on(value: EngineArg) -> bool:
+        return str(value).lower() == "true"
+
+
+PROGRAM = TrtllmProgram.read(__package__, {"cache_types": knobs.if_fp8("auto", "fp8")})
+NAMES = {"DP": DP, "EP": EP, "TP": TP}
+"""The names of knobs in messages of rules, by their fields."""
+
+
+def _settings(task: Task, columns: Columns) -> Settings:
+    """Return TensorRT-LLM's effective settings. Limits on a batch, and tiers of the cache, are those of each rank. The
+    cache takes a share of the memory that the weights leave free; evicted blocks move to the tiers behind it."""
+    values = PROGRAM.columns(task, columns)
+    ranks = values[TP] * values[PP] * values[DP]
+    free = Hardware.of(task).memory_bytes - weight_bytes(task) / ranks
+    return Settings.of(
+        task,
+        values,
+        max_running=PROGRAM.values(values, BATCH),
+        max_batched_tokens=prefill_tokens(task, values[TOKENS], int(PROGRAM.defaults[TOKENS] or 0)),
+        block_size=PROGRAM.values(values, BLOCK),
+        chunked=values[CHUNKED],
+        graph_tokens=np.where(values[EAGER] == 0, PROGRAM.values(values, GRAPHS), 0),
+        cache_bytes=knobs.shares(values[MEMORY], 0.9) * np.maximum(free, 0.0),
+        cache_element_bytes=PROGRAM.element_bytes(values),
+        drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
+        scheme=PROGRAM.scheme(task, values),
+        host_cache=values[OFFLOAD] * ranks * 2.0**30,
+        disk_cache=values[DISK] * ranks * 2.0**30,
+        writes_through=ranks < 1,
+    )
+
+
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
+    spec, data = task.spec, count(values, DP)
+    argv = [*PROGRAM.start_command(spec), spec.serve.weights or "", "--host", address(task), "--port", PORT]
+    argv += knobs.arguments(PROGRAM.knobs, {**values, TP: count(values, TP) * data})
+    argv += ["--enable_attention_dp", "true"] if data > 1 else []
+    if values.get(TOKENS) is None and (needed := int(prefill_tokens(task, np.zeros(1, dtype=np.int64), 0)[0])) > 8192:
+        argv += ["--max_num_tokens", str(needed)] if not values.get(CHUNKED) else []
+    argv += as_words(PROGRAM.parse(spec).others, has_negation=False)
+    return Instance(argv=tuple(argv), environment={} if spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1"})
+
+
+def _with_paths(instance: Instance) -> Instance:
+    """Return a server with `--set PATH=VALUE` in place of flags that `trtllm-serve` does not have."""
+    start = next(number for number, word in enumerate(instance.argv) if word.startswith("--"))
+    return replace(instance, argv=(*instance.argv[:start], *_spelled(instance.argv[start:])))
+
+
+def _spelled(words: tuple[str, ...]) -> Iterator[str]:
+    for flag, value in pairs(words):
+        head, dot, tail = flag.partition(".")
+        name = head.replace("-", "_") + dot + tail
+        if "=" in name:
+            yield from ("--set", name)
+        elif name.endswith("_cache_gib"):
+            yield from ("--set", f"{name.removesuffix('gib')}size={int(value or 0) * 2**30}")
+        elif name in CLI:
+            yield from (f"--{name}", *([] if value is None else [value]))
+        else:
+            yield from ("--set", f"{name}={'true' if value is None else value}")
+
+
+def _rules(task: Task) -> tuple[Rule, ...]:
+    """Return TensorRT-LLM's legality rules for candidates."""
+    experts = task.spec.model.num_moe_experts or 1
+    return (
+        *rules.split_rules(task, attention_and_experts=True),
+        *rules.forbidden(task, PROGRAM),
+        Rule(
+            name="attention_dp",
+            knobs=(TP, DP),
+            message=Message("{TP} must be 1 with {DP} > 1: enable_attention_dp makes each rank a group", **NAMES),
+            broken=lambda c: (c[DP] > 1) & (c[TP] > 1),
+        ),
+        Rule(
+            name="expert_parallel",
+            knobs=(TP, DP, EP),
+            message=Message("{EP} must divide {TP} x {DP}, and the {experts} experts", **NAMES, experts=experts),
+            broken=lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
+        ),
+        whole_prompts(task, TOKENS, CHUNKED),
+        *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.speculative_model", "MTP"),
+        *rules.context_rules(task),
+    )
+
+
+ENGINE = ServingEngine(
+    name="trtllm",
+    where="flagcore_servers.trtllm:REPORTS",
+    program=PROGRAM,
+    modules={"tensorrt_llm": "tensorrt_llm>=1.4"},
+    rules=_rules,
+    merges=lambda task: (*rules.same_as_unset(PROGRAM), rules.no_drafts()),
+    settings=_settings,
+    server=_server,
+    form=_with_paths,
+    untested=UNTESTED,
+)

@@ -1,0 +1,55 @@
+"""What the engines of this distribution share: their mark, and the rules of engines that do not divide prompts."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from flagcore_serving.space.hardware import longest_request
+
+from flagcore.domain.space import Columns, IntArray, Rule
+from flagcore.domain.spec import Task
+from flagcore.i18n import Message
+
+UNTESTED = "support was written from the documentation, and no trial has run; predicted times include only kernels"
+
+
+def longest_prompt(task: Task) -> int:
+    """Return the tokens of the longest prompt, or of the longest request if a trace has its length."""
+    loads = task.spec.serve.loads
+    return longest_request(task) - max(0 if load.trace else load.output_len for load in loads)
+
+
+def prefill_tokens(task: Task, codes: IntArray, default: int) -> IntArray:
+    """Return the prompt tokens of an iteration: the knob's, or else `default` or the longest prompt."""
+    return np.where(codes > 0, codes, max(default, longest_prompt(task)))
+
+
+def whole_prompts(task: Task, knob: str, chunked: str = "") -> Rule:
+    """Return the rule that an iteration holds the longest prompt, unless the flag `chunked` divides prompts."""
+    longest = longest_prompt(task)
+
+    def broken(c: Columns) -> np.ndarray:
+        is_whole = c[chunked] == 0 if chunked else np.ones(c[knob].shape, dtype=np.bool_)
+        return (c[knob] > 0) & (c[knob] < longest) & is_whole
+
+    return Rule(
+        name="whole_prompts",
+        knobs=(knob, *([chunked] if chunked else [])),
+        message=Message(
+            "{knob} must be at least {longest}, the tokens of the longest prompt, which is not divided",
+            knob=knob,
+            longest=longest,
+        ),
+        broken=broken,
+    )
+
+
+def pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the flags of a command line without dashes, each with its value or None."""
+    values: Iterable[str] = (*words[1:], "--")
+    skip = False
+    for word, following in zip(words, values, strict=True):
+        if skip or not word.startswith("--"):
+            skip = False
+            continue
+        skip = not following.startswith("--")
+        yield word.removeprefix("--"), following if skip else None

@@ -1,0 +1,1 @@
+"""Operator libraries: which implementation of each operator runs, measured and tuned."""

@@ -1,0 +1,95 @@
+"""The benchmark of operators: `python -m flagcore_operators.bench JOB.json`.
+
+It compares the results of each implementation with the reference, and then times it. Each result is one line of the
+output. A line is written before each implementation, so that the line of one that crashes or hangs is the last one.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from flagcore_training.microbench.kernels import Bench
+from flagcore_training.trial.forked_ranks import exit_at_once, import_all
+
+from flagcore_operators.arguments import decode, difference, tensors
+from flagcore_operators.library import OperatorLibrary, find_library
+
+SECONDS = 0.1
+"""Seconds for which an implementation is timed, after its first calls."""
+SEED = 20261128
+
+
+def main(file: str) -> None:
+    """Run the job in a file."""
+    job = json.loads(Path(file).read_text(encoding="utf-8"))
+    import_all(*job["preload"])
+    if job["threads"]:
+        torch.set_num_threads(job["threads"])
+    library, bench = find_library(job["library"]), Bench(job["device_type"], 0, is_distributed=False)
+    with open(job["output"], "w", encoding="utf-8", buffering=1) as output:
+        print("{}", file=output)  # the start is over
+        for number, implementations in job["todo"]:
+            call, expected = job["calls"][number], None
+            operator = call["operator"]
+            for implementation in implementations:
+                record = {"call": number, "implementation": implementation}
+                print(json.dumps(record), file=output)
+                try:
+                    if expected is None:
+                        expected = _results(library, call, library.reference, bench)
+                    found = _results(library, call, implementation, bench)
+                    record["wrong"] = difference(found, expected)
+                    if not record["wrong"]:
+                        with library.using(operator, implementation):
+                            record["seconds"] = bench.time(_made(call, bench), SECONDS).seconds
+                except Exception as error:  # of any kind: the implementation is excluded, the others are measured
+                    record["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                print(json.dumps({**record, "done": True}), file=output)
+
+
+def _made(call: dict[str, Any], bench: Bench) -> Callable[[], list[Any]]:
+    """Return a function that makes the call with tensors that are the same in each process.
+
+    It returns the results, the gradients, and the arguments, which an operator may change.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    arguments = decode(call["arguments"], bench.device, generator)
+    named = {name: decode(value, bench.device, generator) for name, value in call["named"].items()}
+    function = _function(call["function"])
+    leaves = [each for each in tensors([arguments, list(named.values())]) if each.requires_grad]
+    gradients: list[torch.Tensor] = []
+
+    def made() -> list[Any]:
+        results = function(*arguments, **named)
+        if not leaves:
+            return [results, arguments]
+        outputs = [each for each in tensors(results) if each.requires_grad]
+        if not gradients:
+            gradients.extend(torch.randn(each.shape, generator=generator).to(each) for each in outputs)
+        return [results, torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)]
+
+    return made
+
+
+def _results(library: OperatorLibrary, call: dict[str, Any], implementation: str, bench: Bench) -> list[torch.Tensor]:
+    with library.using(call["operator"], implementation):
+        found = [each.detach().to("cpu", copy=True) for each in tensors(_made(call, bench)())]
+    bench.synchronize()
+    return found
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """Return a function of torch, or an operator of torch's dispatcher such as `aten.mm.default`."""
+    found: Any = torch if name.startswith("torch.") else torch.ops
+    for part in name.removeprefix("torch.").split("."):
+        found = getattr(found, part)
+    function: Callable[..., Any] = found
+    return function
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    exit_at_once(0)

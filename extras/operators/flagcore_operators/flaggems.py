@@ -1,0 +1,158 @@
+"""FlagGems in training programs, and in vLLM by vllm-plugin-FL.
+
+Facts: flagos-ai/FlagGems src/flag_gems/__init__.py, config.py and runtime/op_registrar.py @ed2508bc; flagos-ai/
+vllm-plugin-FL vllm_fl/utils.py @075f1e0e, and in vllm_fl/dispatch policy.py @20440a9b, config/utils.py
+@05ad7f7d and README.md @07dba3b4.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flagcore.errors import UsageError
+from flagcore.i18n import _
+from flagcore_operators.library import OperatorLibrary
+
+UNUSED = "FLAGCORE_FLAGGEMS_UNUSED"
+"""The operators for which a training program does not use FlagGems, separated by commas. The program passes them:
+`flag_gems.enable(unused=os.environ.get("FLAGCORE_FLAGGEMS_UNUSED", "").split(","))`."""
+FLAGOS, NATIVE = "flagos", "native"
+
+
+class FlagGems(OperatorLibrary):
+    """Triton kernels for operators of torch's dispatcher. `native` is the implementation of the vendor's torch."""
+
+    name, reference, data = "flaggems", NATIVE, ["flaggems"]
+
+    def serves(self, device_type: str, engine: str) -> bool:
+        return find_spec("flag_gems") is not None and device_type != "cpu" and engine != "vllm"
+
+    def environment(self, choice: Mapping[str, str]) -> Mapping[str, str]:
+        return {UNUSED: ",".join(_native(choice))}
+
+    def in_effect(self, environment: Mapping[str, str], vendor: str) -> Mapping[str, str]:
+        return dict.fromkeys(_words(environment.get(UNUSED, "")), NATIVE)
+
+    def file(self, choice: Mapping[str, str]) -> str:
+        """Return the YAML file for `flag_gems.enable(unused=FILE)`."""
+        return yaml.safe_dump({"exclude": _native(choice)})
+
+    @cached_property
+    def _names(self) -> Mapping[str, str]:
+        """FlagGems' names of its operators, by torch's name and overload."""
+        import flag_gems
+
+        return {entry[0]: entry[1].__name__ for entry in flag_gems._FULL_CONFIG}
+
+    def operator(self, function: str, arguments: Sequence[Any]) -> str:
+        if not function.startswith("aten."):
+            return ""
+        return self._names.get(function.removeprefix("aten.").removesuffix(".default"), "")
+
+    def implementations(self, operator: str) -> Sequence[str]:
+        return FLAGOS, NATIVE
+
+    def using(self, operator: str, implementation: str) -> AbstractContextManager[Any]:
+        if implementation == NATIVE:
+            return nullcontext()
+        import flag_gems
+
+        return flag_gems.use_gems(include=[operator])  # type: ignore[no-any-return]
+
+
+class VllmFl(FlagGems):
+    """vllm-plugin-FL: FlagGems in vLLM, and the plugin's own operators, each with an order of implementations.
+
+    Those own operators, such as `rms_norm`, take layers of vLLM as arguments. They are not timed; what is set for them
+    stays.
+    """
+
+    name, data = "vllm_fl", ["flaggems", "vllm_fl"]
+
+    def serves(self, device_type: str, engine: str) -> bool:
+        return find_spec("vllm_fl") is not None and engine == "vllm"
+
+    def environment(self, choice: Mapping[str, str]) -> Mapping[str, str]:
+        orders = ";".join(f"{name}={value}" for name, value in sorted(choice.items()) if _is_order(value))
+        found = {"VLLM_FL_FLAGOS_BLACKLIST": ",".join(_native(choice)), "VLLM_FL_PER_OP": orders}
+        return {name: value for name, value in found.items() if value}
+
+    def file(self, choice: Mapping[str, str]) -> str:
+        """Return the YAML file for VLLM_FL_CONFIG."""
+        orders = {name: value.split("|") for name, value in sorted(choice.items()) if _is_order(value)}
+        return yaml.safe_dump({"prefer": "flagos", "op_backends": orders, "flagos_blacklist": _native(choice)})
+
+    def in_effect(self, environment: Mapping[str, str], vendor: str) -> Mapping[str, str]:
+        """Return the choice by the plugin's precedence.
+
+        For FlagGems: a white list, a black list, VLLM_FL_CONFIG or else the platform's file. For the orders:
+        VLLM_FL_CONFIG alone if the file exists; otherwise VLLM_FL_OP_CONFIG, VLLM_FL_PER_OP, the platform's file.
+        """
+        used = [environment.get("VLLM_FL_PREFER_ENABLED", "true"), environment.get("USE_FLAGGEMS", "true")]
+        prefers = environment.get("VLLM_FL_PREFER", "").strip().lower() or FLAGOS
+        white, black = (_words(environment.get(f"VLLM_FL_FLAGOS_{each}LIST", "")) for each in ("WHITE", "BLACK"))
+        if white and black:
+            text = "VLLM_FL_FLAGOS_WHITELIST and VLLM_FL_FLAGOS_BLACKLIST exclude each other; unset one of them"
+            raise UsageError(_(text))
+        own = environment.get("VLLM_FL_CONFIG", "").strip()
+        config = _read(Path(own) if own else _platform_file(environment, vendor))
+        has_own = bool(own) and Path(own).is_file()
+        orders = {str(name): _order(value) for name, value in (config.get("op_backends") or {}).items()}
+        if not has_own and (text := environment.get("VLLM_FL_PER_OP", "")):
+            pairs = (each.partition("=") for each in text.split(";") if "=" in each)
+            orders = {name.strip(): _order(value) for name, _sign, value in pairs}
+        if not has_own and (file := environment.get("VLLM_FL_OP_CONFIG", "").strip()):
+            orders = {name: value.strip().lower() for name, value in json.loads(Path(file).read_text("utf-8")).items()}
+        orders = {name: value for name, value in orders.items() if value}
+        if any(each.lower() not in ("true", "1") for each in used) or prefers != FLAGOS:
+            return {**orders, "*": NATIVE}
+        white = white or ([] if black else config.get("flagos_whitelist") or [])
+        if white:
+            return {**orders, "*": NATIVE, **dict.fromkeys(white, FLAGOS)}
+        return {**orders, **dict.fromkeys(black or config.get("flagos_blacklist") or (), NATIVE)}
+
+
+def _platform_file(environment: Mapping[str, str], vendor: str) -> Path:
+    """Return the file of the installed plugin with the defaults of a vendor's chips."""
+    spec = find_spec("vllm_fl")
+    folder = Path(spec.submodule_search_locations[0] if spec and spec.submodule_search_locations else "")
+    name = environment.get("VLLM_FL_PLATFORM", "").strip().lower() or {"mthreads": "musa"}.get(vendor, vendor)
+    return folder / "dispatch" / "config" / f"{name}.yaml"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the content of a YAML file, empty if there is none. Raises UsageError if it is not valid."""
+    if not file.is_file():
+        return {}
+    try:
+        found = yaml.safe_load(file.read_text("utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(_("{file} cannot be read: {reason}", file=file, reason=error)) from None
+    return found if isinstance(found, dict) else {}
+
+
+def _native(choice: Mapping[str, str]) -> list[str]:
+    return sorted(name for name, value in choice.items() if value == NATIVE and name != "*")
+
+
+def _is_order(value: str) -> bool:
+    return value not in (FLAGOS, NATIVE) or "|" in value
+
+
+def _order(value: Any) -> str:
+    words = value if isinstance(value, list) else str(value).split("|")
+    return "|".join(str(each).strip() for each in words if each and str(each).strip())
+
+
+def _words(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+FLAGGEMS: OperatorLibrary = FlagGems()
+VLLM_FL: OperatorLibrary = VllmFl()

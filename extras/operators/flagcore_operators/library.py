@@ -1,0 +1,87 @@
+"""The contract of operator libraries, which are registered in the entry point group `flagcore.operators`.
+
+An operator is what a user can choose an implementation for. Calls are recorded by the function that a program calls:
+an operator of torch's dispatcher, such as `aten.mm.default`, or a function of torch that the library names.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from importlib.metadata import entry_points
+from typing import Any
+
+from flagcore.errors import NoDevice
+
+GROUP = "flagcore.operators"
+
+
+class OperatorLibrary(ABC):
+    """A library with several implementations of its operators.
+
+    The methods up to `in_effect` run in flagcore, without torch; the others run in the job's processes and in the
+    benchmark, which import what they need.
+
+    `name`: the name of the entry point. `reference`: the implementation with which results are compared.
+    `data`: the names of libraries in the `operators.yaml` of vendors that also apply to this one.
+    `functions`: functions of torch's modules that are recorded as a whole, with their gradients. The dispatcher's
+    operators that they call are not recorded.
+    """
+
+    name: str
+    reference: str
+    data: Sequence[str] = ()
+    functions: Sequence[str] = ()
+
+    @abstractmethod
+    def serves(self, device_type: str, engine: str) -> bool:
+        """Return whether jobs of an engine on devices of torch's type `device_type` can use the library."""
+
+    @abstractmethod
+    def environment(self, choice: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the variables that set a choice, the implementation by operator, in addition to what is in effect."""
+
+    @abstractmethod
+    def in_effect(self, environment: Mapping[str, str], vendor: str) -> Mapping[str, str]:
+        """Return the implementation by operator that variables, and files that they name, select on a vendor's chips.
+
+        The key `*` stands for all other operators. Raises UsageError if the variables exclude a choice.
+        """
+
+    def file(self, choice: Mapping[str, str]) -> str:
+        """Return the choice as a file in the library's own format, or an empty string if it has none."""
+        return ""
+
+    @abstractmethod
+    def operator(self, function: str, arguments: Sequence[Any]) -> str:
+        """Return the operator of a call, or an empty string if the library has no choice for it."""
+
+    @abstractmethod
+    def implementations(self, operator: str) -> Sequence[str]:
+        """Return the implementations of an operator here, the library's default first."""
+
+    @abstractmethod
+    def using(self, operator: str, implementation: str) -> AbstractContextManager[Any]:
+        """Return a context in which calls of the operator run this implementation."""
+
+    def apply(self, choice: Mapping[str, str]) -> None:
+        """Apply a choice in this program, for a library whose `environment` returns `start.SET`."""
+        raise NotImplementedError
+
+
+def read_choice(text: str) -> dict[str, str]:
+    """Return the choice in OPERATOR=IMPLEMENTATION,... Entries of another form are ignored."""
+    pairs = (each.partition("=") for each in text.split(",") if "=" in each)
+    return {operator.strip(): implementation.strip() for operator, _, implementation in pairs}
+
+
+def libraries() -> list[OperatorLibrary]:
+    """Return all installed libraries."""
+    return [point.load() for point in sorted(entry_points(group=GROUP), key=lambda point: point.name)]
+
+
+def find_library(name: str) -> OperatorLibrary:
+    """Return the library `name`. Raises NoDevice if it is not installed."""
+    for point in entry_points(group=GROUP, name=name):
+        library: OperatorLibrary = point.load()
+        return library
+    raise NoDevice(f"the operator library {name} is not installed")

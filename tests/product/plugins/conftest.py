@@ -1,1 +1,0 @@
-from tests.plugins.conftest import install as install

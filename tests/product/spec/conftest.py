@@ -1,1 +1,0 @@
-from tests.spec.conftest import error_of as error_of
