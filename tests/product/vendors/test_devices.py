@@ -196,7 +196,8 @@ NAMES = {
     "910B4-1": "910B4-1", "910C": "Ascend910_9391|Ascend910", "MTT-S5000": "MTT S5000",
     "MTT-S4000": "Moore Threads MTT S4000", "BW1000": "BW|BW1000 64G|BW200, UBB BW1000", "K100-AI": "K100_AI",
     "P800": "P800 OAM|Kunlunxin P800|P800", "S60": "Enflame S60|S60", "PPU-ZW810E": "PPU-ZW810E",
-    "ZW-M890P": "ZW-M890P",
+    "ZW-M890P": "ZW-M890P", "950PR": "Ascend950PR|Ascend950PR_9589", "Atlas-350": "Ascend950PR_957b",
+    "950DT": "Ascend950DT", "MI455X": "AMD Instinct MI455X", "GB10": "NVIDIA GB10", "C600": "MetaX C600",
 }
 # fmt: on
 """The names that drivers report of each chip, separated by bars."""
