@@ -23,6 +23,7 @@ class TorchOnCpu(OperatorLibrary):
     """torch on CPUs. Its products of fp32 matrices run in MKL; oneDNN, which torch contains too, is faster on some."""
 
     name, reference, functions = "torch", "", (ATTENTION,)
+    _applied: AbstractContextManager[None] | None = None
 
     def serves(self, device_type: str, engine: str) -> bool:
         return device_type == "cpu"
@@ -63,7 +64,8 @@ class TorchOnCpu(OperatorLibrary):
         if choice.get("convolution") == "native":
             torch.backends.mkldnn.enabled = False
         if products := {name for name, value in choice.items() if name.startswith("mm_") and value == "onednn"}:
-            _products(products).__enter__()
+            self._applied = _products(products)  # it ends with its last reference
+            self._applied.__enter__()
 
 
 def _layout(left: Any, right: Any) -> str:

@@ -100,7 +100,7 @@ def readme_names_all_chips(plugin: Subject) -> Problems:
             yield f"README.md does not name {chip.name}"
 
 
-READ = {"engines", "environment", "knobs", "quirks", "maturity", "settings"}
+READ = {"engines", "environment", "knobs", "operators", "quirks", "maturity", "settings"}
 """The names of the files of a package, without .yaml. published.jsonl, chips/ and costs/ are read, too."""
 
 

@@ -286,7 +286,10 @@ def pci_vendor_is_the_vendors(plugin: Subject) -> Problems:
 
 @check("write the name of this vendor's resource, or leave out `kubernetes`")
 def resources_are_the_vendors(plugin: Subject) -> Problems:
-    packages = {name: str(getattr(other, "package", name)) for name, other in others_hooks(plugin)}
+    packages = {
+        name: str(getattr(other, "package", None) or getattr(other, "__package__", name))
+        for name, other in others_hooks(plugin)
+    }
     theirs = [(name, each) for name, package in packages.items() for each in read_engines(package).values()]
     libraries = {name for _, each in theirs for name in each.cross_vendor_libraries}
     for kind, each in _sections(plugin):

@@ -1,0 +1,144 @@
+"""The shipped libraries: how a choice is set and read back, known defects, and the choice from published times."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from flagcore_operators import flaggems
+from flagcore_operators.choices import avoided
+from flagcore_operators.choosing import choose
+from flagcore_operators.library import OperatorLibrary, find_library
+from flagcore_operators.measuring import calibrate_operators
+from flagcore_operators.start import SET
+
+from flagcore.errors import FlagError, UsageError
+
+BLACK, WHITE, PER_OP = "VLLM_FL_FLAGOS_BLACKLIST", "VLLM_FL_FLAGOS_WHITELIST", "VLLM_FL_PER_OP"
+ORDER = "vendor:metax|reference"
+
+
+@pytest.mark.parametrize(
+    ("library", "choice"),
+    [
+        ("torch", {"mm_nt": "onednn", "attention": "math"}),
+        ("flaggems", {"mm": "native", "copy_": "native"}),
+        ("vllm_fl", {"mm": "native", "rms_norm": ORDER}),
+    ],
+)
+def test_a_choice_is_read_back_as_it_was_set(library: str, choice: dict[str, str]) -> None:
+    found = find_library(library)
+    assert found.in_effect(found.environment(choice), "metax") == choice
+
+
+def test_files_have_the_keys_of_the_libraries() -> None:
+    choice = {"mm": "native", "rms_norm": ORDER}
+    assert yaml.safe_load(flaggems.FLAGGEMS.file(choice)) == {"exclude": ["mm"]}
+    orders = {"rms_norm": ["vendor:metax", "reference"]}
+    config = {"prefer": "flagos", "op_backends": orders, "flagos_blacklist": ["mm"]}
+    assert yaml.safe_load(flaggems.VLLM_FL.file(choice)) == config
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, {"index": "native", "rms_norm": "vendor"}),
+        ({BLACK: "mm"}, {"mm": "native", "rms_norm": "vendor"}),
+        ({WHITE: "mm"}, {"*": "native", "mm": "flagos", "rms_norm": "vendor"}),
+        ({PER_OP: "silu=flagos|vendor; bad"}, {"index": "native", "silu": "flagos|vendor"}),
+        ({"USE_FLAGGEMS": "0"}, {"*": "native", "rms_norm": "vendor"}),
+        ({"VLLM_FL_PREFER": "vendor"}, {"*": "native", "rms_norm": "vendor"}),
+        ({"VLLM_FL_CONFIG": "own.yaml", PER_OP: "silu=vendor"}, {"exp": "native", "mul": "reference"}),
+        ({"VLLM_FL_CONFIG": "own.yaml", BLACK: "mm"}, {"mm": "native", "mul": "reference"}),
+        ({"VLLM_FL_OP_CONFIG": "ops.json", PER_OP: "silu=vendor"}, {"index": "native", "add": "vendor"}),
+    ],
+)
+def test_the_precedence_of_vllm_plugin_fl(
+    environment: dict[str, str], expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "vllm_fl" / "dispatch" / "config"
+    config.mkdir(parents=True)
+    (tmp_path / "vllm_fl" / "__init__.py").touch()
+    (config / "ascend.yaml").write_text("op_backends: {rms_norm: [vendor]}\nflagos_blacklist: [index]\n")
+    (tmp_path / "own.yaml").write_text("op_backends: {mul: reference}\nflagos_blacklist: [exp]\n")
+    (tmp_path / "ops.json").write_text(json.dumps({"add": "Vendor"}))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert flaggems.VLLM_FL.in_effect(environment, "ascend") == expected
+
+
+def test_lists_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(UsageError, match=WHITE):
+        flaggems.VLLM_FL.in_effect({WHITE: "mm", BLACK: "add"}, "nvidia")
+
+
+@pytest.mark.parametrize(
+    ("library", "envs", "words"),
+    [("no", {}, "operator library no"), ("vllm_fl", {WHITE: "mm"}, "unset")],
+)
+def test_what_prevents_a_calibration_is_said_before_a_run(library: str, envs: dict[str, str], words: str) -> None:
+    shape = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+    train = {"engine": "megatron", "seq_length": 32, "global_batch_size": 2, "precision": "fp32"}
+    spec = {"model": shape, "cluster": {"chip": "cpu"}, "train": train, "envs": envs}
+    with pytest.raises(FlagError, match=words):
+        calibrate_operators(spec, library=library)
+
+
+@pytest.mark.parametrize(
+    ("package", "operator", "library"),
+    [
+        ("flagcore_ascend", "index", flaggems.FLAGGEMS),
+        ("flagcore_metax", "masked_fill", flaggems.VLLM_FL),
+        ("flagcore_iluvatar", "silu_and_mul", flaggems.VLLM_FL),
+        ("flagcore_cambricon", "copy_", flaggems.VLLM_FL),
+    ],
+)
+def test_vendors_name_operators_to_avoid(package: str, operator: str, library: OperatorLibrary) -> None:
+    assert avoided(package, library.data)[operator].keys() == {"flagos"}
+
+
+PUBLISHED = {
+    "std": [(16.640, 11.056), (7.456, 6.464), (44.896, 24.896), (59.104, 159.264), (954.560, 9561.136)],
+    "div": [(7181.76, 6423.808), (8.352, 27.584), (119.360, 103.232), (7189.12, 6427.488), (24.544, 29.984)],
+    "int_mm": [(8.320, 8.480), (14.240, 14.720), (18.400, 21.760), (53.759, 87.360)],
+    "laguerre": [(5.088, 5.824), (13.120, 20.352), (12.320, 8.160), (94.272, 72.768)],
+    "layer_norm": [(13.312, 10.240), (55.296, 39.936), (101.376, 76.800), (149.504, 112.640)],
+    "cat": [(9.68981, 126.279), (55.1608, 128.416), (92.5157, 123.971), (127.123, 126.585), (206.105, 135.192)],
+}
+"""Microseconds of torch and FlagGems by call: flagos-ai/FlagGems pull requests 999, 4544, 6044, 5782, 218 and 150."""
+
+
+def test_the_choice_from_published_times_is_the_best_of_each_operator_and_call() -> None:
+    for operator, pairs in PUBLISHED.items():
+        common = {"operator": operator, "implementations": ["flagos", "native"], "size": 1.0}
+        calls = [{**common, "count": 3} for _ in pairs]
+        rows = [
+            {"call": place, "implementation": name, "seconds": 1e-6 * us}
+            for place, pair in enumerate(pairs)
+            for name, us in zip(("native", "flagos"), pair, strict=True)
+        ]
+        for places in (range(len(pairs)), *([place] for place in range(len(pairs)))):
+            some = [{**row, "call": list(places).index(row["call"])} for row in rows if row["call"] in places]
+            (found,) = choose([calls[place] for place in places], some, {}, {})
+            native, gems = (sum(pairs[place][side] for place in places) for side in (0, 1))
+            assert found.chosen == ("native" if native <= 0.98 * gems else "flagos")
+
+
+def test_torch_applies_a_choice_when_it_is_imported() -> None:
+    pytest.importorskip("torch")
+    code = """
+import torch
+from flagcore_operators.on_cpu import TORCH
+left, right = torch.randn(64, 96), torch.randn(80, 96)
+with torch.profiler.profile() as run:
+    found = torch.mm(left, right.t())
+names = {each.key for each in run.key_averages()}
+assert ("mkldnn::_linear_pointwise" in names) is True, names
+assert torch.backends.cuda.flash_sdp_enabled() is False
+torch.testing.assert_close(found, left @ right.t().contiguous())
+"""
+    variables = {SET: "torch:mm_nt=onednn,attention=math"}
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **variables})
