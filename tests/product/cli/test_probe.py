@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import signal
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,19 @@ def test_memory_that_runs_out_is_a_result(flag: Flag, project: Project) -> None:
     ).worked()
     (line,) = csv.DictReader(io.StringIO(completed.out))
     assert line["state"] == "out_of_memory"
+
+
+@needs_megatron
+def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
+    slow_spec = {**WORLD, "auto_tuner": {"control": {"train_iters": 10_000, "max_time_per_task": 600}}}
+    process = project.start("probe", project.spec(**slow_spec), "--candidate", KNOBS, "--folder", str(project.folder))
+    start_time = time.monotonic()
+    while not list(project.folder.glob("candidate-0/rank-0/launch.json")) and time.monotonic() < start_time + 60:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert project.all_gone()
 
 
 @pytest.mark.parametrize(
