@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flagcore.api.runs import SPEC
 from flagcore.cli import options
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _, ngettext
@@ -104,6 +103,7 @@ def size_command(
     cost if all chips have a price, otherwise by the number of devices. With --run, the only line is the configuration
     that a run measured.
     """
+    from flagcore.api.runs import SPEC  # `flag --help` imports little
     from flagcore_serving.sizing import manifest, sizing
 
     if run is not None and chips:
