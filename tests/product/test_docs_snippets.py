@@ -50,6 +50,9 @@ PLANNED |= {"examples/train-1024-probe.yaml": ("flagcore_nvidia",)}
 NOT_RUN = {
     "flag export runs/serve --to compose": "needs a run of servers; tests of targets write its files",
     "flag run runs/serve": "needs weights and a server; tests of serving start a winner",
+    "flag size serve.yaml --rate 20 --chip H20=1.2 --chip H100=3": "takes a minute; tests of sizing do the same",
+    "flag size serve.yaml --rate 20 --to keda --name chat": "takes a minute; tests of sizing write autoscalers",
+    "flag size --run runs/replica --rate 20": "needs a run of servers; tests of sizing read one",
     "flag tune spec.yaml --watch tensorboard --watch webhook": "tests of watchers run them",
     'pip install "flagcore[tensorboard]"': "not in the index yet; tools/release.py installs what extras require",
     "optuna-dashboard runs/own/journal.log": "a server of another project; tests of the store read the study",

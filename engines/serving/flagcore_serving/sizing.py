@@ -91,6 +91,7 @@ def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None]) -
     longer = not profile.get("trace") and not (isinstance(given, int) and given > REQUESTS)
     for chip, price in (chips or {"": None}).items():
         changes: dict[str, Any] = {"serve.profile.request_rate": "auto", "serve.profile.concurrency": None}
+        changes["auto_tuner.baseline"] = None  # a baseline is that of the whole cluster
         changes |= {"serve.profile.num_prompts": REQUESTS} if longer else {}
         changes |= {"cluster.chip": chip} if chip else {}
         is_own = chip in ("", (spec.data.get("cluster") or {}).get("chip"))  # the one with the spec's price

@@ -28,7 +28,7 @@ SPEC = {
         "profile": {"input_len": 1000, "output_len": 50, "num_prompts": 100, "request_rate": 3000},
         "slo": {"ttft_s": {"p99": 1.0}, "tpot_s": {"p99": 0.05}},
     },
-    "auto_tuner": {"space": {"max_num_seqs": [64, 256]}},
+    "auto_tuner": {"space": {"max_num_seqs": [64, 256]}, "baseline": {"tensor_model_parallel_size": 2}},
 }
 LOADED = LoadedSpec("spec.yaml", SPEC)
 PRICES = {"H20": 1.0, "H100": 3.0}
@@ -52,7 +52,7 @@ def test_the_best_size_is_the_cheapest_of_all_that_are_predicted(found: Sizing) 
     for chip, price in PRICES.items():
         for devices in (1, 2):
             changes: dict[str, Any] = {"cluster.chip": chip, "cluster.devices_per_node": devices}
-            changes["serve.profile.request_rate"] = "auto"
+            changes |= {"serve.profile.request_rate": "auto", "auto_tuner.baseline": None}
             plan = estimate(changed_spec(LOADED, changes), top=1000)
             rate = max(each["highest_load"] for each in plan.candidates if "last" not in each)
             costs.append(price * devices * math.ceil(3000 / rate))
