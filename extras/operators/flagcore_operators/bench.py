@@ -15,7 +15,7 @@ from flagcore_training.microbench.kernels import Bench
 from flagcore_training.trial.forked_ranks import exit_at_once, import_all
 
 from flagcore_operators.arguments import decode, difference, tensors
-from flagcore_operators.library import OperatorLibrary, find_library
+from flagcore_operators.contract import OperatorLibrary, find_library
 
 SECONDS = 0.1
 """Seconds for which an implementation is timed, after its first calls."""

@@ -23,11 +23,12 @@ CALIBRATED = "calibrated"
 class Choice:
     """A measured choice of one library's operators for a job of an engine on a chip.
 
-    `environment` sets it. `time` is the predicted factor on the time of a step, with its bounds. `rows` are the results
-    of the operators, as plain data. `file` is the choice in the library's own format; empty if it has none.
+    `name` is that of the library. `environment` sets it. `time` is the predicted factor on the time of a step, with
+    its bounds. `rows` are the results of the operators, as plain data. `file` is the choice in the library's own
+    format; empty if it has none.
     """
 
-    library: str
+    name: str
     chip: str
     engine: str
     job: str
@@ -38,9 +39,14 @@ class Choice:
     rows: tuple[Mapping[str, Any], ...]
     file: str = ""
 
+    @property
+    def knob(self) -> str:
+        """The name of the knob that compares the choice with the library's defaults."""
+        return f"{self.name}_operators"
+
     def save(self) -> Path:
         """Save the choice, and the file of the library beside it. Return the path. Raises RunError."""
-        path = _folder() / f"{self.library}--{normalize_name(self.chip)}--{self.engine}.json"
+        path = _folder() / f"{self.name}--{normalize_name(self.chip)}--{self.engine}.json"
         if self.file:
             save(path.with_suffix(".yaml"), self.file)
         save(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, ensure_ascii=False) + "\n")
@@ -78,9 +84,9 @@ def _knob(choice: Choice) -> Knob:
     value, low, high = choice.time
     effect = Effect(time=Factor(value=value, low=low, high=high), environment=dict(choice.environment))
     return Knob(
-        name=f"{choice.library}_operators",
+        name=choice.knob,
         kind="word",
-        help=f"The operators of {choice.library}: its defaults, or those that `flag operators` found fastest.",
+        help=f"The operators of {choice.name}: its defaults, or those that `flag operators` found fastest.",
         effects={CALIBRATED: effect},
         source=Source(kind="measured", detail=f"{choice.how}, {choice.job}, {choice.date}"),
     )
@@ -93,16 +99,19 @@ def avoided(package: str, names: Sequence[str]) -> dict[str, dict[str, str]]:
     """
     content, found = read_file(package, "operators.yaml") or {}, dict[str, dict[str, str]]()
     for entry in build(tuple[Avoided, ...], content.get("avoid") or [], f"{package}/operators.yaml", "avoid"):
-        for operator in entry.operators if entry.library in names else ():
+        for operator in entry.operators if entry.name in names else ():
             found.setdefault(operator, {})[entry.implementation] = f"{entry.why} ({entry.source.detail})"
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Avoided:
-    """An implementation that a vendor, or users of its chips, found wrong, broken or slow for some operators."""
+    """An implementation that a vendor, or users of its chips, found wrong, broken or slow for some operators.
 
-    library: str
+    `name`: that of the library.
+    """
+
+    name: str
     implementation: str
     operators: tuple[str, ...]
     why: str

@@ -44,7 +44,7 @@ def operators_command(
     from flagcore_operators.measuring import calibrate_operators
 
     if listed:
-        names = ("library", "chip", "engine", "job", "date")
+        names = ("name", "chip", "engine", "job", "date")
         records = [{**{name: getattr(each, name) for name in names}, "file": str(path)} for path, each in choices()]
         options.show_records(records, form, {name: name for name in (*names, "file")})
         return
@@ -60,7 +60,6 @@ def operators_command(
     if not choice.environment:
         options.say(_("The defaults are the fastest; saved to {file}.", file=file))
         return
-    knob = f"{choice.library}_operators"
     text = N_("About {percent:.1f}% less time. Saved to {file}. Compare it in trials: flag tune {spec} --set {setting}")
-    setting = f"auto_tuner.space.{knob}=auto"
+    setting = f"auto_tuner.space.{choice.knob}=auto"
     options.say(_(text, percent=100.0 * (1.0 - choice.time[0]), file=file, spec=choice.job, setting=setting))

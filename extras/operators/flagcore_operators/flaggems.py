@@ -17,7 +17,7 @@ import yaml
 
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore_operators.library import OperatorLibrary
+from flagcore_operators.contract import OperatorLibrary
 
 UNUSED = "FLAGCORE_FLAGGEMS_UNUSED"
 """The operators for which a training program does not use FlagGems, separated by commas. The program passes them:

@@ -25,7 +25,7 @@ from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore_operators.choices import Choice, avoided
 from flagcore_operators.choosing import choose
-from flagcore_operators.library import OperatorLibrary, find_library, libraries
+from flagcore_operators.contract import OperatorLibrary, find_library, libraries
 from flagcore_operators.start import RECORD
 
 SECONDS = 600.0
@@ -96,7 +96,7 @@ def calibrate_operators(
     run_s = max(run_s, math.fsum(each.default_s or 0.0 for each in found))
     gain = min(math.fsum(each.gain_s for each in found) / run_s, 0.9) if run_s else 0.0
     choice = Choice(
-        library=used.name,
+        name=used.name,
         chip=place.chip.name,
         engine=engine,
         job=file.name,

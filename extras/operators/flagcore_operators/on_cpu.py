@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from flagcore_operators.library import OperatorLibrary, read_choice
+from flagcore_operators.contract import OperatorLibrary, read_choice
 from flagcore_operators.start import SET
 
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flagcore_operators.arguments import Unsupported, encode, size, with_range
-from flagcore_operators.library import OperatorLibrary
+from flagcore_operators.contract import OperatorLibrary
 
 SAVE_SECONDS = 1.0
 """How often calls are saved, because servers are ended by signals."""

@@ -14,12 +14,12 @@ RECORD = "FLAGCORE_OPERATORS_RECORD"
 def start() -> None:
     """Apply a choice, and begin to record calls, as the variables say."""
     if SET in os.environ:
-        from flagcore_operators.library import find_library, read_choice
+        from flagcore_operators.contract import find_library, read_choice
 
         name, _, text = os.environ[SET].partition(":")
         find_library(name).apply(read_choice(text))
     if RECORD in os.environ:
-        from flagcore_operators.library import find_library
+        from flagcore_operators.contract import find_library
         from flagcore_operators.recorder import record
 
         name, _, folder = os.environ[RECORD].partition(":")

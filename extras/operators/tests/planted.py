@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from flagcore_operators.library import OperatorLibrary, read_choice
+from flagcore_operators.contract import OperatorLibrary, read_choice
 
 VARIABLE = "PLANTED_OPERATORS"
 MS = {

@@ -11,7 +11,7 @@ import yaml
 from flagcore_operators import flaggems
 from flagcore_operators.choices import avoided
 from flagcore_operators.choosing import choose
-from flagcore_operators.library import OperatorLibrary, find_library
+from flagcore_operators.contract import OperatorLibrary, find_library
 from flagcore_operators.measuring import calibrate_operators
 from flagcore_operators.start import SET
 

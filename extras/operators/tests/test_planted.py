@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from flagcore_operators import choices
-from flagcore_operators.library import find_library
+from flagcore_operators.contract import find_library
 from flagcore_operators.measuring import calibrate_operators
 
 from extras.operators.tests.planted import BEST, MS, VARIABLE

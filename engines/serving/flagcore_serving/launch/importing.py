@@ -284,10 +284,6 @@ def _with_config(engine: EngineProfile, pairs: list[Pair], start: Start, directo
     ]
 
 
-def _text(value: object) -> str:
-    return json.dumps(value) if value is None or isinstance(value, Mapping | bool) else str(value)
-
-
 def _of_variables(engine: EngineProfile, envs: Mapping[str, str]) -> Iterator[Pair]:
     """Yield the flags that variables stand for. Those of the command override them."""
     for name, value in envs.items():

@@ -64,9 +64,8 @@ class Candidates:
     """All inputs to the metrics of candidates: their kinds of instances, with settings, memory and iteration costs.
 
     `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode, or the
-    embedding of one token of an image, for kinds that only encode. `swap_s`: those
-    to load an adapter into a slot. `encoder`: the costs of the vision tower; None if there is none. `tiers`: those of
-    `tiers_of`.
+    embedding of one token of an image, for kinds that only encode. `swap_s`: those to load an adapter into a slot.
+    `encoder`: the costs of the vision tower; None if there is none. `tiers`: those of `tiers_of`.
     """
 
     kinds: InstanceKinds
@@ -236,13 +235,12 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     running = max(1.0, min(float(settings.max_running[row]), float(context.memory.sequences[row]))) * ranks
     acceptance, caches = rates(load.load, settings, row), bool(settings.prefix_caching[row] and load.parts)
     found, device, least = float(load.load.prefix_len), max(tokens, 0.0) if caches else 0.0, 0.0
-    if (
-        context.overheads.whole_prompts
-    ):  # each slot has one, and a tier at least one, even if it is larger than the tier
+    if context.overheads.whole_prompts:  # each slot has one, and a tier at least one, even one larger than the tier
         least = sum(load.means)
         device = min(device, float(settings.max_running[row]) * ranks * least)
     sizes = {name: (float(each[row]), float(token_s[row])) for name, (each, token_s) in context.tiers.items() if caches}
     tiers = [(name, max(each, least) if each else 0.0, token_s) for name, (each, token_s) in sizes.items()]
+    writes = bool(settings.writes_through[row])
     if context.task.spec.model.state_bytes:  # a state is stored only at the end of a block
         found -= found % block
     used = load.load.adapters + (context.overheads.base_takes_slot and load.load.adapter_share < 1.0)
@@ -257,11 +255,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         stages=stages,
         shared_prefix=found if settings.prefix_caching[row] else 0.0,
         retained=device,
-        tiers=tuple(
-            reached(
-                device, tiers, writes_through=bool(settings.writes_through[row]), own_order=context.overheads.own_order
-            )
-        ),
+        tiers=tuple(reached(device, tiers, writes_through=writes, own_order=context.overheads.own_order)),
         whole_prompts=context.overheads.whole_prompts,
         adapters=slots if slots < used else 0.0,
         swap_s=float(context.swap_s[row]) if slots < used else 0.0,
