@@ -239,6 +239,13 @@ def test_a_log_with_html_is_escaped(runs: Runs) -> None:
     assert reasons == [trial["reason"] for trial in report.result["trials"]]
 
 
+def test_secrets_of_the_spec_are_left_out(runs: Runs) -> None:
+    report = runs("serving")
+    assert "a-secret-of-mine" in (report.folder / "spec.yaml").read_text()
+    assert "a-secret-of-mine" not in report.html
+    assert "HF_TOKEN" in report.html
+
+
 def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     file = tmp_path / "log"
     file.write_text("".join(f"line {number}\n" for number in range(100_000)))
