@@ -3,11 +3,13 @@
 `tests/product/accelerator/test_collectives.py` runs the benchmark.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from flagcore_vendorkit import choices
 from flagcore_vendorkit.calibration import collectives
 from flagcore_vendorkit.engines import Listed, VariableKnob
@@ -16,6 +18,9 @@ from flagcore import api
 from flagcore.domain.chip import Source
 from flagcore.errors import RunError, UsageError
 from tests.checks import refuses
+from tests.product.cli.conftest import Flag
+from tests.product.cli.conftest import flag as flag
+from tests.product.cli.conftest import project as project
 
 VALUES: dict[str, dict[int | str, float]] = {
     "ACME_ALGO": {"tree": 0.4},  # rounds sums differently
@@ -110,3 +115,14 @@ def test_nothing_to_compare_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(collectives, "all_knobs", lambda package: [])
     with pytest.raises(UsageError, match="no variable"):
         collectives.calibrate_collectives(SPEC)
+
+
+@pytest.mark.parametrize("options", [("--rounding",), ("--collectives", "job.yaml", "--devices", "2")])
+def test_options_that_do_nothing_are_refused(options: tuple[str, ...], flag: Flag) -> None:
+    assert flag("calibrate", *options).code == 2
+
+
+def test_the_command_shows_each_setting(flag: Flag, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(SPEC))
+    rows = json.loads(flag("calibrate", "--collectives", str(tmp_path / "job.yaml"), "--json").worked().out)
+    assert {row["setting"] for row in rows} >= {"", "ACME_ALGO=tree", "ACME_CHANNELS=4 ACME_BUFFER=1"}

@@ -31,6 +31,8 @@ KNOB = "collectives"
 SECONDS = 600.0
 CALLS = 12
 """The number of different collectives that are timed: those that take longest."""
+MAX_BYTES = 256 << 20
+"""The largest size that is timed, as by `flag calibrate`. Larger ones are taken to gain as much."""
 GAIN = 0.02
 """The share of the time of collectives that a value must save: less is noise."""
 START_SECONDS, HANG_SECONDS, HANG_RATIO = 300.0, 30.0, 3.0
@@ -41,10 +43,19 @@ Call: TypeAlias = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True)
-class _Recorder:
-    """Costs of collectives that note the calls that are asked for, with their predicted seconds."""
+class _Other:
+    """Costs of collectives with other times."""
 
     costs: CollectiveCosts
+
+    def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+        return self.costs.compute_share(ranks, stride)
+
+
+@dataclass(frozen=True)
+class _Recorder(_Other):
+    """Costs of collectives that note the calls that are asked for, with their predicted seconds."""
+
     calls: dict[Call, float]
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
@@ -52,18 +63,14 @@ class _Recorder:
         arrays = (each.ravel().tolist() for each in np.broadcast_arrays(ranks, stride, payload_bytes, found))
         for count, apart, size, seconds in zip(*arrays, strict=True):
             if count > 1 and size >= 1:
-                self.calls[kind, int(count), int(apart), int(size)] = seconds
+                self.calls[kind, int(count), int(apart), min(int(size), MAX_BYTES)] = seconds
         return found
-
-    def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        return self.costs.compute_share(ranks, stride)
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _Measured(_Other):
     """Costs of collectives with the measured seconds of some calls, and between their sizes the measured ratios."""
 
-    costs: CollectiveCosts
     times: Mapping[Call, float]
 
     @cached_property
@@ -83,9 +90,6 @@ class _Measured:
                 ratio = np.interp(np.log(np.maximum(payload_bytes, 1.0)), sizes, ratios)
                 found = np.where((ranks == count) & (stride == apart), found * ratio, found)
         return found
-
-    def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        return self.costs.compute_share(ranks, stride)
 
 
 @dataclass(frozen=True, kw_only=True)

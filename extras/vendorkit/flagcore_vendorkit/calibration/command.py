@@ -5,6 +5,7 @@ import math
 import click
 
 from flagcore.cli import options
+from flagcore.errors import UsageError
 from flagcore.i18n import N_, _
 
 
@@ -53,6 +54,10 @@ def calibrate_command(
     """
     from flagcore_vendorkit.calibration import measuring  # `flag --help` imports little
 
+    if spec and devices:
+        raise UsageError(_("--collectives uses the devices of SPEC: leave --devices out"))
+    if rounding and not spec:
+        raise UsageError(_("--rounding needs --collectives"))
     if listed:
         options.show_records(measuring.calibrations(), form, "calibrations")
     elif spec is not None:
