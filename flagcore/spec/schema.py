@@ -16,7 +16,7 @@ from pydantic import Field, JsonValue, create_model
 from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Knob
 from flagcore.domain.lengths import Lengths
-from flagcore.domain.spec import Control, Precision, TrainSpec
+from flagcore.domain.spec import Adapter, Control, Precision, Target, TrainSpec
 from flagcore.i18n import N_, _
 from flagcore.spec.clusters import ClusterSection, cluster_of
 from flagcore.spec.knobs import baseline_section, candidate_of, settings_of, settings_section, space_of, space_section
@@ -105,6 +105,29 @@ def lengths_of(section: LengthsSection, context: Context) -> Lengths:
     return Lengths(values=values, batching=section.batching, balanced=section.balanced)
 
 
+class AdapterSection(Section):
+    """Low-rank adapters, which are trained instead of the weights."""
+
+    kind: Literal["lora", "dora", "qlora"] = "lora"
+    """LoRA, DoRA (with a trained magnitude of each output), or QLoRA (LoRA on quantized weights)."""
+    rank: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Inner width of the adapters."""
+    targets: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1)] = "all-linear"
+    """Layers with an adapter: all-linear (all but embedding, router and head), or projections of queries, keys, values
+    and attention output, of feed-forward networks and experts, and of other mixers (in_proj, out_proj)."""
+    base: Literal["nf4", "int8"] | None = None
+    """Number format of the frozen linear layers; null: nf4 for qlora, else the precision of the job."""
+
+
+def adapter_of(section: AdapterSection, _context: Context) -> Adapter:
+    """Return the adapters that a section describes. Raises SpecError for quantized weights without QLoRA."""
+    if section.base and section.kind == "lora":
+        raise spec_error("base", _("is for quantized weights"), value=section.base, fix="use kind: qlora, or remove it")
+    targets = section.targets if isinstance(section.targets, str) else tuple(section.targets)
+    base = section.base or ("nf4" if section.kind == "qlora" else None)
+    return Adapter(kind=section.kind, rank=section.rank, targets=targets, base=base)
+
+
 class TrainJob(Section):
     """Keys of a training job in specs and job records."""
 
@@ -122,6 +145,8 @@ class TrainJob(Section):
     """Attention kernel: fused (flash), or storing the scores in memory (unfused)."""
     implementation: Literal["local", "transformer_engine"] | None = None
     """Implementation of the layers; null: the engine's default."""
+    adapter: Annotated[AdapterSection, rule(adapter_of)] | None = None
+    """Low-rank adapters that are trained, the other weights are frozen; null: all weights are trained."""
 
 
 class TrainSection(TrainJob):

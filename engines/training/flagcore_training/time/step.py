@@ -21,7 +21,7 @@ from flagcore.physics.roofline import with_slowdown
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
 from flagcore_training.lengths import in_time, slowest
 from flagcore_training.memory.stored_activations import offloaded_bytes
-from flagcore_training.memory.training import split_parameters
+from flagcore_training.memory.training import split_parameters, trained_parts
 from flagcore_training.mixes import layer_kinds
 from flagcore_training.stages import (
     Stage,
@@ -213,9 +213,11 @@ def step_time(
     for number, (mesh, group) in enumerate(zip(placement.layouts, groups, strict=True)):
         # Of the stages on this node group, use the largest numbers of parameters.
         members = [placement.group(each.index) == number if placement.starts else True for each in distinct_stages]
-        dense = np.maximum.reduce([each.dense * member for each, member in zip(timed, members, strict=True)])
-        experts = np.maximum.reduce([each.experts * member for each, member in zip(timed, members, strict=True)])
-        gradients_s.append(gradient_time(train, *reduction(mesh, group), (dense, experts), slowest))
+        counts = [
+            np.maximum.reduce([getattr(each, name) * member for each, member in zip(timed, members, strict=True)])
+            for name in ("dense", "experts", "trained", "trained_experts")
+        ]
+        gradients_s.append(gradient_time(train, *reduction(mesh, group), counts[:2], counts[2:], slowest))
     time_s = {
         "compute_s": m * (forward.compute + backward.compute + slowest.weight),
         "tp_comm_s": m * (forward.tensor + backward.tensor),
@@ -299,10 +301,9 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
     single_costs = replace(costs, collectives=_NoCollectives())
     rank_stage = stage(train.model, layout, index, train.options)
     parts, params = Blocks.from_layout(train, layout, single_costs).on(0), stage_parameters(train, layout, rank_stage)
-    dense, experts = split_parameters(params)
-    time = _stage_time(train, layout, single_costs, parts, rank_stage, (dense, experts))
-    compute = time.forward.compute + time.backward.compute + time.weight
-    return layout.microbatches * compute, optimizer_time(train, layout, costs, rank_stage, (dense, experts))
+    time = _stage_time(train, layout, single_costs, parts, rank_stage, split_parameters(params))
+    compute, trained = time.forward.compute + time.backward.compute + time.weight, trained_parts(train, params)
+    return layout.microbatches * compute, optimizer_time(train, layout, costs, rank_stage, split_parameters(trained))
 
 
 def costs_in_run(costs: Costs) -> Costs:
@@ -313,12 +314,15 @@ def costs_in_run(costs: Costs) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class _Timed(ArrayRecord):
-    """A stage's time per micro-batch, its optimizer step time, and its numbers of dense and of expert parameters."""
+    """A stage's time per micro-batch, its optimizer step time, and its numbers of dense and of expert parameters: all,
+    and those that are trained."""
 
     time: StageTime
     optimizer_s: FloatArray
     dense: FloatArray
     experts: FloatArray
+    trained: FloatArray
+    trained_experts: FloatArray
 
 
 def _timed(
@@ -331,9 +335,11 @@ def _timed(
     for stage_ in all_stages:
         times_by_group = []
         for mesh, costs, parts in meshes:
-            params = split_parameters(stage_parameters(train, mesh, stage_))
+            found = stage_parameters(train, mesh, stage_)
+            params, trained = split_parameters(found), split_parameters(trained_parts(train, found))
             time = _stage_time(train, mesh, costs, parts, stage_, params)
-            times_by_group.append(_Timed(time, optimizer_time(train, mesh, costs, stage_, params), *params))
+            optimizer_s = optimizer_time(train, mesh, costs, stage_, trained)
+            times_by_group.append(_Timed(time, optimizer_s, *params, *trained))
         stage_times.append(placement.pick(stage_.index, times_by_group))
     return stage_times
 
@@ -373,7 +379,7 @@ def _stage_time(
         added = added - alone * plain * _layer_weights(train, layout, moe=False, stage=stage)
         added = added - (alone * routed * _layer_weights(train, layout, moe=True, stage=stage) if experts else 0.0)
     weight = total.weight + costs.kernels.memory_seconds(ACCUMULATION_BYTES[_fused(train)] * added)
-    if train.options.adapters:
+    if train.options.adapter:
         weight = np.zeros_like(weight)
     forward, backward, host = total.forward, total.backward, host_of(train, layout, costs)
     busy = (backward + Seconds.from_compute(weight)).total
@@ -490,7 +496,7 @@ class Pace:
         one_pass, two_passes = (
             costs.kernels.memory_seconds(accumulation * times * layer_weights) for times in (8.0, 16.0)
         )
-        is_trained = 0.0 if train.options.adapters else 1.0
+        is_trained = 0.0 if train.options.adapter else 1.0
 
         def gradients(weights: FloatArray) -> FloatArray:
             return is_trained * (two_passes - one_pass) * weights / (8.0 * layer_weights)
