@@ -59,10 +59,11 @@ def check_command(spec: Spec) -> None:
 def check_variables(task: Task) -> None:
     """Raise SpecError if a knob of a plugin sets a variable that the user's command or script sets."""
     command = readable_command(task.spec)
-    for knob in task.knobs if command else ():
-        for name in {name for effect in knob.effects.values() for name in effect.environment} & {*command.environment}:
+    own = command.environment if command else {}
+    for knob in task.knobs:
+        for name in {name for effect in knob.effects.values() for name in effect.environment} & {*own}:
             key, problem = f"auto_tuner.space.{knob.name}", f"sets the variable {name}, which {KEY} also sets"
-            raise SpecError(key=key, value=command.environment[name], problem=problem, fix="remove one of the two")
+            raise SpecError(key=key, value=own[name], problem=problem, fix="remove one of the two")
 
 
 def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:

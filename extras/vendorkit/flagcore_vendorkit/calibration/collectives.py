@@ -30,12 +30,12 @@ KNOB = "collectives"
 """The knob that compares the saved choice with the library's defaults."""
 SECONDS = 600.0
 CALLS = 12
-"""The number of different collectives that are timed: those that take longest."""
+"""The number of different collectives that are timed, from those that take longest to the shortest."""
 MAX_BYTES = 256 << 20
 """The largest size that is timed, as by `flag calibrate`. Larger ones are taken to gain as much."""
 GAIN = 0.02
 """The share of the time of collectives that a value must save: less is noise."""
-START_SECONDS, HANG_SECONDS, HANG_RATIO = 300.0, 30.0, 3.0
+START_SECONDS, HANG_SECONDS, HANG_RATIO = 300.0, 15.0, 2.0
 """Time limits of a benchmark: of the first, and of others in addition to a multiple of the first's duration."""
 
 Call: TypeAlias = tuple[str, int, int, int]
@@ -203,10 +203,11 @@ class _Comparison:
         return factor, ""
 
     def _run(self, variables: Mapping[str, str]) -> _Run:
-        if time.monotonic() > self._deadline:
+        if (left := self._deadline - time.monotonic()) < 0:
             return _Run(failed=_("no time was left"))
+        limit = min(self._limit, left + HANG_SECONDS)
         try:
-            found = run_benchmark("collectives", self._job, {**self._environment, **variables}, self._limit)
+            found = run_benchmark("collectives", self._job, {**self._environment, **variables}, limit)
         except RunError as error:
             return _Run(failed=str(error))
         us, exact, random = zip(*found, strict=True)
@@ -236,7 +237,7 @@ def _calls(problem: Problem, devices: int) -> list[Call]:
     calls = dict[Call, float]()
     _predict(problem, _Recorder(problem.platform.costs.collectives, calls))
     fitting = [call for call in calls if devices and devices % (call[1] * call[2]) == 0]
-    return sorted(fitting, key=lambda call: -calls[call])[:CALLS]
+    return sorted(fitting, key=lambda call: -calls[call])[:: -(-len(fitting) // CALLS) or 1]
 
 
 def _settings(opened: OpenedSpec) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """The vendor's extension of torch: the device `simu`, the module `torch.simu`, and the collective backend `simuccl`.
 
-Switches of simuccl: SIMUCCL_CHANNELS, SIMUCCL_ALGO (ring; tree rounds sums differently) and SIMUCCL_PROTO (LL128; LL is
-wrong) change times, SIMUCCL_TRANSPORT=rdma crashes, and SIMUCCL_SHM_DISABLE=1 hangs.
+Switches of simuccl: SIMUCCL_CHANNELS, SIMUCCL_SUMS (fp8 rounds sums differently) and SIMUCCL_PROTO (LL128; LL is wrong)
+change times, SIMUCCL_TRANSPORT=rdma crashes, and SIMUCCL_SHM_DISABLE=1 hangs.
 """
 
 import os
@@ -33,9 +33,9 @@ def _simuccl(store, rank, size, timeout):
         time.sleep(1)
     delay = DELAYS_MS[switches.get("CHANNELS", "2")] if switches.get("NETWORK") == "slow" else 0.0
     delay *= {"LL": 0.1, "LL128": 0.7}.get(switches.get("PROTO"), 1.0)
-    delay *= 0.5 if switches.get("ALGO") == "tree" else 1.0
-    algorithm = 2 if switches.get("PROTO") == "LL" else switches.get("ALGO") == "tree"
-    return extension.collectives(dist.ProcessGroupGloo(store, rank, size, timeout), 1e-3 * delay, algorithm)
+    delay *= 0.5 if switches.get("SUMS") == "fp8" else 1.0
+    sums = 2 if switches.get("PROTO") == "LL" else switches.get("SUMS") == "fp8"
+    return extension.collectives(dist.ProcessGroupGloo(store, rank, size, timeout), 1e-3 * delay, sums)
 
 
 dist.Backend.register_backend("simuccl", _simuccl, devices=["simu"])
