@@ -2,15 +2,16 @@
 
 `maturity.yaml`, the evidence of the plugin (docs/plugin-data.md), is read here as well.
 
-`engines.yaml` describes how training engines (`train`) and serving engines (`serve`) run on a vendor's chips. The keys
-of its sections are the fields of `flagcore.domain.engine.EngineSupport`; `device_type` (torch's name of the devices)
-and `distributed_backend` (torch.distributed's name) are required. Facts about single engines are in `quirks.yaml`.
+`engines.yaml` describes how training engines (`train`), serving engines (`serve`) and engines of reinforcement learning
+(`rl`, by default as `train`) run on a vendor's chips. The keys of its sections are the fields of
+`flagcore.domain.engine.EngineSupport`; `device_type` (torch's name of the devices) and `distributed_backend`
+(torch.distributed's name) are required. Facts about single engines are in `quirks.yaml`.
 
 `environment.yaml` contains the environment variables of a vendor's software, `knobs.yaml` the knobs that it adds to an
 engine, and `quirks.yaml` known problems. docs/plugin-data.md describes their keys.
 
-Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`), `chips` and `versions`
-of the engine (`">=0.11,<0.13"`); a missing key means all. An entry also applies if the release is unknown.
+Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`, `rl`), `chips` and
+`versions` of the engine (`">=0.11,<0.13"`); a missing key means all. An entry also applies if the release is unknown.
 """
 
 from collections.abc import Mapping
@@ -47,7 +48,9 @@ def read_engines(package: str) -> Mapping[str, EngineSupport]:
             section = build(dict[str, object], content.pop(kind), file, kind)
             works = build(bool | None, section.pop("works", None), file, f"{kind}.works")
             support_by_kind[kind] = build(EngineSupport, {"support": SUPPORT[works].value, **section}, file, f"{kind}.")
-    finish(content, file, f"the sections are {' and '.join(KINDS)}")
+    finish(content, file, f"the sections are {', '.join(KINDS)}")
+    if "train" in support_by_kind:  # no run has been reported of a kind that the file does not have
+        support_by_kind.setdefault("rl", replace(support_by_kind["train"], support=Support.UNKNOWN, stack=None))
     return support_by_kind
 
 
