@@ -68,7 +68,8 @@ class RlEngine(Engine, JobRecords):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.framework = Framework(**package_yaml(__package__, "frameworks.yaml")[name])
+        rows = package_yaml(__package__, "frameworks.yaml")
+        self.framework = Framework(**{**next(iter(rows.values())), **rows[name]})
         self.distribution = self.framework.distribution
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
