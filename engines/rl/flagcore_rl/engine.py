@@ -8,18 +8,17 @@ from dataclasses import replace
 import numpy as np
 from flagcore_training.knobs import divisors, read_knobs
 
-from flagcore.contracts import Costs, Engine, Platform
+from flagcore.contracts import Costs
 from flagcore.contracts.capabilities import JobRecords
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Axis, Candidate, Columns, KnobValue, Rule
+from flagcore.domain.space import Axis, Columns, KnobValue
 from flagcore.domain.spec import AUTO, Task
-from flagcore.domain.trial import Measurement
 from flagcore.spec.plain_data import package_yaml
 from flagcore_rl.job import job_of
 from flagcore_rl.predict import Framework, predict
 from flagcore_rl.roles import DEVICES, STALENESS
+from flagcore_rl.trials import UserCommand
 
 
 def _rollout_devices(task: Task) -> tuple[KnobValue, ...]:
@@ -60,7 +59,7 @@ KNOBS = tuple(
 BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
-class RlEngine(Engine, JobRecords):
+class RlEngine(UserCommand, JobRecords):
     """A framework of reinforcement learning."""
 
     kind = "rl"
@@ -73,10 +72,10 @@ class RlEngine(Engine, JobRecords):
         self.distribution = self.framework.distribution
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
-        return tuple(knob.axis(task.listed_values(knob, AUTO)) for knob in self.knobs if knob.searchable)
-
-    def rules(self, task: Task) -> tuple[Rule, ...]:
-        return ()
+        fixed = self.fixed(task)
+        return tuple(
+            knob.axis(fixed.get(knob.name) or task.listed_values(knob, AUTO)) for knob in self.knobs if knob.searchable
+        )
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, np.ndarray]:
         return {
@@ -92,12 +91,6 @@ class RlEngine(Engine, JobRecords):
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
         return task, dict(values), frozenset()
-
-    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-        raise self.unsupported("trials", "predict with `flag estimate`")
-
-    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        raise self.unsupported("trials", "predict with `flag estimate`")
 
 
 NEMO_RL, OPENRLHF, SLIME, TRL, VERL = (RlEngine(name) for name in ("nemo-rl", "openrlhf", "slime", "trl", "verl"))

@@ -29,6 +29,7 @@ from flagcore_rl.lengths import packs, tokens_of
 from flagcore_rl.roles import (
     DEVICES,
     STALENESS,
+    THREADS,
     costs_of,
     engine_of,
     serve_task,
@@ -108,6 +109,10 @@ def predict(
     work = job_of(task)
     rows = next(iter(columns.values())).size
     candidates = [{name: decode(name, int(values[row])) for name, values in columns.items()} for row in range(rows)]
+    for each in candidates:  # threads of a process split matrices, too
+        each["tensor_model_parallel_size"] = int(each.get("tensor_model_parallel_size") or 1) * int(
+            each.pop(THREADS, 1) or 1
+        )
     trained = _once(candidates, lambda values: not values.startswith("rollout_") or values == DEVICES, _train, task)
     rolled = _once(
         candidates,

@@ -19,7 +19,7 @@ from flagcore_rl.job import job_of
 from flagcore_rl.lengths import requests_of
 
 ROLLOUT = "rollout_"
-DEVICES, STALENESS = "rollout_devices", "staleness"
+DEVICES, STALENESS, THREADS = "rollout_devices", "staleness", "threads"
 SHARES = ("gpu_memory_utilization", "mem_fraction_static")
 SEQUENCES = ("max_num_seqs", "max_running_requests")
 """The knobs of serving engines for the share of the memory, and for the number of answers at once."""
