@@ -11,7 +11,6 @@ On colocated devices, and on-policy, the parts follow each other. With staleness
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
