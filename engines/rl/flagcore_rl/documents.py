@@ -57,6 +57,8 @@ class RolloutSection(Section):
     """Name of the serving engine, such as vllm or sglang."""
     precision: Precision | None = None
     """Number format of its weights; null: that of the trainer."""
+    engine_version: Word | None = None
+    """Version of the serving engine, such as 0.11.2; null: the newest that flagcore knows."""
     engine_args: dict[str, Scalar] = Field(default={})
     """Flags of the serving engine, as in serve.engine_args."""
     sleeps: bool = True

@@ -12,12 +12,13 @@ from flagcore.contracts import Costs
 from flagcore.contracts.capabilities import JobRecords
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Axis, Columns, KnobValue
+from flagcore.domain.space import Axis, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, Task
 from flagcore.spec.plain_data import package_yaml
 from flagcore_rl.job import job_of
 from flagcore_rl.predict import Framework, predict
 from flagcore_rl.roles import DEVICES, STALENESS
+from flagcore_rl.rules import rules
 from flagcore_rl.trials import UserCommand
 
 
@@ -67,7 +68,8 @@ class RlEngine(UserCommand, JobRecords):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.framework = Framework(**package_yaml(__package__, "frameworks.yaml")[name])
+        rows = package_yaml(__package__, "frameworks.yaml")
+        self.framework = Framework(**{**next(iter(rows.values())), **rows[name]})
         self.distribution = self.framework.distribution
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
@@ -75,6 +77,9 @@ class RlEngine(UserCommand, JobRecords):
         return tuple(
             knob.axis(fixed.get(knob.name) or task.listed_values(knob, AUTO)) for knob in self.knobs if knob.searchable
         )
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        return (*rules(task), *super().rules(task))
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, np.ndarray]:
         return {

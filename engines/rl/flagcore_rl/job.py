@@ -51,13 +51,14 @@ class TrainerRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRole:
-    """The rollout: the name of its engine, flags of that engine, and the number format of its weights.
+    """The rollout: the name, the release and flags of its engine, and the number format of its weights.
 
     `sleeps`: whether a colocated rollout frees its memory while the trainer runs.
     """
 
     engine: str
     precision: str | None = None
+    engine_version: str | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     sleeps: bool = True
 

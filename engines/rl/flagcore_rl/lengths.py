@@ -26,13 +26,13 @@ def quantiles(lengths: Lengths, count: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def requests_of(samples: Samples, steps: int = 1) -> tuple[tuple[int, int], ...]:
-    """Return the lengths of the prompt and the answer of each sample of `steps` steps, in the order of the requests.
+def requests_of(samples: Samples) -> tuple[tuple[int, int], ...]:
+    """Return the lengths of the prompt and the answer of each sample of a step, in the order of the requests.
 
     Blocks of samples of similar length are shuffled. In each, the longest is first, so that the first of several
     rollouts, which divide the requests in turn, is the last to end.
     """
-    count, rng = steps * samples.prompts * samples.answers, np.random.default_rng(0)
+    count, rng = samples.prompts * samples.answers, np.random.default_rng(0)
     answers = np.array(quantiles(samples.answer_len, count))
     starts = rng.permutation(-(-count // BLOCK)) * BLOCK
     order = (starts[:, None] + np.arange(BLOCK)).ravel()

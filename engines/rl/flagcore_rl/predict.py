@@ -11,15 +11,15 @@ On colocated devices, and on-policy, the parts follow each other. With staleness
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from flagcore_serving.space.weights import parameters
 
 from flagcore.contracts import Costs
+from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, FloatArray, KnobValue
 from flagcore.domain.spec import Task
@@ -51,17 +51,23 @@ AWAKE_BYTES = 2.0 * 2**30
 class Framework:
     """What a framework adds to its engines: a row of `frameworks.yaml`.
 
-    `continuous`: whether asynchronous generation goes on across steps, so that the tail of a step overlaps with the
-    next step. `sample_s`, `step_s`: seconds for each sample and each step that overlap with nothing: data, rewards and
-    advantages. `memory_share`: the usual share of a device's memory for the rollout.
+    - `sample_s`, `step_s`: seconds for each sample and each step that overlap with nothing: data, rewards, advantages.
+    - `memory_share`: the usual share of a device's memory for the rollout.
+    - `refit_s`: seconds of a refit besides the transfer.
+    - `refit_rate`, `apart_rate`: bytes of all weights per second that a refit of a colocated rollout, and of one on
+      other devices, reaches at most.
+    - `rollout`: overheads of the serving engine that differ in the framework, by name.
     """
 
     title: str
     distribution: str
-    continuous: bool
     sample_s: float
     step_s: float
     memory_share: float
+    refit_s: float
+    refit_rate: float
+    apart_rate: float
+    rollout: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,7 @@ class _Trained:
     forward_s: float
     used: float
     static: float
+    weights: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,14 @@ class _Rolled:
 
 
 Values = dict[str, KnobValue]
+
+
+def sizes_of(model: Model) -> tuple[float, float]:
+    """Return the numbers of weights of a model, and of its routed experts."""
+    experts = model.num_moe_experts or 0
+    matrices = 3.0 if model.gated_linear_unit else 2.0
+    width = (model.moe_ffn_hidden_size or 0) * float(model.expert_hidden_size) if experts else 0.0
+    return parameters(model), model.feed_forward_layers("experts") * matrices * experts * width
 
 
 def predict(
@@ -100,7 +115,7 @@ def predict(
     trained = _once(candidates, lambda values: not values.startswith("rollout_") or values == DEVICES, _train, task)
     rolled = _once(
         candidates,
-        lambda values: values.startswith("rollout_") or values == STALENESS,
+        lambda values: values.startswith("rollout_"),
         lambda task, found: _roll(task, found, framework),
         task,
     )
@@ -172,12 +187,16 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
     work = job_of(task)
     engine = engine_of(work.trainer.engine, "rl.trainer.engine")
     groups: dict[tuple[int, int, int, int, bool], list[int]] = {}
-    found = np.full((4, len(candidates)), np.nan)
+    found = np.full((5, len(candidates)), np.nan)
+    weights, experts = (2.0 * number for number in sizes_of(task.spec.model))
     steps = work.epochs * -(-work.step_samples // work.optimizer_samples)
     for row, values in enumerate(candidates):
         devices = task.cluster.devices - int(values.get(DEVICES) or 0)
         sizes = ("tensor_model", "pipeline_model", "context")
-        replicas = max(devices // math.prod(int(values.get(f"{name}_parallel_size") or 1) for name in sizes), 1)
+        tensor, pipeline, context = (int(values.get(f"{name}_parallel_size") or 1) for name in sizes)
+        replicas = max(devices // (tensor * pipeline * context), 1)
+        shards = 1.0 if not experts else max(int(values.get("expert_model_parallel_size") or 1) / tensor, 1.0)
+        found[4, row] = (weights - experts + experts / shards) / tensor / pipeline
         for forward in (False, True):
             samples = work.step_samples if forward else work.optimizer_samples
             key = (devices, *batches(work, values, samples, replicas, forward=forward), forward)
@@ -198,18 +217,19 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
 def _roll(task: Task, candidates: list[Values], framework: Framework) -> list[_Rolled]:
     work = job_of(task)
     engine = engine_of(work.rollout.engine, "rl.rollout.engine")
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for row, values in enumerate(candidates):
         devices = int(values.get(DEVICES) or task.cluster.devices)
-        steps = 1 + int(values.get(STALENESS) or 0) if framework.continuous else 1
-        groups.setdefault((devices, min(steps, 4)), []).append(row)
+        groups.setdefault(devices, []).append(row)
     found: dict[int, _Rolled] = {}
-    for (devices, steps), members in groups.items():
-        part = serve_task(task, devices, steps)
+    for devices, members in groups.items():
+        part = serve_task(task, devices)
+        own = costs_of(part)
+        own = replace(own, overheads={**framework.rollout, **own.overheads})
         rows = [serve_values(engine, candidates[row], devices, framework.memory_share) for row in members]
         for start in range(0, len(rows), 64):  # so that all are simulated
             chosen = members[start : start + 64]
-            predictions = engine.predict(part, _stacked(engine, part, rows[start : start + 64]), costs_of(part))
+            predictions = engine.predict(part, _stacked(engine, part, rows[start : start + 64]), own)
             for place, row in enumerate(chosen):
                 seconds = work.step_samples / predictions.figures["requests_per_s"][place]
                 found[row] = _Rolled(
@@ -229,9 +249,11 @@ def _step(
     apart, staleness = values.get(DEVICES), int(values.get(STALENESS) or 0)
     training = trained.training_s * (1 + work.critic)
     logprobs = trained.forward_s * passes
-    weights = 2.0 * parameters(task.spec.model)
-    refit = _refit(task, weights, rolled.weights, costs, apart=bool(apart))
-    swap, states = 0.0, max(trained.static - 2.0 * weights / task.cluster.devices, 0.0)
+    weights = 2.0 * sizes_of(task.spec.model)[0]
+    refit = framework.refit_s + _refit(task, weights, costs, framework, apart=bool(apart))
+    if work.reference:  # the policy moves to the host, the reference to the device, and the policy back
+        logprobs += 3.0 * float(np.nan_to_num(costs.kernels.host_copy_seconds(np.array([trained.weights]))[0]))
+    swap, states = 0.0, max(trained.static - trained.weights, 0.0)
     stays = trained.static
     if not apart:
         moved = {"none": 0.0, "optimizer": states, "all": trained.static}[work.trainer.offload]
@@ -253,16 +275,15 @@ def _step(
     return times, (trained.static, used, used, 0.0)
 
 
-def _refit(task: Task, weights: float, held: float, costs: Costs, *, apart: bool) -> float:
-    """Return the seconds in which all weights are gathered on each rollout's ranks.
+def _refit(task: Task, weights: float, costs: Costs, framework: Framework, *, apart: bool) -> float:
+    """Return the seconds in which the weights reach the rollout.
 
-    Colocated ranks gather the whole weights tensor by tensor, over the links of all devices. Otherwise one rank of the
-    trainer broadcasts them, at the rate of its link to another host.
+    Each rank of a colocated trainer gathers all weights, tensor by tensor. Otherwise a rank of the trainer broadcasts
+    them, at the rate of its link to the rollout. Both are not faster than the framework's own work.
     """
-    devices = task.cluster.devices
-    if devices == 1:
-        return 0.0
-    kind, size = ("send", 2) if apart else ("all_gather", devices)
-    stride = task.cluster.groups[0].devices_per_node if apart and task.cluster.groups[0].nodes > 1 else 1
-    seconds = costs.collectives.seconds(kind, np.array([weights]), np.array([size]), np.array([stride]))
-    return float(np.nan_to_num(seconds[0]))
+    group, devices = task.cluster.groups[0], task.cluster.devices
+    kind, ranks = ("send", 2) if apart else ("all_gather", devices)
+    stride = group.devices_per_node if apart and group.nodes > 1 else 1
+    sizes = (np.array([weights]), np.array([ranks]), np.array([stride]))
+    seconds = float(np.nan_to_num(costs.collectives.seconds(kind, *sizes)[0])) if devices > 1 else 0.0
+    return max(seconds, weights / (framework.apart_rate if apart else framework.refit_rate))

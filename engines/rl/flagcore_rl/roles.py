@@ -104,10 +104,10 @@ def train_values(
     return found
 
 
-def serve_task(task: Task, devices: int, steps: int) -> Task:
-    """Return the task of the rollout: a burst of all samples of `steps` steps."""
+def serve_task(task: Task, devices: int) -> Task:
+    """Return the task of the rollout: a burst of all samples of a step."""
     work = job_of(task)
-    requests = requests_of(work.drawn, steps)
+    requests = requests_of(work.drawn)
     load = Load(
         input_len=round(work.prompt_len.mean),
         output_len=round(work.answer_len.mean),
@@ -121,6 +121,7 @@ def serve_task(task: Task, devices: int, steps: int) -> Task:
         loads=(load,),
         precision=work.rollout.precision or work.precision,
         engine_args=work.rollout.engine_args,
+        engine_version=work.rollout.engine_version,
     )
     return _task(task, serve, devices, "requests_per_s")
 
