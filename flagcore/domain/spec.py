@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.knob import Effect, Knob
+from flagcore.domain.lengths import Lengths
 from flagcore.domain.metrics import LATENCIES, RATES, STATISTICS
 from flagcore.domain.model import Model
 from flagcore.domain.secrets import secrets_in_data
@@ -27,6 +29,7 @@ TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj", "out_proj"]
 KIND, SLOTS = "{type}", "{slots}"
 """Placeholders in the user's command on several node groups: the name of the host's group, and the host's number of
 devices."""
@@ -89,11 +92,27 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Low-rank adapters, which are trained beside frozen weights.
+
+    `kind`: lora, dora or qlora. `targets`: the linear layers that have one, or all-linear. `base`: the number format of
+    the frozen weights of linear layers. None means that of the job.
+    """
+
+    kind: str = "lora"
+    rank: int = 32
+    targets: tuple[str, ...] | str = "all-linear"
+    base: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec(Work):
     """A training job.
 
+    `adapter`: the adapters that are trained. None means that all weights are trained.
     `command`: the user's launch command. None means flagcore's trial program.
     `directory`: the working directory of the command, by default the folder of the spec.
+    `lengths`: the lengths of samples. None means that all have `seq_length` tokens.
     `settings`: engine settings, the same for all candidates. Lists are comma-separated text.
     `flags`: arguments that knobs with effects add to the command.
     """
@@ -104,14 +123,18 @@ class TrainSpec(Work):
     default_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
     cheapest_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
 
+    paths: ClassVar[tuple[tuple[str, ...], ...]] = (("lengths", "file"),)
+
     seq_length: int
     global_batch_size: int
+    lengths: Lengths | None = None
     attention: str = "flash"
     implementation: str | None = None
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
     assumed: Mapping[str, SettingValue] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     program: Any = None
+    adapter: Adapter | None = None
 
     @property
     def step_samples(self) -> int:
@@ -119,7 +142,12 @@ class TrainSpec(Work):
 
     @property
     def step_tokens(self) -> int:
-        return self.global_batch_size * self.seq_length
+        tokens = self.lengths.tokens(self.seq_length) if self.lengths else self.seq_length
+        return round(self.global_batch_size * tokens)
+
+    @property
+    def missing(self) -> str:
+        return "command" if self.lengths and not self.command else ""
 
     @property
     def runs_as(self) -> str:
@@ -140,11 +168,15 @@ class TrainSpec(Work):
 
     def record(self, versions: Mapping[str, str]) -> dict[str, Any]:
         sizes, names = ("seq_length", "global_batch_size", "precision", "attention"), ("implementation", "settings")
-        return {name: getattr(self, name) for name in (*sizes, *names, "engine", "engine_version")}
+        found = {name: getattr(self, name) for name in (*sizes, *names, "engine", "engine_version")}
+        if each := self.lengths:
+            batches = {"batching": each.batching, "balanced": each.balanced}
+            found["lengths"] = {"histogram": {str(key): n for key, n in Counter(each.values).items()}, **batches}
+        return found | ({"adapter": asdict(self.adapter)} if self.adapter else {})
 
     def distance(self, other: Any) -> float:
         scale: float = abs(math.log2(self.seq_length / other.seq_length))
-        return float(self.precision != other.precision) + scale / 4
+        return float(self.precision != other.precision) + float(self.adapter != other.adapter) + scale / 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,9 @@ class _Train(TrainJob):
     source: Any = None
 
 
+JOB_KEYS = (*TrainJob.model_fields, "engine_version")
+
+
 class AnyRecord(Section):
     """The keys of records of all kinds. `has_default_engine`: whether a record may name no engine."""
 
@@ -150,7 +153,7 @@ def read_record(
     settings = settings_of(train, knobs, at=at) | settings_of(train.settings, knobs, at=at)
     settings |= settings_of(record.candidate, knobs, exclude=candidate, at=at)
     return record, {
-        "work": TrainSpec(**train.model_dump(include={*TrainJob.model_fields, "engine_version"}), settings=settings),
+        "work": TrainSpec(**{name: getattr(train, name) for name in JOB_KEYS}, settings=settings),
         "candidate": candidate,
         "rank": record.rank,
         "notes": train.notes if isinstance(train.notes, str) else "",

@@ -104,8 +104,7 @@ def _check_groups(spec: Spec) -> None:
 
 def _require_in_megatron(key: str, value: SettingValue) -> None:
     """Raise SpecError if flagcore can only predict a setting or its value, because megatron-core 0.16 lacks it."""
-    pairs = (("trainable", "adapters"), ("fp8_dot_product_attention", True))
-    only_predicted = key == "offload_stages" or (key, value) in pairs
+    only_predicted = key == "offload_stages" or (key, value) == ("fp8_dot_product_attention", True)
     if only_predicted or (key == "pipeline_schedule" and schedule(value) is not None):
         problem = "is only predicted by `flag estimate`: megatron-core 0.16 does not support it in a trial"
         raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="remove it")
@@ -169,6 +168,7 @@ def check(train: TrainSpec) -> None:
         "train.implementation": (layers, layers == LOCAL or installed("transformer_engine"), "install it"),
         "train.precision": (train.precision, train.precision in (AUTO, *precisions), f"use {', '.join(precisions)}"),
         "train.attention": (train.attention, train.attention == "flash", "use flash"),
+        "train.adapter": (train.adapter and train.adapter.kind, train.adapter is None, "remove it"),
         **{
             f"train.settings.{key}": (value, trial_runs(key, value, layers), "remove it")
             for key, value in train.settings.items()
@@ -185,7 +185,6 @@ def trial_runs(key: str, value: SettingValue, layers: str = LOCAL) -> bool:
     harmless_values: dict[str, tuple[SettingValue, ...]] = {
         "pipeline_schedule": (value,),
         "moe_expert_imbalance": (value,),
-        "trainable": ("all",),
     }
     if key in ACCEPTED_VALUES:
         return value in ACCEPTED_VALUES[key][layers]

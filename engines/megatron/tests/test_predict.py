@@ -109,16 +109,6 @@ def test_rows_are_independent() -> None:
         assert set(found.peak_allocated_bytes[row::7]) == {*one.peak_allocated_bytes}
 
 
-def test_steps_that_do_not_depend_on_the_distributed_optimizer_are_those_of_each_candidate() -> None:
-    own = task()
-    own = dataclasses.replace(own, spec=dataclasses.replace(own.spec, work=own.spec.work.with_settings(ADAPTERS)))
-    found = predict(own, columns(use_distributed_optimizer=[0, 1]), costs())
-    assert found.step_time_s[0] == found.step_time_s[1]
-
-
-ADAPTERS = {"trainable": "adapters"}
-
-
 def test_no_rows_give_no_predictions() -> None:
     empty = {knob: values[:0] for knob, values in MANY.items()}
     assert predict(task(), empty, costs()).step_time_s.size == 0

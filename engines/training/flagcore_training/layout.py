@@ -10,8 +10,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from flagcore.contracts import Costs
+from flagcore.domain.lengths import Lengths
 from flagcore.domain.model import Model, Vision
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.domain.spec import Adapter
 
 T = TypeVar("T")
 R = TypeVar("R", bound="ArrayRecord")
@@ -125,12 +127,13 @@ class Options:
     prediction on the stage before the last.
 
     `offload_stages` is empty if all stages offload. `offload_layers` offload all that they store. Fields in bytes are
-    per element. With `adapters`, the model's weights have no gradients and no optimizer state. `cuda_graph` is the part
-    of a step that one graph launches: "", "layer" or "iteration". The flex `dispatcher` sends a token to a rank once,
-    for all of its experts there, and over the network to `linked_devices` once. `dispatch_share` is the share of the
-    bytes of 16-bit tokens that the experts' dispatch sends in forward, `combine_gradient_share` that of the gradients
-    of their outputs in backward. With `assumed_fp8_gather`, only candidates with the distributed optimizer have fp8
-    weights. With `shard_gradients` (ZeRO-2), its ranks also share the gradients, which are scattered for each
+    per element. With an `adapter`, the model's weights have no gradients and no optimizer state; `joint_adapters` are
+    those of projections that Megatron joins, of which tensor-parallel ranks gather the outputs. `cuda_graph` is the
+    part of a step that one graph launches: "", "layer" or "iteration". The flex `dispatcher` sends a token to a rank
+    once, for all of its experts there, and over the network to `linked_devices` once. `dispatch_share` is the share of
+    the bytes of 16-bit tokens that the experts' dispatch sends in forward, `combine_gradient_share` that of the
+    gradients of their outputs in backward. With `assumed_fp8_gather`, only candidates with the distributed optimizer
+    have fp8 weights. With `shard_gradients` (ZeRO-2), its ranks also share the gradients, which are scattered for each
     micro-batch. Without `gradient_fusion`, weight gradients are added to their buffers by kernels of their own. With
     `sparse_kernels`, sparse attention computes only the chosen scores. With `indexer_loss`, its indexer is trained.
     With `fused_adam`, Adam is a kernel that works in place. `second_moments` are the parameters with a second moment:
@@ -169,7 +172,8 @@ class Options:
     gradient_fusion: bool = True
     sparse_kernels: bool = False
     indexer_loss: bool = False
-    adapters: bool = False
+    adapter: Adapter | None = None
+    joint_adapters: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     tp_comm_overlap: bool = False
@@ -229,11 +233,12 @@ class Training:
     """Inputs to the formulas that all candidates of a task share.
 
     With `flash` the attention kernel stores no scores. With `fused_activation` the FFN's activation function is one
-    kernel. With `transformer_engine`, Transformer Engine's layers replace megatron-core's own: rotary embedding and the
-    accumulation of weight gradients are fused, and the down-projections of latent attention are replicated on each
-    tensor-parallel rank. With `gathered_keys`, context parallelism gathers keys and values, with a copy for each query
-    head. `core_share` is the share of the pairs of a causal attention core that each layer computes, if it does not
-    follow from the model's layers. `tower` is the vision tower; None if there is none, or no images.
+    kernel. With `transformer_engine`, Transformer Engine's layers replace megatron-core's own: rotary embedding and
+    the accumulation of weight gradients are fused, and the down-projections of latent attention are replicated on
+    each tensor-parallel rank. With `gathered_keys`, context parallelism gathers keys and values, with a copy for
+    each query head. `core_share` is the share of the pairs of a causal attention core that each layer computes, if
+    it does not follow from the model's layers. `lengths` are those of the samples; None if all have `sequence`
+    tokens. `tower` is the vision tower; None if there is none, or no images.
     """
 
     model: Model
@@ -245,6 +250,7 @@ class Training:
     transformer_engine: bool = False
     gathered_keys: bool = False
     core_share: float | None = None
+    lengths: Lengths | None = None
     tower: Tower | None = None
     options: Options = DEFAULTS
 

@@ -24,6 +24,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training import schedules
+from flagcore_training.adapters import adapter_weights
 from flagcore_training.layout import (
     DEFAULTS,
     ArrayRecord,
@@ -362,8 +363,10 @@ Parts = dict[str, FloatArray]
 VOCAB_MULTIPLE = 128
 """Default of Megatron-LM's argument `make_vocab_size_divisible_by`."""
 
-EXPERT_PARTS = ("experts",)
+EXPERT_PARTS = ("experts", "expert_adapters")
 """Components whose weights are replicated only over the expert-data-parallel group."""
+ADAPTER_PARTS = ("adapters", "expert_adapters")
+"""Components that are trained if weights are frozen."""
 
 
 def padded_vocab(model: Model, tensor: FloatArray) -> FloatArray:
@@ -395,6 +398,8 @@ def layer_parameters(train: Training, layout: Layout, *, moe: bool, stage: Stage
         parts["mixers"] = sum(weights, np.zeros_like(tensor))
     if np.any(mean.dense):
         parts["ffn"] = mean.dense * (matrices * h * model.ffn_hidden_size / tensor)
+    if train.options.adapter:
+        parts["adapters"], parts["expert_adapters"] = adapter_weights(train, layout, mean)
     if not np.any(mean.experts):
         return parts
     experts = model.num_moe_experts or 0
@@ -461,9 +466,9 @@ def mtp_parameters(train: Training, layout: Layout) -> Parts:
     own = replace(train, model=model.mtp_layer)
     layer = layer_parameters(own, layout, moe=own.model.num_moe_experts is not None)
     extra_weights = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size
-    dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS), extra_weights)
+    dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS + ADAPTER_PARTS), extra_weights)
     depths = 1 if model.mtp_use_repeated_layer else depths
-    return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}
+    return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}  # without adapters
 
 
 def own_share(model: Model) -> float:
@@ -498,6 +503,10 @@ def model_flops(train: Training) -> float:
     half of the attention scores (of those within windows, if layers have some), and no router. With adapters, the
     frozen weights have no gradients (4 flops), and the adapters themselves are not counted.
     """
+    if train.lengths:  # as sequences of the length that has as many pairs of tokens
+        samples = train.lengths.cut(train.sequence).astype(np.float64)
+        alike = replace(train, sequence=round(float((samples**2).sum() / samples.sum())), lengths=None)
+        return model_flops(alike) / alike.sequence * train.lengths.tokens(train.sequence)
     model = train.model
     h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
     scores, attentions, attention = 0.0, 0.0, 0.0
@@ -521,7 +530,7 @@ def model_flops(train: Training) -> float:
         scores = scores + number * mixer.core_flops(float(train.sequence)) / 2.0
     mtp = depths * (attention + (ffn if model.mtp_layer.num_moe_experts is None else moe) + 2 * h * h + 3 * h)
     weights = layers + mtp + h * model.vocab_size * (1 + depths)
-    flops_per_weight = 4.0 if train.options.adapters else 6.0
+    flops_per_weight = 4.0 if train.options.adapter else 6.0
     of_tower = 0.0 if train.tower is None else train.global_batch * tower_flops(train.tower)
     return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores) + of_tower
 
@@ -547,7 +556,7 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
         sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
         off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
         layout = Layout(**{**sizes, **dict.fromkeys((*off, "split", "expert_groups"), np.zeros(1))})
-    train = replace(train, model=(model := model.once))
+    train = replace(train, model=(model := model.once), options=replace(train.options, adapter=None))
     dense_layers, moe_layers = model.feed_forward_layers("dense"), model.feed_forward_layers("experts")
     edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
     plain = replace(train, model=replace(model, layers=()))

@@ -288,8 +288,10 @@ def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]
     sharded = ddp.get("use_distributed_optimizer", sections.get("optimizer", {}).get("use_distributed_optimizer"))
     values["ddp.use_distributed_optimizer"] = sharded
     values |= _precision(config.get("mixed_precision"))
-    if config.get("peft"):
-        values["peft.peft_type"] = "adapters"
+    if peft := config.get("peft"):
+        kind = str(peft.get("_target_")).rsplit(".", 1)[-1].lower()
+        names = {"peft_type": kind, "lora_dim": peft.get("dim"), "lora_target_modules": peft.get("target_modules")}
+        values |= {f"peft.{name}": value for name, value in names.items()}
     return list(values.items())
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flagcore_training.adapters import adapter_section
 from flagcore_training.unmodelled import note_effects
 
 from flagcore.errors import join_errors
@@ -174,8 +175,9 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
     note_effects(not_predicted(given), flags.source)
     dropouts = dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.1)  # Megatron's defaults
     settings: dict[str, Any] = {name: value for name, value in dropouts.items() if not flags.has(name)}
-    if flags.get("peft_type") is not None or flags.get("lora_r") is not None:
-        settings["trainable"] = "adapters"
+    kind, rank = flags.get("peft_type"), flags.get("lora_r", flags.get("lora_dim"))
+    if kind is not None or rank is not None:
+        result["adapter"] = adapter_section(str(kind), rank, flags.get("lora_target_modules"))
     return {**result, **({"settings": settings} if settings else {})}
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 from flagcore_training.knobs import divisors
 from flagcore_training.layout import ArrayRecord, Layout, Training
-from flagcore_training.memory.training import split_parameters, stages_in_use
+from flagcore_training.memory.training import split_parameters, stages_in_use, trained_parts
 from flagcore_training.stages import Stage, stage_of, stage_parameters
 from flagcore_training.time.optimizer import gradient_time, optimizer_time
 from flagcore_training.time.passes import Seconds, StageTime
@@ -122,11 +122,12 @@ def _largest(task: Task, switch: str) -> int:
 def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, seconds: FloatArray) -> FloatArray:
     """Return the time of a stage for gradient reduction and optimizer step, in seconds. `seconds` is the stage's time
     per micro-batch. A third of it is assumed to be forward."""
-    params = split_parameters(stage_parameters(train, layout, stage))
+    found = stage_parameters(train, layout, stage)
+    params, trained = split_parameters(found), split_parameters(trained_parts(train, found))
     forward, backward = Seconds.from_compute(seconds / 3.0), Seconds.from_compute(seconds * 2.0 / 3.0)
     time = StageTime(forward, backward, np.zeros_like(seconds))
-    gradients = gradient_time(train, layout, costs.collectives, params, time)
-    return gradients + optimizer_time(train, layout, costs, stage, params)
+    gradients = gradient_time(train, layout, costs.collectives, params, trained, time)
+    return gradients + optimizer_time(train, layout, costs, stage, trained)
 
 
 def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:

@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
+from flagcore_training.adapters import noted_adapter
 
 from flagcore.contracts import Platform
 from flagcore.domain.engine import RefusedValues, ValueRule
@@ -198,9 +199,9 @@ def published(
 
     Raises SpecError for an invalid layout of stages.
     """
-    adapters = re.search(r"\b(lora|peft)\b", task.spec.model.name, re.IGNORECASE)  # only the name reveals adapters
-    noted = read_notes(f"{notes}; {adapters[0] if adapters else ''}")
-    train, values = task.spec.train, dict(values)
+    noted, train, values = read_notes(notes), task.spec.train, dict(values)
+    train = replace(train, adapter=train.adapter or noted_adapter(f"{task.spec.model.name}; {notes}"))
+    task = replace(task, spec=replace(task.spec, work=train))
     # Papers on schedules (arXiv 2104.04473, 2401.10241) used unfused attention: their reported memory confirms it.
     if "pipeline_schedule" in noted:
         train = replace(train, attention="unfused")

@@ -10,7 +10,7 @@ from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.space.flags import flags
 from flagcore_training.commands import environment, expand_command
 
-from flagcore.domain.spec import ClusterSpec
+from flagcore.domain.spec import Adapter, ClusterSpec
 from flagcore.errors import LaunchError, SpecError
 from tests.checks import refuses
 from tests.product import tasks
@@ -124,8 +124,7 @@ def test_settings_are_flags_once() -> None:
         ({"settings": {"pipeline_schedule": "1f1b"}}, True, True),
         ({"settings": {"pipeline_schedule": "zb-h1"}}, False, False),
         ({"settings": {"offload_stages": "0"}}, False, False),
-        ({"settings": {"trainable": "all"}}, True, True),
-        ({"settings": {"trainable": "adapters"}}, False, False),
+        ({"adapter": Adapter()}, False, True),
         ({"precision": "fp8"}, False, True),
         ({"attention": "unfused"}, False, True),
         ({"implementation": "transformer_engine"}, False, True),

@@ -14,6 +14,7 @@ from flagcore_training.layout import Options
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Layer
+from flagcore.domain.spec import Adapter
 from flagcore.errors import NotModelled, SpecError
 from flagcore.tuner.stages.build import check
 from tests.product import tasks
@@ -71,7 +72,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"offload_modules": {"core_attn"}, "offload_stages": (0, 2)},
     ),
     "flex": ({"moe_token_dispatcher_type": "flex"}, {"dispatcher": "flex"}),
-    "adapters": ({"trainable": "adapters"}, {"adapters": True}),
     "dropout": ({"hidden_dropout": 0.1}, {"dropout": True}),
     "imbalance": ({"moe_expert_imbalance": 2.0}, {"expert_imbalance": 2.0}),
     "a capacity": ({"moe_expert_imbalance": 2.0, "moe_expert_capacity_factor": 1.5}, {"expert_imbalance": 1.5}),
@@ -238,8 +238,8 @@ def test_published_run_of_a_hybrid_keeps_some_parts_in_more_bits(
 
 
 def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
-    assert published({}, model=dataclasses.replace(tasks.DENSE, name="some 70B LoRA")).adapters
-    assert not published({}, model=dataclasses.replace(tasks.DENSE, name="flora-7b")).adapters
+    assert published({}, model=dataclasses.replace(tasks.DENSE, name="some 70B LoRA r8")).adapter == Adapter(rank=8)
+    assert published({}, model=dataclasses.replace(tasks.DENSE, name="flora-7b")).adapter is None
 
 
 def test_notes_on_schedules_mention_unfused_attention_and_waits_for_messages() -> None:
@@ -340,7 +340,6 @@ SAYS: dict[str, dict[str, Any]] = {
     "fp32 grad accum": {"accumulate_allreduce_grads_in_fp32": True},
     "grad_reduce_in_fp32=False": {"accumulate_allreduce_grads_in_fp32": False},
     "recompute_modules=mlp,moe_act; tp-comm-overlap on": {"recompute_modules": "mlp,moe_act", "tp_comm_overlap": True},
-    "LoRA": {"trainable": "adapters"},
     "interleaved 1F1B": {"pipeline_schedule": "interleaved"},
     "schedule=V-Half": {"pipeline_schedule": "V-Half"},
     "ZB-2p": {"pipeline_schedule": "zb-2p"},

@@ -270,6 +270,7 @@ def _dispatch_bytes(
 def embedding(train: Training, layout: Layout, sizes: Sizes) -> Module:
     """Return the embedding. It stores only token ids; the gradient of its table has the data type of the weights."""
     table = sizes.unit * padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
+    table = table * (train.options.adapter is None)
     return Module("embedding", {"tokens": 8.0 * sizes.tokens}, sizes.hidden + sizes.gathered + table)
 
 
@@ -283,7 +284,8 @@ def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     were freed, the logits of the last depth of multi-token prediction are still allocated.
     """
     logits = _logits(train, layout, sizes)
-    tensors = {"head_input": sizes.unit * train.model.hidden_size * sizes.rows, "logits": logits.stored}
+    is_trained = train.options.adapter is None
+    tensors = {"head_input": is_trained * sizes.unit * train.model.hidden_size * sizes.rows, "logits": logits.stored}
     mtp_logits = logits.computed * (train.model.mtp_num_layers > 0 and not train.options.frees_mtp_logits)
     peak = np.maximum(logits.forward + mtp_logits, logits.backward)
     return [norm("final_norm", sizes), Module("output_head", tensors, peak)]

@@ -99,7 +99,7 @@ class Sizes:
         return cls(
             unit=unit,
             linear=LINEAR_BYTES.get(train.precision, unit),
-            weight=0.0 if train.transformer_engine else unit,
+            weight=0.0 if train.transformer_engine or train.options.adapter else unit,
             tokens=tokens,
             rows=rows,
             local=tokens / layout.tensor,

@@ -11,6 +11,7 @@ from flagcore_vendorkit.transformer import MeanLayer, mean_layer
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.activations import attention, depths, embedding, ffn, head, mixer, mixture
+from flagcore_training.memory.adapters import frozen
 from flagcore_training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
 from flagcore_training.memory.vision import with_tower
 from flagcore_training.mixes import layer_kinds
@@ -170,12 +171,15 @@ def _mixed(parts: Sequence[list[Module]], shares: Sequence[FloatArray | float]) 
 def _layer_modules(train: Training, layout: Layout, sizes: Sizes, mean: MeanLayer) -> list[Module]:
     """Return the modules of a mean layer."""
     wide = replace(sizes, linear=sizes.unit) if "attention" in train.options.wide_modules else sizes
-    parts = [(share, attention(replace(train, model=each), layout, wide)) for each, share in mean.attentions]
-    parts += [(share, mixer(train, layout, sizes, each)) for each, share in mean.mixers]
+    inputs = [(share, replace(train, model=each)) for each, share in mean.attentions]
+    parts = [(share, frozen(each, layout, wide, attention(each, layout, wide))) for share, each in inputs]
+    parts += [
+        (share, frozen(train, layout, sizes, mixer(train, layout, sizes, each), each)) for each, share in mean.mixers
+    ]
     if np.any(mean.dense):
-        parts.append((mean.dense, ffn(train, layout, sizes)))
+        parts.append((mean.dense, frozen(train, layout, sizes, ffn(train, layout, sizes))))
     if np.any(mean.experts):
-        parts.append((mean.experts, mixture(train, layout, sizes)))
+        parts.append((mean.experts, frozen(train, layout, sizes, mixture(train, layout, sizes))))
     return [module.shared(share) for share, modules in parts for module in modules]
 
 

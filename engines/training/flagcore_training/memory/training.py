@@ -16,11 +16,13 @@ from flagcore_vendorkit.transformer import attended, projection_weights, widths
 
 from flagcore.contracts import Costs, MemoryModel, communicator_bytes
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore_training.adapters import BASE_BYTES
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
 from flagcore_training.memory.activations import gathered_tokens
 from flagcore_training.memory.modules import Sizes
 from flagcore_training.memory.stored_activations import Kinds, activation_parts, stage_activations
 from flagcore_training.stages import (
+    ADAPTER_PARTS,
     EXPERT_PARTS,
     Parts,
     Stage,
@@ -70,6 +72,23 @@ def split_parameters(parts: Parts) -> tuple[FloatArray, FloatArray]:
     return dense, experts
 
 
+def trained_parts(train: Training, params: Parts) -> Parts:
+    """Return the components that are trained: all of them, or the adapters."""
+    return {name: params[name] for name in params if train.options.adapter is None or name in ADAPTER_PARTS}
+
+
+def frozen_state(train: Training, bytes_: State, count: FloatArray, linear: FloatArray | float) -> State:
+    """Return the states of `count` frozen weights, of which `linear` are of linear layers, from those of trained ones.
+
+    They have no gradients and no optimizer states.
+    """
+    weights, adapter = bytes_.weights, train.options.adapter
+    if adapter and adapter.base:
+        saved = 1.0 - BASE_BYTES[adapter.base] / train.value_bytes
+        weights = weights * (1.0 - saved * linear / np.maximum(count, 1.0))
+    return State(weights, *[np.zeros_like(weights)] * 3)
+
+
 def state(
     train: Training,
     layout: Layout,
@@ -96,10 +115,9 @@ def state(
     gradient_shards = shards if options.shard_gradients else fsdp_shards
     second: FloatArray | float = 1.0 - linear / np.maximum(count, 1.0) if options.second_moments == "others" else 0.0
     adam = options.exp_avg_bytes + options.exp_avg_sq_bytes * (1 if options.second_moments == "all" else second)
-    is_trained = 0.0 if options.adapters else 1.0
-    share = (1.0 - options.optimizer_offload_fraction) * is_trained
+    share = 1.0 - options.optimizer_offload_fraction
     if train.precision == "fp32":
-        gradients = 4.0 * is_trained * count / gradient_shards
+        gradients = 4.0 * count / gradient_shards
         return State(4.0 * count / fsdp_shards, gradients, 0.0 * count, adam * share * count / owners)
     main: float = options.main_param_bytes
     if options.precision_aware_optimizer and train.precision != "fp16":
@@ -109,7 +127,7 @@ def state(
     narrow = (1.0 - train.wide_share) * (linear - wide)
     wide_count = np.where(is_narrow, count - narrow, count) if options.fp8_param_gather else count
     weights = 2.0 * wide_count + narrow_bytes * narrow
-    gradients = options.grad_bytes * is_trained * count
+    gradients = options.grad_bytes * count
     optimizer = adam * share * count / owners
     return State(weights / fsdp_shards, gradients / gradient_shards, main * share * count / owners, optimizer)
 
@@ -186,11 +204,18 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
     is_latent = model.multi_latent_attention
     angle_bytes = 4.0 * train.sequence * ((model.qk_pos_emb_head_dim or 0) if is_latent else model.kv_channels)
     rotary_bytes = angle_bytes * (stage.layers + stage.mtp if is_latent else layout.virtual)
+    if train.options.adapter and train.options.adapter.base:  # into which the weights of a product are converted
+        largest = _largest_matrix(train, layout, {"ffn": stage.dense}, experts=False)
+        rotary_bytes = rotary_bytes + train.value_bytes * largest
     if train.options.dropout:  # dropout implies an older engine, with learned positions and without placeholders
         return sizes.gathered * np.ones(())
     if train.transformer_engine:
         gather_buffer = _gather_buffer(train, layout, stage, sizes, sizes.gathered * stage.last)
-        return rotary_bytes + gather_buffer + _gradient_placeholders(train, layout, stage)
+        return (
+            rotary_bytes
+            + gather_buffer
+            + (0.0 if train.options.adapter else _gradient_placeholders(train, layout, stage))
+        )
     return rotary_bytes + _gather_buffer(train, layout, stage, sizes, sizes.gathered) + sizes.gathered * (stage.mtp > 0)
 
 
@@ -240,7 +265,9 @@ def gathered_bytes(train: Training, layout: Layout, dense: State, experts: State
     layers = [sum(layer_parameters(train, layout, moe=moe).values(), np.zeros(())) for moe in kinds]
     table = padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
     largest_layer: FloatArray = np.maximum(np.max(np.stack(layers), axis=0), table)
-    width = train.value_bytes + train.options.grad_bytes * (not train.options.adapters)
+    adapter = train.options.adapter
+    base = BASE_BYTES.get(adapter.base or "", train.value_bytes) if adapter else train.value_bytes
+    width = base + train.options.grad_bytes * (adapter is None)
     other_shards = (dense.weights + dense.gradients) * (layout.data * layout.context - 1.0)
     other_shards = other_shards + (experts.weights + experts.gradients) * (layout.expert_replicas() - 1.0)
     return np.minimum(2.0 * width * largest_layer, other_shards)
@@ -252,8 +279,6 @@ def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: Floa
     Transformer-engine's Adam works in place. 16-bit gradients are copied to fp32 first.
     """
     options, dense_share, expert_share = train.options, dense / layout.shards(), experts / layout.expert_shards()
-    if options.adapters:
-        return np.zeros_like(dense_share)
     optimizer_share = 1.0 - options.optimizer_offload_fraction
     copies = 0.0
     if train.precision != "fp32" and options.grad_bytes < 4 and not options.precision_aware_optimizer:
@@ -364,6 +389,8 @@ def in_use(model: MemoryModel, memory: Memory, layout: Layout) -> InUse:
 
 def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, State]:
     """Return the model states of the dense weights and of the expert weights."""
+    if train.options.adapter:
+        return _with_frozen(train, layout, params)
     dense, experts = split_parameters(params)
     extra, of_matrices = padding(train, layout, params, experts=False), float(train.options.whole_matrices)
     linear = _linear(params, experts=False) + of_matrices * extra
@@ -375,6 +402,19 @@ def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, St
     extra = padding(train, layout, params, experts=True)
     linear = experts + of_matrices * extra
     return total, state(train, layout, experts + extra, experts=True, linear=linear)
+
+
+def _with_frozen(train: Training, layout: Layout, params: Parts) -> tuple[State, State]:
+    """Return the states of adapters and of the frozen weights beside them: of dense weights, and of experts."""
+    base = {name: params[name] for name in params if name not in ADAPTER_PARTS}
+    plain = replace(train, options=replace(train.options, adapter=None))
+    own, others = (states_of(plain, layout, parts) for parts in (trained_parts(train, params), base))
+    counts = split_parameters(base)
+    dense, experts = (
+        own[index] + frozen_state(train, others[index], counts[index], _linear(base, experts=bool(index)))
+        for index in range(2)
+    )
+    return dense, experts
 
 
 def component_table(
@@ -407,7 +447,10 @@ def component_table(
         count = params.get(name, zeros)
         linear, wide = (count if name in names else 0.0 for names in (LINEAR_PARTS, _wide_parts(train)))
         bytes_ = state(train, layout, count, experts=name in EXPERT_PARTS, linear=linear, wide=wide)
+        if train.options.adapter and name not in ADAPTER_PARTS:
+            bytes_ = frozen_state(train, bytes_, count, linear)
         add(name, count, bytes_, parts.get(name, zeros))
+    params = trained_parts(train, params)
     extras = [padding(train, layout, params, experts=experts) for experts in (False, True)]
     dense, routed = (
         state(train, layout, extra, experts=bool(experts), linear=float(train.options.whole_matrices) * extra)
@@ -485,7 +528,10 @@ class _Estimate:
         states = states_of(train, layout, params)
         base = states[0].total + states[1].total + self.engine_bytes(stage_, workspace_bytes)
         static = base + self.held_after_step(stage_)
-        step, gathered = step_bytes(train, layout, *split_parameters(params)), gathered_bytes(train, layout, *states)
+        step, gathered = (
+            step_bytes(train, layout, *split_parameters(trained_parts(train, params))),
+            gathered_bytes(train, layout, *states),
+        )
         activation = self.activation(stage_) + gathered
         optimizer_peak = self.held_after_step(stage_, at_most=True) + step
         if self._may_hold_more():

@@ -10,8 +10,6 @@ from flagcore_vendorkit.transformer import (
     MeanLayer,
     Share,
     attended,
-    latent_widths,
-    own_key_width,
     paired_layers,
     widths,
 )
@@ -19,8 +17,11 @@ from flagcore_vendorkit.transformer import (
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.model import Indexer, Mixer, Model
 from flagcore.domain.space import FloatArray
+from flagcore_training.adapters import attention_products, divided, mixer_products, network_products
 from flagcore_training.layout import Layout, Training
+from flagcore_training.lengths import attention_length
 from flagcore_training.stages import padded_vocab
+from flagcore_training.time.adapters import adapted, adapter_launches
 from flagcore_training.time.passes import (
     Block,
     Linear,
@@ -84,12 +85,13 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
     """
     kernels, unit, tensor = costs.kernels, float(train.value_bytes), layout.tensor
     tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
-    products, width = None, 0.0
+    products, width, tp = None, 0.0, tp.beside(train, "out_proj")
     for each in mixer.products(train.model.hidden_size):
         inputs = each.inputs / (tensor if each.split == "inputs" else 1.0)
         outputs = each.outputs / (tensor if each.split == "outputs" else 1.0)
         precision = train.precision_of("mixer_output") if each.split == "inputs" else train.precision
-        product = linear(kernels, tokens if each.split else rows, inputs, outputs, precision)
+        named = {"out_proj" if each.split == "inputs" else "in_proj": outputs}
+        product = adapted(train, kernels, precision, tokens if each.split else rows, inputs, named)
         products = product if products is None else products + product
         width += each.outputs * (each.split == "outputs")
     assert products is not None
@@ -103,6 +105,7 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
     payload = unit * width * tokens / tensor
     exchange = collective(costs, "all_to_all", payload, layout.context, tensor) * (layout.context > 1.0)
     launches = np.full_like(tensor, LAUNCHES[train.transformer_engine][0])
+    launches = launches + adapter_launches(train, *mixer_products(mixer, train.model.hidden_size))
     forward = Seconds.from_compute(
         products.forward + core + norm + residual, tensor=tp.forward, context=exchange, launches=launches
     )
@@ -128,7 +131,7 @@ def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCol
     """Return the time of attention: norm, projections, attention core and residual sum."""
     kernels, unit = costs.kernels, float(train.value_bytes)
     query, key, _ = (width * layout.tokens(train.sequence) / layout.tensor for width in widths(train.model))
-    qkv, latent, output = _projections(train, layout, costs)
+    (qkv, latent, output), tp = _projections(train, layout, costs), tp.beside(train, "o_proj")
     products = qkv + latent + output
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
     tensor_bytes = unit * (query + key)
@@ -147,6 +150,7 @@ def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCol
     element = norm + rotation + residual
     element_back = norm_back + rotation_back + residual
     launches = np.full_like(layout.tensor, LAUNCHES[train.transformer_engine][0])
+    launches = launches + adapter_launches(train, *attention_products(train.model))
     forward = Seconds.from_compute(
         products.forward + core + element, tensor=tp.forward, context=ring_forward, launches=launches
     )
@@ -166,11 +170,12 @@ def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCol
 def ffn_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of a dense layer's FFN: norm, both products, activation function and residual sum."""
     tokens, width = layout.tokens(train.sequence), train.model.ffn_hidden_size / layout.tensor
-    up, down = _ffn_products(train, costs, tokens, width)
+    (up, down), tp = _ffn_products(train, costs, tokens, width), tp.beside(train, "down_proj")
     products = up + down
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
     activation, activation_back = activation_seconds(train, costs.kernels, train.value_bytes * width * tokens)
     launches = np.full_like(tokens, LAUNCHES[train.transformer_engine][1])
+    launches = launches + adapter_launches(train, *network_products(train.model, width, 1.0))
     forward = Seconds.from_compute(
         products.forward + norm + activation + residual, tensor=tp.forward, launches=launches
     )
@@ -243,29 +248,26 @@ def _ffn_products(
 
     `hidden` is its outer width, by default that of the model.
     """
-    h, gate_factor = hidden or train.model.hidden_size, 2.0 if train.model.gated_linear_unit else 1.0
-    return (
-        linear(costs.kernels, tokens, h, gate_factor * width, train.precision),
-        linear(costs.kernels, tokens, width, h, train.precision),
+    h = hidden or float(train.model.hidden_size)
+    up, down = (
+        adapted(train, costs.kernels, train.precision, tokens, inner, outer)
+        for inner, outer in network_products(train.model, width, h)
     )
+    return up, down
 
 
 def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
     """Return the linear layers of attention: input projections, latent up-projections, output projection."""
-    model, tokens, kernels = train.model, layout.tokens(train.sequence), costs.kernels
-    precision = train.precision_of("attention")
-    h, (query, _, value), tensor = model.hidden_size, widths(model), layout.tensor
-    if not model.multi_latent_attention:
-        outputs = query + model.attention_output_gate * query + model.num_query_groups * own_key_width(model)
-        qkv = linear(kernels, tokens, h, outputs / tensor, precision)
-        return qkv, qkv * 0.0, linear(kernels, tokens, attended(model) / tensor, h, precision)
-    q_rank, kv_rank, rope = latent_widths(model)
-    heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
-    down = linear(kernels, layout.token_rows(train.sequence), h, float(q_rank + kv_rank + rope), precision)
-    up = linear(kernels, tokens, float(kv_rank), heads / tensor, precision)
-    queries = linear(kernels, tokens, float(q_rank or h), query / tensor, precision)
-    output = linear(kernels, tokens, value / tensor, h, precision)
-    return (down, up + queries, output) if q_rank else (down + queries, up, output)
+    tokens, rows, tensor = layout.tokens(train.sequence), layout.token_rows(train.sequence), layout.tensor
+    *inputs, (inner, outer) = attention_products(train.model)
+    product = partial(adapted, train, costs.kernels, train.precision_of("attention"))
+    output = product(tokens, inner / tensor, outer)
+    if not train.model.multi_latent_attention:
+        qkv = product(tokens, inputs[0][0], divided(inputs[0][1], tensor))
+        return qkv, qkv * 0.0, output
+    down = product(rows, *inputs[0])
+    queries, up = (product(tokens, inner, divided(outer, tensor)) for inner, outer in inputs[1:])
+    return (down, up + queries, output) if train.model.q_lora_rank else (down + queries, up, output)
 
 
 def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray]:
@@ -282,15 +284,18 @@ def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[Floa
     if model.multi_latent_attention:
         groups = heads
     precision = train.unquantised
-    lengths, width = np.full_like(heads, length), np.full_like(heads, size)
+    width = np.full_like(heads, size)
     if model.indexer and not train.options.sparse_kernels:
         return _unfused_sparse_core(train, layout, costs, model.indexer, heads, size)
     if train.flash:
+        lengths = np.zeros_like(heads) + attention_length(train, layout.micro_batch)
         kernel, sizes = train.options.attention_kernel, {"queries": lengths, "keys": lengths, "head_dim": width}
-        shape = AttentionShape(batch=layout.micro_batch, heads=heads, groups=groups, kernel=kernel, **sizes)
+        batch = layout.micro_batch * length / lengths
+        shape = AttentionShape(batch=batch, heads=heads, groups=groups, kernel=kernel, **sizes)
         return _fused_core(train, layout, costs, shape, precision)
     scores = train.value_bytes * layout.micro_batch * heads * length**2 / layout.context
     score_rows = layout.micro_batch * heads * length / layout.context
+    lengths = np.full_like(heads, length)
     product = costs.kernels.gemm_seconds(score_rows, lengths, width, precision)
     product = product + costs.kernels.gemm_seconds(score_rows, width, lengths, precision)
     traffic_s, traffic_back_s = costs.kernels.memory_seconds(7.0 * scores), costs.kernels.memory_seconds(9.5 * scores)
@@ -345,7 +350,8 @@ def _fused_core(
     kernels, context = costs.kernels, layout.context
     share = train.core_share
     if share is None:
-        share = paired_layers(train.model, float(train.sequence)) / train.model.attention_layers
+        length = float(shape.queries.mean()) if shape.queries.size else 1.0
+        share = paired_layers(train.model, length) / train.model.attention_layers
     ring = (context - 1.0) * (train.options.cp_comm == "p2p")
     output = train.value_bytes * shape.batch * shape.heads * shape.queries / context * shape.head_dim
     rescaling = ring * kernels.memory_seconds(3.0 * output)
@@ -391,6 +397,7 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     sorts = 2.0 * permute * (local_experts > 1.0) * (options.dispatcher == "alltoall")
     is_grouped = options.grouped_gemm and train.transformer_engine
     router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
+    expert_launches = expert_launches + adapter_launches(train, *network_products(model, width, latent))
     launches = np.full_like(rows, router_launches) + expert_launches * (1.0 if is_grouped else local_experts)
     bias = bias_back = np.zeros_like(copies)
     if model.moe_bias and is_grouped:
@@ -425,10 +432,11 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
 def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
     tokens = layout.tokens(train.sequence)
     width = (train.model.moe_shared_expert_intermediate_size or 0) / layout.tensor
-    up, down = _ffn_products(train, costs, tokens, width)
+    (up, down), tp = _ffn_products(train, costs, tokens, width), tp.beside(train, "down_proj")
     products = up + down
     activation, back = activation_seconds(train, costs.kernels, train.value_bytes * width * tokens)
     launches = np.full_like(tokens, MOE_LAUNCHES[train.transformer_engine][2])
+    launches = launches + adapter_launches(train, *network_products(train.model, width, 1.0))
     forward = Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
     exposed = tp.backward(up)
     backward = Seconds.from_compute(products.input_gradient + back, tensor=exposed, launches=2.0 * launches)

@@ -1,11 +1,13 @@
 """Time of an optimizer step, and of the collectives of gradients and weights before and after it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore_training.adapters import BASE_BYTES
 from flagcore_training.layout import Layout, Training
 from flagcore_training.stages import Stage, stage_layer
 from flagcore_training.time.passes import StageTime, as_integers
@@ -75,16 +77,15 @@ def reduction(layout: Layout, costs: Costs) -> tuple[Layout, CollectiveCosts]:
 def optimizer_time(
     train: Training, layout: Layout, costs: Costs, stage: Stage, params: tuple[FloatArray, FloatArray]
 ) -> FloatArray:
-    """Return the seconds of the optimizer step of a stage. `params` are the stage's numbers of dense and of expert
+    """Return the seconds of the optimizer step of a stage. `params` are the stage's numbers of trained dense and expert
     parameters.
 
     Norms, Adam and copies cost memory traffic, and each tensor costs kernel launches.
     """
-    if train.options.adapters:
-        return np.full_like(params[0], STEP_LAUNCHES * costs.kernels.launch_seconds())
     model, shards, expert_shards = train.model, layout.shards(), layout.expert_shards()
     layer_tensors = 6.0 + 2.0 * model.qk_layernorm + 2.0 * model.multi_latent_attention
-    tensors = stage.layers * layer_tensors + stage.first + 2.0 * stage.last
+    ends = 0.0 if train.options.adapter else stage.first + 2.0 * stage.last  # a layer has about as many adapters
+    tensors = stage.layers * layer_tensors + ends
     moe = stage.moe * stage_layer(model, stage, moe=True).experts if model.layers else stage.moe
     expert_tensors = moe * 2.0 * (model.num_moe_experts or 0) / layout.expert
     owned_count = params[0] / shards + params[1] / expert_shards
@@ -108,35 +109,37 @@ def gradient_time(
     train: Training,
     layout: Layout,
     collectives: CollectiveCosts,
-    params: tuple[FloatArray, FloatArray],
+    params: Sequence[FloatArray],
+    trained: Sequence[FloatArray],
     stage: StageTime,
 ) -> FloatArray:
     """Return the exposed seconds per step for gradient reduction and for gathering a distributed optimizer's weights.
 
-    `params` are the largest numbers of dense and of expert parameters of a stage on a node group. Gradients are
-    all-reduced, or reduce-scattered with a gather of the weights (arXiv 1910.02054, section 7). Overlapped collectives
-    hide behind the backward pass (gradients) or the forward pass (weights) of one micro-batch, and slow its kernels
-    down by the share of compute that they use. FSDP gathers weights twice and scatters gradients for each micro-batch
-    (section 7.2.2), overlapped with its kernels.
+    `params` are the largest numbers of dense and of expert parameters of a stage on a node group, `trained` those of
+    them that are trained: only FSDP gathers the others. Gradients are all-reduced, or reduce-scattered with a gather of
+    the weights (arXiv 1910.02054, section 7). Overlapped collectives hide behind the backward pass (gradients) or the
+    forward pass (weights) of one micro-batch, and slow its kernels down by the share of compute that they use. FSDP
+    gathers weights twice and scatters gradients for each micro-batch (section 7.2.2), overlapped with its kernels.
     """
     options = train.options
-    if options.adapters:
-        return np.zeros_like(layout.data)
     # Of 8-bit formats, mxfp8 is gathered in 16 bits and quantised afterwards (megatron-core 0.16,
     # `reuse_grad_buf_for_mxfp8_param_ag`).
+    adapter = options.adapter
     weight_bytes = 1.0 if options.fp8_param_gather and train.precision != "mxfp8" else float(train.value_bytes)
+    if adapter and adapter.base and options.fsdp:
+        weight_bytes = BASE_BYTES[adapter.base]
     reduce_s, gather_s, scatter_s, share = (np.zeros_like(layout.data) for _ in range(4))
     kinds = [(layout.data * layout.context, layout.tensor)]
     if train.model.num_moe_experts is not None:
         kinds.append((layout.expert_replicas(), layout.expert * layout.expert_tensor))
     for index, (ranks, stride) in enumerate(kinds):
         ring = (as_integers(ranks), as_integers(stride))
-        gradients = options.grad_bytes * params[index]
+        gradients, gathered = options.grad_bytes * trained[index], (params if options.fsdp else trained)[index]
         all_reduce_s = collectives.seconds("all_reduce", gradients, *ring)
         reduce_scatter_s = collectives.seconds("reduce_scatter", gradients, *ring)
         reduce_s = reduce_s + np.where(layout.sharded_optimizer > 0, reduce_scatter_s, all_reduce_s)
         scatter_s = scatter_s + reduce_scatter_s
-        weights = collectives.seconds("all_gather", weight_bytes * params[index], *ring)
+        weights = collectives.seconds("all_gather", weight_bytes * gathered, *ring)
         gather_s = gather_s + weights * np.maximum(layout.sharded_optimizer, float(options.fsdp))
         share = np.maximum(share, collectives.compute_share(*ring))
     if options.fsdp:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ from flagcore_vendorkit.transformer import SCHEDULES, widths
 from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore_training.adapters import has_adapter
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training
 from flagcore_training.stages import layer_input_bytes
 
@@ -144,13 +145,14 @@ class TensorCollectives:
     """The times of the collectives around one block of tensor-parallel layers (attention or an FFN), in seconds.
 
     With sequence parallelism a block gathers its input tokens and reduce-scatters its output; without it, the block
-    all-reduces its output (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
+    all-reduces its output (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2). `adapter` is that of adapters.
     """
 
     gather: FloatArray
     scatter: FloatArray
     reduce: FloatArray
     sequence_parallel: FloatArray
+    adapter: FloatArray | float = 0.0
 
     @classmethod
     def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> TensorCollectives:
@@ -162,7 +164,16 @@ class TensorCollectives:
 
     @property
     def forward(self) -> FloatArray:
-        return np.where(self.sequence_parallel > 0, self.gather + self.scatter, self.reduce)
+        return np.where(self.sequence_parallel > 0, self.gather + self.scatter, self.reduce) + self.adapter
+
+    def beside(self, train: Training, target: str) -> TensorCollectives:
+        """Return the collectives of a block with an adapter beside its last layer, if `target` has a joint one.
+
+        The output of the adapter is gathered, and the gradient of a part of it (Megatron-Bridge @067f987d
+        `peft/utils.py`, `ParallelLinearAdapter`: gather_output).
+        """
+        is_gathered = train.options.joint_adapters and has_adapter(train, target)
+        return replace(self, adapter=self.gather * is_gathered)
 
     def backward(self, first: Linear) -> FloatArray:
         """Return the exposed communication of a block's backward pass in seconds. `first` is its first linear layer.
@@ -173,7 +184,8 @@ class TensorCollectives:
         """
         weight = first.weight_gradient
         exposed = np.maximum(self.gather - first.input_gradient, 0.0) + np.maximum(self.scatter - weight, 0.0)
-        return np.where(self.sequence_parallel > 0, self.gather + exposed, np.maximum(self.reduce - weight, 0.0))
+        found = np.where(self.sequence_parallel > 0, self.gather + exposed, np.maximum(self.reduce - weight, 0.0))
+        return found + self.adapter
 
 
 def context_collective(train: Training, layout: Layout, costs: Costs) -> FloatArray:

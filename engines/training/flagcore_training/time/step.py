@@ -19,13 +19,15 @@ from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.roofline import with_slowdown
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
+from flagcore_training.lengths import in_time, slowest
 from flagcore_training.memory.stored_activations import offloaded_bytes
-from flagcore_training.memory.training import split_parameters
+from flagcore_training.memory.training import split_parameters, trained_parts
 from flagcore_training.mixes import layer_kinds
 from flagcore_training.stages import (
     Stage,
     edge_parameters,
     layer_parameters,
+    model_flops,
     mtp_parameters,
     own_share,
     stage,
@@ -105,7 +107,7 @@ class Blocks:
 
     @classmethod
     def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> Blocks:
-        layouts = StageGroups.from_layout(layout, costs).layouts
+        layouts = StageGroups.from_layout(in_time(train, layout), costs).layouts
         distinct_rows = [distinct([getattr(each, name) for name in LAYER_COUNTS]) for each in layouts]
         combinations = tuple(each[rows] for each, (rows, _) in zip(layouts, distinct_rows, strict=True))
         parts = tuple(_parts(train, each, group) for each, group in zip(combinations, costs.groups, strict=True))
@@ -195,6 +197,8 @@ def step_time(
     if distinct_stages is None:
         distinct_stages = stages(train.model, layout, train.options, placement.starts)
     blocks = Blocks.from_layout(train, layout, costs) if blocks is None else blocks
+    layout = in_time(train, layout)
+    placement = StageGroups.from_layout(layout, costs)
     timed = _timed(train, groups, blocks, placement, distinct_stages)
     times = [each.time for each in timed]
     slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
@@ -209,10 +213,12 @@ def step_time(
     for number, (mesh, group) in enumerate(zip(placement.layouts, groups, strict=True)):
         # Of the stages on this node group, use the largest numbers of parameters.
         members = [placement.group(each.index) == number if placement.starts else True for each in distinct_stages]
-        dense = np.maximum.reduce([each.dense * member for each, member in zip(timed, members, strict=True)])
-        experts = np.maximum.reduce([each.experts * member for each, member in zip(timed, members, strict=True)])
-        gradients_s.append(gradient_time(train, *reduction(mesh, group), (dense, experts), slowest))
-    return {
+        counts = [
+            np.maximum.reduce([getattr(each, name) * member for each, member in zip(timed, members, strict=True)])
+            for name in ("dense", "experts", "trained", "trained_experts")
+        ]
+        gradients_s.append(gradient_time(train, *reduction(mesh, group), counts[:2], counts[2:], slowest))
+    time_s = {
         "compute_s": m * (forward.compute + backward.compute + slowest.weight),
         "tp_comm_s": m * (forward.tensor + backward.tensor),
         "cp_comm_s": m * (forward.context + backward.context),
@@ -222,6 +228,25 @@ def step_time(
         "dp_comm_exposed_s": np.maximum.reduce(gradients_s),
         "optimizer_s": np.maximum.reduce([each.optimizer_s for each in timed]),
     }
+    time_s["dp_comm_exposed_s"] = time_s["dp_comm_exposed_s"] + replica_wait(train, layout, time_s)
+    return time_s
+
+
+REPLICA_PARTS = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
+"""The parts of a step that take longer on a replica with more or longer samples."""
+
+
+def replica_wait(
+    train: Training, layout: Layout, time_s: Mapping[str, FloatArray], *, each_micro_batch: bool = False
+) -> FloatArray:
+    """Return the seconds of a step in which replicas wait for the one with the longest samples (see `slowest`)."""
+    if train.lengths is None:
+        return np.zeros_like(layout.data)
+    per_token, half = (model_flops(replace(train, sequence=each, lengths=None)) / each for each in (2048, 1024))
+    per_square = (per_token - half) / 1024
+    square_share = per_square / (half - 1024 * per_square)
+    more = slowest(train, layout, square_share, each_micro_batch=each_micro_batch) - 1.0
+    return more * sum((time_s[name] for name in REPLICA_PARTS), np.zeros(()))
 
 
 def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
@@ -235,7 +260,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
     all_stages = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
     timed = _timed(train, costs.groups, Blocks.from_layout(train, layout, costs), placement, all_stages)
     times = [each.time for each in timed]
-    ordered = _in_replica(layout)
+    ordered = _in_replica(in_time(train, layout))
     messages, waits, sends_s, _ = sends(train, ordered, costs, placement, all_stages[-1])
     delays = messages.send_delays(count, np.zeros(1, dtype=np.int64), layout, placement)
     longer = waits[0] * (np.zeros((2, count)) if delays is None else np.stack(delays)[:, :, 0])
@@ -276,10 +301,9 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
     single_costs = replace(costs, collectives=_NoCollectives())
     rank_stage = stage(train.model, layout, index, train.options)
     parts, params = Blocks.from_layout(train, layout, single_costs).on(0), stage_parameters(train, layout, rank_stage)
-    dense, experts = split_parameters(params)
-    time = _stage_time(train, layout, single_costs, parts, rank_stage, (dense, experts))
-    compute = time.forward.compute + time.backward.compute + time.weight
-    return layout.microbatches * compute, optimizer_time(train, layout, costs, rank_stage, (dense, experts))
+    time = _stage_time(train, layout, single_costs, parts, rank_stage, split_parameters(params))
+    compute, trained = time.forward.compute + time.backward.compute + time.weight, trained_parts(train, params)
+    return layout.microbatches * compute, optimizer_time(train, layout, costs, rank_stage, split_parameters(trained))
 
 
 def costs_in_run(costs: Costs) -> Costs:
@@ -290,12 +314,15 @@ def costs_in_run(costs: Costs) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class _Timed(ArrayRecord):
-    """A stage's time per micro-batch, its optimizer step time, and its numbers of dense and of expert parameters."""
+    """A stage's time per micro-batch, its optimizer step time, and its numbers of dense and of expert parameters: all,
+    and those that are trained."""
 
     time: StageTime
     optimizer_s: FloatArray
     dense: FloatArray
     experts: FloatArray
+    trained: FloatArray
+    trained_experts: FloatArray
 
 
 def _timed(
@@ -308,9 +335,11 @@ def _timed(
     for stage_ in all_stages:
         times_by_group = []
         for mesh, costs, parts in meshes:
-            params = split_parameters(stage_parameters(train, mesh, stage_))
+            found = stage_parameters(train, mesh, stage_)
+            params, trained = split_parameters(found), split_parameters(trained_parts(train, found))
             time = _stage_time(train, mesh, costs, parts, stage_, params)
-            times_by_group.append(_Timed(time, optimizer_time(train, mesh, costs, stage_, params), *params))
+            optimizer_s = optimizer_time(train, mesh, costs, stage_, trained)
+            times_by_group.append(_Timed(time, optimizer_s, *params, *trained))
         stage_times.append(placement.pick(stage_.index, times_by_group))
     return stage_times
 
@@ -350,7 +379,7 @@ def _stage_time(
         added = added - alone * plain * _layer_weights(train, layout, moe=False, stage=stage)
         added = added - (alone * routed * _layer_weights(train, layout, moe=True, stage=stage) if experts else 0.0)
     weight = total.weight + costs.kernels.memory_seconds(ACCUMULATION_BYTES[_fused(train)] * added)
-    if train.options.adapters:
+    if train.options.adapter:
         weight = np.zeros_like(weight)
     forward, backward, host = total.forward, total.backward, host_of(train, layout, costs)
     busy = (backward + Seconds.from_compute(weight)).total
@@ -467,7 +496,7 @@ class Pace:
         one_pass, two_passes = (
             costs.kernels.memory_seconds(accumulation * times * layer_weights) for times in (8.0, 16.0)
         )
-        is_trained = 0.0 if train.options.adapters else 1.0
+        is_trained = 0.0 if train.options.adapter else 1.0
 
         def gradients(weights: FloatArray) -> FloatArray:
             return is_trained * (two_passes - one_pass) * weights / (8.0 * layer_weights)

@@ -1,0 +1,142 @@
+"""Low-rank adapters (LoRA, DoRA, QLoRA): the linear layers beside which they are, and their weights.
+
+Beside a layer of `inner` x `outer`, an adapter has a matrix of `inner` x rank and one of rank x `outer` (arXiv
+2106.09685). Sources: Megatron-Bridge @067f987d `peft/lora_layers.py`, `peft/dora_layers.py` and `peft/utils.py`; NeMo
+AutoModel @36044ad3 `_peft/lora.py`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias, get_args
+
+import numpy as np
+from flagcore_vendorkit.transformer import MeanLayer, attended, latent_widths, own_key_width, widths
+
+from flagcore.domain.model import Mixer, Model
+from flagcore.domain.space import FloatArray
+from flagcore.domain.spec import Adapter, Target
+from flagcore_training.layout import Layout, Training
+
+Outer: TypeAlias = Mapping[str, FloatArray | float]
+"""The widths of the outputs that a linear layer computes from one input, by the name of the target."""
+Product: TypeAlias = tuple[FloatArray | float, Outer]
+"""The inner width of a linear layer, and its outputs."""
+
+BASE_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / 64 / 256, "int8": 1.0}
+"""Bytes per quantized weight with its scales: 4 bits, an 8-bit scale per 64 weights, and an fp32 scale per 256 of them
+(QLoRA, arXiv 2305.14314, section 3). The scales of rows of 8 bits are left out."""
+
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+    "q_a_proj": ("q_proj",),
+    "q_b_proj": ("q_proj",),
+    "kv_a_proj_with_mqa": ("k_proj",),
+    "kv_b_proj": ("v_proj",),
+}
+"""The targets of other names of layers: those of Megatron, and of latent attention in transformers."""
+TARGETS = get_args(Target)
+NOTED = re.compile(r"(?<!no )\b(?:(q?lora|dora)|peft)\b(?: +r(?:ank)? *=? *(\d+))?", re.IGNORECASE)
+
+
+def noted_adapter(text: str) -> Adapter | None:
+    """Return the adapter that a text about a job mentions, or None. By default it is that of Megatron-Bridge's LoRA."""
+    if (found := NOTED.search(text)) is None:
+        return None
+    kind = (found[1] or "lora").lower()
+    base, rank = ("nf4" if kind == "qlora" else None), int(found[2] or 0) or Adapter().rank
+    return Adapter(kind=kind, rank=rank, base=base)
+
+
+def adapter_section(kind: str, rank: object, names: object = None, base: str | None = None) -> dict[str, object]:
+    """Return `train.adapter` of a spec for the settings of a framework. `names`: of layers, as a list or joined text.
+
+    Paths and wildcards before a name are left out. Names of other layers than flagcore's are those of all.
+    """
+    listed = re.split(r"[\s,]+", names) if isinstance(names, str) else names if isinstance(names, Sequence) else ()
+    last = [str(name).rsplit(".", 1)[-1].strip("*") for name in listed]
+    targets = list(dict.fromkeys(each for name in last for each in NAMES.get(name, (name,)) if each in TARGETS))
+    kind = "qlora" if base and kind != "dora" else kind if kind in ("dora", "qlora") else "lora"
+    rank = {"rank": rank} if rank is not None else {}
+    return {"kind": kind, **rank, **({"targets": targets} if targets else {}), **({"base": base} if base else {})}
+
+
+def has_adapter(train: Training, *names: str) -> bool:
+    """Return whether a linear layer with one of these names has an adapter."""
+    adapter = train.options.adapter
+    return adapter is not None and (adapter.targets == "all-linear" or any(name in adapter.targets for name in names))
+
+
+def chosen(train: Training, outer: Outer) -> list[FloatArray | float]:
+    """Return the widths of the outputs that have an adapter. With a joint projection, one adapter has them all."""
+    found = [width for name, width in outer.items() if has_adapter(train, name)]
+    return [sum(outer.values())] if found and train.options.joint_adapters else found
+
+
+def attention_products(model: Model) -> Iterator[Product]:
+    """Yield the inner width and the outputs of the linear layers of attention, the output projection last.
+
+    Those of latent attention are the joint compression, queries, and keys with values.
+    """
+    h, query = float(model.hidden_size), float(widths(model)[0])
+    if model.multi_latent_attention:
+        q_rank, kv_rank, rope = latent_widths(model)
+        heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
+        yield h, {**({"q_proj": q_rank} if q_rank else {}), "k_proj": kv_rank + rope}
+        yield float(q_rank or h), {"q_proj": query}
+        yield float(kv_rank), {"v_proj": heads}
+    else:
+        keys = model.num_query_groups * own_key_width(model)
+        gate = model.attention_output_gate * query
+        yield h, {"q_proj": query + gate, **({"k_proj": keys / 2.0, "v_proj": keys / 2.0} if keys else {})}
+    yield float(attended(model)), {"o_proj": h}
+
+
+def divided(outer: Outer, ranks: FloatArray) -> Outer:
+    """Return the outputs that each tensor-parallel rank computes."""
+    return {name: width / ranks for name, width in outer.items()}
+
+
+def mixer_products(mixer: Mixer, hidden: int) -> Iterator[Product]:
+    """Yield the linear layers of another mixer than attention."""
+    for each in mixer.products(hidden):
+        yield float(each.inputs), {"out_proj" if each.split == "inputs" else "in_proj": float(each.outputs)}
+
+
+def network_products(model: Model, width: FloatArray | float, hidden: float) -> Iterator[Product]:
+    """Yield the linear layers of a feed-forward network or of an expert with this inner and outer width."""
+    yield hidden, {**({"gate_proj": width} if model.gated_linear_unit else {}), "up_proj": width}
+    yield width, {"down_proj": hidden}
+
+
+def adapter_weights(train: Training, layout: Layout, mean: MeanLayer) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of weights of the adapters of a layer on a rank: of dense layers, and of routed experts.
+
+    Tensor parallelism splits both matrices. Each expert has an adapter of its own (without `share_expert_adapters`).
+    """
+    model, adapter = train.model, train.options.adapter
+    assert adapter is not None
+
+    def weights(products: Iterator[Product]) -> FloatArray:
+        total = np.zeros_like(layout.tensor)
+        for inner, outer in products:
+            found = chosen(train, outer)
+            total = total + adapter.rank * (len(found) * inner + sum(found)) + sum(found) * (adapter.kind == "dora")
+        return total
+
+    h, shared = float(model.hidden_size), float(model.moe_shared_expert_intermediate_size or 0)
+    dense = sum((share * weights(attention_products(each)) for each, share in mean.attentions), np.zeros(()))
+    dense = dense + sum(share * weights(mixer_products(each, model.hidden_size)) for each, share in mean.mixers)
+    dense = dense + mean.dense * weights(network_products(model, float(model.ffn_hidden_size), h))
+    dense = dense + mean.experts * weights(network_products(model, shared, h)) * (shared > 0)
+    of_expert = weights(network_products(model, float(model.moe_ffn_hidden_size or 0), float(model.expert_hidden_size)))
+    experts = mean.experts * (model.num_moe_experts or 0) * of_expert / (layout.expert * layout.expert_tensor)
+    return dense / layout.tensor, experts

@@ -1,0 +1,55 @@
+"""Time of linear layers with frozen weights: they have no gradients, but adapters have small products beside them."""
+
+import numpy as np
+
+from flagcore.contracts import KernelCosts
+from flagcore.domain.space import FloatArray
+from flagcore_training.adapters import BASE_BYTES, Outer, chosen
+from flagcore_training.layout import Training
+from flagcore_training.time.passes import Linear, linear
+
+LAUNCHES = 4.0
+"""Kernels of an adapter's forward: two products, the scale, and the sum. Counted."""
+PASSES, BACKWARD_PASSES, INPUT_PASSES = 5.0, 2.0, 3.0
+"""Memory passes besides the products: over the output in forward (scale, sum with the layer's output) and in backward
+(scale), and over the input in backward (sum with the layer's gradient). Counted."""
+DORA_PASSES, DORA_WEIGHT_PASSES = 6.0, 6.0
+"""Memory passes of DoRA in addition: over the output in forward and in backward, and over the weights in forward for
+the scale, the sum and the norm of the whole matrix (arXiv 2402.09353). The norm has no gradient. Counted."""
+
+
+def adapted(
+    train: Training, kernels: KernelCosts, precision: str, tokens: FloatArray, inner: FloatArray | float, outer: Outer
+) -> Linear:
+    """Return the time of a linear layer with `inner` inputs, and of its adapter if one is trained.
+
+    The gradients of an adapter are part of those of the input. Quantized weights are converted before each product.
+    """
+    base, adapter = linear(kernels, tokens, inner, sum(outer.values()), precision), train.options.adapter
+    if adapter is None:
+        return base
+    unit, whole, found = float(train.value_bytes), inner * sum(outer.values()), chosen(train, outer)
+    forward, backward = base.forward, base.input_gradient
+    if adapter.base:
+        converted = kernels.memory_seconds((BASE_BYTES[adapter.base] + unit) * whole * np.ones_like(tokens))
+        forward, backward = forward + converted, backward + converted
+    if found:
+        width = sum(found)
+        low = linear(kernels, tokens, inner, len(found) * float(adapter.rank), train.unquantised)
+        high = linear(kernels, tokens, float(adapter.rank), width, train.unquantised)
+        size, inputs = unit * tokens * width, unit * tokens * inner
+        gradients = low.input_gradient + high.input_gradient + low.weight_gradient + high.weight_gradient
+        more = 0.0
+        if adapter.kind == "dora":
+            more = DORA_PASSES
+            delta = linear(kernels, width + 0.0 * tokens, float(adapter.rank), inner, train.unquantised).forward
+            forward = forward + delta + kernels.memory_seconds(DORA_WEIGHT_PASSES * unit * inner * width + 0.0 * size)
+        forward = forward + low.forward + high.forward + kernels.memory_seconds((PASSES + more) * size)
+        backward = backward + gradients
+        backward = backward + kernels.memory_seconds((BACKWARD_PASSES + more) * size + INPUT_PASSES * inputs)
+    return Linear(forward, backward, 0.0 * base.weight_gradient)
+
+
+def adapter_launches(train: Training, *products: tuple[object, Outer]) -> float:
+    """Return the kernels that adapters beside these linear layers add to a forward pass."""
+    return LAUNCHES * sum(len(chosen(train, outer)) for _, outer in products)
