@@ -87,6 +87,16 @@ class RlSpec(Work):
     default_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
     cheapest_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
 
+    example: ClassVar[Mapping[str, Any]] = {
+        "trainer": TrainerRole(engine="fsdp2"),
+        "rollout": RolloutRole(engine="vllm"),
+        "prompts": 2,
+        "samples": 2,
+        "prompt_len": Lengths(mean=8, longest=8),
+        "answer_len": Lengths(mean=8, longest=8),
+    }
+    """What the job of a check of plugins has."""
+
     trainer: TrainerRole
     rollout: RolloutRole
     prompts: int
