@@ -35,7 +35,7 @@ VENDORS = (
 EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
 INSTALLED = {
     "plugins": ("cpu",),
-    "engines": ("llamacpp", "megatron", "models", "serving", "sglang", "training", "vllm"),
+    "engines": ("llamacpp", "megatron", "models", "rl", "serving", "sglang", "training", "vllm"),
     "extras": ("hosts", "importers", "operators", "page", "vendorkit"),
 }
 """What comes with the core, by folder. Each is a distribution of its own, as those of VENDORS and EXTRAS are."""

@@ -88,24 +88,15 @@ class Advice:
         return ()
 
     def task_warnings(self, task: Task) -> Sequence[str]:
-        """Return a warning for each difference between the user's command and the baseline of a task, or its devices.
-
-        By default none.
-        """
+        """Return warnings where the user's command and a task's baseline or devices differ. By default none."""
         return ()
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
-        """Return the settings of a task that change time or memory, and that predictions do not include.
-
-        By default none.
-        """
+        """Return the task's settings that change time or memory and are not predicted. By default none."""
         return ()
 
     def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
-        """Return a line for each change that a trial makes to the user's command, apart from the candidate's knobs.
-
-        By default there are none.
-        """
+        """Return a line for each change of the user's command by trials, besides knobs. By default none."""
         return ()
 
 
@@ -113,10 +104,7 @@ class Installation:
     """Knows how the software of this machine affects trials."""
 
     def as_installed(self, platform: Platform) -> Platform:
-        """Return `platform` with the options that the spec leaves open set to the defaults of this machine's software.
-
-        By default nothing is set.
-        """
+        """Return `platform` with options left open as this machine's software sets them. By default unchanged."""
         return platform
 
     def installation_notes(self, platform: Platform) -> Sequence[str]:
@@ -128,10 +116,7 @@ class Production:
     """Plans jobs that cannot run on this machine as production jobs run."""
 
     def as_in_production(self, platform: Platform) -> Platform:
-        """Return `platform` with the options that the spec leaves open set as in production jobs on the chips.
-
-        By default nothing is set.
-        """
+        """Return `platform` with options left open as production jobs on the chips set them. By default unchanged."""
         return platform
 
     def assumed(self, task: Task, candidate: Candidate) -> Mapping[str, SettingValue]:
@@ -166,10 +151,7 @@ class RuleOfThumb(ABC):
         return 0
 
     def defaults(self, task: Task) -> Mapping[str, KnobValue]:
-        """Return the knob values that are in effect if the user sets no knob.
-
-        Knobs that are not returned have the value of the baseline. By default the dict is empty.
-        """
+        """Return the knob values in effect if users set none; others are the baseline's. By default empty."""
         return {}
 
 
@@ -196,18 +178,11 @@ class Pruning:
         return ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return, for each candidate in `columns`, whether it needs at least as much memory as `candidate` for any
-        model.
-
-        By default, all elements of the array are False.
-        """
+        """Return which of `columns` need as much memory as `candidate` or more for any model. By default none."""
         return np.zeros(_rows(columns), dtype=np.bool_)
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return, for each candidate in `columns`, whether a step certainly takes at least as long as with `candidate`.
-
-        By default, all elements of the array are False.
-        """
+        """Return which of `columns` certainly take as long as `candidate` or longer. By default none."""
         return np.zeros(_rows(columns), dtype=np.bool_)
 
 
@@ -240,10 +215,7 @@ class Details:
         return ()
 
     def pipelines(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Passes]:
-        """Return the pass times of each distinct pipeline of the candidate in the first row of `columns`.
-
-        Returns an empty sequence, the default, if they are unknown.
-        """
+        """Return pass times of the first row's distinct pipelines, or an empty sequence (default) if unknown."""
         return ()
 
     def stage_layers(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
@@ -302,10 +274,7 @@ class Steps:
         return tuple
 
     def step_limit(self, task: Task) -> int | None:
-        """Return the number of steps after which a trial is stopped and read.
-
-        Returns None, the default, if the program ends by itself.
-        """
+        """Return the steps after which a trial is stopped and read, or None (default) if programs end themselves."""
         return None
 
 
@@ -465,8 +434,5 @@ class Servers:
         return ""
 
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
-        """Return the candidate of a single server, and the number of servers.
-
-        By default the candidate is one server. Raises UsageError if the servers differ.
-        """
+        """Return the candidate of one server, and their number. By default one. Raises UsageError if they differ."""
         return candidate, 1

@@ -69,7 +69,7 @@ class Effect:
 
     `settings`: engine settings for the prediction.
     `passed`: whether the engine also starts trials with `settings`.
-    `part`: the part of the step that `time` scales: a key of `Prediction.time_s`, or WHOLE_STEP.
+    `part`: the parts of the step that `time` scales: keys of `Prediction.time_s`, with spaces between, or WHOLE_STEP.
     `memory`: the factor by which the peak of allocated memory changes.
     `flags`: arguments that are added to the user's launch command.
     `environment`: environment variables that are added to a trial.

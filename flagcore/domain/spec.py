@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
@@ -15,6 +16,7 @@ import numpy as np
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.knob import Effect, Knob
+from flagcore.domain.lengths import Lengths
 from flagcore.domain.metrics import LATENCIES, RATES, STATISTICS
 from flagcore.domain.model import Model
 from flagcore.domain.secrets import secrets_in_data
@@ -110,6 +112,7 @@ class TrainSpec(Work):
     `adapter`: the adapters that are trained. None means that all weights are trained.
     `command`: the user's launch command. None means flagcore's trial program.
     `directory`: the working directory of the command, by default the folder of the spec.
+    `lengths`: the lengths of samples. None means that all have `seq_length` tokens.
     `settings`: engine settings, the same for all candidates. Lists are comma-separated text.
     `flags`: arguments that knobs with effects add to the command.
     """
@@ -120,8 +123,11 @@ class TrainSpec(Work):
     default_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
     cheapest_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
 
+    paths: ClassVar[tuple[tuple[str, ...], ...]] = (("lengths", "file"),)
+
     seq_length: int
     global_batch_size: int
+    lengths: Lengths | None = None
     attention: str = "flash"
     implementation: str | None = None
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
@@ -136,7 +142,12 @@ class TrainSpec(Work):
 
     @property
     def step_tokens(self) -> int:
-        return self.global_batch_size * self.seq_length
+        tokens = self.lengths.tokens(self.seq_length) if self.lengths else self.seq_length
+        return round(self.global_batch_size * tokens)
+
+    @property
+    def missing(self) -> str:
+        return "command" if self.lengths and not self.command else ""
 
     @property
     def runs_as(self) -> str:
@@ -158,6 +169,9 @@ class TrainSpec(Work):
     def record(self, versions: Mapping[str, str]) -> dict[str, Any]:
         sizes, names = ("seq_length", "global_batch_size", "precision", "attention"), ("implementation", "settings")
         found = {name: getattr(self, name) for name in (*sizes, *names, "engine", "engine_version")}
+        if each := self.lengths:
+            batches = {"batching": each.batching, "balanced": each.balanced}
+            found["lengths"] = {"histogram": {str(key): n for key, n in Counter(each.values).items()}, **batches}
         return found | ({"adapter": asdict(self.adapter)} if self.adapter else {})
 
     def distance(self, other: Any) -> float:

@@ -261,11 +261,7 @@ def missing_extra(group: str, name: str) -> str:
 
 
 def find_engine(name: str, key: str = "engine") -> Engine:
-    """Return the engine `name`.
-
-    `key`: the key of the spec that names the engine, for errors.
-    Raises SpecError if the engine is not installed, or NoDevice if it cannot be loaded.
-    """
+    """Return the engine `name`. Raises SpecError (for the spec's `key`) if not installed, NoDevice if not loadable."""
     return _named(ENGINES, Engine, name, key)
 
 
@@ -327,10 +323,7 @@ def command_readers() -> list[str]:
 
 
 def engines(spec: Mapping[str, Any] | None = None) -> _Engines:
-    """Return the installed engines by name, those that are installed with flagcore first.
-
-    `spec`: the data of the spec that the engines are for, which may be invalid.
-    """
+    """Return the installed engines, flagcore's first. `spec`: the data that they are for, maybe invalid."""
     points = installed(ENGINES)
     needs = {re.split("[^a-z-]", each)[0] for each in _own_requirements() if "extra ==" not in each}
     own = {name for name, each in points.items() if any(name_of(origin(point)) in needs for point in each)}
@@ -354,10 +347,7 @@ def benchmark(name: str) -> str:
 
 @cache
 def kind_of(engine: str) -> str:
-    """Return the kind of an engine's jobs, or an empty string if it cannot be loaded.
-
-    Cached, because hooks need it often and entry points are slow to read.
-    """
+    """Return the kind of an engine's jobs, or "" if it cannot be loaded. Cached: entry points are slow."""
     try:
         return find_engine(engine).kind
     except FlagError:
@@ -418,18 +408,12 @@ def overlay() -> Callable[..., Any] | None:
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:
-    """Return the function `on_event` of the watcher `name`. Exceptions of the watcher are not caught.
-
-    Raises SpecError or NoDevice.
-    """
+    """Return the watcher's `on_event`, whose exceptions are not caught. Raises SpecError or NoDevice."""
     return _named(WATCHERS, Watcher, name, "--watch").on_event
 
 
 def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
-    """Return the object `name` in `group` if it implements `protocol`, or is a class if that is `type`.
-
-    Raises SpecError, NoDevice.
-    """
+    """Return `name` in `group`, of `protocol`, or a class if that is `type`. Raises SpecError, NoDevice."""
     points, kind = installed(group), KINDS[group]
     if name not in points:
         similar = get_close_matches(name, points, n=3)

@@ -87,10 +87,7 @@ class Plugin:
     manager: pluggy.PluginManager
 
     def call(self, hook: str, arguments: Mapping[str, object]) -> object:
-        """Call this plugin's implementation of `hook` and return its result, or None if there is no implementation.
-
-        Exceptions of the plugin are not caught.
-        """
+        """Return the result of this plugin's `hook`, or None without one. Exceptions are not caught."""
         caller = getattr(self.manager.hook, hook)
         result = caller(**arguments)
         if caller.spec.opts["firstresult"]:
@@ -162,10 +159,7 @@ BYTES = frozenset(("reserved_bytes", "device_used_bytes"))
 
 
 def _as_column(name: str, result: Any, arguments: Sequence[Any]) -> FloatArray:
-    """Return the result of a method in COLUMNS as an array.
-
-    Raises BadPlugin if it has another shape than the arguments, or if known memory becomes NaN.
-    """
+    """Return a COLUMNS result as array. Raises BadPlugin for another shape, or known memory that becomes NaN."""
     column: FloatArray = np.asarray(result, dtype=np.float64)
     sizes = [each for argument in arguments for each in (getattr(argument, "sizes", None) or [argument])]
     if column.shape != (expected := np.broadcast_shapes(*map(np.shape, sizes))):
@@ -222,10 +216,7 @@ class PluginProxy:
 
 
 class LoadedPlugins:
-    """The hooks of the loaded plugins as typed methods. The rest of the core calls plugins through it.
-
-    Exceptions and invalid results of plugins are recorded in `failures`.
-    """
+    """The loaded plugins' hooks as typed methods. Exceptions and invalid results are recorded in `failures`."""
 
     def __init__(self, found: Iterable[Plugin | PluginFailure]) -> None:
         sorted_plugins = sorted(found, key=lambda plugin: plugin.name)
@@ -281,10 +272,7 @@ class LoadedPlugins:
         return self._finders.get(device)
 
     def use_devices(self, devices: tuple[Device, ...], telemetry: Callable[[Device], Telemetry | None]) -> None:
-        """Use `devices` of other hosts instead of detecting devices here.
-
-        `telemetry`: returns the reader of a device's figures.
-        """
+        """Use other hosts' `devices` instead of those here. `telemetry`: returns the reader of a device."""
         self._of_hosts, self._telemetry = devices, telemetry
 
     def detection_failures(self) -> Mapping[str, str]:
@@ -331,19 +319,13 @@ class LoadedPlugins:
         return self._first([group.chip], "flagcore_memory_model", validation.memory_model, **arguments)
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCostStack | None:
-        """Return the kernel costs of the first plugin that has them, or None.
-
-        Times that the plugin does not know come from the roofline.
-        """
+        """Return the first plugin's kernel costs, or None; the roofline has times that it does not know."""
         arguments = {"chip": chip, "engine": engine, "kind": kind_of(engine)}
         costs = self._first([chip], "flagcore_kernel_costs", validation.kernel_costs, **arguments)
         return None if costs is None else KernelCostStack((costs, Roofline(chip=chip)))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
-        """Return the collective costs of the first plugin that has them, or None.
-
-        Times that the plugin does not know are computed from the topology.
-        """
+        """Return the first plugin's collective costs, or None; the topology gives times that it does not know."""
         levels = self.topology(group) or topology_of(group)
 
         check = partial(validation.collective_costs, topology=levels)
@@ -443,10 +425,7 @@ class LoadedPlugins:
         return None
 
     def unlisted_chip(self) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
-        """Return this machine's chip that no plugin lists, its engine support and its devices, or None.
-
-        Raises NoDevice if there is such a chip, but nothing can be measured.
-        """
+        """Return this machine's unlisted chip, support and devices, or None. Raises NoDevice if not measurable."""
         return None
 
     def telemetry(self, device: Device) -> Telemetry | None:
@@ -546,10 +525,7 @@ def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
 
 
 def _plugin(name: str, load: Callable[[], object], points: Sequence[EntryPoint] = ()) -> Plugin | PluginFailure:
-    """Return the plugin whose module or object `load` returns, or the reason why the plugin cannot be used.
-
-    `points`: the entry points of the plugin.
-    """
+    """Return the plugin that `load` returns (from the entry `points`), or why it cannot be used."""
     stage = "load"
     try:
         module = load()

@@ -3,13 +3,19 @@
 Validation replaces each section with a record of `flagcore.domain`.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, JsonValue, create_model
 
+from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Knob
+from flagcore.domain.lengths import Lengths
 from flagcore.domain.spec import Adapter, Control, Precision, Target, TrainSpec
 from flagcore.i18n import N_, _
 from flagcore.spec.clusters import ClusterSection, cluster_of
@@ -40,6 +46,63 @@ from flagcore.spec.validate import (
 )
 
 _CONTROL = Control()
+
+
+Length = Annotated[int, Field(ge=1, le=2**31, strict=False)]
+Count = Annotated[float, Field(gt=0, le=1e12)]
+
+
+class LengthsSection(Section):
+    """Lengths of the samples in tokens: a mean, a histogram or a file. Longer samples are cut at seq_length."""
+
+    mean: Annotated[float, Field(ge=1, le=10_000_000)] | None = None
+    """Mean of a log-normal distribution, before samples are cut."""
+    spread: Annotated[float, Field(ge=0, le=5)] = 1.0
+    """Standard deviation of the logarithm of the lengths with a mean; 0: all are equal."""
+    histogram: Annotated[dict[Length, Count], Field(min_length=1)] | None = None
+    """Counts or shares of samples by their length."""
+    file: Folder | None = None
+    """Text file with the length of a sample on each line, relative to the spec."""
+    batching: Literal["packed", "longest", "seq_length"] = "packed"
+    """Packed: global_batch_size counts sequences of seq_length that hold several samples; otherwise it counts samples,
+    padded to the longest one of a micro-batch, or to seq_length."""
+    balanced: bool = False
+    """Whether each step divides samples between replicas so that all take about as long."""
+
+
+def _counted(path: Path, section: LengthsSection) -> Mapping[int, float]:
+    """Return how often each length is in a file. Raises SpecError."""
+    try:
+        counts = Counter(int(word) for word in read_regular(path).split())
+    except (OSError, ValueError) as error:
+        problem = _("cannot be read ({why})", why=getattr(error, "strerror", None) or error)
+        raise spec_error("file", problem, value=section.file, fix=_("give one length on each line")) from None
+    if not counts or min(counts) < 1:
+        raise spec_error("file", _("has no lengths, or some below 1"), value=section.file)
+    return counts
+
+
+QUANTILES = 256
+"""The maximum number of lengths that stand for a distribution."""
+
+
+def lengths_of(section: LengthsSection, context: Context) -> Lengths:
+    """Return the lengths that a section describes. Raises SpecError for an unreadable file, or several sources."""
+    given = [name for name in ("mean", "histogram", "file") if getattr(section, name) is not None]
+    if len(given) != 1:
+        problem = _("needs exactly one of mean, histogram and file")
+        raise spec_error(given[1] if given else "mean", problem, fix=_("give one of them"))
+    places = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    if section.mean:
+        found = np.exp([section.spread * NormalDist().inv_cdf(each) for each in places])
+        found *= section.mean / found.mean()
+    else:
+        counts = section.histogram or _counted(context.base / str(section.file), section)
+        lengths, numbers = zip(*sorted(counts.items()), strict=True)
+        shares = np.cumsum(numbers) / np.sum(numbers)
+        found = np.array(lengths)[np.minimum(np.searchsorted(shares, places), len(lengths) - 1)]
+    values = tuple(np.maximum(np.rint(found), 1).astype(np.int64).tolist())
+    return Lengths(values=values, batching=section.batching, balanced=section.balanced)
 
 
 class AdapterSection(Section):
@@ -74,6 +137,8 @@ class TrainJob(Section):
     """Tokens per sample."""
     global_batch_size: Size
     """Samples per step, over all devices."""
+    lengths: Annotated[LengthsSection, rule(lengths_of)] | None = None
+    """Lengths of the samples; null: all have seq_length tokens."""
     precision: Literal["auto"] | Precision
     """Number format of the matrix products; auto: the fastest in which all chips train, of bf16, fp16 and fp32."""
     attention: Literal["flash", "unfused"] = "flash"

@@ -121,7 +121,7 @@ def scaled(predictions: Predictions, effects: Sequence[Effect]) -> Predictions:
 
 
 def _scale_time(predictions: Predictions, part: str, factor: Factor) -> Predictions:
-    """Scale the time of the step part `part`, or of the whole step, by `factor`, and widen the 80% intervals."""
+    """Scale the time of the parts of the step in `part`, or of the step, by `factor`, and widen the 80% intervals."""
     if factor == Factor():
         return predictions
     old_time = predictions.step_time_s
@@ -132,10 +132,9 @@ def _scale_time(predictions: Predictions, part: str, factor: Factor) -> Predicti
         figures = {name: _scale_figure(name, each, factor) for name, each in predictions.figures.items()}
         predictions = replace(predictions, figures=figures)
     else:
-        part_s = predictions.time_s.get(part, np.zeros_like(old_time))
-        time_s = dict(predictions.time_s)
-        if part in time_s:
-            time_s[part] = part_s * factor.value
+        scaled_s = {name: predictions.time_s[name] for name in part.split() if name in predictions.time_s}
+        part_s = sum(scaled_s.values(), np.zeros_like(old_time))
+        time_s = {**predictions.time_s, **{name: seconds * factor.value for name, seconds in scaled_s.items()}}
         new_time = old_time + part_s * (factor.value - 1.0)
         shares = (
             (old_time + part_s * (factor.low - 1.0)) / new_time,

@@ -41,10 +41,7 @@ def require_feasible(problem: Problem) -> None:
 
 
 def require_candidate(problem: Problem) -> None:
-    """Raise NothingFits if no candidate is left.
-
-    The message reports how many candidates each rule removed, and which one came closest to fitting.
-    """
+    """Raise NothingFits if no candidate is left, with each rule's count and the nearest to fitting."""
     if not problem.pruned.open_rows.size:
         raise NothingFits(nothing_fits_text(problem))
 
@@ -75,10 +72,7 @@ def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | Non
 
 
 def only_baseline_text(problem: Problem) -> str:
-    """If only the baseline fits, return a line about the other candidate that needs the least memory.
-
-    Otherwise, return an empty string.
-    """
+    """Return a line about the smallest other candidate if only the baseline fits, or an empty string."""
     if problem.pruned.open_rows.tolist() != [problem.space.find(problem.baseline)]:
         return ""
     rows = np.flatnonzero(~problem.predictions.fits)
@@ -129,10 +123,7 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
 
 
 def unmet_text(problem: Problem) -> str:
-    """Return a line about the candidate nearest to the limits.
-
-    The line is empty if a candidate is predicted to meet the limits, or if no candidate fits into memory.
-    """
+    """Return a line about the candidate nearest to the limits; empty if one meets them, or none fits."""
     task, predictions = problem.task, problem.predictions
     limits = {name: limit for name, limit in task.spec.work.slo.items() if name in predictions.figures}
     rows = np.flatnonzero(predictions.fits)
@@ -218,10 +209,7 @@ def search_time(problem: Problem) -> SearchTime:
 
 
 def dry_run(problem: Problem) -> Plan:
-    """Return a plan without trials: the predictions of the baseline and of the `max_trials` fastest candidates.
-
-    Its best is the recommended candidate.
-    """
+    """Return a plan without trials: predictions of the baseline and the `max_trials` fastest; best: recommended."""
     task, row = problem.task, problem.space.find(problem.baseline)
     assert row is not None, "the baseline is in the space"
     order = [int(each) for each in rows_by_time(problem)]
@@ -292,10 +280,7 @@ def _other_precision(group: NodeGroup, precisions: list[str], precision: str) ->
 
 
 def _unknown_rates(group: NodeGroup, costs: Costs, has_peak: bool, precision: str) -> Iterator[tuple[str, str]]:
-    """Yield the name of each unknown rate of a node group, and how to provide it.
-
-    `has_peak`: whether the chip's peak rate in any precision is known.
-    """
+    """Yield a group's unknown rates, and how to give each. `has_peak`: a peak of any precision is known."""
     chip = group.chip.name
     if not has_peak:
         yield f"the peak rate of {chip} in {precision}", CALIBRATE

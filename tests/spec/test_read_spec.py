@@ -11,7 +11,7 @@ from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import spec_as_data
-from tests.spec.conftest import read_spec
+from tests.spec.conftest import TRAIN, read_spec
 from tests.tasks import ENGINES, SHAPE
 
 Read = Callable[..., Spec]
@@ -218,3 +218,38 @@ def test_all_rules_that_an_inline_shape_breaks_are_reported_once(error_of: Error
     assert len(error.problems) == len(keys)
     without_topk = error_of(model_from, shape | {"hidden_size": 64, "num_moe_experts": 4}, base=Path())
     assert [each.key for each in without_topk.problems] == ["model.moe_router_topk"]
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ({"histogram": {"100": 3.0, "300": 1.0}}, [(100, 192), (300, 64)]),
+        ({"mean": 500, "spread": 0}, [(500, 256)]),
+        ({"file": "lengths.txt", "batching": "longest"}, [(7, 128), (9, 128)]),
+    ],
+)
+def test_lengths_of_samples_become_quantiles(
+    read: Read, tmp_path: Path, section: dict[str, object], values: list[tuple[int, int]]
+) -> None:
+    (tmp_path / "lengths.txt").write_text("9\n7\n")
+    lengths = read(train=TRAIN.replace("}", f", lengths: {json.dumps(section)}}}", 1)).train.lengths
+    assert lengths is not None
+    assert [(each, lengths.values.count(each)) for each in sorted(set(lengths.values))] == values
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({}, "train.lengths.mean"),
+        ({"mean": 10, "file": "lengths.txt"}, "train.lengths.file"),
+        ({"file": "missing.txt"}, "train.lengths.file"),
+        ({"file": "lengths.txt"}, "train.lengths.file"),
+        ({"histogram": {"0": 1}}, "train.lengths.histogram"),
+    ],
+)
+def test_lengths_without_one_readable_source_are_refused(
+    read_error: ReadError, tmp_path: Path, section: dict[str, object], key: str
+) -> None:
+    (tmp_path / "lengths.txt").write_text("7\nseven\n")
+    error = read_error(train=TRAIN.replace("}", f", lengths: {json.dumps(section)}}}", 1))
+    assert error.key.startswith(key)

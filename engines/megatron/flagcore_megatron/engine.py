@@ -124,6 +124,7 @@ class Megatron(
         return found
 
     def task_warnings(self, task: Task) -> Sequence[str]:
+        checks.check_variables(task)
         attention, length = task.spec.model.attention, task.spec.train.seq_length
         has_windows = any(each.window and each.window < length for each in attention)
         if not has_windows or prediction.training(task).model.layers:

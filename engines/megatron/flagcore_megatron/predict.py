@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.chip import ASSUMED_NETWORK_RANGE
 from flagcore.domain.knob import in_versions
+from flagcore.domain.lengths import PACKED
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Task
@@ -61,6 +62,9 @@ They are the 10th and 90th percentiles of measured over predicted times of runs 
 kernels (the same runs without the fitted curves), and for ranks that share a CPU (an estimate from ranks on one CPU).
 Those of models with mixers and with sparse attention hold 21 published runs of 2026 and two, of which none was fitted.
 """
+PACKED_INTERVAL = (0.80, 2.40)
+"""As `MIXER_INTERVAL`, of fine-tuning on packed samples: four published runs on one or two nodes of 2026, none fitted.
+The host waits for the lengths in each layer, and programs were not tuned."""
 NETWORK_PARTS = ("cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_exposed_s")
 """The parts of a step that may use the network between hosts. Their times widen the interval if its rate is assumed."""
 
@@ -292,6 +296,7 @@ def training(task: Task) -> Training:
         model=replace(model, layers=()) if kind == "trial" else model,
         sequence=train.seq_length,
         global_batch=train.global_batch_size,
+        lengths=train.lengths,
         precision=precision(train, settings_in_force(task.spec)),
         flash=train.attention == "flash",
         fused_activation=kind != "trial",
@@ -353,6 +358,7 @@ def _predict(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> P
     run_interval = DENSE_INTERVAL if train.model.num_moe_experts is None else MOE_INTERVAL
     intervals = [run_interval]
     intervals += [MIXER_INTERVAL] * bool(train.model.other_mixers) + [SPARSE_INTERVAL] * bool(train.model.indexer)
+    intervals += [PACKED_INTERVAL] * bool(train.lengths and train.lengths.batching == PACKED)
     for each in costs.groups:
         intervals += [SHARED_CPU_INTERVAL] if each.synchronous else [ESTIMATED_INTERVAL] if each.guessed else []
     low, high = min(bound[0] for bound in intervals), max(bound[1] for bound in intervals)

@@ -1,12 +1,16 @@
 """Knows public models by name: a plan needs no download."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from flagcore.spec.plain_data import package_yaml
+from flagcore.errors import SpecError
+from flagcore.spec.models import absolute_model, model_from
+from flagcore.spec.plain_data import Notes, package_yaml
 from flagcore_models.config import format_of_weights
 
 _NAMES = package_yaml(__package__, "names.yaml")
@@ -67,3 +71,19 @@ def _stem(name: str) -> tuple[str, str | None]:
         last = FORMATS.get(words.pop())
         weights = weights or last
     return "-".join(words), weights
+
+
+def model_of(given: str | None, names: Sequence[object], directory: Path, notes: Notes) -> str:
+    """Return the model. `names`: what the command calls it, which may be a path elsewhere."""
+    for name in filter(None, (given, *map(str, filter(None, names)))):
+        with suppress(SpecError):
+            model_from(name, base=directory)
+            return absolute_model(name, directory)
+        if given is None and (known := public_name(name.rstrip("/"))):
+            notes.note("model", f"has the shape of {known}, as its name says", "model")
+            return known
+    if given is not None:
+        model_from(given, base=directory)  # raises the error
+    fix = "give its Hugging Face directory or public name as --model"
+    notes.report("model", "is not known from the command", value=next(filter(None, names), None), fix=fix)
+    return ""

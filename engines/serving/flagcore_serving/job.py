@@ -83,6 +83,8 @@ class Load:
     - `distribution`: uniform or lognormal. With lognormal, `input_len` and `output_len` are the means of clipped
       log-normal distributions, as in conversations.
     - `longest`: the longest of log-normal lengths in tokens. None means `MAX_LENGTH_RATIO` times the mean.
+    - `lengths`: the lengths of the prompt and the answer of each request, in place of a distribution. Empty if unknown.
+    - `distinct`: the number of different prompts of `lengths`, which requests use in turn. 0: all are different.
     - `prefix_len`: the number of first tokens that are the same in all requests.
     - `trace`: a file with lengths, and optionally arrival times and texts.
     - `turns`: the maximum number of requests of a conversation. The prompt of each request continues the previous
@@ -105,6 +107,8 @@ class Load:
     range_spread: float | None = None
     distribution: str = "uniform"
     longest: int | None = None
+    lengths: tuple[tuple[int, int], ...] = ()
+    distinct: int = 0
     num_prompts: int | None = 128
     least_s: float = 0.0
     is_steady: bool = False

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flagcore_models.public import public_name
+from flagcore_models.public import model_of
 from flagcore_training.commands import UserCommand, cluster_of, parse
 from flagcore_training.unmodelled import joined, note_effects
 from flagcore_vendorkit.settings import Settings, read_settings
@@ -21,7 +21,6 @@ from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.models import absolute_model, model_from
 from flagcore.spec.plain_data import Notes, package_yaml, read_text
 from flagcore_trainers import start as files
 from flagcore_trainers.fully_shard import AC
@@ -77,22 +76,6 @@ def _launched(words: Sequence[str]) -> tuple[int | None, int]:
     return devices, number(option(words, "num_nodes")) or len(listed)
 
 
-def _model(given: str | None, names: Sequence[object], directory: Path, notes: Notes) -> str:
-    """Return the model. `names`: what the command calls it, which may be a path elsewhere."""
-    for name in filter(None, (given, *map(str, filter(None, names)))):
-        with suppress(SpecError):
-            model_from(name, base=directory)
-            return absolute_model(name, directory)
-        if given is None and (known := public_name(name.rstrip("/"))):
-            notes.note("model", f"has the shape of {known}, as its name says", "model")
-            return known
-    if given is not None:
-        model_from(given, base=directory)  # raises the error
-    fix = "give its Hugging Face directory or public name as --model"
-    notes.report("model", "is not known from the command", value=next(filter(None, names), None), fix=fix)
-    return ""
-
-
 def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model: str | None) -> Imported:
     """Return the data of a spec for a command with a configuration of DeepSpeed, and notes. Raises SpecError."""
     words, notes = list(start.words), Notes()
@@ -106,7 +89,7 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
     length = number(option(words, *TABLES["length_flags"]))
     if length is None:
         notes.report("train.seq_length", "is not in the command", fix="add --max_seq_len N to the command")
-    section = _model(model, [option(words, *TABLES["model_flags"])], directory, notes)
+    section = model_of(model, [option(words, *TABLES["model_flags"])], directory, notes)
     if notes.problems:
         raise join_errors(notes.problems)
     _note_contradictions(words, content, config, share, notes)
@@ -328,7 +311,7 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
             fix = f"add --{key} N to the command" + ("" if file else ": its configuration is a Python function")
             notes.report(f"--{key}", "is not in the command", fix=fix)
     size = _titan_batch(cluster, sizes.values(), micro or 1, total, notes)
-    section = _model(model, _titan_names(content, words), directory, notes)
+    section = model_of(model, _titan_names(content, words), directory, notes)
     if notes.problems:
         raise join_errors(notes.problems)
     program = _titan_program(found, sizes.get("pipeline_model_parallel_size", 1), knobs if file else None, notes)

@@ -33,6 +33,10 @@ Meaning = Literal[
 MEANINGS: tuple[str, ...] = get_args(Meaning)
 UNITS = ("at", "s", "ms", "samples_per_s", "tokens_per_s", "tokens_per_s_per_device")
 """The groups of a pattern that state the time of a step, or the time of the line."""
+UNSET = "unset"
+"""The value of a knob with `env` with which flagcore does not set the variable."""
+OF_TRIAL = re.compile(r"FLAGCORE_.*|MASTER_(ADDR|PORT)|((LOCAL|NODE)_)?RANK|(LOCAL_)?WORLD_SIZE|\w+_VISIBLE_DEVICES")
+"""Variables that flagcore sets for each trial."""
 GROUPS = ("step", *UNITS, "loss", "gib")
 LARGEST = {"zero_stage": 3, "recompute": 2, "sequence_parallel": 1, "offload_optimizer": 1}
 """The largest number of each meaning that is not a size."""
@@ -65,6 +69,8 @@ class KnobRow(Section):
     """Flag that sets the value, such as --tp; or a word with {}, such as tp={}; true passes a flag alone."""
     key: Text | None = None
     """Key of the configuration file that sets the value; dots separate the names of sections."""
+    env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)] | None = None
+    """Environment variable that sets the value; with the value unset, trials do not set it."""
     meaning: Meaning | None = None
     """What the knob means to the predictions; null: nothing, or the meaning with the knob's name."""
     default: Value | None = None
@@ -141,6 +147,9 @@ def program_of(data: object) -> ProgramSection:
         for meaning in {each for each in meanings if meanings.count(each) + (each in section.fixed) > 1}:
             problem, fix = f"has several knobs with the meaning {meaning}", "give it to one knob, and not in `fixed`"
             problems.append(spec_error("knobs", problem, fix=fix))
+        variables = [row.env for row in section.knobs.values() if row.env]
+        for name in sorted({each for each in variables if variables.count(each) > 1}):
+            problems.append(spec_error("knobs", f"has several knobs with env {name}", fix="make them one knob"))
         step = section.log.step
         if step and "step" not in re.compile(step).groupindex:
             fix = r"write the number of the step as (?P<step>\d+): several ranks may print the same step"
@@ -163,6 +172,10 @@ def _row_problems(name: str, row: KnobRow, program: ProgramSection) -> list[Spec
     problems = []
     if row.key and program.config is None:
         problems.append(spec_error((*at, "key"), "needs a configuration file", value=row.key, fix="set `config`"))
+    if row.env and OF_TRIAL.fullmatch(row.env):
+        problems.append(spec_error((*at, "env"), "is a variable that flagcore sets for each trial", value=row.env))
+    if row.env and (odd := [each for each in values_of(row) if "\0" in str(each)]):
+        problems.append(spec_error((*at, "values"), "contain NUL, which no variable can", value=odd))
     if meaning := meaning_of(name, row):
         numbers = numbers_of(row)
         least, most = (0, LARGEST[meaning]) if meaning in LARGEST else (1, 2**31)

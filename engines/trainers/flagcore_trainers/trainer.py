@@ -1,6 +1,7 @@
 """The engine `command`: any training program that prints its steps, described by `train.program` of the spec."""
 
 import copy
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from flagcore_trainers.program import (
     LARGEST,
     MEANINGS,
     UNITS,
+    UNSET,
     KnobRow,
     ProgramSection,
     as_value,
@@ -143,6 +145,13 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
         if train.command is None:
             problem, fix = _("is missing"), "write the command that starts your program, as a list of words"
             raise SpecError(key="train.command", problem=problem, fix=fix)
+        for name, row in self.described.knobs.items():
+            if row.env and (
+                any(row.env in each for each in spec.variables)
+                or any(word.startswith(f"{row.env}=") for word in train.command)
+            ):
+                key, problem = f"train.program.knobs.{name}.env", "is also set by envs or train.command"
+                raise SpecError(key=key, value=row.env, problem=problem, fix="remove one of the two")
         directory = train.directory or "."
         if config is None:
             return start.Command(words=train.command, directory=directory)
@@ -162,10 +171,11 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
         words = " ".join((*(train.command or ()), *train.flags, *program.trial_args))
         unused = [*unknown_placeholders([words], (*FILLED, *MEANINGS, *program.knobs))]
         unused += [
-            f"train.program.knobs.{name} has neither `flag` nor `key`, and train.command has no {{{name}}}: "
+            f"train.program.knobs.{name} has no `flag`, `key` or `env`, and train.command has no {{{name}}}: "
             f"only the variable FLAGCORE_{name.upper()} has its value"
             for name, row in program.knobs.items()
-            if not (row.flag or row.key or any(f"{{{each}}}" in words for each in (name, meaning_of(name, row))))
+            if not (row.flag or row.key or row.env)
+            and not any(f"{{{each}}}" in words for each in (name, meaning_of(name, row)))
         ]
         if self.releases:
             return [*unused, *unknown_release("train.engine_version", self.name, train.engine_version, self.releases)]
@@ -199,6 +209,10 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
 
     def ready(self, spec: Spec) -> None:
         command, program = self.command(spec), self.described
+        for name, row in program.knobs.items():
+            if row.env and row.env in os.environ:
+                key, problem = f"train.program.knobs.{name}.env", "is also set in this shell"
+                raise SpecError(key=key, value=row.env, problem=problem, fix=f"unset {row.env}")
         if self.distribution and (path := find_program(command.words[0], command.directory)):
             check_version(spec, package_version(path, self.distribution))
         if program.log.format == "huggingface":
@@ -221,8 +235,12 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
         argv = start.argv_of(command, program.knobs, values, placeholders, (*spec.train.flags, *added), written)
         if not for_real and self._needs_clock():
             argv = (sys.executable, "-m", "flagcore_trainers.clock", *argv)
-        knobs = {name: values[name] for name in program.knobs}
-        return Launch(argv=argv, folder=folder, environment=environment(knobs), directory=command.directory)
+        own = {row.env: self._word(name, values[name]) for name, row in program.knobs.items() if row.env}
+        own = {name: word for name, word in own.items() if word != UNSET}
+        if replaced := [f"{name}={word}" for name, word in own.items() if name in platform.environment]:
+            argv = ("env", *replaced, *argv)  # otherwise the plugin's value, which the launch adds, would count
+        variables = {**environment({name: values[name] for name in program.knobs}), **own}
+        return Launch(argv=argv, folder=folder, environment=variables, directory=command.directory)
 
     def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
         """Return further keys of a candidate's configuration file, also for the real job. By default none."""
@@ -237,6 +255,11 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
         row = self.described.knobs[name]
         listed = row.values if isinstance(row.values, list) else list(row.values)
         return next((each for each in listed if as_value(row, each) == value), value)
+
+    def _word(self, name: str, value: KnobValue) -> str:
+        """Return a value of a knob as the text of a variable. Switches are 1 and 0."""
+        own = self._value(name, value)
+        return str(int(own) if isinstance(own, bool) else own)
 
     def _placeholders(self, task: Task, candidate: Candidate, folder: str) -> dict[str, object]:
         numbers = self.numbers(task, self.columns(task, candidate.as_dict()))

@@ -175,6 +175,54 @@ def test_a_candidate_is_a_changed_command_and_a_copy_of_the_configuration(tmp_pa
     assert engine.usual_space(task) == {"tp": (2,), "micro": (1,), "shard": ("none",), "workers": (4,)}
 
 
+VARIABLE = "ACME_ALGO"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", " ", "A B", "A-B", "1A", "A=B", "A\0", "A\n", "$A", "ä", "A" * 201, 1, True, ["A"]),
+        *("FLAGCORE_X", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "ACME_VISIBLE_DEVICES"),
+    ],
+)
+def test_what_cannot_be_a_variable_of_a_knob_is_refused(name: object) -> None:
+    with refuses("train.program.knobs.algo.env"):
+        program_of({"knobs": {"algo": {"env": name, "values": ["ring"]}}})
+
+
+@pytest.mark.parametrize("values", [[""], ["\0"], [None], [["ring"]], "ring", [], [float("nan")], ["x" * 201]])
+def test_values_that_no_variable_can_have_are_refused(values: object) -> None:
+    with pytest.raises(SpecError):
+        program_of({"knobs": {"algo": {"env": VARIABLE, "values": values}}})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("unset", None), ("ring", "ring"), (True, "1"), (False, "0"), (-1, "-1"), (0.5, "0.5"), (" a\n$(b) 'c' é", None)],
+)
+def test_a_knob_may_be_an_environment_variable(tmp_path: Path, value: Any, text: str | None) -> None:
+    engine = engine_of({"knobs": {"algo": {"env": VARIABLE, "values": [value]}}})
+    task = task_of(("train",), tmp_path)
+    found = launch(engine, task, tmp_path / "trial")
+    assert found.argv == ("train",)
+    assert found.environment.get(VARIABLE) == (text if value == "unset" else text or value)
+    platform = Platform(task=task, engine=engine, costs=costs(task), environment={VARIABLE: "of the plugin"})
+    argv = engine.launch(platform, Candidate.of({"algo": engine.knobs[0].neutral}), str(tmp_path)).argv
+    assert argv == (("train",) if value == "unset" else ("env", f"{VARIABLE}={text or value}", "train"))
+
+
+@pytest.mark.parametrize("where", ["envs", "command", "shell", "another knob"])
+def test_the_users_own_variable_is_not_replaced(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: dict[str, Any] = {"algo": {"env": VARIABLE, "values": ["ring"]}}
+    with refuses("train.program.knobs" + (".algo.env" if where != "another knob" else "")):
+        engine = engine_of({"knobs": {**rows, **({"b": rows["algo"]} if where == "another knob" else {})}})
+        task = task_of(("env", f"{VARIABLE}=tree", "train") if where == "command" else ("train",))
+        spec = replace(task.spec, envs={VARIABLE: "tree"} if where == "envs" else {})
+        if where == "shell":
+            monkeypatch.setenv(VARIABLE, "tree")
+        engine.ready(spec)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "command", "key"),
     [

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from flagcore.contracts import Costs
+from flagcore.domain.lengths import Lengths
 from flagcore.domain.model import Model, Vision
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.domain.spec import Adapter
@@ -232,11 +233,12 @@ class Training:
     """Inputs to the formulas that all candidates of a task share.
 
     With `flash` the attention kernel stores no scores. With `fused_activation` the FFN's activation function is one
-    kernel. With `transformer_engine`, Transformer Engine's layers replace megatron-core's own: rotary embedding and the
-    accumulation of weight gradients are fused, and the down-projections of latent attention are replicated on each
-    tensor-parallel rank. With `gathered_keys`, context parallelism gathers keys and values, with a copy for each query
-    head. `core_share` is the share of the pairs of a causal attention core that each layer computes, if it does not
-    follow from the model's layers. `tower` is the vision tower; None if there is none, or no images.
+    kernel. With `transformer_engine`, Transformer Engine's layers replace megatron-core's own: rotary embedding and
+    the accumulation of weight gradients are fused, and the down-projections of latent attention are replicated on
+    each tensor-parallel rank. With `gathered_keys`, context parallelism gathers keys and values, with a copy for
+    each query head. `core_share` is the share of the pairs of a causal attention core that each layer computes, if
+    it does not follow from the model's layers. `lengths` are those of the samples; None if all have `sequence`
+    tokens. `tower` is the vision tower; None if there is none, or no images.
     """
 
     model: Model
@@ -248,6 +250,7 @@ class Training:
     transformer_engine: bool = False
     gathered_keys: bool = False
     core_share: float | None = None
+    lengths: Lengths | None = None
     tower: Tower | None = None
     options: Options = DEFAULTS
 

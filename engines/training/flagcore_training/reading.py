@@ -46,11 +46,11 @@ def log_files(folder: str) -> list[Path]:
 class LogFiles:
     """The logs of one trial. `add` gets each line once, without its line break; a carriage return ends a line, too.
 
-    Of a line that is longer than LONGEST_LINE, only its beginning is read.
+    Of a line with more than `longest` characters, only its beginning is read.
     """
 
-    def __init__(self, folder: str, add: Callable[[str], None]) -> None:
-        self._folder, self._add, self._search_at = folder, add, 0.0
+    def __init__(self, folder: str, add: Callable[[str], None], longest: int = LONGEST_LINE) -> None:
+        self._folder, self._add, self._search_at, self._longest = folder, add, 0.0, longest
         self._places: dict[Path, int] = {}
         self._in_long_line: set[Path] = set()
 
@@ -79,11 +79,11 @@ class LogFiles:
             log.seek(place)
             while place < min(end, LARGEST_LOG) and (data := log.read(BYTES_PER_READ)):
                 size = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-                if not size and not unfinished and len(data) < LONGEST_LINE:
+                if not size and not unfinished and len(data) < self._longest:
                     break
                 *lines, rest = data[: size or None].decode("utf-8", errors="replace").replace("\r", "\n").split("\n")
                 for line in [*lines, *([] if size else [rest])][file in self._in_long_line :]:
-                    self._add(line[:LONGEST_LINE])
+                    self._add(line[: self._longest])
                 (self._in_long_line.discard if size else self._in_long_line.add)(file)
                 place += size or len(data)
                 log.seek(place)

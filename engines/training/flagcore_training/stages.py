@@ -503,6 +503,10 @@ def model_flops(train: Training) -> float:
     half of the attention scores (of those within windows, if layers have some), and no router. With adapters, the
     frozen weights have no gradients (4 flops), and the adapters themselves are not counted.
     """
+    if train.lengths:  # as sequences of the length that has as many pairs of tokens
+        samples = train.lengths.cut(train.sequence).astype(np.float64)
+        alike = replace(train, sequence=round(float((samples**2).sum() / samples.sum())), lengths=None)
+        return model_flops(alike) / alike.sequence * train.lengths.tokens(train.sequence)
     model = train.model
     h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
     scores, attentions, attention = 0.0, 0.0, 0.0

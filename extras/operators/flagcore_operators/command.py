@@ -40,11 +40,12 @@ def operators_command(
     Runs the baseline of SPEC to record its operators, compares the results of their implementations with a reference,
     and times them. The choice is saved; the knob LIBRARY_operators compares it with the library's defaults.
     """
-    from flagcore_operators.choices import choices  # `flag --help` imports little
-    from flagcore_operators.measuring import calibrate_operators
+    from flagcore_vendorkit.choices import choices
+
+    from flagcore_operators.measuring import calibrate_operators  # `flag --help` imports little
 
     if listed:
-        names = ("name", "chip", "engine", "job", "date")
+        names = ("knob", "chip", "engine", "job", "date")
         records = [{**{name: getattr(each, name) for name in names}, "file": str(path)} for path, each in choices()]
         options.show_records(records, form, {name: name for name in (*names, "file")})
         return

@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from flagcore_vendorkit.choices import Choice, predicted
+
 import flagcore
 from flagcore import plugins
 from flagcore.api.inputs import LoadedSpec, SpecLike, changed_spec, loaded_plugins, read_spec, spec_data
@@ -23,7 +25,7 @@ from flagcore.domain.launch import Launch, failure
 from flagcore.errors import Interrupted, RunError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
-from flagcore_operators.choices import Choice, avoided
+from flagcore_operators.avoided import avoided
 from flagcore_operators.choosing import choose
 from flagcore_operators.contract import OperatorLibrary, find_library, libraries
 from flagcore_operators.start import RECORD
@@ -34,9 +36,6 @@ SHAPES = 4
 START_SECONDS, HANG_SECONDS, HANG_SHARE, POLL_SECONDS = 180.0, 60.0, 0.25, 0.2
 """The benchmark may take so long to start, and for one implementation of one call, which may have to be compiled. The
 latter is at most a share of the time limit."""
-LIES = (1.25, 1.03)
-"""Bounds of the factor on a step, as the share of the predicted gain, and as a factor: sums of kernels are not steps,
-which overlap, and wait for launches. Chosen by hand; trials confirm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +95,14 @@ def calibrate_operators(
     run_s = max(run_s, math.fsum(each.default_s or 0.0 for each in found))
     gain = min(math.fsum(each.gain_s for each in found) / run_s, 0.9) if run_s else 0.0
     choice = Choice(
-        name=used.name,
+        knob=f"{used.name}_operators",
         chip=place.chip.name,
         engine=engine,
         job=file.name,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         how=f"flag operators of flagcore {version('flagcore')}",
         environment=used.environment({**in_effect, **better}) if better else {},
-        time=(1.0 - gain, max(1.0 - LIES[0] * gain, 0.05), LIES[1]),
+        time=predicted(gain),
         rows=tuple(asdict(each) for each in found),
         file=used.file({**in_effect, **better}) if better else "",
     )

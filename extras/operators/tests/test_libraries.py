@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from flagcore_operators import flaggems
-from flagcore_operators.choices import avoided
+from flagcore_operators.avoided import avoided
 from flagcore_operators.choosing import choose
 from flagcore_operators.contract import OperatorLibrary, find_library
 from flagcore_operators.measuring import calibrate_operators

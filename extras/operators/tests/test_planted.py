@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_operators import choices
 from flagcore_operators.contract import find_library
 from flagcore_operators.measuring import calibrate_operators
+from flagcore_vendorkit.choices import CALIBRATED
 
 from extras.operators.tests.planted import BEST, MS, VARIABLE
 from flagcore import api
@@ -78,8 +78,8 @@ def test_the_planted_optimum_is_found_and_confirmed(tmp_path: Path, monkeypatch:
 
     outcome = api.tune(api.changed_spec(job, {"auto_tuner.space.planted_operators": "auto"}), run_dir=tmp_path / "run")
     trials = outcome.data["trials"]
-    assert [each["candidate"]["planted_operators"] for each in trials] == [None, choices.CALIBRATED]
-    assert outcome.data["best"]["candidate"]["planted_operators"] == choices.CALIBRATED
+    assert [each["candidate"]["planted_operators"] for each in trials] == [None, CALIBRATED]
+    assert outcome.data["best"]["candidate"]["planted_operators"] == CALIBRATED
     launch = json.loads((tmp_path / "run" / "trials" / "1" / "launch.json").read_text())
     assert launch["environment"][VARIABLE] == choice.environment[VARIABLE]
     assert choice.environment[VARIABLE] in (tmp_path / "run" / "best.sh").read_text()

@@ -2,15 +2,16 @@
 
 `maturity.yaml`, the evidence of the plugin (docs/plugin-data.md), is read here as well.
 
-`engines.yaml` describes how training engines (`train`) and serving engines (`serve`) run on a vendor's chips. The keys
-of its sections are the fields of `flagcore.domain.engine.EngineSupport`; `device_type` (torch's name of the devices)
-and `distributed_backend` (torch.distributed's name) are required. Facts about single engines are in `quirks.yaml`.
+`engines.yaml` describes how training engines (`train`), serving engines (`serve`) and engines of reinforcement learning
+(`rl`, by default as `train`) run on a vendor's chips. The keys of its sections are the fields of
+`flagcore.domain.engine.EngineSupport`; `device_type` (torch's name of the devices) and `distributed_backend`
+(torch.distributed's name) are required. Facts about single engines are in `quirks.yaml`.
 
 `environment.yaml` contains the environment variables of a vendor's software, `knobs.yaml` the knobs that it adds to an
 engine, and `quirks.yaml` known problems. docs/plugin-data.md describes their keys.
 
-Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`), `chips` and `versions`
-of the engine (`">=0.11,<0.13"`); a missing key means all. An entry also applies if the release is unknown.
+Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`, `rl`), `chips` and
+`versions` of the engine (`">=0.11,<0.13"`); a missing key means all. An entry also applies if the release is unknown.
 """
 
 from collections.abc import Mapping
@@ -24,11 +25,12 @@ from pydantic import Field
 from flagcore.domain import engine
 from flagcore.domain.chip import Source, Support
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.knob import Effect, Knob
+from flagcore.domain.knob import Effect, Factor, Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
+from flagcore.i18n import N_
 from flagcore_vendorkit.fields import KINDS, Content, Scope, build, entries, finish, read_as, read_file
 
 FILE = "engines.yaml"
@@ -46,15 +48,20 @@ def read_engines(package: str) -> Mapping[str, EngineSupport]:
             section = build(dict[str, object], content.pop(kind), file, kind)
             works = build(bool | None, section.pop("works", None), file, f"{kind}.works")
             support_by_kind[kind] = build(EngineSupport, {"support": SUPPORT[works].value, **section}, file, f"{kind}.")
-    finish(content, file, f"the sections are {' and '.join(KINDS)}")
+    finish(content, file, f"the sections are {', '.join(KINDS)}")
+    if "train" in support_by_kind:  # no run has been reported of a kind that the file does not have
+        support_by_kind.setdefault("rl", replace(support_by_kind["train"], support=Support.UNKNOWN, stack=None))
     return support_by_kind
+
+
+VariableName = Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variable(Scope):
     """One environment variable. If `value` is None, the variable is documented but not set for trials."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")]
+    name: VariableName
     meaning: Annotated[str, MinLen(1)]
     source: Source
     value: str | None = None
@@ -105,12 +112,51 @@ KEYS = {
 SCOPE = ("engine", "engines", "kinds", "chips", "versions")
 
 
+GUESS = Factor(low=0.95, high=1.05)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariableKnob(Scope):
+    """An environment variable whose values a space may compare. The knob has its name in lower case.
+
+    Without `time`, a value is assumed to change up to 5% of a step in either direction. `risk` is what it may break.
+    A variable with `several_nodes` changes nothing on one node.
+    """
+
+    variable: VariableName
+    values: Annotated[tuple[int | str, ...], MinLen(1)]
+    says: Annotated[str, MinLen(1)]
+    risk: Annotated[str, MinLen(1)]
+    source: Source
+    time: Factor = GUESS
+    several_nodes: bool = False
+
+    @property
+    def knob(self) -> Knob:
+        effects: dict[KnobValue, Effect] = {
+            each: Effect(time=self.time, environment={self.variable: str(each)}) for each in self.values
+        }
+        method = N_("no figure is published; a guess around none, until `flag calibrate --collectives` measures it")
+        return Knob(
+            name=self.variable.lower(),
+            help=self.says,
+            effects=effects,
+            source=self.source,
+            claim=f"no figure is given; risk: {self.risk}",
+            effect_source=Source(kind="estimated", detail=method),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A knob and its scope: the engine, chips and releases that have it."""
+    """A knob and its scope: the engine, chips and releases that have it.
+
+    `is_screened`: whether `flag calibrate --collectives` compares its values.
+    """
 
     scope: Scope
     knob: Knob
+    is_screened: bool = False
 
 
 @cache
@@ -118,6 +164,10 @@ def all_knobs(package: str) -> tuple[Listed, ...]:
     """Return the knobs in a plugin's file, or none without a file. Raises SpecError for an invalid file."""
     content, file = read_file(package, KNOBS) or {}, f"{package}/{KNOBS}"
     listed = []
+    for section in ("collectives", "variables"):
+        for row in build(tuple[VariableKnob, ...], content.pop(section, None) or [], file, section):
+            is_screened = section == "collectives" and not row.several_nodes
+            listed.append(Listed(scope=row, knob=row.knob, is_screened=is_screened))
     for path, entry in entries(content, "knobs", file):
         scope: Scope = build(Scope, {key: entry.pop(key) for key in SCOPE if key in entry}, file, path)
         if not scope.engines:

@@ -151,8 +151,8 @@ def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
     return {"kind": kind, "detail": ", ".join([detail, *details])}
 
 
-Kind = Literal["train", "serve"]
-"""The kind of an engine: for training or for serving."""
+Kind = Literal["train", "serve", "rl"]
+"""The kind of an engine: for training, for serving, or for reinforcement learning, which does both."""
 KINDS: tuple[str, ...] = get_args(Kind)
 
 

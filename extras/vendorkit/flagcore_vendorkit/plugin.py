@@ -168,6 +168,9 @@ class VendorPlugin:
     @hookimpl
     def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
         listed = all_knobs(self.package) if self.owns(chip) else ()
+        support = read_engines(self.package).get("train")
+        if listed and support and "flagcx" in support.cross_vendor_libraries:
+            listed = (*listed, *all_knobs(__package__))
         return [each.knob for each in listed if each.scope.includes(chip, engine, engine_version)] or None
 
     @hookimpl

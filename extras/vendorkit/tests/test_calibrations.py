@@ -13,8 +13,7 @@ from flagcore_vendorkit.calibration import measuring as calibration
 from flagcore_vendorkit.calibration.overlay import busy
 from flagcore_vendorkit.calibration.store import Calibration, Calibrations, collective_table, kernel_table
 
-from flagcore.domain.chip import Chip, Device, Fact, Source, Support
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.chip import Chip, Device, Fact, Source
 from flagcore.errors import RunError
 from flagcore.physics.roofline import Curve
 from tests.product.vendors.test_simulated_nodes import METAX
@@ -165,7 +164,6 @@ def test_a_bad_row_is_reported(row: dict[str, object]) -> None:
 
 
 ALONE = Chip(name="X1", vendor="acme", devices_per_node=8)
-RUNS = EngineSupport(support=Support.YES, device_type="acme", distributed_backend="accl")
 
 
 def test_a_busy_machine_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -189,11 +187,11 @@ def test_the_spread_is_reported_in_percent() -> None:
 def test_the_measurement_sees_the_devices_that_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, str]] = []
 
-    def measure(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    def measure(name: str, job: dict[str, Any], environment: dict[str, str], timeout_seconds: float) -> dict[str, Any]:
         seen.append(environment)
         return {"torch": "2", "seconds": 5.0, "rows": []}
 
-    monkeypatch.setattr(calibration, "_run_measurement", measure)
+    monkeypatch.setattr(calibration, "run_benchmark", measure)
     with fakes.machine({"mx-smi": fakes.prints(METAX)}, CUDA_VISIBLE_DEVICES="3,0,1", FLAGCORE_HOME=str(tmp_path)):
         calibration.calibrate(devices=2)
     (environment,) = seen
@@ -201,5 +199,5 @@ def test_the_measurement_sees_the_devices_that_are_listed(tmp_path: Path, monkey
 
 
 def test_a_chip_without_published_rates_is_measured_in_the_default_precisions() -> None:
-    job = calibration._job(ALONE, RUNS, (Device(index=0, chip="X1"),), 1, 5.0)
-    assert job["precisions"] == ["bf16", "fp16", "fp32"]
+    limits = calibration.limits_of_job(ALONE, (Device(index=0, chip="X1"),))
+    assert limits["precisions"] == ["bf16", "fp16", "fp32"]

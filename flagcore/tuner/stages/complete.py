@@ -274,7 +274,7 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
     for effect in knob.effects.values():
         for section, values, names in (
             (f"{kind}.settings", spec.work.settings, effect.settings),
-            ("envs", spec.envs, effect.environment),
+            ("envs", {name: each[name] for each in spec.variables for name in each}, effect.environment),
         ):
             if duplicates := [name for name in names if name in values]:
                 key, problem = f"{section}.{duplicates[0]}", f"is also set by auto_tuner.space.{knob.name}"

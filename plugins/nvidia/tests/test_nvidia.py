@@ -1,6 +1,7 @@
 """Rules, costs and serving of NVIDIA's chips."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,12 @@ from flagcore_nvidia import hooks, smi
 from flagcore_nvidia.hooks import plugin
 from flagcore_testing import PluginConformance
 
-from flagcore.api import estimate_jobs
+from flagcore.api import estimate, estimate_jobs
 from flagcore.contracts import CollectiveCosts
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import KnobValue
 from flagcore.plugins import LoadedPlugins
+from tests.checks import refuses
 
 
 class TestNvidia(PluginConformance):
@@ -179,3 +181,39 @@ def test_8_bit_products_are_never_slower_than_16_bit_ones(chip: str, prompt: int
         job["candidate"] = {"tensor_model_parallel_size": tensor}
     wide, narrow = estimate_jobs(jobs)
     assert narrow["tpot_s"]["mean"] <= wide["tpot_s"]["mean"]
+
+
+LAUNCH = "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4"
+
+
+@pytest.mark.parametrize(
+    ("own", "key"),
+    [
+        ({}, ""),
+        ({"envs": {"NCCL_ALGO": "Ring"}}, "envs.NCCL_ALGO"),
+        ({"cluster": {"host_envs": {"a": {"NCCL_ALGO": "Ring"}}}}, "envs.NCCL_ALGO"),
+        ({"script": "export NCCL_ALGO=Ring\n"}, "auto_tuner.space.nccl_algo"),
+    ],
+)
+def test_a_variable_of_the_collective_library_is_a_knob_unless_the_user_sets_it(
+    own: Mapping[str, Any], key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "pretrain_gpt.py").touch()
+    script = f"{own.get('script', '')}{LAUNCH} --micro-batch-size 1 --global-batch-size 8\n"
+    (tmp_path / "run.sh").write_text(script)
+    shape = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 4, "vocab_size": 512}
+    train = {"engine": "megatron", "seq_length": 64, "global_batch_size": 8, "precision": "bf16"}
+    (tmp_path / "hosts").write_text("a slots=8\n")
+    hosts = {"hostfile": str(tmp_path / "hosts")} if "cluster" in own else {}
+    spec = {
+        "model": shape,
+        "cluster": {"chip": "H100", "devices_per_node": 8, **hosts, **own.get("cluster", {})},
+        "train": {**train, "command": ["bash", "run.sh"], "directory": str(tmp_path)},
+        "auto_tuner": {"space": {"nccl_algo": [None, "Tree"], "tensor_model_parallel_size": 2}},
+        "envs": own.get("envs", {}),
+    }
+    if key:
+        with refuses(key, "Ring"):
+            estimate(spec)
+    else:
+        assert {each["candidate"]["nccl_algo"] for each in estimate(spec, top=100).candidates} == {None, "Tree"}

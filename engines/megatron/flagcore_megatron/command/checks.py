@@ -27,6 +27,7 @@ from flagcore_megatron.program.user_command import (
     argument_table,
     detected_release,
     import_folders,
+    readable_command,
     release_of,
     user_command,
 )
@@ -53,6 +54,16 @@ def check_command(spec: Spec) -> None:
     problems = list(_problems(spec, command)) if command else []
     if problems:
         raise join_errors(problems)
+
+
+def check_variables(task: Task) -> None:
+    """Raise SpecError if a knob of a plugin sets a variable that the user's command or script sets."""
+    command = readable_command(task.spec)
+    own = command.environment if command else {}
+    for knob in task.knobs:
+        for name in {name for effect in knob.effects.values() for name in effect.environment} & {*own}:
+            key, problem = f"auto_tuner.space.{knob.name}", f"sets the variable {name}, which {KEY} also sets"
+            raise SpecError(key=key, value=own[name], problem=problem, fix="remove one of the two")
 
 
 def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:

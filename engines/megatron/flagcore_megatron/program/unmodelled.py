@@ -25,7 +25,8 @@ def unmodelled(spec: Spec) -> list[Unmodelled]:
     train, command = spec.train, readable_command(spec)
     table = release_table(None)
     arguments, problems = table.parse([*program_arguments(spec), *train.flags])
-    sizes = {"num-experts": spec.model.num_moe_experts, "linear-attention-freq": len(spec.model.other_mixers)}
+    sizes = {"num-experts": spec.model.num_moe_experts, "lengths": train.lengths is not None}
+    sizes |= {"linear-attention-freq": len(spec.model.other_mixers)}
     given: dict[str, tuple[str, Any]] = {name: ("", size) for name, size in sizes.items()}
     given |= {_name(key): (f"train.settings.{key}", value) for key, value in train.settings.items()}
     given = {name: each for name, each in given.items() if not SETTINGS.unclassed([name])}  # others are modelled

@@ -30,6 +30,10 @@ def traffic(load: Load) -> Traffic:
         if requests.texts and load.prefix_len:
             problem, fix = "cannot be combined with a trace that has texts", "remove it, or put it into the texts"
             raise SpecError(key="serve.profile.prefix_len", value=load.prefix_len, problem=problem, fix=fix)
+    elif load.lengths:
+        prompts, answers = np.array(load.lengths, dtype=np.int64).T
+        blocks = [(index % load.distinct,) for index in range(prompts.size)] if load.distinct else ()
+        requests = Traffic(input_len=prompts, output_len=answers, blocks=blocks, block_len=int(prompts.max()))
     elif not load.num_prompts:
         raise SpecError(key="num_prompts", problem="is required to generate load", fix="set the number of requests")
     else:

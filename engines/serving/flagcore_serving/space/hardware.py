@@ -90,7 +90,9 @@ def longest_request(task: Task, *, estimated: bool = True) -> int:
         if load.trace is not None:
             lengths.append(load.prefix_len + _longest_in_trace(load, vision, estimated=estimated))
             continue
-        if load.distribution == "lognormal":  # a chat of the longest tokens has both prompt and answer in them
+        if load.lengths:
+            upper = max(map(sum, load.lengths))
+        elif load.distribution == "lognormal":  # a chat of the longest tokens has both prompt and answer in them
             upper = load.longest or load.longest_of(load.input_len) + load.longest_of(load.output_len)
         else:
             both, spread = (load.input_len, load.output_len), load.range_spread or 0.0

@@ -15,7 +15,7 @@ from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.memory.training import InUse, in_use
 from flagcore_training.stages import model_flops
 from flagcore_training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
-from flagcore_training.time.step import ACCUMULATION_BYTES, step_time
+from flagcore_training.time.step import ACCUMULATION_BYTES, replica_wait, step_time
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Predictions
@@ -141,6 +141,7 @@ def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedul
         model=replace(task.spec.model, mtp_num_layers=0),
         sequence=train.seq_length,
         global_batch=train.global_batch_size,
+        lengths=train.lengths,
         precision=train.precision,
         fused_activation=compiled,
         transformer_engine=True,
@@ -213,6 +214,8 @@ def _times(
         forward = _busy(layout, time_s) * FORWARD_SHARE / (1.0 + FORWARD_SHARE * again)
         time_s["pp_bubble_s"] = time_s["pp_bubble_s"] + (layout.pipeline - 1.0) / 2.0 * forward
     time_s["dp_comm_exposed_s"] = _exchange(train, layout, costs, job, columns, again, time_s)
+    wait = replica_wait(train, layout, time_s, each_micro_batch=True)
+    time_s["dp_comm_exposed_s"] = time_s["dp_comm_exposed_s"] + wait
     trained = share if job.adapter is None else memory.trained_of_rank(job)[1]
     time_s["optimizer_s"] = _update(costs, job, trained)
     return time_s

@@ -131,21 +131,38 @@ def compute_call() -> Callable[[], object]:
     return lambda: torch.mm(side, side)
 
 
-def collective_call(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], object]:
-    """Return a call of the collective `kind`. The tensor has `size` bytes in total over all ranks."""
+def collective_call(
+    kind: str,
+    size: int,
+    ranks: int,
+    group: Any,
+    device: torch.device,
+    fill: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
+) -> Callable[[], torch.Tensor]:
+    """Return a call of the collective `kind`, which returns its result. The tensor has `size` bytes over all ranks.
+
+    `fill` returns the values of an input.
+    """
     dtype = torch.bfloat16 if size < MIN_GRADIENT_BYTES else torch.float32
-    buffer = torch.zeros(max(size // dtype.itemsize, ranks) // ranks * ranks, dtype=dtype, device=device)
-    shard = torch.zeros(buffer.numel() // ranks, dtype=dtype, device=device)
-    if kind == "all_reduce":
-        return lambda: dist.all_reduce(buffer, group=group)
+    count = max(size // dtype.itemsize, ranks) // ranks * ranks
+    whole, shard = (fill(torch.empty(each, dtype=dtype, device=device)) for each in (count, count // ranks))
+    run: Callable[[], object] = partial(dist.all_reduce, whole, group=group)
+    result = whole
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(buffer, shard, group=group)
-    if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(shard, buffer, group=group)
-    if kind == "all_to_all":
-        other = torch.zeros_like(buffer)
-        return lambda: dist.all_to_all_single(other, buffer, group=group)
-    return _half_round_trip(buffer, group)
+        run = partial(dist.all_gather_into_tensor, whole, shard, group=group)
+    elif kind == "reduce_scatter":
+        run, result = partial(dist.reduce_scatter_tensor, shard, whole, group=group), shard
+    elif kind == "all_to_all":
+        result = torch.zeros_like(whole)
+        run = partial(dist.all_to_all_single, result, whole, group=group)
+    elif kind == "send":
+        run = _half_round_trip(whole, group)
+
+    def call() -> torch.Tensor:
+        run()
+        return result
+
+    return call
 
 
 def _half_round_trip(whole: torch.Tensor, group: Any) -> Callable[[], object]:

@@ -19,6 +19,7 @@ from flagcore.domain.model import Indexer, Mixer, Model
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import attention_products, divided, mixer_products, network_products
 from flagcore_training.layout import Layout, Training
+from flagcore_training.lengths import attention_length
 from flagcore_training.stages import padded_vocab
 from flagcore_training.time.adapters import adapted, adapter_launches
 from flagcore_training.time.passes import (
@@ -283,15 +284,18 @@ def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[Floa
     if model.multi_latent_attention:
         groups = heads
     precision = train.unquantised
-    lengths, width = np.full_like(heads, length), np.full_like(heads, size)
+    width = np.full_like(heads, size)
     if model.indexer and not train.options.sparse_kernels:
         return _unfused_sparse_core(train, layout, costs, model.indexer, heads, size)
     if train.flash:
+        lengths = np.zeros_like(heads) + attention_length(train, layout.micro_batch)
         kernel, sizes = train.options.attention_kernel, {"queries": lengths, "keys": lengths, "head_dim": width}
-        shape = AttentionShape(batch=layout.micro_batch, heads=heads, groups=groups, kernel=kernel, **sizes)
+        batch = layout.micro_batch * length / lengths
+        shape = AttentionShape(batch=batch, heads=heads, groups=groups, kernel=kernel, **sizes)
         return _fused_core(train, layout, costs, shape, precision)
     scores = train.value_bytes * layout.micro_batch * heads * length**2 / layout.context
     score_rows = layout.micro_batch * heads * length / layout.context
+    lengths = np.full_like(heads, length)
     product = costs.kernels.gemm_seconds(score_rows, lengths, width, precision)
     product = product + costs.kernels.gemm_seconds(score_rows, width, lengths, precision)
     traffic_s, traffic_back_s = costs.kernels.memory_seconds(7.0 * scores), costs.kernels.memory_seconds(9.5 * scores)
@@ -346,7 +350,8 @@ def _fused_core(
     kernels, context = costs.kernels, layout.context
     share = train.core_share
     if share is None:
-        share = paired_layers(train.model, float(train.sequence)) / train.model.attention_layers
+        length = float(shape.queries.mean()) if shape.queries.size else 1.0
+        share = paired_layers(train.model, length) / train.model.attention_layers
     ring = (context - 1.0) * (train.options.cp_comm == "p2p")
     output = train.value_bytes * shape.batch * shape.heads * shape.queries / context * shape.head_dim
     rescaling = ring * kernels.memory_seconds(3.0 * output)

@@ -19,6 +19,7 @@ from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.roofline import with_slowdown
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
+from flagcore_training.lengths import in_time, slowest
 from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.memory.training import split_parameters, trained_parts
 from flagcore_training.mixes import layer_kinds
@@ -26,6 +27,7 @@ from flagcore_training.stages import (
     Stage,
     edge_parameters,
     layer_parameters,
+    model_flops,
     mtp_parameters,
     own_share,
     stage,
@@ -105,7 +107,7 @@ class Blocks:
 
     @classmethod
     def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> Blocks:
-        layouts = StageGroups.from_layout(layout, costs).layouts
+        layouts = StageGroups.from_layout(in_time(train, layout), costs).layouts
         distinct_rows = [distinct([getattr(each, name) for name in LAYER_COUNTS]) for each in layouts]
         combinations = tuple(each[rows] for each, (rows, _) in zip(layouts, distinct_rows, strict=True))
         parts = tuple(_parts(train, each, group) for each, group in zip(combinations, costs.groups, strict=True))
@@ -195,6 +197,8 @@ def step_time(
     if distinct_stages is None:
         distinct_stages = stages(train.model, layout, train.options, placement.starts)
     blocks = Blocks.from_layout(train, layout, costs) if blocks is None else blocks
+    layout = in_time(train, layout)
+    placement = StageGroups.from_layout(layout, costs)
     timed = _timed(train, groups, blocks, placement, distinct_stages)
     times = [each.time for each in timed]
     slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
@@ -214,7 +218,7 @@ def step_time(
             for name in ("dense", "experts", "trained", "trained_experts")
         ]
         gradients_s.append(gradient_time(train, *reduction(mesh, group), counts[:2], counts[2:], slowest))
-    return {
+    time_s = {
         "compute_s": m * (forward.compute + backward.compute + slowest.weight),
         "tp_comm_s": m * (forward.tensor + backward.tensor),
         "cp_comm_s": m * (forward.context + backward.context),
@@ -224,6 +228,25 @@ def step_time(
         "dp_comm_exposed_s": np.maximum.reduce(gradients_s),
         "optimizer_s": np.maximum.reduce([each.optimizer_s for each in timed]),
     }
+    time_s["dp_comm_exposed_s"] = time_s["dp_comm_exposed_s"] + replica_wait(train, layout, time_s)
+    return time_s
+
+
+REPLICA_PARTS = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
+"""The parts of a step that take longer on a replica with more or longer samples."""
+
+
+def replica_wait(
+    train: Training, layout: Layout, time_s: Mapping[str, FloatArray], *, each_micro_batch: bool = False
+) -> FloatArray:
+    """Return the seconds of a step in which replicas wait for the one with the longest samples (see `slowest`)."""
+    if train.lengths is None:
+        return np.zeros_like(layout.data)
+    per_token, half = (model_flops(replace(train, sequence=each, lengths=None)) / each for each in (2048, 1024))
+    per_square = (per_token - half) / 1024
+    square_share = per_square / (half - 1024 * per_square)
+    more = slowest(train, layout, square_share, each_micro_batch=each_micro_batch) - 1.0
+    return more * sum((time_s[name] for name in REPLICA_PARTS), np.zeros(()))
 
 
 def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
@@ -237,7 +260,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
     all_stages = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
     timed = _timed(train, costs.groups, Blocks.from_layout(train, layout, costs), placement, all_stages)
     times = [each.time for each in timed]
-    ordered = _in_replica(layout)
+    ordered = _in_replica(in_time(train, layout))
     messages, waits, sends_s, _ = sends(train, ordered, costs, placement, all_stages[-1])
     delays = messages.send_delays(count, np.zeros(1, dtype=np.int64), layout, placement)
     longer = waits[0] * (np.zeros((2, count)) if delays is None else np.stack(delays)[:, :, 0])

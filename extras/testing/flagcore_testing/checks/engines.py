@@ -161,7 +161,7 @@ def knobs_are_complete(chip: Chip, engine: str, knob: Knob) -> Problems:
         if blank := next((flag for flag in effect.flags if re.search(r"^-.*\s", flag)), ""):
             text = f"{name} of {engine} has the flag {blank!r}, which is passed as one argument"
             yield Problem(text, "write the flag and its value as two entries of the list")
-        if kind_of(engine) == "train" and effect.part not in (WHOLE_STEP, *PART_NAMES):
+        if kind_of(engine) == "train" and {*effect.part.split()} - {WHOLE_STEP, *PART_NAMES}:
             parts = ", ".join((WHOLE_STEP, *PART_NAMES))
             yield Problem(f"{name} of {engine} scales the unknown part {effect.part!r}", f"the parts are {parts}")
     if wide := [factor.value for factor in factors if not 1 / MOST <= factor.value <= MOST]:

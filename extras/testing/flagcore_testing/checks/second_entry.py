@@ -31,7 +31,7 @@ from itertools import pairwise
 from typing import Any
 
 from flagcore_vendorkit.detection import DeviceDetector
-from flagcore_vendorkit.engines import all_knobs, read_engines
+from flagcore_vendorkit.engines import VariableKnob, all_knobs, read_engines
 
 from flagcore.domain.chip import Chip
 from flagcore.errors import SpecError
@@ -164,9 +164,13 @@ def settings_agree_with_their_second_entry(plugin: Subject) -> Problems:
 def _settings(plugin: Subject) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the names that the plugin's files use by their key in the second entry, each name with its file."""
     sections = [*plugin.shipped("engines.yaml", read_engines).values()]
-    knobs = [effect for each in all_knobs(plugin.package) for effect in each.knob.effects.values()]
+    listed = all_knobs(plugin.package)
+    variable_knobs = [each.scope for each in listed if isinstance(each.scope, VariableKnob)]
+    others = [each.knob for each in listed if not isinstance(each.scope, VariableKnob)]
+    knobs = [effect for each in others for effect in each.effects.values()]
     variables = {f"{each.name}={each.value}": "environment.yaml" for each in plugin.variables if each.value}
     variables |= {f"{key}={value}": "knobs.yaml" for effect in knobs for key, value in effect.environment.items()}
+    variables |= {f"{each.variable}={' or '.join(map(str, each.values))}": "knobs.yaml" for each in variable_knobs}
     detector = detector_of(plugin)
     classes = detector.pci_classes if detector.pci_classes != DeviceDetector.pci_classes else ()
     rows: Iterable[tuple[str, str, Iterable[str | None]]] = (

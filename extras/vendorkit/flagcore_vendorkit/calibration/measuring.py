@@ -5,7 +5,7 @@ import math
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -69,23 +69,24 @@ def calibrate(
         on_start(_(text, count=count, chip=chip.name, seconds=seconds))
     other_load = psutil.cpu_percent(LOAD_SECONDS) / 100.0
     warn(busy(other_load))
-    measurements = _run_measurement(_job(chip, support, chip_devices, count, seconds), environment)
+    job = {**devices_of_job(support, chip_devices, count), **limits_of_job(chip, chip_devices), "seconds": seconds}
+    measurements = run_benchmark("kernels", job, environment, 2.0 * seconds + GRACE_SECONDS)
     calibration = _calibration(chip, chip_devices[0], count, measurements, other_load)
     if chip.vendor == VENDOR:
         calibration = replace(calibration, facts=facts_of(chip, support))
     return calibration, calibrations_of_user.save(calibration)
 
 
-def _run_measurement(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
-    """Run the benchmark program with a job and return its measurements. Raises RunError with the last line of its log
+def run_benchmark(name: str, job: Mapping[str, Any], environment: Mapping[str, str], timeout_seconds: float) -> Any:
+    """Run a benchmark program with a job and return its measurements. Raises RunError with the last line of its log
     if it fails, and Interrupted."""
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         file, output = Path(folder, "job.json"), Path(folder, "found.json")
         file.write_text(json.dumps({**job, "output": str(output)}), encoding="utf-8")
-        argv, seconds = (sys.executable, "-m", benchmark("kernels"), str(file)), 2.0 * job["seconds"] + GRACE_SECONDS
+        argv = (sys.executable, "-m", benchmark(name), str(file))
         try:
             trial = plugins.launcher("local").start(
-                Launch(argv=argv, folder=folder, environment=environment, timeout_seconds=seconds)
+                Launch(argv=argv, folder=folder, environment=environment, timeout_seconds=timeout_seconds)
             )
             try:
                 trial.wait(math.inf)
@@ -99,10 +100,9 @@ def _run_measurement(job: dict[str, Any], environment: dict[str, str]) -> dict[s
             reason = ": ".join(filter(None, [status, last_line]))
             raise RunError(_("the measurement failed: {reason}", reason=reason))
         try:
-            found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+            return json.loads(output.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunError(_("the measurement has no result: {reason}", reason=error)) from None
-    return found
 
 
 def calibrations() -> list[dict[str, Any]]:
@@ -154,10 +154,8 @@ def _best(name: str, rows: list[Mapping[str, Any]]) -> tuple[float, str]:
     return max(work), "TFLOP/s"
 
 
-def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: int, seconds: float) -> dict[str, Any]:
-    """Return the input of the benchmark program for `count` devices as plain data."""
-    memory = [device.memory_bytes for device in here if device.memory_bytes]
-    memory_fact = chip.memory_bytes
+def devices_of_job(support: EngineSupport, here: Sequence[Device], count: int) -> dict[str, Any]:
+    """Return what all benchmark programs need to know of `count` devices, as plain data."""
     return {
         "kind": support.device_type,
         "backend": support.distributed_backend,
@@ -165,9 +163,16 @@ def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: in
         "devices": count,
         "shared": support.shared_devices,
         "threads": len(here) // count,
+    }
+
+
+def limits_of_job(chip: Chip, here: Sequence[Device]) -> dict[str, Any]:
+    """Return the precisions and the memory limit of the kernels to measure, as plain data."""
+    memory = [device.memory_bytes for device in here if device.memory_bytes]
+    memory_fact = chip.memory_bytes
+    return {
         "precisions": list(chip.dense_flops_per_second) or list(UNPUBLISHED),
         "memory_bytes": min(memory) if memory else int(memory_fact.value) if memory_fact else 1 << 30,
-        "seconds": seconds,
     }
 
 

@@ -1,4 +1,7 @@
 // The collective library of simulated devices, simuccl: gloo, on the same memory. Also the Python module.
+// The sums of an all-reduce can also have 8 bits, or be wrong.
+
+#include <unistd.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/extension.h>
@@ -30,8 +33,8 @@ std::vector<Tensors> on_host(const std::vector<Tensors>& lists) {
 
 class Collectives final : public c10d::Backend {
  public:
-  explicit Collectives(c10::intrusive_ptr<c10d::Backend> gloo)
-      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+  Collectives(c10::intrusive_ptr<c10d::Backend> gloo, double delay, int sums)
+      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), delay_(delay), sums_(sums) {}
 
   const std::string getBackendName() const override {
     return "simuccl";
@@ -47,8 +50,13 @@ class Collectives final : public c10d::Backend {
     return gloo_->broadcast(hosts, options);
   }
   Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    auto hosts = on_host(tensors);
-    return gloo_->allreduce(hosts, options);
+    auto hosts = delayed(tensors);
+    auto work = gloo_->allreduce(hosts, options);
+    if (sums_ == 0 || options.reduceOp != c10d::ReduceOp::SUM)
+      return work;
+    work->wait();
+    hosts[0].copy_(sums_ == 1 ? hosts[0].to(at::kFloat8_e5m2) : hosts[0] * 2);
+    return work;
   }
   Work allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     auto hosts = on_host(tensors);
@@ -64,7 +72,7 @@ class Collectives final : public c10d::Backend {
     return gloo_->allgather(targets, sources, options);
   }
   Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    auto hosts = on_host(Tensors{output, input});
+    auto hosts = delayed(Tensors{output, input});
     return gloo_->_allgather_base(hosts[0], hosts[1], options);
   }
   Work allgather_into_tensor_coalesced(
@@ -91,7 +99,7 @@ class Collectives final : public c10d::Backend {
   }
   Work _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    auto hosts = on_host(Tensors{output, input});
+    auto hosts = delayed(Tensors{output, input});
     return gloo_->_reduce_scatter_base(hosts[0], hosts[1], options);
   }
   Work reduce_scatter_tensor_coalesced(
@@ -103,7 +111,7 @@ class Collectives final : public c10d::Backend {
   Work alltoall_base(
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {
-    auto hosts = on_host(Tensors{output, input});
+    auto hosts = delayed(Tensors{output, input});
     return gloo_->alltoall_base(hosts[0], hosts[1], output_sizes, input_sizes, options);
   }
   Work alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
@@ -128,11 +136,19 @@ class Collectives final : public c10d::Backend {
   }
 
  private:
+  Tensors delayed(const Tensors& tensors) const {
+    usleep(static_cast<useconds_t>(1e6 * delay_));
+    return on_host(tensors);
+  }
+
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  double delay_;
+  int sums_;
 };
 
-c10::intrusive_ptr<c10d::Backend> collectives(const c10::intrusive_ptr<c10d::Backend>& gloo) {
-  return c10::make_intrusive<Collectives>(gloo);
+c10::intrusive_ptr<c10d::Backend> collectives(
+    const c10::intrusive_ptr<c10d::Backend>& gloo, double delay, int sums) {
+  return c10::make_intrusive<Collectives>(gloo, delay, sums);
 }
 
 }  // namespace

@@ -1,0 +1,170 @@
+"""The pydantic models of a spec file for reinforcement learning, one class per section."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from flagcore.domain.knob import Knob
+from flagcore.domain.spec import Precision
+from flagcore.spec.knobs import baseline_section, candidate_of, space_of, space_section
+from flagcore.spec.plain_data import spec_error
+from flagcore.spec.schema import CommonSection, TunerSection, with_fields
+from flagcore.spec.validate import Context, Folder, NoSize, Section, Size, Text, Wait, Word, rule
+from flagcore_rl.job import SPREAD, Lengths, RlSpec, RolloutRole, TrainerRole
+
+Scalar = bool | int | float | Text | None
+
+
+class LengthsSection(Section):
+    """Lengths in tokens: log-normal, and cut at the longest."""
+
+    mean: Annotated[float, Field(ge=1, le=10_000_000)]
+    """Mean length."""
+    longest: Size
+    """Length at which prompts or answers are cut."""
+    spread: Annotated[float, Field(ge=0, le=5)] = SPREAD
+    """Standard deviation of the logarithm of the length before it is cut; 0: all are equal."""
+
+
+def lengths_of(section: LengthsSection, _context: Context) -> Lengths:
+    """Return the lengths that a section describes. Raises SpecError if their mean is above the longest."""
+    if section.mean > section.longest:
+        problem = f"is above longest = {section.longest}"
+        raise spec_error("mean", problem, value=section.mean, fix="give the mean after cutting")
+    return Lengths(**section.model_dump())
+
+
+AnyLengths = Annotated[LengthsSection, rule(lengths_of)]
+
+
+class TrainerSection(Section):
+    """The trainer."""
+
+    engine: Word
+    """Name of the training engine, such as megatron or fsdp2."""
+    settings: dict[str, Scalar] = Field(default={})
+    """Settings of the training engine, as in train.settings."""
+    offload: Literal["none", "optimizer", "all"] = "optimizer"
+    """What a colocated trainer moves to the host's memory while answers are generated."""
+
+
+class RolloutSection(Section):
+    """The rollout, which generates answers."""
+
+    engine: Word
+    """Name of the serving engine, such as vllm or sglang."""
+    precision: Precision | None = None
+    """Number format of its weights; null: that of the trainer."""
+    engine_version: Word | None = None
+    """Version of the serving engine, such as 0.11.2; null: the newest that flagcore knows."""
+    engine_args: dict[str, Scalar] = Field(default={})
+    """Flags of the serving engine, as in serve.engine_args."""
+    sleeps: bool = True
+    """Whether a colocated rollout frees its memory while the trainer runs."""
+
+
+class RlJob(Section):
+    """Keys of a job of reinforcement learning in specs and job records."""
+
+    engine: Word
+    """Name of the framework: nemo-rl, verl, slime, openrlhf or trl."""
+    precision: Precision = "bf16"
+    """Number format of the matrix products of the trainer."""
+    trainer: Annotated[TrainerSection, rule(lambda section, _: TrainerRole(**dict(section)))]
+    """The training engine."""
+    rollout: Annotated[RolloutSection, rule(lambda section, _: RolloutRole(**dict(section)))]
+    """The engine that generates answers."""
+    algorithm: Literal["grpo", "dapo", "gspo", "rloo", "reinforce", "ppo"] = "grpo"
+    """Algorithm; ppo has a critic unless `critic` is false."""
+    prompts: Size
+    """Prompts of a step."""
+    samples: Size
+    """Answers to each prompt."""
+    prompt_len: AnyLengths
+    """Lengths of prompts."""
+    answer_len: AnyLengths
+    """Lengths of answers; the longest is the maximum of the run."""
+    mini_batch: Size | None = None
+    """Samples of an optimizer step; null: all samples of a step."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Times that a step trains on each sample."""
+    old_logprobs: bool = True
+    """Whether the trainer computes the policy's log-probabilities before it trains."""
+    reference: bool = False
+    """Whether a reference model's log-probabilities are computed."""
+    critic: bool | None = None
+    """Whether a critic of the policy's size is trained; null: with ppo."""
+    staleness: NoSize = 0
+    """Steps by which the rollout's weights may lag; 0: on-policy. Above 0, generation and training may overlap."""
+    packing: bool = True
+    """Whether micro-batches are packed up to a number of tokens; otherwise they have a number of samples."""
+    reward_s: Wait | None = None
+    """Seconds of a step for rewards and data, which overlap with nothing; null: usual ones of the framework."""
+
+
+class RlSection(RlJob):
+    """The job."""
+
+    command: Annotated[list[Text], Field(min_length=1)] | None = None
+    """Your launch command as a list of words, run without a shell; null: the job is only predicted."""
+    directory: Folder | None = None
+    """Working directory of `command`; null: the folder of the spec file."""
+    engine_version: Word | None = None
+    """Version of the framework; null: the installed one."""
+
+
+def work_of(job: RlJob, **more: Any) -> RlSpec:
+    """Return the job that a validated section describes. Raises SpecError."""
+    samples = job.prompts * job.samples
+    if job.mini_batch and (job.mini_batch > samples or samples % job.mini_batch):
+        problem, fix = f"does not divide the {samples} samples of a step", "use a divisor of prompts x samples"
+        raise spec_error("mini_batch", problem, value=job.mini_batch, fix=fix)
+    fields = {name: getattr(job, name) for name in RlJob.model_fields}
+    fields["critic"] = job.algorithm == "ppo" if job.critic is None else job.critic
+    return RlSpec(**{**fields, **more})
+
+
+def rl_of(section: RlSection, context: Context) -> RlSpec:
+    """Return the job that a section describes. By default, the user's command runs in the spec's folder."""
+    command = tuple(section.command) if section.command else None
+    directory = str((context.base / (section.directory or ".")).resolve()) if command else None
+    return work_of(section, command=command, directory=directory, engine_version=section.engine_version)
+
+
+class RlDocument(CommonSection):
+    """A tuning task: model, cluster, job and search."""
+
+    rl: Annotated[RlSection, rule(rl_of)]
+    """The job of reinforcement learning."""
+    auto_tuner: TunerSection = TunerSection()
+    """The search; absent: placements and layouts within the default budgets."""
+
+
+@lru_cache(maxsize=64)
+def document_for(engines: Sequence[tuple[str, tuple[Knob, ...]]]) -> type[RlDocument]:
+    """Return the pydantic model of a spec for the first of these engines, or for any engine if there are none."""
+    if not engines:
+        return RlDocument
+    (name, knobs), suffix = engines[0], f"_{engines[0][0]}"
+    space, baseline = space_section(knobs, suffix), baseline_section(knobs, suffix)
+
+    def listed(section: Section, _context: Context) -> dict[str, Any]:
+        return {key: value for key, value in space_of(section, knobs).items() if key in section.model_fields_set}
+
+    given = rule(lambda section, _context: section and candidate_of(section, knobs, settings=True))
+    tuner = with_fields(
+        TunerSection,
+        suffix,
+        space=(Annotated[space, rule(listed)], space()),
+        baseline=(Annotated[baseline | None, given], None),
+    )
+    rl = with_fields(RlSection, suffix, engine=(Literal[name], ...))
+    return with_fields(RlDocument, suffix, rl=(Annotated[rl, rule(rl_of)], ...), auto_tuner=(tuner, tuner()))
+
+
+DEFAULTS: Mapping[str, Any] = {"prompts": 64, "samples": 16}
+"""The values that a new spec needs, with their defaults."""
+PARTS: Mapping[str, type[Section]] = {"rl": RlSection}
+"""The sections of a new spec. The last one has the values in DEFAULTS."""

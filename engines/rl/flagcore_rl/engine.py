@@ -1,0 +1,100 @@
+"""Frameworks of reinforcement learning as engines of the core. They differ in a row of `frameworks.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from flagcore_training.knobs import divisors, read_knobs
+
+from flagcore.contracts import Costs
+from flagcore.contracts.capabilities import JobRecords
+from flagcore.domain.knob import Knob
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Axis, Columns, KnobValue, Rule
+from flagcore.domain.spec import AUTO, Task
+from flagcore.spec.plain_data import package_yaml
+from flagcore_rl.job import job_of
+from flagcore_rl.predict import Framework, predict
+from flagcore_rl.roles import DEVICES, STALENESS
+from flagcore_rl.rules import rules
+from flagcore_rl.trials import UserCommand
+
+
+def _rollout_devices(task: Task) -> tuple[KnobValue, ...]:
+    """Return `None` and numbers of devices with which both roles have whole nodes, or powers of 2 within a node."""
+    devices, node = task.cluster.devices, task.cluster.groups[0].devices_per_node
+    unit = node if devices > node else 1
+    parts = {devices * share // 8 // unit * unit for share in (1, 2, 3, 4, 5, 6)}
+    return (None, *sorted(parts - {0, devices}))
+
+
+def _staleness(task: Task) -> tuple[KnobValue, ...]:
+    return tuple(dict.fromkeys((0, job_of(task).staleness)))
+
+
+def _tensor(task: Task) -> tuple[KnobValue, ...]:
+    return tuple(size for size in divisors(task.cluster.devices) if size <= task.cluster.linked_devices)
+
+
+def _tokens(task: Task) -> tuple[KnobValue, ...]:
+    work = job_of(task)
+    return tuple(times * work.longest for times in (1, 2, 4)) if work.packing else (None,)
+
+
+def _samples(task: Task) -> tuple[KnobValue, ...]:
+    return (1,) if job_of(task).packing else (1, 2, 4, 8)
+
+
+AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
+    DEVICES: _rollout_devices,
+    STALENESS: _staleness,
+    "rollout_tensor_parallel_size": _tensor,
+    "micro_batch_tokens": _tokens,
+    "micro_batch_size": _samples,
+}
+KNOBS = tuple(
+    replace(knob, auto=AUTOS.get(knob.name, knob.auto)) for knob in read_knobs(__package__, scope=["space"], flag="")
+)
+BY_NAME = {knob.name: knob for knob in KNOBS}
+
+
+class RlEngine(UserCommand, JobRecords):
+    """A framework of reinforcement learning."""
+
+    kind = "rl"
+    knobs: tuple[Knob, ...] = KNOBS
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        rows = package_yaml(__package__, "frameworks.yaml")
+        self.framework = Framework(**{**next(iter(rows.values())), **rows[name]})
+        self.distribution = self.framework.distribution
+
+    def axes(self, task: Task) -> tuple[Axis, ...]:
+        fixed = self.fixed(task)
+        return tuple(
+            knob.axis(fixed.get(knob.name) or task.listed_values(knob, AUTO)) for knob in self.knobs if knob.searchable
+        )
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        return (*rules(task), *super().rules(task))
+
+    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, np.ndarray]:
+        return {
+            knob.name: np.array([knob.axis(()).encode(values.get(knob.name, knob.neutral))], dtype=np.int64)
+            for knob in self.knobs
+        }
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        axes = {knob.name: knob.axis(()) for knob in self.knobs}
+        return predict(task, columns, costs, self.framework, lambda name, code: axes[name].decode(code))
+
+    def published(
+        self, task: Task, values: Mapping[str, KnobValue], notes: str
+    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+        return task, dict(values), frozenset()
+
+
+NEMO_RL, OPENRLHF, SLIME, TRL, VERL = (RlEngine(name) for name in ("nemo-rl", "openrlhf", "slime", "trl", "verl"))

@@ -1,0 +1,289 @@
+"""Predicts the step of a job of reinforcement learning from the predictions of its trainer and its rollout.
+
+- Generation: the serving simulation of all samples at once. The longest answers decode alone, and end it.
+- Log-probabilities: forward passes of the trainer over all samples, a third of a step without recompute.
+- Training: the trainer's step for each mini-batch, with packed micro-batches.
+- Refit: the new weights are gathered on each instance of the rollout.
+- Swap: what moves between device and host because a colocated trainer and rollout run in turn.
+
+On colocated devices, and on-policy, the parts follow each other. With staleness, generation overlaps with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from flagcore_serving.space.weights import parameters
+
+from flagcore.contracts import Costs
+from flagcore.domain.model import Model
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Columns, FloatArray, KnobValue
+from flagcore.domain.spec import Task
+from flagcore_rl.job import RlSpec, job_of
+from flagcore_rl.lengths import packs, tokens_of
+from flagcore_rl.roles import (
+    DEVICES,
+    STALENESS,
+    THREADS,
+    costs_of,
+    engine_of,
+    serve_task,
+    serve_values,
+    train_task,
+    train_values,
+)
+
+FORWARD = 1.0 / 3.0
+"""The share of a forward pass in a step without recompute: backward computes two products for each of forward."""
+FORWARD_PARTS = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_bubble_s", "pp_comm_s")
+"""The parts of a trainer's step that forward passes have, too."""
+LOW, HIGH = 0.7, 1.5
+"""An 80% interval of measured over predicted step times (benchmarks/README.md)."""
+AWAKE_BYTES = 2.0 * 2**30
+"""What a rollout that sleeps keeps on a device: its context, and graphs. vLLM states 1 to 3 GiB (sleep mode)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """What a framework adds to its engines: a row of `frameworks.yaml`.
+
+    - `sample_s`, `step_s`: seconds for each sample and each step that overlap with nothing: data, rewards, advantages.
+    - `memory_share`: the usual share of a device's memory for the rollout.
+    - `refit_s`: seconds of a refit besides the transfer.
+    - `refit_rate`, `apart_rate`: bytes of all weights per second that a refit of a colocated rollout, and of one on
+      other devices, reaches at most.
+    - `rollout`: overheads of the serving engine that differ in the framework, by name.
+    """
+
+    title: str
+    distribution: str
+    sample_s: float
+    step_s: float
+    memory_share: float
+    refit_s: float
+    refit_rate: float
+    apart_rate: float
+    rollout: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """Seconds of training and of one pass of log-probabilities, and bytes of a device."""
+
+    training_s: float
+    forward_s: float
+    used: float
+    static: float
+    weights: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Rolled:
+    """Seconds of generation, and bytes of a device."""
+
+    generation_s: float
+    used: float
+    weights: float
+
+
+Values = dict[str, KnobValue]
+
+
+def sizes_of(model: Model) -> tuple[float, float]:
+    """Return the numbers of weights of a model, and of its routed experts."""
+    experts = model.num_moe_experts or 0
+    matrices = 3.0 if model.gated_linear_unit else 2.0
+    width = (model.moe_ffn_hidden_size or 0) * float(model.expert_hidden_size) if experts else 0.0
+    return parameters(model), model.feed_forward_layers("experts") * matrices * experts * width
+
+
+def predict(
+    task: Task, columns: Columns, costs: Costs, framework: Framework, decode: Callable[[str, int], KnobValue]
+) -> Predictions:
+    """Return the prediction of each candidate. `decode` returns the value of a knob for its code."""
+    work = job_of(task)
+    rows = next(iter(columns.values())).size
+    candidates = [{name: decode(name, int(values[row])) for name, values in columns.items()} for row in range(rows)]
+    for each in candidates:  # threads of a process split matrices, too
+        each["tensor_model_parallel_size"] = int(each.get("tensor_model_parallel_size") or 1) * int(
+            each.pop(THREADS, 1) or 1
+        )
+    trained = _once(candidates, lambda values: not values.startswith("rollout_") or values == DEVICES, _train, task)
+    rolled = _once(
+        candidates,
+        lambda values: values.startswith("rollout_"),
+        lambda task, found: _roll(task, found, framework),
+        task,
+    )
+    parts: dict[str, FloatArray] = {}
+    memory = np.zeros((4, rows))
+    for row, values in enumerate(candidates):
+        times, bytes_of = _step(task, values, trained[row], rolled[row], costs, framework)
+        memory[:, row] = bytes_of
+        for name, seconds in times.items():
+            parts.setdefault(name, np.zeros(rows))[row] = seconds
+    generation = parts.pop("whole_generation_s")
+    total: FloatArray = np.sum(list(parts.values()), axis=0)
+    static, peak, used, _rest = memory
+    capacity = costs.memory.capacity_bytes()
+    tokens = work.step_tokens / total / task.cluster.devices
+    return Predictions(
+        step_time_s=total,
+        low_s=total * LOW,
+        high_s=total * HIGH,
+        time_s=parts,
+        static_bytes=static,
+        activation_bytes=peak - static,
+        peak_allocated_bytes=peak,
+        reserved_bytes=peak,
+        device_used_bytes=used,
+        worst_stage=np.zeros(rows, dtype=np.int64),
+        capacity_bytes=capacity,
+        model_flops=0.0,
+        figures={"generation_s": generation, "tokens_per_second_per_device": tokens},
+    )
+
+
+def _once(
+    candidates: list[Values], needed: Callable[[str], bool], run: Callable[..., list[Any]], task: Task
+) -> list[Any]:
+    """Return the results of `run` for each candidate, which is run once for equal values of the needed knobs."""
+    keys = [tuple((name, value) for name, value in values.items() if needed(name)) for values in candidates]
+    distinct = list(dict.fromkeys(keys))
+    found = dict(zip(distinct, run(task, [dict(key) for key in distinct]), strict=True))
+    return [found[key] for key in keys]
+
+
+def _stacked(engine: Any, task: Task, candidates: list[Values]) -> Columns:
+    each = [engine.columns(task, values) for values in candidates]
+    return {name: np.concatenate([columns[name] for columns in each]) for name in each[0]}
+
+
+def batches(
+    work: RlSpec, values: Mapping[str, Any], samples: int, replicas: int, *, forward: bool
+) -> tuple[int, int, int]:
+    """Return the tokens of a sequence, the sequences of a micro-batch, and all sequences of `samples` samples.
+
+    Sequences are as long as the mean sample of a micro-batch. Replicas have equally many micro-batches.
+    """
+    prefix = "logprob_batch" if forward else "micro_batch"
+    tokens = float(tokens_of(work.drawn).mean()) * samples
+    size = int(values.get(f"{prefix}_size") or values.get("micro_batch_size") or 1)
+    if work.packing:
+        most = int(values.get(f"{prefix}_tokens") or values.get("micro_batch_tokens") or work.longest)
+        number = packs(work.drawn, samples, max(most, work.longest))
+    else:
+        number = -(-samples // size)
+    number = replicas * -(-number // replicas)
+    held = max(round(samples / number), 1)
+    return max(round(tokens / number / held), 1), held, number * held
+
+
+def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
+    work = job_of(task)
+    engine = engine_of(work.trainer.engine, "rl.trainer.engine")
+    groups: dict[tuple[int, int, int, int, bool], list[int]] = {}
+    found = np.full((5, len(candidates)), np.nan)
+    weights, experts = (2.0 * number for number in sizes_of(task.spec.model))
+    steps = work.epochs * -(-work.step_samples // work.optimizer_samples)
+    for row, values in enumerate(candidates):
+        devices = task.cluster.devices - int(values.get(DEVICES) or 0)
+        sizes = ("tensor_model", "pipeline_model", "context")
+        tensor, pipeline, context = (int(values.get(f"{name}_parallel_size") or 1) for name in sizes)
+        replicas = max(devices // (tensor * pipeline * context), 1)
+        shards = 1.0 if not experts else max(int(values.get("expert_model_parallel_size") or 1) / tensor, 1.0)
+        found[4, row] = (weights - experts + experts / shards) / tensor / pipeline
+        for forward in (False, True):
+            samples = work.step_samples if forward else work.optimizer_samples
+            key = (devices, *batches(work, values, samples, replicas, forward=forward), forward)
+            groups.setdefault(key, []).append(row)
+    for (devices, sequence, held, batch, forward), members in groups.items():
+        part = train_task(task, devices, sequence, batch)
+        rows = [train_values(engine, candidates[row], devices, held, recompute=not forward) for row in members]
+        predictions = engine.predict(part, _stacked(engine, part, rows), costs_of(part))
+        if forward:
+            passes = [predictions.time_s[name] for name in FORWARD_PARTS if name in predictions.time_s]
+            found[1, members] = FORWARD * np.sum(passes, axis=0) if passes else FORWARD * predictions.step_time_s
+        else:
+            found[0, members] = steps * predictions.step_time_s
+            found[2, members], found[3, members] = predictions.device_used_bytes, predictions.static_bytes
+    return [_Trained(*map(float, found[:, row])) for row in range(len(candidates))]
+
+
+def _roll(task: Task, candidates: list[Values], framework: Framework) -> list[_Rolled]:
+    work = job_of(task)
+    engine = engine_of(work.rollout.engine, "rl.rollout.engine")
+    groups: dict[int, list[int]] = {}
+    for row, values in enumerate(candidates):
+        devices = int(values.get(DEVICES) or task.cluster.devices)
+        groups.setdefault(devices, []).append(row)
+    found: dict[int, _Rolled] = {}
+    for devices, members in groups.items():
+        part = serve_task(task, devices)
+        own = costs_of(part)
+        own = replace(own, overheads={**framework.rollout, **own.overheads})
+        rows = [serve_values(engine, candidates[row], devices, framework.memory_share) for row in members]
+        for start in range(0, len(rows), 64):  # so that all are simulated
+            chosen = members[start : start + 64]
+            predictions = engine.predict(part, _stacked(engine, part, rows[start : start + 64]), own)
+            for place, row in enumerate(chosen):
+                seconds = work.step_samples / predictions.figures["requests_per_s"][place]
+                found[row] = _Rolled(
+                    float(seconds),
+                    float(predictions.device_used_bytes[place]),
+                    float(predictions.static_bytes[place] - predictions.figures["kv_cache_bytes"][place]),
+                )
+    return [found[row] for row in range(len(candidates))]
+
+
+def _step(
+    task: Task, values: Mapping[str, Any], trained: _Trained, rolled: _Rolled, costs: Costs, framework: Framework
+) -> tuple[dict[str, float], tuple[float, float, float, float]]:
+    """Return the seconds of the parts of a step, and the static, peak and used bytes of the fuller device."""
+    work = job_of(task)
+    passes = work.old_logprobs + work.reference + work.critic
+    apart, staleness = values.get(DEVICES), int(values.get(STALENESS) or 0)
+    training = trained.training_s * (1 + work.critic)
+    logprobs = trained.forward_s * passes
+    weights = 2.0 * sizes_of(task.spec.model)[0]
+    refit = framework.refit_s + _refit(task, weights, costs, framework, apart=bool(apart))
+    if work.reference:  # the policy moves to the host, the reference to the device, and the policy back
+        logprobs += 3.0 * float(np.nan_to_num(costs.kernels.host_copy_seconds(np.array([trained.weights]))[0]))
+    swap, states = 0.0, max(trained.static - trained.weights, 0.0)
+    stays = trained.static
+    if not apart:
+        moved = {"none": 0.0, "optimizer": states, "all": trained.static}[work.trainer.offload]
+        stays = trained.static - moved
+        asleep = rolled.weights if work.rollout.sleeps else 0.0
+        seconds = costs.kernels.host_copy_seconds(np.array([moved, asleep]))
+        swap = 2.0 * float(np.nan_to_num(seconds[0])) + float(np.nan_to_num(seconds[1]))
+    rewards = framework.step_s + framework.sample_s * work.step_samples if work.reward_s is None else work.reward_s
+    times = {"logprobs_s": logprobs, "training_s": training, "refit_s": refit, "swap_s": swap, "rewards_s": rewards}
+    exposed = rolled.generation_s
+    if apart and staleness:
+        exposed = max(0.0, rolled.generation_s - logprobs - training - rewards)
+    times = {"generation_s": exposed, **times, "whole_generation_s": rolled.generation_s}
+    if apart:
+        used = max(trained.used, rolled.used)
+        return times, (trained.static, used, used, 0.0)
+    sleeping = AWAKE_BYTES if work.rollout.sleeps else rolled.used
+    used = max(trained.used + sleeping, rolled.used + stays)
+    return times, (trained.static, used, used, 0.0)
+
+
+def _refit(task: Task, weights: float, costs: Costs, framework: Framework, *, apart: bool) -> float:
+    """Return the seconds in which the weights reach the rollout.
+
+    Each rank of a colocated trainer gathers all weights, tensor by tensor. Otherwise a rank of the trainer broadcasts
+    them, at the rate of its link to the rollout. Both are not faster than the framework's own work.
+    """
+    group, devices = task.cluster.groups[0], task.cluster.devices
+    kind, ranks = ("send", 2) if apart else ("all_gather", devices)
+    stride = group.devices_per_node if apart and group.nodes > 1 else 1
+    sizes = (np.array([weights]), np.array([ranks]), np.array([stride]))
+    seconds = float(np.nan_to_num(costs.collectives.seconds(kind, *sizes)[0])) if devices > 1 else 0.0
+    return max(seconds, weights / (framework.apart_rate if apart else framework.refit_rate))

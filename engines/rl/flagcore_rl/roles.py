@@ -1,0 +1,142 @@
+"""The trainer and the rollout of a job as tasks of their own engines, on their own devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from flagcore_serving.job import Load, ServeSpec
+
+from flagcore import plugins
+from flagcore.contracts import Costs, Engine
+from flagcore.domain.cluster import Cluster
+from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import Task, TrainSpec
+from flagcore_rl.job import job_of
+from flagcore_rl.lengths import requests_of
+
+ROLLOUT = "rollout_"
+DEVICES, STALENESS, THREADS = "rollout_devices", "staleness", "threads"
+SHARES = ("gpu_memory_utilization", "mem_fraction_static")
+SEQUENCES = ("max_num_seqs", "max_running_requests")
+"""The knobs of serving engines for the share of the memory, and for the number of answers at once."""
+
+
+@cache
+def _loaded() -> Any:
+    return plugins.with_overlay(plugins.load_plugins(), lambda _text: None)
+
+
+_COSTS: dict[str, Costs] = {}
+
+
+def costs_of(task: Task) -> Costs:
+    """Return the costs of a role, which has its own engine and devices."""
+    key = repr((task.cluster, task.spec.work.engine))
+    if key not in _COSTS:
+        _COSTS[key] = _loaded().costs(task.cluster, task.spec.work.engine)
+    return _COSTS[key]
+
+
+def engine_of(name: str, key: str) -> Engine:
+    """Return the engine of a role. Raises SpecError if it is not installed."""
+    return plugins.find_engine(name, key)
+
+
+def part_of(cluster: Cluster, devices: int) -> Cluster:
+    """Return a part of the cluster with that many devices."""
+    group = cluster.groups[0]
+    per_node = math.gcd(devices, group.devices_per_node) if devices > group.devices_per_node else devices
+    return Cluster(groups=(replace(group, nodes=devices // per_node, devices_per_node=per_node),))
+
+
+def _task(task: Task, work: TrainSpec | ServeSpec, devices: int, objective: str) -> Task:
+    spec = replace(task.spec, work=work, space={}, baseline=None, objective=objective)
+    return Task(spec=spec, cluster=part_of(task.cluster, devices))
+
+
+def train_task(task: Task, devices: int, sequence: int, batch: int) -> Task:
+    """Return the task of the trainer with samples of `sequence` tokens."""
+    work = job_of(task)
+    settings, kind = dict(work.trainer.settings), None
+    if any(knob.name == "recompute_granularity" for knob in engine_of(work.trainer.engine, "rl.trainer.engine").knobs):
+        kind = "transformer_engine"
+    train = TrainSpec(
+        engine=work.trainer.engine,
+        precision=work.precision,
+        seq_length=sequence,
+        global_batch_size=batch,
+        implementation=kind,
+        settings=settings,
+    )
+    return _task(task, train, devices, train.default_objective)
+
+
+def train_values(
+    engine: Engine, values: Mapping[str, KnobValue], devices: int, micro_batch: int, *, recompute: bool = True
+) -> dict[str, KnobValue]:
+    """Return the trainer's knobs for those of a candidate."""
+    names = {knob.name for knob in engine.knobs}
+    found: dict[str, KnobValue] = {name: value for name, value in values.items() if name in names and value is not None}
+    found["micro_batch_size"] = micro_batch
+    tensor, pipeline, context = (
+        int(values.get(f"{name}_parallel_size") or 1) for name in ("tensor_model", "pipeline_model", "context")
+    )
+    kind = values.get("activation_checkpointing") if recompute else "none"
+    if "recompute_granularity" in names and kind in ("full", "selective"):
+        found |= {"use_recompute": True, "recompute_granularity": kind}
+        found |= {"recompute_method": "uniform", "recompute_num_layers": 1} if kind == "full" else {}
+    elif "activation_checkpointing" in names and kind:
+        found["activation_checkpointing"] = kind
+    if "sequence_parallel" in names:
+        found["sequence_parallel"] = tensor > 1
+    if "use_distributed_optimizer" in names:
+        found["use_distributed_optimizer"] = True
+    replicas = max(devices // (tensor * pipeline * context), 1)
+    if "data_parallel_shard_size" in names:
+        shards = min(int(values.get("data_parallel_shard_size") or replicas), replicas)
+        found |= {"data_parallel_shard_size": shards, "data_parallel_replicate_size": replicas // shards}
+    if "data_parallel_size" in names:
+        found["data_parallel_size"] = replicas
+    return found
+
+
+def serve_task(task: Task, devices: int) -> Task:
+    """Return the task of the rollout: a burst of all samples of a step."""
+    work = job_of(task)
+    requests = requests_of(work.drawn)
+    load = Load(
+        input_len=round(work.prompt_len.mean),
+        output_len=round(work.answer_len.mean),
+        lengths=requests,
+        distinct=work.prompts,
+        num_prompts=len(requests),
+        request_rate=math.inf,
+    )
+    serve = ServeSpec(
+        engine=work.rollout.engine,
+        loads=(load,),
+        precision=work.rollout.precision or work.precision,
+        engine_args=work.rollout.engine_args,
+        engine_version=work.rollout.engine_version,
+    )
+    return _task(task, serve, devices, "requests_per_s")
+
+
+def serve_values(
+    engine: Engine, values: Mapping[str, KnobValue], devices: int, usual_share: float
+) -> dict[str, KnobValue]:
+    """Return the rollout's knobs for those of a candidate, with as many instances as the devices allow."""
+    names = {knob.name for knob in engine.knobs}
+    tensor, pipeline, data, expert = (
+        int(values.get(f"{ROLLOUT}{name}_parallel_size") or 1) for name in ("tensor", "pipeline", "data", "expert")
+    )
+    found: dict[str, KnobValue] = {"instances": max(devices // (tensor * pipeline * data), 1)}
+    found |= {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    found |= {"data_parallel_size": data, "expert_model_parallel_size": expert}
+    limit, share = values.get(f"{ROLLOUT}max_num_seqs"), values.get(f"{ROLLOUT}memory_share") or f"{usual_share:g}"
+    found |= {name: limit for name in SEQUENCES if name in names and limit is not None}
+    return found | {name: share for name in SHARES if name in names}

@@ -1,0 +1,107 @@
+"""Legality: the devices of both roles, and what their layouts divide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
+from flagcore.domain.spec import Task
+from flagcore.i18n import N_
+from flagcore_rl.job import job_of
+from flagcore_rl.roles import DEVICES, ROLLOUT, STALENESS
+
+TP, CP, PP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model", "expert_model"))
+RTP, RPP, RDP, REP = (f"{ROLLOUT}{name}_parallel_size" for name in ("tensor", "pipeline", "data", "expert"))
+ETP, FIRST, LAST = (
+    "expert_tensor_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+SHARD = "data_parallel_shard_size"
+
+
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules that all frameworks share."""
+    work, model, devices = job_of(task), task.spec.model, task.cluster.devices
+
+    def size(columns: Columns, name: str) -> IntArray:
+        return np.asarray(np.maximum(columns.get(name, np.int64(1)), 1))  # records have more knobs than the space
+
+    def trainers(columns: Columns) -> IntArray:
+        return devices - np.minimum(columns[DEVICES], devices)
+
+    def replicas(columns: Columns) -> IntArray:
+        return np.maximum(trainers(columns) // (size(columns, TP) * size(columns, CP) * size(columns, PP)), 1)
+
+    def uneven(columns: Columns) -> BoolArray:
+        own = np.add(columns.get(FIRST, 0), columns.get(LAST, 0)) > 0
+        return np.asarray((model.num_layers % size(columns, PP) != 0) & ~own)
+
+    def experts(columns: Columns) -> BoolArray:
+        ranks, expert = trainers(columns) // size(columns, PP), size(columns, EP) * size(columns, ETP)
+        return np.asarray(
+            (columns[EP] > 1) & (((model.num_moe_experts or 1) % size(columns, EP) != 0) | (ranks % expert != 0))
+        )
+
+    def instances(columns: Columns) -> BoolArray:
+        own = np.where(columns[DEVICES] > 0, columns[DEVICES], devices)
+        return np.asarray(own % (size(columns, RTP) * size(columns, RPP) * size(columns, RDP)) != 0)
+
+    def rule(name: str, knobs: tuple[str, ...], message: str, broken: Callable[[Columns], BoolArray]) -> Rule:
+        return Rule(name=name, knobs=knobs, message=message, broken=broken)
+
+    layout = (DEVICES, TP, CP, PP)
+    return (
+        rule(
+            "both_roles",
+            (DEVICES,),
+            N_("rollout_devices must leave devices for the trainer"),
+            lambda c: trainers(c) < 1,
+        ),
+        rule(
+            "stale_apart",
+            (STALENESS, DEVICES),
+            N_("staleness needs rollout_devices: on the same devices, generation and training cannot overlap"),
+            lambda c: (c[STALENESS] > 0) & (c[DEVICES] == 0),
+        ),
+        rule(
+            "trainer_layout",
+            layout,
+            N_("TP x CP x PP must divide the devices of the trainer"),
+            lambda c: trainers(c) % (size(c, TP) * size(c, CP) * size(c, PP)) != 0,
+        ),
+        rule(
+            "whole_heads",
+            (TP, RTP),
+            N_("TP and rollout TP must divide the attention heads"),
+            lambda c: (model.num_attention_heads % size(c, TP) != 0) | (model.num_attention_heads % size(c, RTP) != 0),
+        ),
+        rule("even_stages", (PP,), N_("PP must divide the layers, unless the ends have numbers of their own"), uneven),
+        rule("expert_groups", (DEVICES, PP, EP), N_("EP must divide the experts, and the ranks of a stage"), experts),
+        rule(
+            "whole_mini_batch",
+            layout,
+            N_("the replicas of the trainer must divide the samples of an optimizer step"),
+            lambda c: work.optimizer_samples % replicas(c) != 0,
+        ),
+        rule(
+            "shards",
+            (*layout, SHARD),
+            N_("data_parallel_shard_size must divide the replicas of the trainer"),
+            lambda c: replicas(c) % size(c, SHARD) != 0,
+        ),
+        rule(
+            "instances",
+            (DEVICES, RTP, RPP, RDP),
+            N_("an instance's devices must divide those of the rollout"),
+            instances,
+        ),
+        rule(
+            "rollout_experts",
+            (RTP, RDP, REP),
+            N_("rollout EP must be 1, or all devices of an instance's stage"),
+            lambda c: (c[REP] > 1) & (c[REP] != size(c, RTP) * size(c, RDP)),
+        ),
+    )

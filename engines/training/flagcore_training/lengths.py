@@ -1,0 +1,124 @@
+"""Micro-batches of samples of several lengths: their tokens, their attention, and the slowest replica of a step.
+
+The formulas of a layer take a micro-batch of sequences of equal length. A micro-batch of several lengths is replaced by
+one with the same number of tokens, padding included, and the same number of pairs in attention.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
+
+from flagcore.domain.lengths import LONGEST, PACKED, Lengths
+from flagcore.domain.space import FloatArray
+from flagcore_training.layout import Layout, Training
+
+SIZES = 2.0 ** np.arange(11)
+"""Numbers of samples of a micro-batch for which padding is computed; others are interpolated."""
+
+
+PER_SEQUENCE = 16
+"""The minimum number of sequences that are packed."""
+
+
+@lru_cache(maxsize=64)
+def packs(lengths: Lengths, sequence: int) -> tuple[tuple[int, ...], ...]:
+    """Return the lengths of the samples in each packed sequence, by best fit of the longest first.
+
+    The emptiest sequence is left out, because other samples would fill it.
+    """
+    values = lengths.cut(sequence)
+    times = max(-(-PER_SEQUENCE * sequence // int(values.sum())), 1)
+    space: list[tuple[int, int]] = []  # tokens left and number of each sequence
+    found: list[list[int]] = []
+    for length in np.repeat(values, times)[::-1].tolist():
+        place = bisect_left(space, (length, -1))
+        left, number = space.pop(place) if place < len(space) else (sequence, len(found))
+        if number == len(found):
+            found.append([])
+        found[number].append(length)
+        insort(space, (left - length, number))
+    if len(found) > 1:
+        del found[max(space)[1]]
+    return tuple(map(tuple, found))
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Micro-batches of `SIZES` samples, all as long as the longest: mean length and mean square of the length.
+
+    Both are expected values of the longest of independent samples.
+    """
+
+    length: FloatArray
+    square: FloatArray
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, lengths: Lengths, sequence: int) -> Padded:
+        values = lengths.cut(sequence).astype(np.float64)
+        below = np.arange(values.size + 1.0)[:, None] / values.size
+        shares = np.diff(below**SIZES, axis=0)
+        return cls(values @ shares, values**2 @ shares)
+
+
+def in_time(train: Training, layout: Layout) -> Layout:
+    """Return the layout for formulas of time: its micro-batches have as many tokens of the whole `train.sequence` as
+    those of several lengths have on average."""
+    if train.lengths is None or train.lengths.batching != LONGEST:
+        return layout
+    share = Padded.of(train.lengths, train.sequence).length / train.sequence
+    return replace(layout, micro_batch=layout.micro_batch * np.interp(layout.micro_batch, SIZES, share))
+
+
+def attention_length(train: Training, micro_batch: FloatArray) -> FloatArray | float:
+    """Return the length of sequences of equal length that have as many tokens and pairs as those of a micro-batch.
+
+    `micro_batch`: as in `in_time`.
+    """
+    lengths = train.lengths
+    if lengths is None or lengths.batching not in (PACKED, LONGEST):
+        return float(train.sequence)
+    if lengths.batching == PACKED:
+        samples = np.array([length for each in packs(lengths, train.sequence) for length in each], dtype=float)
+        return float((samples**2).sum() / samples.sum())
+    padded = Padded.of(lengths, train.sequence)
+    return np.asarray(np.interp(micro_batch, SIZES * padded.length / train.sequence, padded.square / padded.length))
+
+
+def slowest(train: Training, layout: Layout, square_share: float, *, each_micro_batch: bool) -> FloatArray:
+    """Return the time of the slowest replica of a step over the mean of all, for each candidate.
+
+    The sums of the replicas are taken as normally distributed, with Blom's formula for the largest of them. Samples
+    that are divided by their times (`Lengths.balanced`) leave no difference, but a sample is not divided.
+
+    `square_share`: the cost of a token's attention over that of its other products, for each token of its sequence.
+    `each_micro_batch`: whether replicas wait for each other in each micro-batch, as with sharded weights.
+    """
+    ones = np.ones_like(layout.data)
+    if train.lengths is None or train.lengths.balanced:
+        return ones
+    if train.lengths.batching == PACKED:
+        costs = np.array(
+            [sum(each) + square_share * sum(n**2 for n in each) for each in packs(train.lengths, train.sequence)],
+            dtype=float,
+        )
+        spread = ones * float(costs.std() / costs.mean()) / np.sqrt(layout.micro_batch)
+    elif train.lengths.batching == LONGEST:
+        padded = Padded.of(train.lengths, train.sequence)
+        values = train.lengths.cut(train.sequence).astype(np.float64)
+        relative = np.sqrt(np.maximum(padded.square / padded.length**2 - 1.0, 0.0))
+        # a cost that grows with the square varies twice as much as the length
+        quadratic = square_share * padded.length / (1.0 + square_share * padded.length)
+        spread = np.interp(layout.micro_batch, SIZES, relative * (1.0 + quadratic)) * (values.std() > 0)
+    else:
+        return ones
+    waits = ones if each_micro_batch else layout.microbatches
+    normal = NormalDist()
+    replicas = np.maximum(layout.data, 1.0)
+    largest = np.array([normal.inv_cdf((each - 0.375) / (each + 0.25)) if each > 1 else 0.0 for each in replicas.flat])
+    return np.asarray(1.0 + np.maximum(largest.reshape(replicas.shape), 0.0) * spread / np.sqrt(waits))

@@ -1,0 +1,87 @@
+"""`flag calibrate --collectives` on a vendor's device: the planted optimum of its collective library's switches."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.product.accelerator.machine import Machine
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]  # also builds the device
+
+MODEL = {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "vocab_size": 1024}
+STEP = r"step (?P<step>\d+) took (?P<ms>[\d.]+) ms"
+PROGRAM = """
+import time
+
+import torch
+import torch.distributed as dist
+import torch_simu
+
+dist.init_process_group("simuccl")
+torch.simu.set_device(dist.get_rank())
+value = torch.zeros(1 << 15, device="simu")
+for step in range(1, 7):
+    start = time.perf_counter()
+    for _ in range(8):
+        dist.all_reduce(value)
+    if dist.get_rank() == 0:
+        print(f"step {step} took {1e3 * (time.perf_counter() - start):.3f} ms", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def spec(folder: Path) -> dict[str, Any]:
+    """Return a job of two ranks whose program exchanges gradients."""
+    tensor = {"flag": "--tp", "values": [2], "meaning": "tensor_model_parallel_size"}
+    train = {"engine": "command", "seq_length": 128, "global_batch_size": 4, "precision": "fp32"}
+    program = {"knobs": {"tp": tensor}, "log": {"step": STEP}}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "exchange.py"]
+    control = {"train_iters": 6, "warmup_iters": 1, "max_trials": 2, "repeats": 0}
+    return {
+        "model": MODEL,
+        "cluster": {"chip": "auto", "devices_per_node": 2},
+        "train": {**train, "command": command, "directory": str(folder), "program": program},
+        "auto_tuner": {"control": control},
+        "envs": {"OMP_NUM_THREADS": 1, "SIMUCCL_NETWORK": "slow"},
+    }
+
+
+def compared(machine: Machine, *options: str) -> dict[str, Any]:
+    """Run the comparison, and return its rows by setting."""
+    limits = ("--collectives", "exchange.yaml", "--seconds", "150", "--json")
+    rows = json.loads(machine.flag("calibrate", *limits, *options).stdout)
+    return {row["setting"]: row for row in rows}
+
+
+def test_the_planted_optimum_is_found_and_confirmed(built: Machine) -> None:
+    (built.folder / "exchange.py").write_text(PROGRAM)
+    (built.folder / "exchange.yaml").write_text(yaml.safe_dump(spec(built.folder)))
+    rows = compared(built)
+    excluded = {name: row["excluded"] for name, row in rows.items() if row["excluded"]}
+    assert excluded.keys() == {
+        f"SIMUCCL_{name}" for name in ("SUMS=fp8", "PROTO=LL", "TRANSPORT=rdma", "SHM_DISABLE=1")
+    }
+    assert "wrong" in excluded["SIMUCCL_PROTO=LL"]
+    assert "timed out" in excluded["SIMUCCL_SHM_DISABLE=1"]
+    best = "SIMUCCL_CHANNELS=4 SIMUCCL_PROTO=LL128"
+    assert min((row["time"], name) for name, row in rows.items() if not row["excluded"])[1] == best
+    (file,) = (built.folder / "home" / "choices").glob("collectives-*.json")
+    choice = json.loads(file.read_text())
+    variables = {"SIMUCCL_CHANNELS": "4", "SIMUCCL_PROTO": "LL128"}
+    assert choice["environment"] == variables
+    assert choice["time"][0] < 0.6
+
+    space = ("--set", "auto_tuner.space.collectives=auto")
+    built.flag("tune", "exchange.yaml", "--run-dir", "exchange", *space)
+    result = json.loads((built.folder / "exchange" / "result.json").read_text())
+    assert [each["candidate"]["collectives"] for each in result["trials"]] == [None, "calibrated"]
+    assert result["best"]["candidate"]["collectives"] == "calibrated"
+    launch = json.loads((built.folder / "exchange" / "trials" / "1" / "launch.json").read_text())
+    assert launch["environment"].items() >= variables.items()
+    script = (built.folder / "exchange" / "best.sh").read_text()
+    assert all(f"{name}={value}" in script for name, value in variables.items())
+    built.flag("tune", "exchange.yaml", "--run-dir", "own", *space, status=2, SIMUCCL_CHANNELS="8")
