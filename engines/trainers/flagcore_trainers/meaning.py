@@ -188,6 +188,7 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
         optimizer_offload_fraction=float(offload),
         overlap_grad_reduce=True,
         fused_adam=states.fused_adam,
+        adapter=train.adapter,
     )
     return Training(
         model=task.spec.model,

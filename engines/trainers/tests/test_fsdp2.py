@@ -39,6 +39,7 @@ from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.model import Attention, Layer, Mixer, Model
 from flagcore.domain.space import Candidate
+from flagcore.domain.spec import Adapter
 from flagcore.errors import LaunchError, SpecError
 from flagcore.launchers.local import LocalLauncher
 from tests.checks import refuses
@@ -94,7 +95,7 @@ def test_what_trials_cannot_run_is_reported_by_key() -> None:
     with refuses("model"):
         FSDP2.ready(task(OTHER, engine="fsdp2").spec)
     assert FSDP2.task_warnings(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))
-    for train in ({"precision": "fp8"}, {"command": ("train",)}):
+    for train in ({"precision": "fp8"}, {"command": ("train",)}, {"adapter": Adapter()}):
         with refuses(f"train.{next(iter(train))}"):
             FSDP2.ready(task(engine="fsdp2", **train).spec)
     with pytest.raises(SpecError):
@@ -109,6 +110,20 @@ def test_experts_of_job_records_are_on_the_ranks_that_share_weights() -> None:
     assert [each[REPLICATE] for each in completed] == [1, 1, 8, 1]
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+def test_adapters_need_less_memory_and_more_with_their_rank(engine: str) -> None:
+    cluster = {"chip": "H100-SXM", "devices": 1, "devices_per_node": 1}
+    train = {"engine": engine, "seq_length": 4096, "global_batch_size": 2, "precision": "bf16"}
+    record = {"id": "x", "kind": "train", "model": "Qwen/Qwen3-8B", "cluster": cluster, "candidate": {}}
+    adapters: list[dict[str, Any]] = [{"kind": "qlora", "rank": 8}, {"targets": ["o_proj"]}, {}, {"rank": 64}]
+    jobs = [{**record, "train": train}, *({**record, "train": {**train, "adapter": each}} for each in adapters)]
+    full, quantized, few, lora, wide = (each["memory"] for each in api.estimate_jobs(jobs))
+    assert [each["fits"] for each in (full, quantized, few, lora, wide)] == [False, True, True, True, True]
+    assert quantized["static_gib"] < 0.6 * few["static_gib"]
+    peaks = [each["peak_allocated_gib"] for each in (few, lora, wide, full)]
+    assert peaks == sorted(peaks)
+
+
 def test_job_records_share_weights_over_all_other_devices() -> None:
     train = {"engine": "fsdp2", "seq_length": 64, "global_batch_size": 8, "precision": "bf16"}
     cluster = {"chip": "H100-SXM", "devices": 4, "devices_per_node": 4}
@@ -119,7 +134,7 @@ def test_job_records_share_weights_over_all_other_devices() -> None:
         {"candidate": {PP: 4}, "model": {**SHAPE, "num_layers": 6, "untie_embeddings_and_output_weights": True}},
         {"candidate": {"virtual_pipeline_model_parallel_size": 2}},
         {"rank": 1},
-        {"train": {**train, "notes": "LoRA"}},
+        {"train": {**train, "adapter": {"base": "nf4"}}},
         {"train": {**train, "implementation": "local"}},
     ]
     short, whole, uneven, *refused, warned = api.estimate_jobs([{**record, **each} for each in changes])
@@ -127,8 +142,8 @@ def test_job_records_share_weights_over_all_other_devices() -> None:
     assert short["step_time_s"] == whole["step_time_s"]
     assert uneven["status"] == "ok"
     assert any(each.startswith("6 layers") for each in uneven["warnings"])
-    assert [each["status"] for each in refused] == ["invalid", "invalid", "unknown"]
-    for each, word in zip(refused, ("virtual_pipeline_model_parallel_size", "rank", "LoRA"), strict=True):
+    assert [each["status"] for each in refused] == ["invalid"] * 3
+    for each, word in zip(refused, ("virtual_pipeline_model_parallel_size", "rank", "train.adapter.base"), strict=True):
         assert word in each["reason"]
     assert any("train.implementation = local" in each for each in warned["warnings"])
 

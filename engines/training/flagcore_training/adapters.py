@@ -6,7 +6,8 @@ AutoModel @36044ad3 `_peft/lora.py`.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias, get_args
 
 import numpy as np
@@ -69,16 +70,24 @@ def adapter_section(kind: str, rank: object, names: object = None, base: str | N
     return {"kind": kind, **rank, **({"targets": targets} if targets else {}), **({"base": base} if base else {})}
 
 
-def has_adapter(train: Training, *names: str) -> bool:
+def has_adapter(adapter: Adapter | None, *names: str) -> bool:
     """Return whether a linear layer with one of these names has an adapter."""
-    adapter = train.options.adapter
     return adapter is not None and (adapter.targets == "all-linear" or any(name in adapter.targets for name in names))
 
 
-def chosen(train: Training, outer: Outer) -> list[FloatArray | float]:
-    """Return the widths of the outputs that have an adapter. With a joint projection, one adapter has them all."""
-    found = [width for name, width in outer.items() if has_adapter(train, name)]
-    return [sum(outer.values())] if found and train.options.joint_adapters else found
+def chosen(adapter: Adapter | None, outer: Outer, *, joint: bool) -> list[FloatArray | float]:
+    """Return the widths of the outputs that have an adapter. With `joint` projections, one adapter has them all."""
+    found = [width for name, width in outer.items() if has_adapter(adapter, name)]
+    return [sum(outer.values())] if found and joint else found
+
+
+def weights_beside(adapter: Adapter, products: Iterable[Product], *, joint: bool = False) -> FloatArray | float:
+    """Return the number of weights of the adapters beside these linear layers."""
+    total: FloatArray | float = 0.0
+    for inner, outer in products:
+        found = chosen(adapter, outer, joint=joint)
+        total = total + adapter.rank * (len(found) * inner + sum(found)) + sum(found) * (adapter.kind == "dora")
+    return total
 
 
 def attention_products(model: Model) -> Iterator[Product]:
@@ -125,13 +134,7 @@ def adapter_weights(train: Training, layout: Layout, mean: MeanLayer) -> tuple[F
     model, adapter = train.model, train.options.adapter
     assert adapter is not None
 
-    def weights(products: Iterator[Product]) -> FloatArray:
-        total = np.zeros_like(layout.tensor)
-        for inner, outer in products:
-            found = chosen(train, outer)
-            total = total + adapter.rank * (len(found) * inner + sum(found)) + sum(found) * (adapter.kind == "dora")
-        return total
-
+    weights = partial(weights_beside, adapter, joint=train.options.joint_adapters)
     h, shared = float(model.hidden_size), float(model.moe_shared_expert_intermediate_size or 0)
     dense = sum((share * weights(attention_products(each)) for each, share in mean.attentions), np.zeros(()))
     dense = dense + sum(share * weights(mixer_products(each, model.hidden_size)) for each, share in mean.mixers)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from flagcore_training.adapters import noted_adapter
 from flagcore_training.reading import FAILURES, program_progress, read_program
 from flagcore_training.start import installed, program_launch, shared_job
 
@@ -20,7 +20,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement
-from flagcore.errors import LaunchError, NoDevice, NotModelled, SpecError
+from flagcore.errors import LaunchError, NoDevice, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fsdp2 import space
@@ -105,17 +105,16 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
         share weights divide the experts, and send each token to a rank once, as in NeMo AutoModel's recipes
         (`examples/llm_benchmark` @36044ad3: ep_size, DeepEP or HybridEP).
         """
-        adapters = re.search(r"\b(q?lora|peft)\b", f"{task.spec.model.name}; {notes}", re.IGNORECASE)
-        if adapters:
-            raise NotModelled(_("fsdp2 trains all weights: {name} is not modelled", name=adapters[0]))
+        work = task.spec.train
+        work = replace(work, adapter=work.adapter or noted_adapter(f"{task.spec.model.name}; {notes}"))
         others = [int(values.get(name) or 1) for name in (fs.REPLICATE, fs.TP, fs.CP, fs.PP)]
         shard = int(values.get(fs.SHARD) or max(task.cluster.devices // math.prod(others), 1))
         replicas = max(task.cluster.devices // (shard * math.prod(others[1:])), 1)
         completed = {fs.REPLICATE: replicas, fs.SHARD: shard, fs.RESHARD: others[-1] == 1}
         if count := task.spec.model.num_moe_experts:
             completed[fs.EP] = math.gcd(count, shard * others[2])
-            work = replace(task.spec.train, assumed={fs.DISPATCHER: "flex"})
-            task = replace(task, spec=replace(task.spec, work=work))
+            work = replace(work, assumed={fs.DISPATCHER: "flex"})
+        task = replace(task, spec=replace(task.spec, work=work))
         return task, {**completed, **values}, frozenset({space.PIPELINE_LAYERS})
 
     def job_warnings(
@@ -140,6 +139,12 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
             raise SpecError(
                 key="train.precision", value=train.precision, problem="cannot run in trials of fsdp2", fix=fix
             )
+        if train.adapter:
+            problem, fix = (
+                "is only predicted: trials of fsdp2 train all weights",
+                "use `flag estimate`, or a train.command",
+            )
+            raise SpecError(key="train.adapter", value=train.adapter.kind, problem=problem, fix=fix)
         if spec.cluster.groups or (spec.cluster.nodes != 1 and not spec.on_each_host):
             problem = "is more than one machine of one chip, which trials need"
             fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm"

@@ -12,11 +12,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from flagcore_training.adapters import (
+    BASE_BYTES,
+    Product,
+    attention_products,
+    chosen,
+    has_adapter,
+    mixer_products,
+    network_products,
+    weights_beside,
+)
+from flagcore_training.memory.adapters import DORA_STORED
 from flagcore_training.memory.training import Memory
 from flagcore_vendorkit.transformer import attended, latent_widths, widths
 
 from flagcore.domain.model import Attention, Layer, Mixer, Model
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.domain.spec import Adapter
 from flagcore_trainers.fully_shard import DUALPIPEV, INTERLEAVED, ZBV
 
 MAIN_BYTES = 4.0
@@ -47,6 +59,7 @@ class MemoryInputs:
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
     `split_tokens`: whether tensor-parallel ranks divide the tokens between blocks.
+    `adapter`: the adapters that are trained; the other weights are then frozen, in the format of activations.
     `sends_stay`: whether a send keeps its tensor until the schedule drops it, as Gloo's does. NCCL frees what is sent.
     """
 
@@ -69,12 +82,19 @@ class MemoryInputs:
     compiled_loss: bool = False
     split_tokens: BoolArray | bool = True
     sends_stay: bool = False
+    adapter: Adapter | None = None
     main_bytes: FloatArray | float = MAIN_BYTES
 
     @property
     def expert_layers(self) -> float:
         """The number of layers with experts."""
         return float(self.model.feed_forward_layers("experts")) if self.model.num_moe_experts else 0.0
+
+    @property
+    def base_bytes(self) -> float:
+        """The bytes of a gathered weight of a layer."""
+        is_narrow = self.adapter is not None and self.adapter.base is not None
+        return BASE_BYTES[str(self.adapter and self.adapter.base)] if is_narrow else self.value_bytes
 
 
 EXPERTS = "experts"
@@ -138,6 +158,36 @@ def expert_weights(job: MemoryInputs) -> FloatArray:
     columns = float(model.hidden_size * (model.moe_ffn_hidden_size or model.ffn_hidden_size))
     matrices = 2.0 + model.gated_linear_unit
     return matrices * _padded([((model.num_moe_experts or 1) / job.expert, columns)], shared)
+
+
+def trained_units(job: MemoryInputs, kind: Layer) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of trained weights of a layer without its routed experts, and of a rank's routed experts."""
+    ones = np.ones_like(job.ranks)
+    if (adapter := job.adapter) is None:
+        return _layer_weights(job, kind), expert_weights(job) * (kind.feed_forward == EXPERTS)
+    model, mixer, h = job.model, kind.mixer, float(job.model.hidden_size)
+    products = list[Product]()
+    if isinstance(mixer, Mixer):
+        products += mixer_products(mixer, model.hidden_size)
+    elif mixer is not None:
+        products += attention_products(model)
+    shared = model.moe_shared_expert_intermediate_size or 0
+    width = {"": 0, EXPERTS: shared}.get(kind.feed_forward, model.ffn_hidden_size)
+    if width:
+        products += network_products(model, float(width), h)
+    experts = weights_beside(adapter, network_products(model, float(model.moe_ffn_hidden_size or 0), h))
+    experts = experts * (model.num_moe_experts or 0) / job.expert * (kind.feed_forward == EXPERTS)
+    return weights_beside(adapter, products) / job.tensor * ones, experts * ones
+
+
+def trained_of_rank(job: MemoryInputs) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of trained weights of all layers of a stage, whole, and of a rank's share of them."""
+    whole = share = np.zeros_like(job.ranks)
+    for kind, number in kinds(job.model).items():
+        layer, experts = trained_units(job, kind)
+        whole = whole + number * (layer + experts) / job.pipeline
+        share = share + number * (layer + experts * job.expert) / job.ranks / job.pipeline
+    return whole, share
 
 
 def layers_of_rank(job: MemoryInputs) -> tuple[FloatArray, FloatArray]:
@@ -251,7 +301,9 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
     u, r, n, size = job.value_bytes, job.reduce_bytes, job.ranks, job.pipeline
     _layer, table, rest = unit_weights(job)
     layer = np.max([weights for weights, _number in units(job)], axis=0)
-    whole, share = layers_of_rank(job)
+    if job.adapter:
+        layer = np.max([trained_units(job, kind)[0] for kind in kinds(job.model)], axis=0)
+    (whole, share), trained, is_trained = layers_of_rank(job), trained_of_rank(job), job.adapter is None
     act, logits = activations(job), job.tokens * job.model.vocab_size / job.tensor
     splits, parts = job.schedule >= ZBV, np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
     loss = (_loss_bytes(job) + u) * logits + act.head_input
@@ -262,10 +314,14 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
     for place in (np.zeros_like(size), size - 1.0):  # others have as many layers, but no embedding or head
         first, last = place == 0, np.where(splits, place == 0, place == size - 1.0)
         edges = table * first + (table + rest) * last
-        weights, own = whole + edges, share + edges / n
+        weights = whole + edges
+        at_edges = edges * is_trained
+        gradients, own_trained = trained[0] + at_edges, trained[1] + at_edges / n
+        frozen = 0.0 if is_trained else job.base_bytes * share + u * edges / n
         # The gradients of a backward in two passes wait for the next pass in their own data type.
-        waiting = np.where((job.schedule == ZBV) & (r != u), u * weights, 0.0)
-        held = 3.0 * job.main_bytes * own + (u + r) * weights + waiting
+        waiting = np.where((job.schedule == ZBV) & (r != u), u * gradients, 0.0)
+        gathered = u * weights if is_trained else u * (trained[0] + edges) + job.base_bytes * whole
+        held = 3.0 * job.main_bytes * own_trained + frozen + gathered + r * gradients + waiting
         turns = splits & (place == size - 1.0)  # both stages are of this rank, so nothing is sent between them
         neighbours = act.hidden * (2.0 * parts - first - last - 2.0 * turns)
         buffers, flight = neighbours * job.microbatches, in_flight(job, place)
@@ -282,8 +338,8 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
         moments = [held + stored + waits + left + extra for extra in act.backward]
         moments.append(held + stored + loss * last)
         moments.append(held + stored - one + (u * table + act.hidden) * first)
-        moments.append(ends + _reduction(job, np.where(first, table, layer), n))
-        static = 4.0 * job.main_bytes * own
+        moments.append(ends + _reduction(job, np.where(first, table * is_trained, layer), n))
+        static = 4.0 * job.main_bytes * own_trained + frozen
         found.append((static, np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)))
     (first_static, first_peak), (last_static, last_peak) = found
     is_last = last_peak > first_peak
@@ -313,17 +369,21 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     all_layers, share = layers_of_rank(job)
     experts = expert_weights(job)
     is_tied = not model.untie_embeddings_and_output_weights
-    edges = table * (1.0 if is_tied else 2.0) + rest
-    shard = share + edges / n
-    states = np.where(job.offload, 0.0, 3.0 * main * shard)
-    gradients = np.where(job.offload, 0.0, main * shard)
+    edges, is_trained = table * (1.0 if is_tied else 2.0) + rest, job.adapter is None
+    (trained, own), frozen = trained_of_rank(job), 0.0 * share
+    if not is_trained:
+        frozen, layer = job.base_bytes * share + u * edges / n, layer * (job.base_bytes / u)
+        all_layers = all_layers * (job.base_bytes / u)
+    own, table_gradient = own + edges / n * is_trained, table * is_trained
+    states = np.where(job.offload, 0.0, 3.0 * main * own + frozen)
+    gradients = np.where(job.offload, 0.0, main * own)
     # Gradients of earlier micro-batches are there from the start. Those of a single one fill up during backward.
     early = np.where(job.microbatches > 1, gradients, 0.0)
-    held = early + np.where(job.microbatches > 1, 0.0, np.where(job.offload, 0.0, main * table / n))
+    held = early + np.where(job.microbatches > 1, 0.0, np.where(job.offload, 0.0, main * table_gradient / n))
     # Buffers of sums over replicas stay until backward ends, unless they become the gradients.
     is_copied = job.replicated & ((job.microbatches > 1) | (r != main))
     summed = np.where(is_copied, r / n, 0.0)
-    held = held + summed * table * (not is_tied)
+    held = held + summed * table_gradient * (not is_tied)
     act = activations(job)
     is_shared = n > 1
     buffer = 1.0 * is_shared  # a gather has a buffer, and the weights are copied out of it
@@ -333,10 +393,10 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     stale = np.where(job.reshard, 0.0, u * buffer * table * (not is_tied))
     early, held = early + stale, held + stale
     edge = u * (table + rest) if is_tied else u * (table + rest / n)
-    late = u * table if is_tied else 0.0  # a tied head's gradient waits for the embedding's
+    late = u * table_gradient if is_tied else 0.0  # a tied head's gradient waits for the embedding's
     logits = job.tokens * model.vocab_size / job.tensor
     at_head = act.stored + act.head_input + edge + gathered
-    head_reduce = np.zeros_like(n) if is_tied else r * table
+    head_reduce = np.zeros_like(n) if is_tied else r * table_gradient
     moments = [
         early
         - stale
@@ -345,27 +405,37 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
         + u * buffer * (layer if is_tied else table),
         early + at_head + _loss_bytes(job) * logits,
         early + at_head + (u + (u if job.compiled_loss else 4.0)) * logits,
-        early + at_head + u * logits + u * table + act.hidden * job.tensor + ahead,
+        early + at_head + u * logits + u * table_gradient + act.hidden * job.tensor + ahead,
     ]
     # The gradient of a tensor-parallel head is computed whole, and then divided (`_fsdp_param.py`).
-    moments.append(early + act.stored + gathered + edge + np.where(job.tensor > 1, u * table * (job.tensor + 1.0), 0.0))
+    moments.append(
+        early + act.stored + gathered + edge + np.where(job.tensor > 1, u * table_gradient * (job.tensor + 1.0), 0.0)
+    )
     if not is_tied:  # the head's gradients are copied into the buffer of their reduction
-        moments.append(early + act.stored + gathered + u * table + _reduction(job, table, n) + act.hidden + ahead)
+        moments.append(
+            early + act.stored + gathered + u * table + _reduction(job, table_gradient, n) + act.hidden + ahead
+        )
     for kind, previous, after, passed in _moments_of_layers(job, act, head_reduce):
-        one, unit, here = act.layers[kind], _layer_weights(job, kind), experts * (kind.feed_forward == EXPERTS)
+        one, here = act.layers[kind], experts * (kind.feed_forward == EXPERTS)
+        unit, graded = _layer_weights(job, kind) * (job.base_bytes / u), trained_units(job, kind)
+        here = here * (job.base_bytes / u)
         left = act.stored - after
-        kept = held + late + gathered - np.where(job.reshard, 0.0, u * passed)
-        kept = kept + edge * is_tied + ahead + summed * passed
+        kept = held + late + gathered - np.where(job.reshard, 0.0, u * passed * is_trained)
+        kept = kept + edge * is_tied + ahead + summed * passed * is_trained
         own = np.where(job.reshard, u * (unit + here), 0.0)
         for extra in one.backward:
             moments.append(kept + own + previous + left + extra)
-        moments.append(kept + own + previous + left - one.stored + act.hidden + u * unit + act.norm)
-        for weights, sharing in ((unit, n), (here, n / job.expert)):
-            copies = u * weights + _reduction(job, weights, sharing)
+        moments.append(kept + own + previous + left - one.stored + act.hidden + u * graded[0] + act.norm)
+        for weights, changed, sharing in ((unit, graded[0], n), (here, graded[1], n / job.expert)):
+            copies = u * changed + _reduction(job, changed, sharing)
             moments.append(kept - np.where(job.reshard, 0.0, u * weights) + left - one.stored + copies + act.hidden)
-    end = gradients + stale + act.hidden + summed * (all_layers + edges - table)
-    moments.append(end + u * table + np.maximum(u * table + r * layer, _reduction(job, table, n)) + late)
-    moments.append(gradients + summed * (all_layers + edges))
+    graded_edges = edges * is_trained
+    end = gradients + stale + act.hidden + summed * (trained + graded_edges - table_gradient)
+    first = np.maximum(
+        u * table_gradient + r * trained_units(job, _backwards(model)[0])[0], _reduction(job, table_gradient, n)
+    )
+    moments.append(end + u * table + first + late)
+    moments.append(gradients + summed * (trained + graded_edges))
     above: FloatArray = np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)
     return states + gradients, above - gradients, states + above
 
@@ -415,7 +485,11 @@ def _moments_of_layers(
         if number < 2 or kind not in seen:
             yield kind, previous, after, passed
         seen.add(kind)
-        previous, after, passed = job.reduce_bytes * unit, after + act.layers[kind].stored, passed + unit
+        previous, after, passed = (
+            job.reduce_bytes * trained_units(job, kind)[0],
+            after + act.layers[kind].stored,
+            passed + unit,
+        )
     if job.model.num_layers == 1:  # the only layer is the one before itself
         yield kind, previous, np.zeros_like(after), np.zeros_like(passed)
 
@@ -459,6 +533,8 @@ def _layer_activations(
     weights = u * model.hidden_size * model.ffn_hidden_size / tensor
     matrices = 3.0 if model.gated_linear_unit else 2.0
     core, work = _core_bytes(job, kind)
+    if adapter := job.adapter:
+        weights = 0.0 * weights  # has no gradient
     routed, network = u * 0.0 * rows, gate * width * (kind.feed_forward != "")
     inside = routed
     if kind.feed_forward == EXPERTS:
@@ -469,6 +545,8 @@ def _layer_activations(
         inside = gate * u * width_of_expert * copies
         network = inside + 2.0 * routed + shared + scores
     full = blocks * (hidden + whole) + core + network
+    if adapter:
+        full = full + _adapter_bytes(job, kind, adapter, whole)
     # Selective checkpoints store every second product, queries, values, gate and the output of the block, and what
     # tensor parallelism scatters: the outputs of both blocks.
     products = query + key + query + width + whole + 2.0 * hidden * (tensor > 1)
@@ -480,10 +558,10 @@ def _layer_activations(
     if kind.feed_forward == EXPERTS:
         # The backward begins with gradients of the experts' outputs and of their weights. At the end, what experts
         # stored is free but for gradients of their inputs, and gradients of all weights wait until they are stacked.
-        experts = u * expert_weights(job)
+        experts = u * trained_units(job, kind)[1]
         moments = [again + 3.0 * routed + hidden]
         moments.append(again - inside - routed + hidden + experts * (1.0 + 1.0 / matrices))
-        gradients = experts + u * _router_weights(job)
+        gradients = experts + u * _router_weights(job) * (not adapter)
     elif kind.feed_forward:
         at_gate = again + (gate - 2.0) * width + hidden + weights + whole * (tensor > 1)
         moments = [at_gate, again - gate * width - whole + matrices * weights + norm + hidden]
@@ -492,6 +570,25 @@ def _layer_activations(
         after_network = again - network - (hidden + whole) * (kind.feed_forward != "")
         moments.append(after_network + gradients + 2.0 * hidden + work)
     return LayerActivations(stored, tuple(moments))
+
+
+def _adapter_bytes(job: MemoryInputs, kind: Layer, adapter: Adapter, whole: FloatArray) -> FloatArray:
+    """Return what a layer stores beside its adapters, less the inputs of frozen layers without one.
+
+    Experts are left out.
+    """
+    model, u, none = job.model, job.value_bytes, np.zeros_like(job.tensor)
+    inputs = (("q_proj", "k_proj", "v_proj", "in_proj"), kind.mixer), (("gate_proj", "up_proj"), kind.feed_forward)
+    unused = sum((whole * (not has_adapter(adapter, *names)) for names, block in inputs if block), none)
+    if kind.feed_forward and kind.feed_forward != EXPERTS and not has_adapter(adapter, "down_proj"):
+        unused = unused + u * model.ffn_hidden_size * job.tokens / job.tensor
+    products = [*attention_products(model)] if isinstance(kind.mixer, Attention) else []
+    products += [*network_products(model, float(model.ffn_hidden_size), 1.0)] if kind.feed_forward else []
+    found = [chosen(adapter, outer, joint=False) for _, outer in products]
+    width = sum(len(each) * adapter.rank for each in found)
+    if adapter.kind == "dora":
+        return u * job.tokens * (width + DORA_STORED * sum(map(sum, found)) / job.tensor) - unused
+    return u * job.tokens * width - unused
 
 
 def _core_bytes(job: MemoryInputs, kind: Layer) -> tuple[FloatArray, FloatArray | None]:

@@ -103,6 +103,7 @@ def memory_job(
         fused_norm=fused_norm,
         compiled_loss=compiled_loss,
         sends_stay=sends_stay,
+        adapter=task.spec.train.adapter,
     )
 
 
@@ -151,6 +152,7 @@ def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedul
             schedule=schedule,
             attention_kernel="flash",
             gradient_fusion=False,
+            adapter=train.adapter,
             dispatcher=str(train.assumed.get(fs.DISPATCHER, "alltoall")),
             linked_devices=float(task.cluster.linked_devices),
         ),
@@ -192,7 +194,9 @@ def _times(
     gathers = 1.0 + job.reshard
     # The shared formulas assume an fp32 buffer of gradients per weight. FSDP2 copies out weights, and gradients in; a
     # pipeline adds gradients up in a buffer.
-    copied = gathers * 2.0 * u + u + job.reduce_bytes - ACCUMULATION_BYTES[False]
+    copied = gathers * 2.0 * job.base_bytes
+    if job.adapter is None:
+        copied = copied + u + job.reduce_bytes - ACCUMULATION_BYTES[False]
     copied = np.where(job.pipeline > 1, 0.0, copied)
     extra = kernels.memory_seconds(np.abs(copied) * weights) * np.sign(copied)
     extra = extra + traffic.seconds(
@@ -212,7 +216,8 @@ def _times(
     time_s["dp_comm_exposed_s"] = _exchange(train, layout, costs, job, columns, again, time_s)
     wait = replica_wait(train, layout, time_s, each_micro_batch=True)
     time_s["dp_comm_exposed_s"] = time_s["dp_comm_exposed_s"] + wait
-    time_s["optimizer_s"] = _update(costs, job, share)
+    trained = share if job.adapter is None else memory.trained_of_rank(job)[1]
+    time_s["optimizer_s"] = _update(costs, job, trained)
     return time_s
 
 
@@ -253,8 +258,8 @@ def _exchange(
     replicas = (_integers(columns[fs.REPLICATE]), _integers(layout.tensor * job.ranks))
     seconds = costs.collectives.seconds
 
-    def gather(weights: FloatArray, ring: tuple[IntArray, IntArray] = ring) -> FloatArray:
-        return seconds("all_gather", u * weights, *ring)
+    def gather(weights: FloatArray, ring: tuple[IntArray, IntArray] = ring, unit: float = job.base_bytes) -> FloatArray:
+        return seconds("all_gather", unit * weights, *ring)
 
     def reduce(weights: FloatArray, ring: tuple[IntArray, IntArray] = ring) -> FloatArray:
         across = seconds("all_reduce", job.reduce_bytes * weights / ring[0], *replicas)
@@ -264,10 +269,16 @@ def _exchange(
     body = (
         sum((gather(each) * number for each, number in layers), np.zeros(())) + gather(experts, owners) * expert_layers
     )
-    forward = body + gather(table) * ends
-    reduced = sum((reduce(each) * number for each, number in layers), np.zeros(()))
-    backward = job.reshard * body + reduced + reduce(experts, owners) * expert_layers
-    backward = backward + reduce(table) * ends
+    forward = body + gather(table, unit=u) * ends
+    trained, table_gradient = [*layers, (experts, expert_layers)], table
+    rings = [*[ring] * len(layers), owners]
+    if job.adapter is not None:
+        counts = [(memory.trained_units(job, kind), number) for kind, number in memory.kinds(train.model).items()]
+        trained = [(each, number / job.pipeline) for pair, number in counts for each in pair]
+        rings, table_gradient = [ring, owners] * len(counts), 0.0 * table
+    backward = job.reshard * body + reduce(table_gradient) * ends
+    for (each, number), of_ring in zip(trained, rings, strict=True):
+        backward = backward + reduce(each, of_ring) * number
     is_staged = job.pipeline > 1
     times = np.where(is_staged, 1.0, layout.microbatches)
     if costs.synchronous:  # the host computes and sends
@@ -279,8 +290,8 @@ def _exchange(
     exposed = np.zeros_like(work)
     # A pipeline gathers weights in its first forward, and scatters gradients when all backwards are done.
     for whole, alone, beside in (
-        (forward, gather(table), window),
-        (backward, reduce(table), np.where(is_staged, 0.0, work - window)),
+        (forward, gather(table, unit=u), window),
+        (backward, reduce(table_gradient), np.where(is_staged, 0.0, work - window)),
     ):
         hidden = np.minimum(whole - alone, beside)
         exposed = exposed + whole - hidden + share * hidden

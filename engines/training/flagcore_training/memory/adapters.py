@@ -64,9 +64,9 @@ def frozen(
             tokens, split = tensors["expert_fc1"] / (sizes.linear * latent), layout.expert_tensor
         for name in tensors.keys() & INPUTS.keys() if each.component != "router" else ():
             is_whole = name in ("qkv_linear", "mixer_linear", "mlp_input")
-            tensors[name] = tensors[name] * has_adapter(train, *INPUTS[name]) * (gathers if is_whole else 1.0)
+            tensors[name] = tensors[name] * has_adapter(adapter, *INPUTS[name]) * (gathers if is_whole else 1.0)
         for inner, outer in products.get(each.component, ()):
-            found = chosen(train, outer)
+            found = chosen(adapter, outer, joint=train.options.joint_adapters)
             stored = len(found) * adapter.rank + DORA_STORED * sum(found) / split * (adapter.kind == "dora")
             tensors["adapters"] = tensors.get("adapters", 0.0) + sizes.unit * tokens * stored
             copies = 1.0 * bool(adapter.base) + DORA_COPIES * (adapter.kind == "dora")

@@ -28,7 +28,7 @@ def adapted(
     base, adapter = linear(kernels, tokens, inner, sum(outer.values()), precision), train.options.adapter
     if adapter is None:
         return base
-    unit, whole, found = float(train.value_bytes), inner * sum(outer.values()), chosen(train, outer)
+    unit, whole, found = float(train.value_bytes), inner * sum(outer.values()), _chosen(train, outer)
     forward, backward = base.forward, base.input_gradient
     if adapter.base:
         converted = kernels.memory_seconds((BASE_BYTES[adapter.base] + unit) * whole * np.ones_like(tokens))
@@ -52,4 +52,8 @@ def adapted(
 
 def adapter_launches(train: Training, *products: tuple[object, Outer]) -> float:
     """Return the kernels that adapters beside these linear layers add to a forward pass."""
-    return LAUNCHES * sum(len(chosen(train, outer)) for _, outer in products)
+    return LAUNCHES * sum(len(_chosen(train, outer)) for _, outer in products)
+
+
+def _chosen(train: Training, outer: Outer) -> list[FloatArray | float]:
+    return chosen(train.options.adapter, outer, joint=train.options.joint_adapters)

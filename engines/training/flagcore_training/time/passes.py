@@ -172,7 +172,7 @@ class TensorCollectives:
         The output of the adapter is gathered, and the gradient of a part of it (Megatron-Bridge @067f987d
         `peft/utils.py`, `ParallelLinearAdapter`: gather_output).
         """
-        is_gathered = train.options.joint_adapters and has_adapter(train, target)
+        is_gathered = train.options.joint_adapters and has_adapter(train.options.adapter, target)
         return replace(self, adapter=self.gather * is_gathered)
 
     def backward(self, first: Linear) -> FloatArray:
