@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from flagcore_training.commands import parse
+from flagcore_training.time.step import replica_wait
 
 from flagcore.contracts import Costs, Engine
 from flagcore.contracts.capabilities import Commands
@@ -25,7 +26,7 @@ from flagcore.errors import SpecError
 from flagcore.i18n import Message, _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import start
-from flagcore_trainers.fully_shard.traffic import INTERVAL
+from flagcore_trainers.fully_shard.traffic import INTERVAL, with_torch_attention
 from flagcore_trainers.importing import DEEPSPEED as DEEPSPEED_SETTINGS
 from flagcore_trainers.importing import (
     Imported,
@@ -34,7 +35,7 @@ from flagcore_trainers.importing import (
     own_configurations,
     spec_of_deepspeed,
 )
-from flagcore_trainers.meaning import layout_of, training, weights_of_rank
+from flagcore_trainers.meaning import layout_of, training, weights_of_rank, with_fused_kernels
 from flagcore_trainers.program import StateSection
 from flagcore_trainers.trainer import Trainer
 
@@ -187,14 +188,17 @@ class DeepSpeed(Trainer, Commands):
         seconds = np.where(zero == 2, layout.microbatches, 1.0) * alone + gather * (zero > 0)
         scatter = costs.collectives.seconds("reduce_scatter", u * weights, *ring)
         inline = np.where(columns.get(OVERLAP, np.ones_like(zero)) == 0, layout.microbatches * scatter, 0.0)
-        sharded = np.maximum(found.time_s[EXCHANGE], inline)
+        given = (with_fused_kernels(training(task, stage, 0, self.described.state_bytes)) for stage in (0, 3))
+        own = with_torch_attention(task, costs)
+        waits = [replica_wait(each, layout, own, found.time_s, each_micro_batch=each.options.fsdp) for each in given]
+        sharded = np.maximum(found.time_s[EXCHANGE] - waits[1], inline)
         if costs.synchronous:  # the host computes and sends
             sharded = layout.microbatches * (2.0 * gather + scatter)
         passes = np.where(layout.uniform > 0, 1.5, 1.0)  # checkpoints run the hooks of a forward again
         host = HOOK_SECONDS * MODULES * task.spec.model.num_layers * passes
         work = 0.0 if costs.synchronous else found.step_time_s / layout.microbatches  # the host runs ahead of a device
         hooks = layout.microbatches * np.maximum(host - work, 0.0) * (layout.data > 1)
-        return np.where(zero == 3, sharded + hooks, seconds)
+        return np.where(zero == 3, sharded + hooks + waits[1], seconds + waits[0])
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         def broken(columns: Columns) -> BoolArray:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 from flagcore_training.layout import Layout, Options, Training
+from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import (
     InUse,
     Memory,
@@ -194,6 +195,7 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
         model=task.spec.model,
         sequence=train.seq_length,
         global_batch=train.global_batch_size,
+        lengths=train.lengths,
         precision=train.precision,
         flash=train.attention == "flash",
         fused_activation=train.implementation == "transformer_engine",
@@ -282,13 +284,17 @@ def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mappin
     return used
 
 
+def with_fused_kernels(train: Training) -> Training:
+    """Return the inputs to the shared formulas of time, to which plain layers add what separate kernels take."""
+    return replace(train, transformer_engine=True, options=replace(train.options, gradient_fusion=False))
+
+
 def _plain_times(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
     """Return the parts of the step time in seconds with plain layers of torch: fused kernels, and what others take."""
-    options = replace(train.options, gradient_fusion=False)
-    fused, kernels = replace(train, transformer_engine=True, options=options), costs.kernels
+    fused, kernels = with_fused_kernels(train), costs.kernels
     time_s = step_time(fused, layout, costs)
     weights, again = weights_of_rank(train, layout), np.where(layout.uniform > 0, 1.0, 0.0)
     extra = traffic.seconds(
-        fused, layout, kernels, traffic.PLAIN, checkpointing=2.0 * again, again=again, weights=weights
+        fused, in_time(fused, layout), kernels, traffic.PLAIN, checkpointing=2.0 * again, again=again, weights=weights
     )
     return {**time_s, "compute_s": time_s["compute_s"] + layout.microbatches * extra * costs.run_slowdown}

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 from flagcore_training.layout import Layout, Options, Training
+from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import InUse, in_use
 from flagcore_training.stages import model_flops
 from flagcore_training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
@@ -201,7 +202,7 @@ def _times(
     extra = kernels.memory_seconds(np.abs(copied) * weights) * np.sign(copied)
     extra = extra + traffic.seconds(
         train,
-        layout,
+        in_time(train, layout),
         kernels,
         program,
         checkpointing=job.checkpointing,
@@ -214,7 +215,7 @@ def _times(
         forward = _busy(layout, time_s) * FORWARD_SHARE / (1.0 + FORWARD_SHARE * again)
         time_s["pp_bubble_s"] = time_s["pp_bubble_s"] + (layout.pipeline - 1.0) / 2.0 * forward
     time_s["dp_comm_exposed_s"] = _exchange(train, layout, costs, job, columns, again, time_s)
-    wait = replica_wait(train, layout, time_s, each_micro_batch=True)
+    wait = replica_wait(train, layout, costs, time_s, plain=plain, each_micro_batch=True)
     time_s["dp_comm_exposed_s"] = time_s["dp_comm_exposed_s"] + wait
     trained = share if job.adapter is None else memory.trained_of_rank(job)[1]
     time_s["optimizer_s"] = _update(costs, job, trained)

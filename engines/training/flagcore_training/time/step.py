@@ -192,7 +192,7 @@ def step_time(
     computed. The parts are those of the slowest stage, with the costs of its node group. The rest of the pipeline's
     time is split into exposed messages and bubble.
     """
-    costs = costs_in_run(costs)
+    given, costs = (layout, costs), costs_in_run(costs)
     placement, groups = StageGroups.from_layout(layout, costs), costs.groups
     if distinct_stages is None:
         distinct_stages = stages(train.model, layout, train.options, placement.starts)
@@ -228,7 +228,8 @@ def step_time(
         "dp_comm_exposed_s": np.maximum.reduce(gradients_s),
         "optimizer_s": np.maximum.reduce([each.optimizer_s for each in timed]),
     }
-    time_s["dp_comm_exposed_s"] = time_s["dp_comm_exposed_s"] + replica_wait(train, layout, time_s)
+    wait = replica_wait(train, *given, time_s, plain=time_s, each_micro_batch=train.options.fsdp)
+    time_s["dp_comm_exposed_s"] = time_s["dp_comm_exposed_s"] + wait
     return time_s
 
 
@@ -237,16 +238,32 @@ REPLICA_PARTS = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
 
 
 def replica_wait(
-    train: Training, layout: Layout, time_s: Mapping[str, FloatArray], *, each_micro_batch: bool = False
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    time_s: Mapping[str, FloatArray],
+    *,
+    plain: Mapping[str, FloatArray] | None = None,
+    each_micro_batch: bool,
 ) -> FloatArray:
-    """Return the seconds of a step in which replicas wait for the one with the longest samples (see `slowest`)."""
+    """Return the seconds of a step in which replicas wait for the one with the longest samples (see `slowest`).
+
+    None takes longer than with samples of the whole sequence. `time_s`: the parts of the step. `plain`: those of
+    `step_time`, if already computed.
+    """
     if train.lengths is None:
         return np.zeros_like(layout.data)
     per_token, half = (model_flops(replace(train, sequence=each, lengths=None)) / each for each in (2048, 1024))
     per_square = (per_token - half) / 1024
     square_share = per_square / (half - 1024 * per_square)
     more = slowest(train, layout, square_share, each_micro_batch=each_micro_batch) - 1.0
-    return more * sum((time_s[name] for name in REPLICA_PARTS), np.zeros(()))
+    plain = plain or step_time(train, layout, costs)
+    whole = _on_replica(step_time(replace(train, lengths=None), layout, costs))
+    return np.clip(whole - _on_replica(plain), 0.0, more * _on_replica(time_s))
+
+
+def _on_replica(time_s: Mapping[str, FloatArray]) -> FloatArray:
+    return np.asarray(sum((time_s[name] for name in REPLICA_PARTS), np.zeros(())))
 
 
 def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
