@@ -37,7 +37,7 @@ VENDORS = {
     "thead": "T-Head",
 }
 
-ALL_ENGINES = {"train": "all training engines", "serve": "all serving engines"}
+ALL_ENGINES = {"train": "all training engines", "serve": "all serving engines", "rl": "all RL frameworks"}
 STATUS = {
     Support.YES: "works",
     Support.IMPOSSIBLE: "not supported",
