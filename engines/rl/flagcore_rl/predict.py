@@ -72,13 +72,14 @@ class Framework:
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """Seconds of training and of one pass of log-probabilities, and bytes of a device."""
+    """Seconds of training and of one pass of log-probabilities, bytes of a device, and operations of training."""
 
     training_s: float
     forward_s: float
     used: float
     static: float
     weights: float
+    flops: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def predict(
         device_used_bytes=used,
         worst_stage=np.zeros(rows, dtype=np.int64),
         capacity_bytes=capacity,
-        model_flops=0.0,
+        model_flops=trained[0].flops * (1 + work.critic),
         figures={"generation_s": generation, "tokens_per_second_per_device": tokens},
     )
 
@@ -187,7 +188,7 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
     work = job_of(task)
     engine = engine_of(work.trainer.engine, "rl.trainer.engine")
     groups: dict[tuple[int, int, int, int, bool], list[int]] = {}
-    found = np.full((5, len(candidates)), np.nan)
+    found = np.full((6, len(candidates)), np.nan)
     weights, experts = (2.0 * number for number in sizes_of(task.spec.model))
     steps = work.epochs * -(-work.step_samples // work.optimizer_samples)
     for row, values in enumerate(candidates):
@@ -210,6 +211,7 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
             found[1, members] = FORWARD * np.sum(passes, axis=0) if passes else FORWARD * predictions.step_time_s
         else:
             found[0, members] = steps * predictions.step_time_s
+            found[5, members] = steps * predictions.model_flops
             found[2, members], found[3, members] = predictions.device_used_bytes, predictions.static_bytes
     return [_Trained(*map(float, found[:, row])) for row in range(len(candidates))]
 
