@@ -41,8 +41,6 @@ FORWARD = 1.0 / 3.0
 """The share of a forward pass in a step without recompute: backward computes two products for each of forward."""
 FORWARD_PARTS = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_bubble_s", "pp_comm_s")
 """The parts of a trainer's step that forward passes have, too."""
-LOW, HIGH = 0.7, 1.5
-"""An 80% interval of measured over predicted step times (benchmarks/README.md)."""
 AWAKE_BYTES = 2.0 * 2**30
 """What a rollout that sleeps keeps on a device: its context, and graphs. vLLM states 1 to 3 GiB (sleep mode)."""
 
@@ -56,6 +54,7 @@ class Framework:
     - `refit_s`: seconds of a refit besides the transfer.
     - `refit_rate`, `apart_rate`: bytes of all weights per second that a refit of a colocated rollout, and of one on
       other devices, reaches at most.
+    - `interval`: an 80% interval of measured over predicted seconds of a step.
     - `rollout`: overheads of the serving engine that differ in the framework, by name.
     """
 
@@ -67,6 +66,7 @@ class Framework:
     refit_s: float
     refit_rate: float
     apart_rate: float
+    interval: tuple[float, float]
     rollout: Mapping[str, float]
 
 
@@ -134,8 +134,8 @@ def predict(
     tokens = work.step_tokens / total / task.cluster.devices
     return Predictions(
         step_time_s=total,
-        low_s=total * LOW,
-        high_s=total * HIGH,
+        low_s=total * framework.interval[0],
+        high_s=total * framework.interval[1],
         time_s=parts,
         static_bytes=static,
         activation_bytes=peak - static,
