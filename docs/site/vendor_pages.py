@@ -37,7 +37,11 @@ VENDORS = {
     "thead": "T-Head",
 }
 
-ALL_ENGINES = {"train": "all training engines", "serve": "all serving engines"}
+ALL_ENGINES = {
+    "train": "all training engines",
+    "serve": "all serving engines",
+    "rl": "all engines of reinforcement learning",
+}
 STATUS = {
     Support.YES: "works",
     Support.IMPOSSIBLE: "not supported",

@@ -87,7 +87,7 @@ def test_help_lists_each_command_once_with_its_whole_summary(flag: Callable[...,
     imports, plugins = (flag(name, "--help").out.partition("Commands:")[2] for name in ("import", "plugins"))
     assert "..." not in imports + plugins
     assert all(name in imports for name in (*command_readers(), *(importer(name).title for name in names(IMPORTERS))))
-    assert set(re.findall(r"\w+", flag("export", "--help").out)) >= set(api.export_targets())
+    assert set(re.findall(r"[\w-]+", flag("export", "--help").out)) >= set(api.export_targets())
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,11 @@ def of_keys(keys: Mapping[str, Any], name: str) -> Model:
 
 def public_model(name: str) -> Model | None:
     """Return the public model `organization/name` or the one that it is a variant of, or None."""
-    found = find_public(name)
-    return model_of_config(found[0], name=name, file="") if found else None
+    if (found := find_public(name)) is None:
+        return None
+    tower = found[0].get("vision_config")
+    vision = vision_of(found[0], tower) if isinstance(tower, Mapping) else None
+    return replace(model_of_config(found[0], name=name, file=""), vision=vision)
 
 
 def table(words: Iterable[str]) -> list[dict[str, Any]]:

@@ -348,6 +348,7 @@ def test_sizes_of_images_are_those_of_the_processor(tmp_path: Path) -> None:
     assert (model.vision.min_pixels, model.vision.max_pixels, model.vision.mergers) == (65536, 16777216, 4)
     assert model.vision.tokens(1280, 704) == 40 * 22
     assert model.qk_layernorm
+    assert read_model("Qwen/Qwen3-VL-8B-Instruct-FP8", tmp_path).vision == model.vision
 
 
 def test_an_invalid_tower_names_its_key(tmp_path: Path) -> None:

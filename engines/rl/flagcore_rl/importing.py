@@ -128,6 +128,8 @@ def spec_of(
     """Return the data of a spec for a command of a framework, and notes. Raises SpecError."""
     notes, read = Notes(), Reading(name, start.words, directory)
     section = model_of(model, [*_names(str(read.value("model") or ""))], directory, notes)
+    if model is None and section in [*_names(str(read.value("model") or ""))][1:]:
+        notes.note("model", f"has the shape of {section}, as its name says", "model")
     cluster, rollout_devices = _cluster(read, notes)
     if notes.problems:
         raise join_errors(notes.problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
@@ -87,6 +88,16 @@ class RlSpec(Work):
     default_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
     cheapest_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
 
+    example: ClassVar[Mapping[str, Any]] = {
+        "trainer": TrainerRole(engine="fsdp2"),
+        "rollout": RolloutRole(engine="vllm"),
+        "prompts": 2,
+        "samples": 2,
+        "prompt_len": Lengths(mean=8, longest=8),
+        "answer_len": Lengths(mean=8, longest=8),
+    }
+    """What the job of a check of plugins has."""
+
     trainer: TrainerRole
     rollout: RolloutRole
     prompts: int
@@ -145,6 +156,12 @@ class RlSpec(Work):
 
     def with_advice(self, section: str, name: str, value: SettingValue, knobs: Collection[str]) -> RlSpec:
         return self
+
+    def distance(self, other: RlSpec) -> float:
+        """Return how much another job differs, as for training, and by 1 if only one of them overlaps its phases."""
+        scale: float = abs(math.log2(self.longest / other.longest))
+        stale = bool(self.staleness) != bool(other.staleness)
+        return float(self.precision != other.precision) + float(stale) + scale / 4
 
     def record(self, versions: Mapping[str, str]) -> dict[str, Any]:
         """Return the section of a job record."""

@@ -1,7 +1,7 @@
 """Memory, step time, parallel layouts and pipeline schedules of transformer training, for any training engine."""
 
 SDK = (
-    *("layout", "mixes", "stages", "schedules", "critical_path", "memory.activations", "memory.training"),
+    *("adapters", "layout", "mixes", "stages", "schedules", "critical_path", "memory.activations", "memory.training"),
     *("time.optimizer", "time.passes", "time.pipeline", "time.step", "commands", "knobs", "reading", "start"),
     *("microbench.kernels", "trial", "unmodelled"),
 )

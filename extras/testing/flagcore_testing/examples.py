@@ -33,6 +33,7 @@ def task_on(chip: Chip, engine: str = "megatron") -> Task:
     """Return a task of `engine` with a small model on one node of `chip`. An engine that is not installed trains."""
     job = kinds().get(kind_of(engine), TrainSpec)
     sizes: Any = {"seq_length": 128, "global_batch_size": 16} if job is TrainSpec else {"loads": ()}
+    sizes = getattr(job, "example", sizes)
     work = job(engine=engine, precision="bf16", **sizes)
     spec = Spec(model=MODEL, cluster=ClusterSpec(chip=chip.name), work=work)
     return Task(spec=spec, cluster=Cluster(groups=(group_of(chip),)))

@@ -162,7 +162,7 @@ def _gathered(
     """
     one, outer, bits = np.ones_like(rows), pair.outer / pair.slices, 4.0 if precision == "fp32" else 2.0
     moved_s = _byte_seconds(kernels) * rows * rank
-    seconds = moved_s * (pair.inner + outer) * (moves[0] - 1.0) * bits + moved_s * pair.inner * 4.0 * moves[1]
+    seconds = rows * rank * (pair.inner + outer) * moves[0] + moved_s * pair.inner * 4.0 * moves[1]
     for width in (pair.inner, outer):
         seconds = seconds + kernels.gemm_seconds(rows, rank * width * (bits / 4.0), one, "fp32")
     if precision == "fp32":

@@ -118,8 +118,8 @@ class Overheads:
     Adapters:
 
     - `adapts_tables`: whether slots also have matrices for the embedding and the head.
-    - `adapter_moves`: if kernels on CPU cores copy the matrices of an adapter for each token: the seconds of such a
-      copy, and of a product with it in 32 bits, relative to those of a plain copy of as many bytes.
+    - `adapter_moves`: if kernels on CPU cores copy the matrices of an adapter for each token: the seconds to find and
+      read an element, and those of a product with the copy in 32 bits, relative to a plain copy of as many bytes.
     - `base_takes_slot`: whether requests without an adapter occupy a slot, too.
     """
 

@@ -20,7 +20,6 @@ INTERLEAVED, ZBV, DUALPIPEV, SELECTIVE = 2, 3, 4, 2
 def missing_parts(model: Model) -> list[str]:
     """Return the names of the parts of a model that predictions do not have."""
     return [
-        *["the vision tower"] * (model.vision is not None),
         *["sparse attention"] * (model.indexer is not None),
         *["latent experts"] * (model.moe_latent_size is not None),
         *["repeated layers"] * (model.once is not model),
