@@ -25,7 +25,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Observations, PastMeasurements, Prediction, components_of_row, features
 from flagcore.domain.records import GIB, prediction_record, rank_record
 from flagcore.domain.space import Columns, KnobValue, Rule
-from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task
+from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -341,7 +341,11 @@ def expected_seconds(
     here = any(is_like(job) for job, _ in problem.published)
     known = here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True))
     mean, low, high = CHOSEN[has_experts]
-    known = known and all(each.time == (1.0, 1.0) for each in problem.platform.unmodelled)
+    known = (
+        known
+        and isinstance(spec.work, TrainSpec)
+        and all(each.time == (1.0, 1.0) for each in problem.platform.unmodelled)
+    )
     seconds = (mean * planned_s, low * planned_s, high * planned_s) if known and math.isfinite(planned_s) else None
     return seconds, here
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
@@ -155,6 +156,12 @@ class RlSpec(Work):
 
     def with_advice(self, section: str, name: str, value: SettingValue, knobs: Collection[str]) -> RlSpec:
         return self
+
+    def distance(self, other: RlSpec) -> float:
+        """Return how much another job differs, as for training, and by 1 if only one of them overlaps its phases."""
+        scale: float = abs(math.log2(self.longest / other.longest))
+        stale = bool(self.staleness) != bool(other.staleness)
+        return float(self.precision != other.precision) + float(stale) + scale / 4
 
     def record(self, versions: Mapping[str, str]) -> dict[str, Any]:
         """Return the section of a job record."""

@@ -41,8 +41,6 @@ FORWARD = 1.0 / 3.0
 """The share of a forward pass in a step without recompute: backward computes two products for each of forward."""
 FORWARD_PARTS = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_bubble_s", "pp_comm_s")
 """The parts of a trainer's step that forward passes have, too."""
-LOW, HIGH = 0.7, 1.5
-"""An 80% interval of measured over predicted step times (benchmarks/README.md)."""
 AWAKE_BYTES = 2.0 * 2**30
 """What a rollout that sleeps keeps on a device: its context, and graphs. vLLM states 1 to 3 GiB (sleep mode)."""
 
@@ -56,6 +54,7 @@ class Framework:
     - `refit_s`: seconds of a refit besides the transfer.
     - `refit_rate`, `apart_rate`: bytes of all weights per second that a refit of a colocated rollout, and of one on
       other devices, reaches at most.
+    - `interval`: an 80% interval of measured over predicted seconds of a step.
     - `rollout`: overheads of the serving engine that differ in the framework, by name.
     """
 
@@ -67,18 +66,20 @@ class Framework:
     refit_s: float
     refit_rate: float
     apart_rate: float
+    interval: tuple[float, float]
     rollout: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """Seconds of training and of one pass of log-probabilities, and bytes of a device."""
+    """Seconds of training and of one pass of log-probabilities, bytes of a device, and operations of training."""
 
     training_s: float
     forward_s: float
     used: float
     static: float
     weights: float
+    flops: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,8 @@ def predict(
     tokens = work.step_tokens / total / task.cluster.devices
     return Predictions(
         step_time_s=total,
-        low_s=total * LOW,
-        high_s=total * HIGH,
+        low_s=total * framework.interval[0],
+        high_s=total * framework.interval[1],
         time_s=parts,
         static_bytes=static,
         activation_bytes=peak - static,
@@ -143,7 +144,7 @@ def predict(
         device_used_bytes=used,
         worst_stage=np.zeros(rows, dtype=np.int64),
         capacity_bytes=capacity,
-        model_flops=0.0,
+        model_flops=trained[0].flops * (1 + work.critic),
         figures={"generation_s": generation, "tokens_per_second_per_device": tokens},
     )
 
@@ -187,7 +188,7 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
     work = job_of(task)
     engine = engine_of(work.trainer.engine, "rl.trainer.engine")
     groups: dict[tuple[int, int, int, int, bool], list[int]] = {}
-    found = np.full((5, len(candidates)), np.nan)
+    found = np.full((6, len(candidates)), np.nan)
     weights, experts = (2.0 * number for number in sizes_of(task.spec.model))
     steps = work.epochs * -(-work.step_samples // work.optimizer_samples)
     for row, values in enumerate(candidates):
@@ -210,6 +211,7 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
             found[1, members] = FORWARD * np.sum(passes, axis=0) if passes else FORWARD * predictions.step_time_s
         else:
             found[0, members] = steps * predictions.step_time_s
+            found[5, members] = steps * predictions.model_flops
             found[2, members], found[3, members] = predictions.device_used_bytes, predictions.static_bytes
     return [_Trained(*map(float, found[:, row])) for row in range(len(candidates))]
 

@@ -75,7 +75,7 @@ def counted(job: TrialJob) -> tuple[float, float]:
                     del logits
                     (loss / 2).backward()
                     del loss
-            adam = sum(2 * each.to_local().nbytes for each in model.parameters())
+            adam = sum(2 * each.to_local().nbytes for each in model.parameters() if each.requires_grad)
             now, peak = (tracker.get_tracker_snapshot(kind)[cpu] for kind in ("current", "peak"))
     finally:
         causal_mask.cache_clear()
@@ -109,6 +109,7 @@ def predicted(job: TrialJob) -> tuple[float, float]:
             pipeline=one(each.pipeline),
             schedule=np.array([1 + SCHEDULES.index(each.schedule)]),
             fused_norm=False,
+            adapter=job.adapter,
             main_bytes=2.0 if each.state_dtype == "bf16" else memory.MAIN_BYTES,
         )
     )

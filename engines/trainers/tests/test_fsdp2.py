@@ -95,7 +95,7 @@ def test_what_trials_cannot_run_is_reported_by_key() -> None:
     with refuses("model"):
         FSDP2.ready(task(OTHER, engine="fsdp2").spec)
     assert FSDP2.task_warnings(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))
-    for train in ({"precision": "fp8"}, {"command": ("train",)}, {"adapter": Adapter()}):
+    for train in ({"precision": "fp8"}, {"command": ("train",)}, {"adapter": Adapter(base="nf4")}):
         with refuses(f"train.{next(iter(train))}"):
             FSDP2.ready(task(engine="fsdp2", **train).spec)
     with pytest.raises(SpecError):
@@ -254,6 +254,24 @@ def test_memory_of_experts_and_gates_is_what_torch_counts(shape: dict[str, Any],
     assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapter", "candidate", "precision"),
+    [
+        (Adapter(rank=16), {"checkpointing": "full"}, "bf16"),
+        (Adapter(rank=64), {"reshard_after_forward": False}, "fp32"),
+        (Adapter(kind="dora", targets=("q_proj", "v_proj")), {}, "bf16"),
+    ],
+)
+def test_memory_of_adapters_is_what_torch_counts(adapter: Adapter, candidate: dict[str, Any], precision: str) -> None:
+    pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
+    from engines.trainers.tests import counted
+
+    job = replace(counted.job({"num_layers": 2}, {"shard": 4, **candidate}, 1024, precision), adapter=adapter)
+    static, peak = counted.counted(job)
+    assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
+
+
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[LocalLauncher]:
     """A launcher that forks trials, so that torch is imported once."""
@@ -262,9 +280,11 @@ def launcher() -> Iterator[LocalLauncher]:
     warm.close()
 
 
-def trial(launcher: LocalLauncher, folder: Path, model: Model = UNTIED, **values: Any) -> Any:
+def trial(
+    launcher: LocalLauncher, folder: Path, model: Model = UNTIED, adapter: Adapter | None = None, **values: Any
+) -> Any:
     """Run a trial of two ranks, and return its measurement."""
-    job = task(model, devices=2, engine="fsdp2", seq_length=32, precision="fp32")
+    job = task(model, devices=2, engine="fsdp2", seq_length=32, precision="fp32", adapter=adapter)
     folder.mkdir()
     candidate = Candidate.of({**NEUTRAL, **values})
     launch = FSDP2.launch(Platform(task=job, engine=FSDP2, costs=costs(job), support=CPU), candidate, str(folder))
@@ -290,6 +310,12 @@ def test_layouts_have_the_same_losses(launcher: LocalLauncher, tmp_path: Path) -
     for other in others:
         assert other.losses == pytest.approx(first.losses, rel=1e-4)
     assert first.peak_allocated_bytes > 0
+    adapters = [
+        trial(launcher, tmp_path / kind, adapter=Adapter(kind=kind), **layouts[0] | {AC: "none"})
+        for kind in ("lora", "dora")
+    ]
+    for each in adapters:
+        assert each.losses[-1] < each.losses[0]
     alone, split = (trial(launcher, tmp_path / f"experts{size}", MIXED, **{SHARD: 2, EP: size}) for size in (1, 2))
     assert split.losses == pytest.approx(alone.losses, rel=1e-4)
 

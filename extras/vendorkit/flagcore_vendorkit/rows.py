@@ -184,6 +184,28 @@ def reading(
     return figures if used_bytes is None else {"memory_used_bytes": used_bytes, **figures}
 
 
+def usual_row(
+    index: int, name: str, parts: Sequence[str], *, driver: str = "", shares_host: bool = False, **more: str | None
+) -> Row | None:
+    """Return a device from a line with three cells: temperature and power, memory, and load. None for another form.
+
+    `shares_host`: whether the cell of the memory may have no figures. `more`: the row's `mode`, and arguments of
+    `reading` that are not in these cells, or not in this form.
+    """
+    memory = parse_memory(parts[1]) if len(parts) == 3 else None
+    if len(parts) != 3 or (memory is None and not shares_host):
+        return None
+    used, total = memory or (None, None)
+    watts, limit = parse_power(parts[0])
+    mode = more.pop("mode", None)
+    figures = {"celsius": search(r"(\d+)C\b", parts[0])[0], "percent": search(r"(\d+)%", parts[2])[0], **more}
+    return Row(
+        device=Device(index=index, chip=name, memory_bytes=None if total is None else int(total), driver=driver),
+        reading=reading(used_bytes=used, watts=watts, limit_watts=limit, **figures),
+        mode=mode or "",
+    )
+
+
 def search(pattern: str, text: str) -> tuple[str | None, ...]:
     """Return the groups of the first match of `pattern`. Without a match, all groups are None."""
     compiled = re.compile(pattern)

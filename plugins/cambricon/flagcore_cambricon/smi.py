@@ -10,12 +10,11 @@ from flagcore_vendorkit.rows import (
     Listing,
     Row,
     listing_of,
-    parse_memory,
-    parse_power,
     read_table,
     reading,
     search,
     strip_controls,
+    usual_row,
     with_driver,
 )
 
@@ -106,18 +105,4 @@ def _body(head: tuple[int, str, str, str, str | None], parts: list[str], after: 
     index, function, name, own, percent = head
     if function != "/":
         return f"card {index} ({name}) is virtual function {function} of another"
-    memory = parse_memory(parts[1]) if len(parts) == 3 else None
-    if memory is None:
-        return None
-    watts, limit = parse_power(parts[0])
-    return Row(
-        device=Device(index=index, chip=name, memory_bytes=int(memory[1]), driver=own),
-        reading=reading(
-            used_bytes=memory[0],
-            watts=watts,
-            limit_watts=limit,
-            celsius=search(r"(\d+)C\b", parts[0])[0],
-            percent=percent,
-        ),
-        mode=parts[2].split()[-1] if parts[2].split() else "",
-    )
+    return usual_row(index, name, parts, driver=own, percent=percent, mode=" ".join(parts[2:]).rpartition(" ")[2])

@@ -7,16 +7,13 @@ from flagcore_vendorkit.rows import (
     BUS,
     Listing,
     Row,
-    parse_memory,
     parse_power,
     read_table,
-    reading,
     search,
     strip_controls,
+    usual_row,
     with_driver,
 )
-
-from flagcore.domain.chip import Device
 
 TITLE = "IX-ML:"
 
@@ -48,21 +45,8 @@ def _head(parts: list[str]) -> tuple[int, str, str | None] | None:
 
 def _body(head: tuple[int, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
     index, name, megahertz = head
-    memory = parse_memory(parts[1]) if len(parts) == 3 else None
-    if memory is None:
-        return None
-    watts, limit = parse_power(parts[0])
-    if watts == _DEAD_WATTS:
+    mode = parts[-1].split()[-1] if parts and len(parts[-1].split()) > 1 else ""
+    row = usual_row(index, name, parts, mode=mode, megahertz=megahertz)
+    if row and (watts := parse_power(parts[0])[0]) == _DEAD_WATTS:
         return f"GPU {index} ({name}) is not usable: it hangs and reports {watts} W"
-    return Row(
-        device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
-        reading=reading(
-            used_bytes=memory[0],
-            watts=watts,
-            limit_watts=limit,
-            celsius=search(r"(\d+)C\b", parts[0])[0],
-            percent=search(r"(\d+)%", parts[2])[0],
-            megahertz=megahertz,
-        ),
-        mode=parts[2].split()[-1] if len(parts[2].split()) > 1 else "",
-    )
+    return row

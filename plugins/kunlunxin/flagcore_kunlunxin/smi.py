@@ -7,17 +7,12 @@ from flagcore_vendorkit.rows import (
     BUS,
     Listing,
     Row,
-    parse_memory,
-    parse_power,
     read_processes,
     read_table,
-    reading,
-    search,
     strip_controls,
+    usual_row,
     with_driver,
 )
-
-from flagcore.domain.chip import Device
 
 _TITLE = re.compile(r"\| XPU-SMI +Driver Version: (\S+)")
 _NAME = re.compile(r"(\d+) +([A-Z]\d{3}\S*( \S+)*?) +\S+")
@@ -48,19 +43,7 @@ def _head(parts: list[str]) -> tuple[int, str] | None:
 
 def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | str | None:
     index, name = head
-    memory = parse_memory(parts[1]) if len(parts) == 3 else None
-    if memory is None or memory[1] == 0:
+    row = usual_row(index, name, parts)
+    if row is None or row.device.memory_bytes == 0:
         return None
-    if name.endswith(" VF"):
-        return f"XPU {index} ({name}) is a part of another"
-    watts, limit = parse_power(parts[0])
-    return Row(
-        device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
-        reading=reading(
-            used_bytes=memory[0],
-            watts=watts,
-            limit_watts=limit,
-            celsius=search(r"\b(\d+)C\b", parts[0])[0],
-            percent=search(r"(\d+)%", parts[2])[0],
-        ),
-    )
+    return f"XPU {index} ({name}) is a part of another" if name.endswith(" VF") else row

@@ -10,12 +10,11 @@ from flagcore_vendorkit.rows import (
     Row,
     blocked_reason,
     listing_of,
-    parse_memory,
-    parse_power,
     read_table,
     reading,
     search,
     strip_controls,
+    usual_row,
     with_driver,
 )
 
@@ -129,22 +128,11 @@ def _head(parts: list[str]) -> tuple[int, str] | None:
 
 def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | str | None:
     index, name = head
-    memory = parse_memory(parts[1]) if len(parts) == 3 else None
-    shared = len(parts) == 3 and parts[1] in ("Not Supported", "N/A")  # the chip shares the host's memory
-    if len(parts) != 3 or (memory is None and not shared):
+    shares_host = len(parts) == 3 and parts[1] in ("Not Supported", "N/A")
+    row = usual_row(index, name, parts, shares_host=shares_host)
+    if row is None:
         return None
-    watts, limit = parse_power(parts[0])
-    row = Row(
-        device=Device(index=index, chip=name, memory_bytes=int(memory[1]) if memory else None),
-        reading=reading(
-            used_bytes=memory[0] if memory else None,
-            watts=watts,
-            limit_watts=limit,
-            celsius=search(r"(\d+)C\b", parts[0])[0],
-            percent=search(r"(\d+)%", parts[2])[0],
-        ),
-    )
-    if not is_nvidia(row.device.chip):
+    if not is_nvidia(name):
         return f"device {index} ({name}) is not NVIDIA's, or is lost"
     if "ERR!" in parts[0]:
         return f"GPU {index} ({name}) reports errors (ERR!) instead of its state"

@@ -8,17 +8,13 @@ from flagcore_vendorkit.rows import (
     BUS,
     Listing,
     Row,
-    parse_memory,
-    parse_power,
     read_processes,
     read_table,
-    reading,
     search,
     strip_controls,
+    usual_row,
     with_driver,
 )
-
-from flagcore.domain.chip import Device
 
 TITLE = "PPU-SMI"
 
@@ -54,20 +50,7 @@ def _head(parts: list[str]) -> tuple[int, str] | None:
 
 def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | str | None:
     index, name = head
-    memory = parse_memory(parts[1]) if len(parts) == 3 else None
-    if memory is None:
-        return None
-    if after[-1:] == ["Enabled"]:
+    row = usual_row(index, name, parts, mode=search(r"\d% +(\S.*)", parts[-1] if parts else "")[0])
+    if row and after[-1:] == ["Enabled"]:
         return f"PPU {index} ({name}) is divided into instances (MIG), so a process cannot use all its memory"
-    watts, limit = parse_power(parts[0])
-    return Row(
-        device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
-        reading=reading(
-            used_bytes=memory[0],
-            watts=watts,
-            limit_watts=limit,
-            celsius=search(r"(\d+)C\b", parts[0])[0],
-            percent=search(r"(\d+)%", parts[2])[0],
-        ),
-        mode=search(r"\d% +(\S.*)", parts[2])[0] or "",
-    )
+    return row

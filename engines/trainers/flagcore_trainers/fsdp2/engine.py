@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -115,7 +115,7 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
             completed[fs.EP] = math.gcd(count, shard * others[2])
             work = replace(work, assumed={fs.DISPATCHER: "flex"})
         task = replace(task, spec=replace(task.spec, work=work))
-        return task, {**completed, **values}, frozenset({space.PIPELINE_LAYERS})
+        return task, {**completed, **values}, frozenset({space.PIPELINE_LAYERS, space.ADAPTERS_ALONE})
 
     def job_warnings(
         self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
@@ -139,11 +139,9 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
             raise SpecError(
                 key="train.precision", value=train.precision, problem="cannot run in trials of fsdp2", fix=fix
             )
-        if train.adapter:
-            problem, fix = (
-                "is only predicted: trials of fsdp2 train all weights",
-                "use `flag estimate`, or a train.command",
-            )
+        if train.adapter and (train.adapter.base or spec.model.num_moe_experts or spec.model.other_mixers):
+            problem = "is only predicted for quantized weights, experts and other mixers than attention"
+            fix = "use `flag estimate`, or engine: command for your own program"
             raise SpecError(key="train.adapter", value=train.adapter.kind, problem=problem, fix=fix)
         if spec.cluster.groups or (spec.cluster.nodes != 1 and not spec.on_each_host):
             problem = "is more than one machine of one chip, which trials need"
@@ -166,6 +164,7 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
             job["device"]["backend"] = f"{support.device_type}:{backend},cpu:gloo"
         job["candidate"] = {field: values[name] for name, field in FIELDS.items()}
         job["nodes"], job["layers"] = len(hosts) or 1, layers_of(spec.model)
+        job["adapter"] = asdict(spec.train.adapter) if spec.train.adapter else None
         environment = {"GLOO_SOCKET_IFNAME": "{interface}"} if hosts and backend.endswith("gloo") else {}
         return replace(program_launch(job, folder, PROGRAM), warm=True, hosts=hosts, environment=environment)
 

@@ -9,6 +9,7 @@ from typing import Any
 from flagcore_training.trial.job import JobError, TrainingJob, read_job
 
 from flagcore.domain.model import Layer, Model
+from flagcore.domain.spec import Adapter
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class TrialCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialJob(TrainingJob):
-    """One trial."""
+    """One trial. `adapter`: the adapters that it trains."""
 
     candidate: TrialCandidate
+    adapter: Adapter | None = None
 
     @property
     def world_size(self) -> int:
@@ -97,7 +99,10 @@ def layers_of(model: Model) -> list[dict[str, Any]]:
 
 def read(data: dict[str, Any]) -> TrialJob:
     """Return the job in decoded JSON. Raises JobError if a key is unknown or missing."""
-    job = read_job(TrialJob, TrialCandidate, {name: value for name, value in data.items() if name != "layers"})
+    adapter = Adapter(**data["adapter"]) if data.get("adapter") else None
+    job = read_job(
+        TrialJob, TrialCandidate, {**{name: data[name] for name in data if name != "layers"}, "adapter": adapter}
+    )
     try:
         layers = tuple(_layer(each) for each in data.get("layers", ()))
     except (LookupError, TypeError, ValueError, AttributeError, ImportError) as error:

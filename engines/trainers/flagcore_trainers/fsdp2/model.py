@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
+from flagcore_training.adapters import has_adapter
 from flagcore_training.trial.layers import NormOfInput, causal_mask, has_fused_norm
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -34,12 +35,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from flagcore.domain import model as domain
 from flagcore.domain.model import Model
+from flagcore.domain.spec import Adapter
 from flagcore_trainers.fsdp2.job import Meshes, TrialJob
 from flagcore_trainers.fsdp2.mixers import MIXERS, again, narrow_attention, windowed_attention
 
 STD = 0.02
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROTARY_BASE = 10000.0
+ADAPTER_SCALE = 2.0
+"""The factor of an adapter's output, alpha over its rank, as in most recipes."""
 
 
 class Norm(nn.RMSNorm):  # type: ignore[misc]
@@ -121,6 +125,55 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
         key = torch.cat((key, rotated(turned[:, :, None], angles).expand(-1, -1, key.size(2), -1)), dim=-1)
         output = again(narrow_attention, *(each.transpose(1, 2) for each in (query, key, value)))
         return self.wo(output.transpose(1, 2).flatten(2))
+
+
+class Adapted(nn.Module):  # type: ignore[misc]
+    """A linear layer with an adapter: LoRA (arXiv 2106.09685) or DoRA (arXiv 2402.09353)."""
+
+    def __init__(self, base: nn.Linear, adapter: Adapter) -> None:
+        super().__init__()
+        self.base = base
+        self.first = nn.Linear(base.in_features, adapter.rank, bias=False)
+        self.second = nn.Linear(adapter.rank, base.out_features, bias=False)
+        self.magnitude = nn.Parameter(torch.ones(base.out_features)) if adapter.kind == "dora" else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = self.base(hidden) + ADAPTER_SCALE * self.second(self.first(hidden))
+        if self.magnitude is None:
+            return output
+        with torch.no_grad():
+            norm = (self.base.weight + ADAPTER_SCALE * (self.second.weight @ self.first.weight)).norm(dim=1)
+        return output * (self.magnitude / norm)
+
+
+TARGETS = {
+    "q_proj": ("wq", "gate", "wq_a", "wq_b"),
+    "k_proj": ("wk", "wkv_a"),
+    "v_proj": ("wv", "wkv_b"),
+    "o_proj": ("wo",),
+    "up_proj": ("w3",),
+    "down_proj": ("w2",),
+    "gate_proj": ("w1",),
+}
+"""The modules of the targets of adapters. Without a gate, `w1` is up_proj."""
+
+
+def with_adapters(module: nn.Module, adapter: Adapter) -> None:
+    """Add adapters to the linear layers of a module."""
+    for parent in list(module.modules()):
+        for target, names in TARGETS.items():
+            for name in names:
+                found = getattr(parent, name, None)
+                is_up = name == "w1" and getattr(parent, "w3", None) is None
+                if isinstance(found, nn.Linear) and has_adapter(adapter, "up_proj" if is_up else target):
+                    setattr(parent, name, Adapted(found, adapter))
+
+
+def freeze(module: nn.Module, precision: str) -> None:
+    """Freeze all weights but adapters, in the format of the products."""
+    for name, weight in module.named_parameters():
+        if not name.endswith(("first.weight", "second.weight", "magnitude")):
+            weight.requires_grad_(False).data = weight.data.to(DTYPES[precision])
 
 
 class FeedForward(nn.Module):  # type: ignore[misc]
@@ -293,6 +346,8 @@ def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Ten
     with torch.device(device), _format(DTYPES[candidate.state_dtype]):
         whole = Transformer(job.model, angles, first=stage == 0, last=stage == job.stages - 1)
         set_weights(whole, job.train.seed, "")
+        if job.adapter is not None:
+            freeze(whole, job.train.precision)
         if tensor is not None:
             plan = {name: each for name, each in _edges_plan().items() if getattr(whole, name) is not None}
             parallelize_module(whole, tensor, plan, src_data_rank=None)
@@ -305,7 +360,11 @@ def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Ten
         for number in range(stage * count, (stage + 1) * count):
             kind = layer_kinds(job.model)[number]
             layer: nn.Module = Layer(job.model, kind, context, meshes.experts["ep"])
+            if job.adapter is not None:
+                with_adapters(layer, job.adapter)
             set_weights(layer, job.train.seed, f"layer{number}.", meshes.experts["ep"].get_local_rank())
+            if job.adapter is not None:
+                freeze(layer, job.train.precision)
             if kind.feed_forward == "experts":
                 _shard(layer.feed_forward.experts, job, meshes.experts, "efsdp")
             if tensor is not None:

@@ -115,7 +115,7 @@ class Trainer:
         angles = rotary_angles(job, self.positions, self.device)
         self.stages = {each: build(job, meshes, self.device, angles, each) for each in job.stages_of(stage)}
         self.pipeline = pipeline(job, meshes, self.stages, self.device) if job.candidate.pipeline > 1 else None
-        named = [pair for each in self.stages.values() for pair in each.named_parameters()]
+        named = [pair for each in self.stages.values() for pair in each.named_parameters() if pair[1].requires_grad]
         kinds = [
             [weight for name, weight in named if (".experts." in name) == is_expert] for is_expert in (False, True)
         ]
@@ -196,6 +196,7 @@ class Trainer:
         layer: Any = next(iter(model.layers.values()))
         state = layer._get_fsdp_state()
         group = state._fsdp_param_group
+        trained = next(each for each in group.fsdp_params if each.sharded_param.requires_grad)
         info, policy = group.post_forward_mesh_info, group.mp_policy
         stages, replicate, fsdp, tensor = self.meshes.weights.mesh.shape
         context = self.meshes.samples["cp"].size()
@@ -213,7 +214,7 @@ class Trainer:
             "reshard_after_forward": info is not None,
             "cpu_offload": isinstance(group.offload_policy, CPUOffloadPolicy),
             "precision": "bf16" if policy.param_dtype is torch.bfloat16 else "fp32",
-            "state_dtype": "bf16" if group.fsdp_params[0].orig_dtype is torch.bfloat16 else "fp32",
+            "state_dtype": "bf16" if trained.orig_dtype is torch.bfloat16 else "fp32",
             "compile": layer._compiled_call_impl is not None,
         }
 

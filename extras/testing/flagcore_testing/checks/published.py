@@ -61,7 +61,7 @@ def published_times_are_plausible(
         return
     chip = plugin.loaded.find_chip(job.chip)
     peak = chip.dense_flops_per_second.get(PEAKS.get(job.work.precision, job.work.precision)) if chip else None
-    if peak:
+    if peak and job.work.kind == "train":  # other kinds do more than train
         model, tokens = job.model, job.work.step_tokens
         low, high = OF_EXPERTS if model.num_moe_experts else UTILIZATION
         width = model.ffn_hidden_size
