@@ -3,6 +3,6 @@
 SDK = (
     *("adapters", "layout", "mixes", "stages", "schedules", "critical_path", "memory.activations", "memory.adapters"),
     *("memory.training", "time.optimizer", "time.passes", "time.pipeline", "time.step", "commands", "knobs"),
-    *("reading", "start", "microbench.kernels", "trial", "unmodelled"),
+    *("lengths", "reading", "start", "microbench.kernels", "trial", "unmodelled"),
 )
 """The modules that other distributions may import. `trial` is a package."""
