@@ -102,7 +102,9 @@ def test_a_block_that_is_not_run_is_valid(block: Block, example_folder: Path, mo
 @pytest.mark.parametrize("block", SPECS, ids=str)
 def test_yaml_blocks_are_specs_or_parts_of_one(block: Block, example_folder: Path) -> None:
     part = yaml.safe_load(block.text)
-    complete_spec = {} if {"serve", "rl"} & part.keys() else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
+    complete_spec = (
+        {} if {"serve", "rl"} & part.keys() else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
+    )
     if "engine" in part.get("train", {}):
         complete_spec.pop("auto_tuner")
     for data in [select_engine(part, engine, kinds()) for engine in engines_of(part, kinds())] or [part]:
