@@ -13,6 +13,9 @@ DOCS = Path(__file__).parents[3] / "docs"
 PAGE, SERVE_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("spec.md", "spec-serve.md"))
 SCHEMA, SERVE_SCHEMA = (spec_tables.schema(kind) for kind in ("train", "serve"))
 EXAMPLES: dict[str, Any] = {
+    "train.lengths": {"mean": 64},
+    "train.lengths.histogram": {"64": 1.0},
+    "train.lengths.file": "lengths.txt",
     "model": "./Qwen3-8B",
     "model.num_query_groups": 32,
     "model.num_moe_experts": 64,
@@ -94,6 +97,7 @@ def sample(schema: Any, root: Any) -> Any:
 def folder(tmp_path: Path) -> Path:
     """The files that the examples name."""
     (tmp_path / "hosts.txt").write_text("a slots=8\n")
+    (tmp_path / "lengths.txt").write_text("64\n")
     (tmp_path / "Qwen3-8B").mkdir()
     (tmp_path / "Qwen3-8B" / "config.json").write_text(
         '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,'
@@ -124,6 +128,9 @@ def parse_example(path: tuple[str, ...], example: object, base: dict[str, Any], 
         data["cluster"] = {"hostfile": "hosts.txt"}
     if path[:3] == ("serve", "profile", "images"):
         data["serve"].setdefault("profile", {})["images"] = {"bucket_config": {"8x8": 1}}
+    if path[:2] in (("train", "lengths"), ("train", "adapter")) and len(path) > 2:
+        others = {"spread": {"mean": 64}, "batching": {"mean": 64}, "balanced": {"mean": 64}, "base": {"kind": "qlora"}}
+        data["train"][path[1]] = others.get(path[2], {})
     place = data
     for name in path[:-1]:
         place = place[name]
