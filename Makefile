@@ -81,7 +81,7 @@ lint: setup
 	$(BIN)/lint-imports
 	! git grep -nE "^(<{7}|>{7}) "  # left over from a merge
 
-# All that guards behaviour: about 6 minutes on 2 cores (333 s of pytest measured, and the linters).
+# All that guards behaviour: about 20 minutes on 2 cores.
 test: lint
 	$(PYTEST) -m "not long" $(TESTS)
 

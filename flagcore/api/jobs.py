@@ -341,11 +341,8 @@ def expected_seconds(
     here = any(is_like(job) for job, _ in problem.published)
     known = here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True))
     mean, low, high = CHOSEN[has_experts]
-    known = (
-        known
-        and isinstance(spec.work, TrainSpec)
-        and all(each.time == (1.0, 1.0) for each in problem.platform.unmodelled)
-    )
+    settings_count = any(each.time != (1.0, 1.0) for each in problem.platform.unmodelled)
+    known = known and isinstance(spec.work, TrainSpec) and not settings_count
     seconds = (mean * planned_s, low * planned_s, high * planned_s) if known and math.isfinite(planned_s) else None
     return seconds, here
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from flagcore_training.commands import flat
 
 from flagcore.errors import LaunchError, SpecError
 from flagcore.spec.plain_data import package_yaml, parse_yaml, read_text
@@ -121,7 +122,7 @@ class Given:
             files += [str(own_file)] if (self.directory / own_file).is_file() else []
         content: Settings = {}
         for file in files:
-            content |= {self.dialect.key(key): value for key, value in _flat(_chain(self.directory / file))}
+            content |= {self.dialect.key(key): value for key, value in flat(_chain(self.directory / file))}
         content |= own
         return {key: _resolved(value, content) for key, value in content.items()}
 
@@ -197,14 +198,6 @@ def _merged(base: Settings, over: Settings) -> Settings:
     both = {key: _merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
             for key, value in over.items()}  # fmt: skip
     return {**base, **both}
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _resolved(value: Any, content: Mapping[str, Any]) -> Any:

@@ -1,9 +1,9 @@
 """Lengths of the samples of a step, and how many micro-batches hold them."""
 
-from bisect import bisect_left, insort
 from functools import lru_cache
 
 import numpy as np
+from flagcore_training.lengths import best_fit
 from scipy.special import ndtri
 
 from flagcore.domain.space import IntArray
@@ -51,14 +51,4 @@ def packs(samples: Samples, number: int, most: int) -> int:
     """Return into how many micro-batches of at most `most` tokens best fit packs `number` of the samples."""
     tokens = np.sort(tokens_of(samples))[::-1]
     picked = tokens[np.linspace(0, tokens.size - 1, number).round().astype(np.int64)]
-    space, count = list[int](), 0
-    for each in picked.tolist():
-        place = bisect_left(space, each)
-        if place == len(space):
-            count += 1
-            left = most - each
-        else:
-            left = space.pop(place) - each
-        if left > 0:
-            insort(space, left)
-    return count
+    return len(best_fit(picked.tolist(), most))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore_models.public import model_of
-from flagcore_training.commands import UserCommand, cluster_of, parse
+from flagcore_training.commands import UserCommand, cluster_of, flat, parse
 from flagcore_training.unmodelled import joined, note_effects
 from flagcore_vendorkit.settings import Settings, read_settings
 
@@ -179,7 +179,7 @@ def effects_of_deepspeed(words: Sequence[str], content: Mapping[str, Any]) -> li
 
     Options that have no class are those of the user's own script.
     """
-    stage, given = files.value_at(content, "zero_optimization.stage"), dict(_flat(content))
+    stage, given = files.value_at(content, "zero_optimization.stage"), dict(flat(content))
     offloads = files.value_at(content, "zero_optimization.offload_optimizer.device") not in (None, "none")
     idle = OF_ZERO_3 if stage not in (3, "3", "auto") else re.compile("")
     keys = [key for key in given if not idle.fullmatch(key) and (offloads or not OF_OFFLOAD.fullmatch(key))]
@@ -423,7 +423,7 @@ def replicas_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> 
 def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
     """Return the effects of a file's keys and of a command's options that predictions do not include."""
     options = (_option_of_torchtitan(words, place) for place, word in enumerate(words) if word.startswith("--"))
-    given = {**dict(_flat(content)), **{name: value for name, value in options if "." in name}}
+    given = {**dict(flat(content)), **{name: value for name, value in options if "." in name}}
     found = [(key, key, value) for key, value in given.items()]
     if kind := FORMATS.search(name := str(option(words, "config"))):
         found.append((f"config.{kind[0]}", f"--config {name}", True))
@@ -442,14 +442,6 @@ def _option_of_torchtitan(words: Sequence[str], place: int) -> tuple[str, Any]:
     if key.startswith(("no-", "no_")) and TORCHTITAN.unclassed([name]):
         return f"{section}.{key[3:]}", False
     return name, value if equals else ",".join(values) or True
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _titan_names(content: Mapping[str, Any], words: Sequence[str]) -> list[str]:

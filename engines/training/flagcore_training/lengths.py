@@ -7,6 +7,7 @@ one with the same number of tokens, padding included, and the same number of pai
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
@@ -25,6 +26,23 @@ PER_SEQUENCE = 16
 """The minimum number of sequences that are packed."""
 
 
+def best_fit(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Return the lengths in each pack of at most `most` tokens, each put where it leaves the least space.
+
+    `lengths`: at most `most` each, the longest first.
+    """
+    space: list[tuple[int, int]] = []  # tokens left and number of each sequence
+    found: list[list[int]] = []
+    for length in lengths:
+        place = bisect_left(space, (length, -1))
+        left, number = space.pop(place) if place < len(space) else (most, len(found))
+        if number == len(found):
+            found.append([])
+        found[number].append(length)
+        insort(space, (left - length, number))
+    return found
+
+
 @lru_cache(maxsize=64)
 def packs(lengths: Lengths, sequence: int) -> tuple[tuple[int, ...], ...]:
     """Return the lengths of the samples in each packed sequence, by best fit of the longest first.
@@ -33,17 +51,9 @@ def packs(lengths: Lengths, sequence: int) -> tuple[tuple[int, ...], ...]:
     """
     values = lengths.cut(sequence)
     times = max(-(-PER_SEQUENCE * sequence // int(values.sum())), 1)
-    space: list[tuple[int, int]] = []  # tokens left and number of each sequence
-    found: list[list[int]] = []
-    for length in np.repeat(values, times)[::-1].tolist():
-        place = bisect_left(space, (length, -1))
-        left, number = space.pop(place) if place < len(space) else (sequence, len(found))
-        if number == len(found):
-            found.append([])
-        found[number].append(length)
-        insort(space, (left - length, number))
+    found = best_fit(np.repeat(values, times)[::-1].tolist(), sequence)
     if len(found) > 1:
-        del found[max(space)[1]]
+        found.remove(min(found, key=sum))
     return tuple(map(tuple, found))
 
 
