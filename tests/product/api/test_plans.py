@@ -45,7 +45,7 @@ def spec(chip: str = "H100-SXM", *, space: dict[str, Any] = SPACE) -> Any:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_varies_several_knobs(path: Path) -> None:
     axes = load_snapshot(path, None, ()).problem.space.axes
-    assert sum(len(axis.values) > 1 for axis in axes) >= 4
+    assert sum(len(axis.values) > 1 for axis in axes) >= 3
 
 
 def test_each_layout_is_listed_once_with_its_number_among_all_candidates() -> None:
