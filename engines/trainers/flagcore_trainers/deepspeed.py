@@ -26,6 +26,7 @@ from flagcore.errors import SpecError
 from flagcore.i18n import Message, _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import start
+from flagcore_trainers.fully_shard import AC
 from flagcore_trainers.fully_shard.traffic import INTERVAL, with_torch_attention
 from flagcore_trainers.importing import DEEPSPEED as DEEPSPEED_SETTINGS
 from flagcore_trainers.importing import (
@@ -35,8 +36,9 @@ from flagcore_trainers.importing import (
     own_configurations,
     spec_of_deepspeed,
 )
-from flagcore_trainers.meaning import layout_of, training, weights_of_rank, with_fused_kernels
+from flagcore_trainers.meaning import RECOMPUTE, layout_of, training, weights_of_rank, with_fused_kernels
 from flagcore_trainers.program import StateSection
+from flagcore_trainers.recipes import framework_of
 from flagcore_trainers.trainer import Trainer
 
 FLAGS = ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config", "--deepspeed")
@@ -73,14 +75,20 @@ class DeepSpeed(Trainer, Commands):
         for name in ("knobs", "trial_keys"):
             if isinstance(merged[name], Mapping):
                 merged[name] = {**PROGRAM[name], **merged[name]}
-        engine, own = super().with_program(merged), given.get("knobs")
+        own = given.get("knobs")
         own = own if isinstance(own, Mapping) else {}
-        only_listed = {*QUANTIZED, AUTOTP, ULYSSES} - {*own}  # they change the training, or need a script that has them
+        stated = [row.get("meaning", name) for name, row in own.items() if isinstance(row, Mapping) and name != AC]
+        if RECOMPUTE in (*stated, *(given.get("fixed") or ())):  # the script's own
+            merged["knobs"] = {name: row for name, row in merged["knobs"].items() if name != AC}
+        engine = super().with_program(merged)
+        only_listed = {*QUANTIZED, AUTOTP, ULYSSES, AC} - {*own}  # the script has to have them
         engine.knobs = tuple(_unless_listed(each) if each.name in only_listed else each for each in engine.knobs)
         return engine
 
     def starts(self, command: Sequence[str], directory: str) -> bool:
         """Return whether a command passes a configuration of DeepSpeed to a script that is not Megatron-LM's."""
+        if framework_of(command):  # read with its own arguments
+            return False
         named = [value for flag in FLAGS if isinstance(value := start.flag_value(command, flag), str)]
         program = parse(command, directory)
         return any(Path(each).suffix in start.SUFFIXES for each in named) and not (program and program.is_megatron)
@@ -102,7 +110,12 @@ class DeepSpeed(Trainer, Commands):
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         words, directory = spec.train.command or (), Path(spec.train.directory or ".")
         own = [f"train.command: {each}" for each in own_configurations(words, directory)]
-        return [*super().spec_warnings(spec), *own]
+        usual = f"train.program.knobs.{AC} "  # one value is the script's own, which no trial changes
+        return [*(each for each in super().spec_warnings(spec) if not each.startswith(usual)), *own]
+
+    def ready(self, spec: Spec) -> None:
+        super().command(spec)
+        super().ready(spec)
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         command, train = self.command(task.spec), task.spec.train
@@ -110,6 +123,9 @@ class DeepSpeed(Trainer, Commands):
         return [*found, *DEEPSPEED_SETTINGS.of_environment(task.spec)]
 
     def command(self, spec: Spec) -> start.Command:
+        """Return the user's command, or an empty one for a spec without a command, which is only predicted."""
+        if spec.train.command is None:
+            return start.Command(words=(), directory=".")
         command = super().command(spec)
         stage = start.value_at(command.content, STAGE_KEY)
         if stage not in (None, "auto", 0, 1, 2, 3):

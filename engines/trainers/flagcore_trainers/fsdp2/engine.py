@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from flagcore_training.adapters import noted_adapter
@@ -13,9 +14,9 @@ from flagcore_training.reading import FAILURES, program_progress, read_program
 from flagcore_training.start import installed, program_launch, shared_job
 
 from flagcore.contracts import Engine, Platform
-from flagcore.contracts.capabilities import Advice, JobRecords, RuleOfThumb, Steps
+from flagcore.contracts.capabilities import Advice, Commands, JobRecords, RuleOfThumb, Steps
 from flagcore.domain.knob import Knob, unknown_release
-from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.launch import FailurePattern, Launch, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
@@ -26,7 +27,9 @@ from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fsdp2 import space
 from flagcore_trainers.fsdp2.job import layers_of
 from flagcore_trainers.fully_shard import predict as prediction
+from flagcore_trainers.importing import Imported
 from flagcore_trainers.meaning import ByMemory, WholeModel
+from flagcore_trainers.recipes import framework_of, spec_of
 
 PROGRAM = "flagcore_trainers.fsdp2"
 PRECISIONS = ("bf16", "fp32")
@@ -49,8 +52,9 @@ FIELDS = {
 """The field of `job.Candidate` of each knob."""
 
 
-class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel):
-    """Training with FSDP2 in flagcore's own trial program."""
+class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, WholeModel):
+    """Training with FSDP2 in flagcore's own trial program. It reads commands of fine-tuning frameworks, also for other
+    engines that they run on."""
 
     name = "fsdp2"
     kind = "train"
@@ -74,7 +78,8 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return what an expert would consider: weights shared by all replicas, sizes of TP and of micro-batches."""
         neutral: dict[str, str | tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in self.knobs}
-        return {**neutral, fs.SHARD: AUTO, fs.TP: AUTO, fs.MBS: AUTO, fs.AC: ("none", "full")}
+        tensor = (1,) if task.spec.train.adapter else AUTO  # the trial program divides no adapters
+        return {**neutral, fs.SHARD: AUTO, fs.TP: tensor, fs.MBS: AUTO, fs.AC: ("none", "full")}
 
     def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
         """Return the row with the smallest TP that fits, then without checkpoints, then the largest micro-batch."""
@@ -115,7 +120,7 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
             completed[fs.EP] = math.gcd(count, shard * others[2])
             work = replace(work, assumed={fs.DISPATCHER: "flex"})
         task = replace(task, spec=replace(task.spec, work=work))
-        return task, {**completed, **values}, frozenset({space.PIPELINE_LAYERS, space.ADAPTERS_ALONE})
+        return task, {**completed, **values}, frozenset({space.PIPELINE_LAYERS})
 
     def job_warnings(
         self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
@@ -128,6 +133,14 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
         if layers % stages:
             lines.append(f"{layers} layers do not divide over {stages} stages: predicted as if they did")
         return lines
+
+    # Commands
+
+    def starts(self, command: Sequence[str], directory: str) -> bool:
+        return framework_of(command) is not None
+
+    def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
+        return spec_of(start, directory, model)
 
     # Trials
 
@@ -143,6 +156,12 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
             problem = "is only predicted for quantized weights, experts and other mixers than attention"
             fix = "use `flag estimate`, or engine: command for your own program"
             raise SpecError(key="train.adapter", value=train.adapter.kind, problem=problem, fix=fix)
+        for name, legal in ((fs.TP, (1,)), (fs.PP, (1,)), (fs.AC, ("none", "full"))) if train.adapter else ():
+            listed = spec.space.get(name, ())
+            given = [*((listed,) if isinstance(listed, str) else listed), (spec.baseline or {}).get(name, legal[0])]
+            if other := [each for each in given if each not in legal]:
+                fix = f"use {' or '.join(map(str, legal))}, or `flag estimate`"
+                raise SpecError(key=name, value=other[0], problem="is only predicted with adapters", fix=fix)
         if spec.cluster.groups or (spec.cluster.nodes != 1 and not spec.on_each_host):
             problem = "is more than one machine of one chip, which trials need"
             fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm"

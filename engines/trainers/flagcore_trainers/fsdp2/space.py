@@ -37,8 +37,6 @@ from flagcore_trainers.fully_shard import (
 KNOBS = read_knobs(__package__, scope=["space"], flag="")
 PIPELINE_LAYERS = "pipeline_layers"
 """The rule that all stages have as many layers."""
-ADAPTERS_ALONE = "adapters_alone"
-"""The rule that the trial program divides no adapters."""
 
 
 TRIAL_MIXERS = ("Gated DeltaNet", "Mamba-2")
@@ -131,19 +129,8 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: ((c[REDUCE] == 2) | (c[STATES] == 2)) & (precision == "fp32"),
         ),
         *_pipeline_rules(task),
-        *([_adapter_rule()] if train.adapter else ()),
         *(_expert_rules(task) if model.num_moe_experts else ()),
         *(() if is_plain(model) else (_layer_rule(task),)),
-    )
-
-
-def _adapter_rule() -> Rule:
-    """Return the rule of adapters, which the trial program does not divide."""
-    return Rule(
-        name=ADAPTERS_ALONE,
-        knobs=(TP, PP, AC),
-        message=Message("adapters need {TP} = {PP} = 1, and {AC} none or full", **NAMES),
-        broken=lambda c: (c[TP] > 1) | (c[PP] > 1) | (c[AC] == SELECTIVE),
     )
 
 
