@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from flagcore_models.public import model_of
-from flagcore_training.adapters import adapter_section
+from flagcore_training.adapters import NAMES, TARGETS, adapter_section
 from flagcore_training.commands import cluster_of, flat, parse, parse_flags
 
 from flagcore.domain.launch import Start
@@ -37,6 +37,8 @@ SCHEDULES = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "dualpipe
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 STAGE, DEVICE = "zero_optimization.stage", "zero_optimization.offload_optimizer.device"
 BUCKET, OVERLAP = "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm"
+_ALL = re.compile(r"all(-linear)?|\*(_proj)?")
+"""Names of all linear layers of a decoder."""
 _WORD = re.compile(r"([a-z_][\w.]*)=(.*)")
 Part = tuple[dict[str, Any], dict[str, Any]]
 """A part of `train`, with the engine, and the values of its knobs."""
@@ -170,7 +172,8 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
         notes.note("command", text, "train.engine")
     if others := read.unread():
         notes.note(", ".join(others), "not in the predictions", "train")
-    tuner: dict[str, Any] = {"baseline": {**baseline, "micro_batch_size": micro}}
+    of_stage = read.number("pipeline_micro_batch") if read.size(fs.PP) > 1 else None
+    tuner: dict[str, Any] = {"baseline": {**baseline, "micro_batch_size": of_stage or micro}}
     if own["engine"] == "deepspeed":  # what no trial changes
         tuner["space"] = {name: [baseline[name]] for name in (fs.AC, fs.TP, fs.CP) if name in baseline}
     return {"model": section, "cluster": cluster, "train": {**own, **train}, "auto_tuner": tuner}, notes.notes
@@ -205,11 +208,19 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
     if kind not in ("lora", "qlora", "dora"):
         notes.report(read.keys["adapter"][0], "is not predicted", value=kind, fix="use full, LoRA, DoRA or QLoRA")
     base = "int8" if read.is_on("int8") else "nf4" if read.is_on("nf4") or kind == "qlora" else None
-    if not base and (found := re.search(r"(?i)\b(gptq|awq|bnb-4bit|int4)\b", str(read.value("model")))):
-        base = "nf4"
-        notes.note("model", f"its weights in {found[0]} are predicted as nf4", "train.adapter.base")
+    if not base and (
+        found := re.search(r"(?i)\b(gptq|awq|bnb-4bit|int4|(nv|mx)fp4|(fp|int)8)\b", str(read.value("model")))
+    ):
+        base = "int8" if found[0].endswith("8") else "nf4"
+        notes.note("model", f"its weights in {found[0]} are predicted as {base}", "train.adapter.base")
     targets = None if read.is_on("all_linear") else read.value("targets")
-    return {"adapter": adapter_section("dora" if read.is_on("dora") else kind, read.number("rank"), targets, base)}
+    section = adapter_section("dora" if read.is_on("dora") else kind, read.number("rank"), targets, base)
+    names = re.split(r"[\s,]+", targets) if isinstance(targets, str) else targets or ()
+    last = {str(name): str(name).rsplit(".", 1)[-1].strip("*") for name in names}
+    if other := [name for name, each in last.items() if not _ALL.fullmatch(name) and each not in (*NAMES, *TARGETS)]:
+        text = "left out" if "targets" in section else "taken as all linear layers"
+        notes.note("adapter", f"{', '.join(other)[:80]}: unknown layers, {text}", "train.adapter")
+    return {"adapter": section}
 
 
 def _cluster(read: Reading, start: Start, notes: Notes) -> dict[str, Any]:
@@ -225,7 +236,8 @@ def _cluster(read: Reading, start: Start, notes: Notes) -> dict[str, Any]:
     if processes := read.number("processes"):
         per_node = per_node or max(processes // nodes, 1)
     tensor, stages, context, experts = map(read.size, SIZES)
-    fewest = math.lcm(tensor * stages * context * read.size("shard") * read.size("replicate"), stages * experts)
+    replicas = read.size("shard") * read.size("replicate") * (experts if "apart" in read.row else 1)
+    fewest = math.lcm(tensor * stages * context * replicas, stages * experts)
     is_alone = re.search(read.row.get("alone", "$^"), read.text)
     if not per_node:
         per_node = fewest == 1 if is_alone else visible.count(",") + bool(visible)
