@@ -14,8 +14,10 @@ import yaml
 from flagcore_models.public import model_of
 from flagcore_training.adapters import NAMES, TARGETS, adapter_section
 from flagcore_training.commands import cluster_of, flat, parse, parse_flags
+from flagcore_training.lengths import assumed_lengths
 
 from flagcore.domain.launch import Start
+from flagcore.domain.lengths import LONGEST, PACKED
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import model_from
@@ -26,9 +28,7 @@ from flagcore_trainers.start import CONFIG, SUFFIXES, read_config
 
 TABLES: Any = package_yaml(__package__, "recipes.yaml")
 COMMON, MEGATRON = TABLES.pop("common"), TABLES.pop("megatron")
-USUAL = 0.5
-"""The mean length of samples as a share of the longest, which configurations do not say."""
-LONGEST = 1024
+CUT = 1024
 """The longest sample, in tokens, where a configuration limits none."""
 OFF = (None, False, "", "none", "no", "false", 0)
 CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file")
@@ -39,6 +39,8 @@ STAGE, DEVICE = "zero_optimization.stage", "zero_optimization.offload_optimizer.
 BUCKET, OVERLAP = "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm"
 _ALL = re.compile(r"all(-linear)?|\*(_proj)?")
 """Names of all linear layers of a decoder."""
+_PROGRAM = re.compile(r"\.py$|^(train|sft|pt|llm|automodel|[a-z_]+(\.[a-z_]+)+\.\w+)$")
+"""The word before the first argument of a program."""
 _WORD = re.compile(r"([a-z_][\w.]*)=(.*)")
 Part = tuple[dict[str, Any], dict[str, Any]]
 """A part of `train`, with the engine, and the values of its knobs."""
@@ -128,12 +130,12 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _files(words: Sequence[str]) -> Iterator[str]:
-    """Yield the files of a command with settings: of its launcher first."""
+    """Yield the files of a command with settings: of its launcher first. That of a program is its first argument."""
     for before, word in zip(("", *words), words, strict=False):
         name, _equals, value = word.partition("=")
         if name in CONFIG_FLAGS and value:
             yield value
-        elif word.endswith(SUFFIXES) and "=" not in word and (before in CONFIG_FLAGS or not before.startswith("-")):
+        elif word.endswith(SUFFIXES) and (before in CONFIG_FLAGS or _PROGRAM.search(before)):
             yield word
 
 
@@ -145,6 +147,11 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
         if value not in OFF and re.search(pattern, str(value)):
             problem = "is no training by next tokens of all weights, LoRA, DoRA or QLoRA, which flagcore predicts"
             notes.report(key, problem, value=value, fix="describe it in a spec with engine: command")
+    for name in ("longest", "micro_batch_size", "accumulation", "global_batch_size", *SIZES):
+        given = {key: read.given.get(key) for key in read.keys.get(name, (name,))}
+        wrong = [each for each in given.items() if each[1] not in (*OFF, "auto")] if read.number(name) is None else []
+        for key, value in wrong:
+            notes.report(key, "is not a positive whole number", value=value, fix="correct it")
     section = model_of(model, [read.value("model")], directory, notes)
     cluster = _cluster(read, start, notes)
     devices, micro = cluster["nodes"] * cluster["devices_per_node"], read.size("micro_batch_size")
@@ -183,9 +190,9 @@ def _longest(read: Reading, notes: Notes) -> int:
     """Return the length of a packed sequence, or of the longest sample."""
     if length := read.number("longest"):
         return length
-    text = f"{LONGEST} is assumed, as nothing limits samples: write the longest of your data"
+    text = f"{CUT} is assumed, as nothing limits samples: write the longest of your data"
     notes.note("train.seq_length", text, "train.seq_length")
-    return LONGEST
+    return CUT
 
 
 def _lengths(read: Reading, longest: int, notes: Notes) -> dict[str, Any]:
@@ -193,11 +200,8 @@ def _lengths(read: Reading, longest: int, notes: Notes) -> dict[str, Any]:
     is_packed = read.is_on("packed")
     if read.is_on("full") and not is_packed:
         return {}
-    mean = max(longest * USUAL, 1)
-    text = f"{mean:g} is half of seq_length: write the mean of your data, or its histogram"
-    notes.note("train.lengths.mean", text, "train.lengths")
-    batching = "packed" if is_packed else "seq_length" if read.is_on("padded") else "longest"
-    return {"lengths": {"mean": mean, "batching": batching}}
+    batching = PACKED if is_packed else "seq_length" if read.is_on("padded") else LONGEST
+    return {"lengths": assumed_lengths(longest, batching, notes)}
 
 
 def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
@@ -215,7 +219,7 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
         notes.note("model", f"its weights in {found[0]} are predicted as {base}", "train.adapter.base")
     targets = None if read.is_on("all_linear") else read.value("targets")
     section = adapter_section("dora" if read.is_on("dora") else kind, read.number("rank"), targets, base)
-    names = re.split(r"[\s,]+", targets) if isinstance(targets, str) else targets or ()
+    names = targets if isinstance(targets, list) else re.split(r"[\s,]+", str(targets)) if targets else ()
     last = {str(name): str(name).rsplit(".", 1)[-1].strip("*") for name in names}
     if other := [name for name, each in last.items() if not _ALL.fullmatch(name) and each not in (*NAMES, *TARGETS)]:
         text = "left out" if "targets" in section else "taken as all linear layers"
@@ -253,8 +257,8 @@ def _on_fsdp(read: Reading, replicas: int) -> Part:
     groups = math.gcd(read.size("replicate"), replicas)
     baseline: dict[str, Any] = {fs.REPLICATE: groups, fs.SHARD: replicas // groups}
     baseline |= {name: size for name in SIZES if (size := read.size(name)) > 1}
-    words = {"selective": "selective"} if read.is_on("checkpointing") else {}
-    baseline[fs.AC] = words.get(read.value("checkpointing"), "full" if read.is_on("checkpointing") else "none")
+    checkpoints = "selective" if "selective" in read.values("checkpointing") else "full"
+    baseline[fs.AC] = checkpoints if read.is_on("checkpointing") else "none"
     baseline |= {name: True for name in (fs.OFFLOAD, fs.COMPILE) if read.is_on(name)}
     if fs.PP in baseline:
         baseline |= {fs.SCHEDULE: SCHEDULES.get(str(read.value(fs.SCHEDULE)).lower(), "1f1b"), fs.RESHARD: False}
@@ -286,19 +290,24 @@ def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
     """Return the part of a job on DeepSpeed. If its configuration is a file here, trials start the command."""
     given, file = read.value("deepspeed"), Path(read.directory, str(read.value("deepspeed")))
     content = {key[10:]: value for key, value in read.given.items() if key.startswith("deepspeed.")}
-    if type(given) is int:
+    if isinstance(given, dict):
+        content = dict(flat(given))
+    elif type(given) is int:
         content = {STAGE: given, DEVICE: read.given.get("deepspeed_config.offload_optimizer_device")}
     elif isinstance(given, str) and file.is_file():
         content = dict(flat(read_config(given, str(read.directory), key="deepspeed")))
-    elif stage := re.search(r"z(?:ero)?_?([0-3])", str(given)):
-        content = {STAGE: int(stage[1]), DEVICE: "cpu" if "offload" in str(given) else None}
-        notes.note("deepspeed", f"{given} is no file here: its name says ZeRO {stage[1]}", "auto_tuner.baseline")
+    elif named := re.search(r"z(?:ero)?_?([0-3])", str(given)):
+        content = {STAGE: int(named[1]), DEVICE: "cpu" if "offload" in str(given) else None}
+        notes.note("deepspeed", f"{given} is no file here: its name says ZeRO {named[1]}", "auto_tuner.baseline")
     elif given not in OFF:
         fix = "start from the folder to which its path belongs"
         raise SpecError(key="deepspeed", value=given, problem="is not here", fix=fix)
     elif not content:
         notes.note("ddp", "without DeepSpeed and FSDP, replicas are predicted as ZeRO 0", "train.engine")
-    baseline: dict[str, Any] = {"zero_stage": content[STAGE] if content.get(STAGE) in (1, 2, 3) else 0}
+    stage = str(content.get(STAGE) or 0)
+    if stage not in ("0", "1", "2", "3"):
+        raise SpecError(key=STAGE, value=stage, problem="is not a stage of ZeRO from 0 to 3", fix="correct it")
+    baseline: dict[str, Any] = {"zero_stage": int(stage)}
     baseline["offload_optimizer"] = "cpu" if content.get(DEVICE) == "cpu" else "none"
     baseline[fs.AC] = "full" if read.is_on("checkpointing") else "none"
     baseline |= {name: size for name in (fs.TP, fs.CP) if (size := read.size(name)) > 1}
