@@ -78,8 +78,7 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return what an expert would consider: weights shared by all replicas, sizes of TP and of micro-batches."""
         neutral: dict[str, str | tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in self.knobs}
-        tensor = (1,) if task.spec.train.adapter else AUTO  # the trial program divides no adapters
-        return {**neutral, fs.SHARD: AUTO, fs.TP: tensor, fs.MBS: AUTO, fs.AC: ("none", "full")}
+        return {**neutral, fs.SHARD: AUTO, fs.TP: AUTO, fs.MBS: AUTO, fs.AC: ("none", "full")}
 
     def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
         """Return the row with the smallest TP that fits, then without checkpoints, then the largest micro-batch."""
@@ -120,7 +119,7 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
             completed[fs.EP] = math.gcd(count, shard * others[2])
             work = replace(work, assumed={fs.DISPATCHER: "flex"})
         task = replace(task, spec=replace(task.spec, work=work))
-        return task, {**completed, **values}, frozenset({space.PIPELINE_LAYERS})
+        return task, {**completed, **values}, frozenset({space.PIPELINE_LAYERS, space.ADAPTERS_ALONE})
 
     def job_warnings(
         self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
@@ -156,12 +155,10 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
             problem = "is only predicted for quantized weights, experts and other mixers than attention"
             fix = "use `flag estimate`, or engine: command for your own program"
             raise SpecError(key="train.adapter", value=train.adapter.kind, problem=problem, fix=fix)
-        for name, legal in ((fs.TP, (1,)), (fs.PP, (1,)), (fs.AC, ("none", "full"))) if train.adapter else ():
-            listed = spec.space.get(name, ())
-            given = [*((listed,) if isinstance(listed, str) else listed), (spec.baseline or {}).get(name, legal[0])]
-            if other := [each for each in given if each not in legal]:
-                fix = f"use {' or '.join(map(str, legal))}, or `flag estimate`"
-                raise SpecError(key=name, value=other[0], problem="is only predicted with adapters", fix=fix)
+        if planned := space.only_planned(spec):
+            fix = f"use {' or '.join(map(str, space.OF_ADAPTERS[planned[0]]))}, or `flag estimate`"
+            problem = "is only predicted with adapters"
+            raise SpecError(key=f"auto_tuner.{planned[0]}", value=planned[1], problem=problem, fix=fix)
         if spec.cluster.groups or (spec.cluster.nodes != 1 and not spec.on_each_host):
             problem = "is more than one machine of one chip, which trials need"
             fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm"
