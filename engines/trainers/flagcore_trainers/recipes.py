@@ -213,7 +213,7 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
         notes.report(read.keys["adapter"][0], "is not predicted", value=kind, fix="use full, LoRA, DoRA or QLoRA")
     base = "int8" if read.is_on("int8") else "nf4" if read.is_on("nf4") or kind == "qlora" else None
     if not base and (
-        found := re.search(r"(?i)\b(gptq|awq|bnb-4bit|int4|(nv|mx)fp4|(fp|int)8)\b", str(read.value("model")))
+        found := re.search(r"(?i)\b(gptq|awq|nf4|bnb-4bit|int4|(nv|mx)fp4|(fp|int)8)\b", str(read.value("model")))
     ):
         base = "int8" if found[0].endswith("8") else "nf4"
         notes.note("model", f"its weights in {found[0]} are predicted as {base}", "train.adapter.base")
@@ -224,6 +224,9 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
     if other := [name for name, each in last.items() if not _ALL.fullmatch(name) and each not in (*NAMES, *TARGETS)]:
         text = "left out" if "targets" in section else "taken as all linear layers"
         notes.note("adapter", f"{', '.join(other)[:80]}: unknown layers, {text}", "train.adapter")
+    if apart := [name for name in last if "expert" in name and name not in other]:
+        text = "taken as layers of this name in all networks and experts"
+        notes.note("adapter", f"{', '.join(apart)[:80]}: {text}", "train.adapter")
     return {"adapter": section}
 
 
