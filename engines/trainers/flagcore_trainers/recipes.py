@@ -246,6 +246,9 @@ def _cluster(read: Reading, start: Start, notes: Notes) -> dict[str, Any]:
     replicas = read.size("shard") * read.size("replicate") * (experts if "apart" in read.row else 1)
     fewest = math.lcm(tensor * stages * context * replicas, stages * experts)
     is_alone = re.search(read.row.get("alone", "$^"), read.text)
+    if is_alone and not per_node and "," in visible:
+        text = "one process has all visible devices: layers that run on one after another are predicted as on one"
+        notes.note("cluster", text, "cluster")
     if not per_node:
         per_node = fewest == 1 if is_alone else visible.count(",") + bool(visible)
     if not per_node:
@@ -318,9 +321,10 @@ def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
     if (bucket := content.get(BUCKET)) == "auto":  # transformers 4.57 `integrations/deepspeed.py`
         bucket = hidden_size**2
     baseline |= {"reduce_bucket_size": int(bucket)} if isinstance(bucket, (int, float)) else {}
-    for key in ("offload_param.device", "zero_quantized_weights", "zero_hpz_partition_size"):
-        if (value := content.get(f"zero_optimization.{key}")) not in (*OFF, 1):
-            notes.note(f"deepspeed.zero_optimization.{key}", f"not in the predictions ({value})", "train")
+    plus = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+    baseline |= {name: value for name in plus if type(value := content.get(f"zero_optimization.{name}")) in (int, bool)}
+    if (device := content.get("zero_optimization.offload_param.device")) not in OFF:
+        notes.note("deepspeed.zero_optimization.offload_param.device", f"not in the predictions ({device})", "train")
     own = {"engine": "deepspeed"}
     return (own | _command(read, given) if "set" in read.row and file.is_file() else own), baseline
 
