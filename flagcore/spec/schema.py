@@ -21,7 +21,7 @@ from flagcore.i18n import N_, _
 from flagcore.spec.clusters import ClusterSection, cluster_of
 from flagcore.spec.knobs import baseline_section, candidate_of, settings_of, settings_section, space_of, space_section
 from flagcore.spec.models import ModelInput
-from flagcore.spec.plain_data import spec_error
+from flagcore.spec.plain_data import load_json, spec_error
 from flagcore.spec.validate import (
     Context,
     Devices,
@@ -62,7 +62,7 @@ class LengthsSection(Section):
     histogram: Annotated[dict[Length, Count], Field(min_length=1)] | None = None
     """Counts or shares of samples by their length."""
     file: Folder | None = None
-    """Text file with the length of a sample on each line, relative to the spec."""
+    """File with a length on each line, or JSON Lines with the key length, relative to the spec."""
     batching: Literal["packed", "longest", "seq_length"] = "packed"
     """Packed: global_batch_size counts sequences of seq_length that hold several samples; otherwise it counts samples,
     padded to the longest one of a micro-batch, or to seq_length."""
@@ -73,8 +73,9 @@ class LengthsSection(Section):
 def _counted(path: Path, section: LengthsSection) -> Mapping[int, float]:
     """Return how often each length is in a file. Raises SpecError."""
     try:
-        counts = Counter(int(word) for word in read_regular(path).split())
-    except (OSError, ValueError) as error:
+        rows = map(load_json, filter(str.strip, read_regular(path).decode().splitlines()))
+        counts = Counter(int(row["length"] if isinstance(row, dict) else row) for row in rows)
+    except (OSError, ValueError, LookupError, TypeError) as error:
         problem = _("cannot be read ({why})", why=getattr(error, "strerror", None) or error)
         raise spec_error("file", problem, value=section.file, fix=_("give one length on each line")) from None
     if not counts or min(counts) < 1:
@@ -99,8 +100,7 @@ def lengths_of(section: LengthsSection, context: Context) -> Lengths:
     else:
         counts = section.histogram or _counted(context.base / str(section.file), section)
         lengths, numbers = zip(*sorted(counts.items()), strict=True)
-        shares = np.cumsum(numbers) / np.sum(numbers)
-        found = np.array(lengths)[np.minimum(np.searchsorted(shares, places), len(lengths) - 1)]
+        found = np.array(lengths)[np.searchsorted(np.cumsum(numbers) / np.sum(numbers), places)]
     values = tuple(np.maximum(np.rint(found), 1).astype(np.int64).tolist())
     return Lengths(values=values, batching=section.batching, balanced=section.balanced)
 

@@ -226,12 +226,14 @@ def test_all_rules_that_an_inline_shape_breaks_are_reported_once(error_of: Error
         ({"histogram": {"100": 3.0, "300": 1.0}}, [(100, 192), (300, 64)]),
         ({"mean": 500, "spread": 0}, [(500, 256)]),
         ({"file": "lengths.txt", "batching": "longest"}, [(7, 128), (9, 128)]),
+        ({"file": "lengths.jsonl"}, [(7, 128), (9, 128)]),
     ],
 )
 def test_lengths_of_samples_become_quantiles(
     read: Read, tmp_path: Path, section: dict[str, object], values: list[tuple[int, int]]
 ) -> None:
     (tmp_path / "lengths.txt").write_text("9\n7\n")
+    (tmp_path / "lengths.jsonl").write_text('{"text": "a", "length": 9}\n{"length": 7}\n')
     lengths = read(train=TRAIN.replace("}", f", lengths: {json.dumps(section)}}}", 1)).train.lengths
     assert lengths is not None
     assert [(each, lengths.values.count(each)) for each in sorted(set(lengths.values))] == values
@@ -244,6 +246,7 @@ def test_lengths_of_samples_become_quantiles(
         ({"mean": 10, "file": "lengths.txt"}, "train.lengths.file"),
         ({"file": "missing.txt"}, "train.lengths.file"),
         ({"file": "lengths.txt"}, "train.lengths.file"),
+        ({"file": "lengths.jsonl"}, "train.lengths.file"),
         ({"histogram": {"0": 1}}, "train.lengths.histogram"),
     ],
 )
@@ -251,5 +254,6 @@ def test_lengths_without_one_readable_source_are_refused(
     read_error: ReadError, tmp_path: Path, section: dict[str, object], key: str
 ) -> None:
     (tmp_path / "lengths.txt").write_text("7\nseven\n")
+    (tmp_path / "lengths.jsonl").write_text('{"tokens": 7}\n')
     error = read_error(train=TRAIN.replace("}", f", lengths: {json.dumps(section)}}}", 1))
     assert error.key.startswith(key)

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flagcore_training.adapters import noted_adapter
 from flagcore_training.commands import parse
 from flagcore_training.time.step import replica_wait
 
 from flagcore.contracts import Costs, Engine
-from flagcore.contracts.capabilities import Commands
+from flagcore.contracts.capabilities import Commands, JobRecords
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
@@ -26,6 +27,7 @@ from flagcore.errors import SpecError
 from flagcore.i18n import Message, _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import start
+from flagcore_trainers.fully_shard import AC
 from flagcore_trainers.fully_shard.traffic import INTERVAL, with_torch_attention
 from flagcore_trainers.importing import DEEPSPEED as DEEPSPEED_SETTINGS
 from flagcore_trainers.importing import (
@@ -35,8 +37,9 @@ from flagcore_trainers.importing import (
     own_configurations,
     spec_of_deepspeed,
 )
-from flagcore_trainers.meaning import layout_of, training, weights_of_rank, with_fused_kernels
+from flagcore_trainers.meaning import RECOMPUTE, layout_of, training, weights_of_rank, with_fused_kernels
 from flagcore_trainers.program import StateSection
+from flagcore_trainers.recipes import framework_of
 from flagcore_trainers.trainer import Trainer
 
 FLAGS = ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config", "--deepspeed")
@@ -57,7 +60,7 @@ NAMES = {"AUTOTP": AUTOTP, "HPZ": HPZ, "OFFLOAD": OFFLOAD, "ULYSSES": ULYSSES, "
 """The names of knobs in messages of rules, by their fields."""
 
 
-class DeepSpeed(Trainer, Commands):
+class DeepSpeed(Trainer, Commands, JobRecords):
     """Training with a script that calls `deepspeed.initialize`."""
 
     keeps_scripts = True
@@ -73,14 +76,20 @@ class DeepSpeed(Trainer, Commands):
         for name in ("knobs", "trial_keys"):
             if isinstance(merged[name], Mapping):
                 merged[name] = {**PROGRAM[name], **merged[name]}
-        engine, own = super().with_program(merged), given.get("knobs")
+        own = given.get("knobs")
         own = own if isinstance(own, Mapping) else {}
-        only_listed = {*QUANTIZED, AUTOTP, ULYSSES} - {*own}  # they change the training, or need a script that has them
+        stated = [row.get("meaning", name) for name, row in own.items() if isinstance(row, Mapping) and name != AC]
+        if RECOMPUTE in (*stated, *(given.get("fixed") or ())):  # the script's own
+            merged["knobs"] = {name: row for name, row in merged["knobs"].items() if name != AC}
+        engine = super().with_program(merged)
+        only_listed = {*QUANTIZED, AUTOTP, ULYSSES, AC} - {*own}  # the script has to have them
         engine.knobs = tuple(_unless_listed(each) if each.name in only_listed else each for each in engine.knobs)
         return engine
 
     def starts(self, command: Sequence[str], directory: str) -> bool:
         """Return whether a command passes a configuration of DeepSpeed to a script that is not Megatron-LM's."""
+        if framework_of(command):  # read with its own arguments
+            return False
         named = [value for flag in FLAGS if isinstance(value := start.flag_value(command, flag), str)]
         program = parse(command, directory)
         return any(Path(each).suffix in start.SUFFIXES for each in named) and not (program and program.is_megatron)
@@ -102,7 +111,12 @@ class DeepSpeed(Trainer, Commands):
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         words, directory = spec.train.command or (), Path(spec.train.directory or ".")
         own = [f"train.command: {each}" for each in own_configurations(words, directory)]
-        return [*super().spec_warnings(spec), *own]
+        usual = f"train.program.knobs.{AC} "  # one value is the script's own, which no trial changes
+        return [*(each for each in super().spec_warnings(spec) if not each.startswith(usual)), *own]
+
+    def ready(self, spec: Spec) -> None:
+        super().command(spec)
+        super().ready(spec)
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         command, train = self.command(task.spec), task.spec.train
@@ -110,6 +124,9 @@ class DeepSpeed(Trainer, Commands):
         return [*found, *DEEPSPEED_SETTINGS.of_environment(task.spec)]
 
     def command(self, spec: Spec) -> start.Command:
+        """Return the user's command, or an empty one for a spec without a command, which is only predicted."""
+        if spec.train.command is None:
+            return start.Command(words=(), directory=".")
         command = super().command(spec)
         stage = start.value_at(command.content, STAGE_KEY)
         if stage not in (None, "auto", 0, 1, 2, 3):
@@ -139,17 +156,18 @@ class DeepSpeed(Trainer, Commands):
         the last half of it. They are prefetched into a buffer, from which they are copied one by one. With hpZ, a rank
         also has a share of a second copy, but for small weights, which stay whole. ZeRO 3 allocates the buffer of
         gradients once. Others do in the backward of the first micro-batch, ZeRO 1 until the step; two if exchanges
-        overlap. Between steps, they have no gradients. ZeRO also has main weights of fp32 weights. Source: DeepSpeed
-        0.19 `partitioned_param_coordinator.py`, `partition_parameters.py`, `stage3.py` and `stage_1_and_2.py` of
-        `runtime/zero`.
+        overlap. Between steps, they have no gradients. ZeRO also has main weights of trained fp32 weights. A bucket has
+        its size with adapters, too. Source: DeepSpeed 0.19 `partitioned_param_coordinator.py`,
+        `partition_parameters.py`, `stage3.py` and `stage_1_and_2.py` of `runtime/zero`.
         """
         u = 4.0 if task.spec.train.precision == "fp32" else 2.0
         layout, zero = layout_of(numbers), numbers[ZERO]
         small = small_weights(task.spec.model)
-        weights = weights_of_rank(training(task, 3, 0, self.described.state_bytes), layout) - small
+        train = training(task, 3, 0, self.described.state_bytes)
+        weights = weights_of_rank(train, layout) - small
         live = np.minimum(weights, REUSED / 2.0 + PREFETCHED) + small
         groups = np.maximum(columns.get(HPZ, 1), 1)
-        count, ranks = weights + small, layout.data * layout.context
+        count, ranks = weights_of_rank(train, layout, only_trained=True), layout.data * layout.context
         gathered = np.where((zero == 3) & (ranks > 1), u * (live + weights / groups * (groups > 1)), 0.0)
         prefetched = np.where((zero == 3) & (ranks > 1), u * np.minimum(weights, PREFETCHED), 0.0)
         bucket = columns.get(BUCKET, 0) * u * (1.0 + (columns.get(OVERLAP, 0) != 0) * (zero < 3)) * (zero > 0)
@@ -176,17 +194,18 @@ class DeepSpeed(Trainer, Commands):
         each module on the host, for which small micro-batches wait.
         """
         layout, zero = layout_of(numbers), numbers[ZERO]
-        weights = weights_of_rank(training(task, 0, 0, self.described.state_bytes), layout)
+        whole = training(task, 0, 0, self.described.state_bytes)
+        weights, trained = (weights_of_rank(whole, layout, only_trained=each) for each in (False, True))
         u = 4.0 if task.spec.train.precision == "fp32" else 2.0
         ring = ((layout.data * layout.context).astype(np.int64), layout.tensor.astype(np.int64))
-        reduce = costs.collectives.seconds("all_reduce", u * weights, *ring)
-        gather = costs.collectives.seconds("all_gather", u * weights, *ring)
+        reduce = costs.collectives.seconds("all_reduce", u * trained, *ring)
+        gather, update = (costs.collectives.seconds("all_gather", u * each, *ring) for each in (weights, trained))
         beside = (zero > 0) & (columns.get(OVERLAP, np.zeros_like(zero)) != 0) & (not costs.synchronous)
         backward = found.time_s["compute_s"] / layout.microbatches * 2.0 / 3.0
         hidden = np.where(beside, np.minimum(reduce, backward), 0.0)
         alone = reduce - hidden + costs.collectives.compute_share(*ring) * hidden
-        seconds = np.where(zero == 2, layout.microbatches, 1.0) * alone + gather * (zero > 0)
-        scatter = costs.collectives.seconds("reduce_scatter", u * weights, *ring)
+        seconds = np.where(zero == 2, layout.microbatches, 1.0) * alone + update * (zero > 0)
+        scatter = costs.collectives.seconds("reduce_scatter", u * trained, *ring)
         inline = np.where(columns.get(OVERLAP, np.ones_like(zero)) == 0, layout.microbatches * scatter, 0.0)
         given = (with_fused_kernels(training(task, stage, 0, self.described.state_bytes)) for stage in (0, 3))
         own = with_torch_attention(task, costs)
@@ -199,6 +218,13 @@ class DeepSpeed(Trainer, Commands):
         work = 0.0 if costs.synchronous else found.step_time_s / layout.microbatches  # the host runs ahead of a device
         hooks = layout.microbatches * np.maximum(host - work, 0.0) * (layout.data > 1)
         return np.where(zero == 3, sharded + hooks + waits[1], seconds + waits[0])
+
+    def published(
+        self, task: Task, values: Mapping[str, KnobValue], notes: str
+    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+        work = task.spec.train
+        work = replace(work, adapter=work.adapter or noted_adapter(f"{task.spec.model.name}; {notes}"))
+        return replace(task, spec=replace(task.spec, work=work)), dict(values), frozenset()
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         def broken(columns: Columns) -> BoolArray:

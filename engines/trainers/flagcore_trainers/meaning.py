@@ -20,6 +20,7 @@ from flagcore_training.memory.training import (
     split_parameters,
     states_of,
     step_bytes,
+    trained_parts,
 )
 from flagcore_training.stages import parts_of_model, stage, stage_parameters
 from flagcore_training.time.step import step_time
@@ -230,11 +231,10 @@ def layout_of(given: Mapping[str, IntArray]) -> Layout:
     )
 
 
-def weights_of_rank(train: Training, layout: Layout) -> FloatArray:
-    """Return the number of weights of the first stage on a tensor-parallel rank."""
-    dense, experts = split_parameters(
-        stage_parameters(train, layout, stage(train.model, layout, np.zeros_like(layout.data)))
-    )
+def weights_of_rank(train: Training, layout: Layout, *, only_trained: bool = False) -> FloatArray:
+    """Return the number of weights of the first stage on a tensor-parallel rank: all, or those that are trained."""
+    parts = stage_parameters(train, layout, stage(train.model, layout, np.zeros_like(layout.data)))
+    dense, experts = split_parameters(trained_parts(train, parts) if only_trained else parts)
     return dense + experts
 
 
@@ -268,7 +268,7 @@ def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mappin
     between = buffers.pop("between", np.zeros_like(alone.data))
     states = used.memory.static[is_alone]
     above = plain.moments(train, alone).plus(**buffers).highest()
-    update = step_bytes(train, alone, *split_parameters(parameters)) + np.maximum(between, 0.0)
+    update = step_bytes(train, alone, *split_parameters(trained_parts(train, parameters))) + np.maximum(between, 0.0)
     peak = states + np.maximum(above, update)
     stages = used.memory.worst_stage[is_alone]
     memory = Memory(static=states + between, activation=above - between, peak=peak, worst_stage=stages)

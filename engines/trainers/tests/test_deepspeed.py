@@ -19,11 +19,14 @@ from flagcore_trainers.deepspeed import (
     ULYSSES,
     ZERO,
 )
+from flagcore_trainers.fully_shard import AC
+from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.trainer import Trainer
 
 from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate
+from flagcore.domain.spec import Adapter
 from flagcore.errors import SpecError
 from tests.checks import refuses
 from tests.product.tasks import DENSE, SHAPE, costs, task
@@ -272,3 +275,33 @@ def test_a_spec_adds_knobs_of_the_script() -> None:
         api.estimate({**spec, "auto_tuner": {"space": {**space, "ac": "half"}}})
     with refuses("train.program.knobs"):
         DEEPSPEED.with_program({"knobs": 3})
+
+
+def test_frozen_weights_have_no_gradients_to_hold_or_exchange() -> None:
+    columns = {name: np.full(4, code) for name, code in ((MICRO, 1), (OFFLOAD, 1), (OVERLAP, 0), (BUCKET, 1000))}
+    columns |= {ZERO: np.arange(4)}
+    jobs = [task(engine="deepspeed", command=("x",), adapter=each) for each in (None, Adapter(rank=8))]
+    full, lora = (DEEPSPEED.predict(job, columns, costs(job)) for job in jobs)
+    training_job = training(jobs[1], 0, 0, DEEPSPEED.described.state_bytes)
+    layout = layout_of(DEEPSPEED.numbers(jobs[1], columns))
+    whole, own = (weights_of_rank(training_job, layout, only_trained=each)[0] for each in (False, True))
+    assert own < 0.2 * whole
+    assert (lora.static_bytes[:3] - 2.0 * whole > 0.0).all()
+    assert (lora.static_bytes < 0.8 * full.static_bytes).all()
+    shares = lora.time_s["dp_comm_exposed_s"] / full.time_s["dp_comm_exposed_s"]
+    assert (shares[:3] < 0.8).all()
+    assert 0.3 < shares[3] <= 1.0  # weights are gathered
+
+
+def test_layers_are_recomputed_where_the_space_says_so() -> None:
+    job = task(engine="deepspeed")
+    assert DEEPSPEED.usual_space(job)[AC] == ("none",)
+    columns = {name: np.array([1, 1]) for name in (ZERO, MICRO)} | {AC: np.array([1, 2])}
+    found = DEEPSPEED.predict(job, columns, costs(job))
+    assert found.activation_bytes[1] < found.activation_bytes[0]
+    assert found.step_time_s[1] > found.step_time_s[0]
+    own = DEEPSPEED.with_program({"fixed": {"recompute": 2}})
+    assert AC not in {knob.name for knob in own.knobs}
+    published, values, _noted = DEEPSPEED.published(job, {ZERO: 3, AC: "full"}, "LoRA r 8")
+    assert published.spec.train.adapter == Adapter(rank=8)
+    assert values == {ZERO: 3, AC: "full"}

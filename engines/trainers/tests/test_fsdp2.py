@@ -102,6 +102,17 @@ def test_what_trials_cannot_run_is_reported_by_key() -> None:
         FSDP2.rules(task(engine="fsdp2", command=("train",)))
 
 
+def test_adapters_are_divided_in_plans_only() -> None:
+    job = task(engine="fsdp2", adapter=Adapter())
+    (rule,) = (each for each in FSDP2.rules(job) if each.name == "adapters_alone")
+    assert rule.broken(columns(**{TP: 2}))[0]
+    for given in ({"baseline": {TP: 2}}, {"space": {TP: (1, 2)}}):
+        planned = replace(job, spec=replace(job.spec, **given))
+        assert "adapters_alone" not in {each.name for each in FSDP2.rules(planned)}
+        with refuses(f"auto_tuner.{TP}"):
+            FSDP2.ready(planned.spec)
+
+
 def test_experts_of_job_records_are_on_the_ranks_that_share_weights() -> None:
     job = task(MIXED, engine="fsdp2", devices=16)
     records = [{}, {CP: 2}, {SHARD: 2}, {EP: 1}]

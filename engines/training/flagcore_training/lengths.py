@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
 from flagcore.domain.lengths import LONGEST, PACKED, Lengths
 from flagcore.domain.space import FloatArray
+from flagcore.spec.plain_data import Notes
 from flagcore_training.layout import Layout, Training
 
 SIZES = 2.0 ** np.arange(11)
@@ -41,6 +43,18 @@ def best_fit(lengths: Sequence[int], most: int) -> list[list[int]]:
         found[number].append(length)
         insort(space, (left - length, number))
     return found
+
+
+USUAL = 0.5
+"""The mean length of samples as a share of the longest, which configurations of other tools do not say."""
+
+
+def assumed_lengths(longest: int, batching: str, notes: Notes) -> dict[str, Any]:
+    """Return `train.lengths` for a configuration of another tool, and add a note: the mean is assumed."""
+    mean = max(longest * USUAL, 1)
+    text = f"{mean:g} is half of seq_length: write the mean of your data, or its histogram"
+    notes.note("train.lengths.mean", text, "train.lengths")
+    return {"mean": mean, "batching": batching}
 
 
 @lru_cache(maxsize=64)

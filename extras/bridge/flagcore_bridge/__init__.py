@@ -26,9 +26,11 @@ from flagcore_megatron.importing.arguments import (
 )
 from flagcore_megatron.space.knobs import SETTINGS
 from flagcore_megatron.space.stages import LAYOUT
+from flagcore_training.lengths import assumed_lengths
 
 from flagcore.contracts import ImportedSpec, Importer
 from flagcore.domain.chip import Chip, normalize_name
+from flagcore.domain.lengths import PACKED
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
@@ -247,6 +249,9 @@ def translate(
     work = options(flags)
     work["settings"] = {**work.get("settings", {}), **settings}
     sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
+    specs = sections.get("dataset", {}).get("packed_sequence_specs")
+    if isinstance(specs, Mapping) and type(packed := specs.get("packed_sequence_size")) is int and packed > 0:
+        work["lengths"] = assumed_lengths(packed, PACKED, notes)
     cluster, devices = _cluster(name, baseline, notes, chips)
     data = {"engine": "megatron", **sizes, **work}
     tuner: dict[str, Any] = {"baseline": baseline}

@@ -85,10 +85,11 @@ def test_every_key_that_is_left_out_is_noted() -> None:
     assert "num_attention_heads" not in noted
 
 
-def test_adapters_and_precision() -> None:
+def test_adapters_lengths_and_precision() -> None:
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapter = {"kind": "lora", "rank": 8, "targets": targets}
-    assert imported("llama3_8b_peft.yaml").data["train"]["adapter"] == adapter
+    peft = imported("llama3_8b_peft.yaml").data["train"]
+    assert (peft["adapter"], peft["lengths"]) == (adapter, {"mean": 2048.0, "batching": "packed"})
     train = imported("llama3_8b.yaml", "mixed_precision=bf16_with_fp8_current_scaling_mixed").data["train"]
     assert train["precision"] == "fp8"
     assert imported("llama3_8b.yaml", "mixed_precision=bf16_with_mxfp8_mixed").data["train"]["precision"] == "mxfp8"

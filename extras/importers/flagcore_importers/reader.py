@@ -102,7 +102,9 @@ class _Conversion:
         start, notes = self.start, self._notes(script, reason)
         of_job = {name: value for name, value in start.job.items() if script and name not in GPUS}
         envs = self._envs({**start.envs, **of_job}, notes)
-        read = replace(start, envs={**start.job, **envs}, words=script) if script else replace(start, envs=envs)
+        hosts = {name: value for name, value in start.envs.items() if name == "NNODES"}  # not in trials, but of the job
+        of_program = replace(start, envs=envs, job={**start.job, **hosts})
+        read = replace(start, envs={**start.job, **envs}, words=script) if script else of_program
         try:
             data, engine_notes = self.engine.read_command(read, Path.cwd(), self.model)
         except SpecError as error:

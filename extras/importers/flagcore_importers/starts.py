@@ -16,7 +16,7 @@ from flagcore.i18n import _
 from flagcore.spec.plain_data import SafeLoader
 from flagcore_importers.batch import SLURM, batch_job, slurm_options, step_job
 from flagcore_importers.containers import CONTAINERS, Images, container, container_run, image_start, services_of
-from flagcore_importers.declared import servers_of
+from flagcore_importers.declared import read_table, servers_of
 from flagcore_importers.kubernetes import HALVES, containers_in, pods_of, scalers_of, with_maps, with_runtimes
 from flagcore_importers.shell import SHELLS, is_script, names_script, trace_script
 from flagcore_importers.units import UNIT, programs_of
@@ -78,7 +78,7 @@ class Reader:
         elif re.search(r"(?m)^FROM\s", text) and re.search(r"(?m)^(CMD|ENTRYPOINT)\s", text):
             starts = [image_start(text, self.images)]
         elif _MANIFEST.match(text):
-            starts = self._manifest(text, file.parent)
+            starts = _of_settings(words, text) or self._manifest(text, file.parent)
         else:
             starts = self._of_script(tuple(words), text)
         for start in starts:
@@ -206,6 +206,12 @@ class Reader:
             new = replace(start, words=(*before, *record.words), image="", script=script_of_start)
             new = replace(new, envs={**start.envs, **record.environment}, unset=record.unset)
             yield from self._inner(new, depth)
+
+
+def _of_settings(words: Sequence[str], text: str) -> list[Start]:
+    """Return the command that a file of settings belongs to; nothing for a text without a file, or another one."""
+    rows = (row for row in read_table("untuned").values() if "starts" in row and re.search(row["text"], text, re.M))
+    return [Start(words=(*row["starts"], words[-1])) for row in rows if words][:1]
 
 
 def _with_files(start: Start, folder: Path) -> Start:

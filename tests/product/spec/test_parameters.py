@@ -83,6 +83,8 @@ def test_all_other_keys_of_public_models_are_read() -> None:
         ("deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-V3", "fp8"),
         ("unsloth/DeepSeek-R1-BF16", "deepseek-ai/DeepSeek-R1", None),
         ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Meta-Llama-3.1-70B", None),
+        ("any/gpt-oss-120b-dequantized", "openai/gpt-oss-120b", None),
+        ("any/llama-3-70b-fp16", "meta-llama/Meta-Llama-3-70B", None),
     ],
 )
 def test_variants_have_the_shape_of_their_model(name: str, shape: str, weights: str | None) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from flagcore_training.adapters import noted_adapter
@@ -13,9 +14,9 @@ from flagcore_training.reading import FAILURES, program_progress, read_program
 from flagcore_training.start import installed, program_launch, shared_job
 
 from flagcore.contracts import Engine, Platform
-from flagcore.contracts.capabilities import Advice, JobRecords, RuleOfThumb, Steps
+from flagcore.contracts.capabilities import Advice, Commands, JobRecords, RuleOfThumb, Steps
 from flagcore.domain.knob import Knob, unknown_release
-from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.launch import FailurePattern, Launch, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
@@ -26,7 +27,9 @@ from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fsdp2 import space
 from flagcore_trainers.fsdp2.job import layers_of
 from flagcore_trainers.fully_shard import predict as prediction
+from flagcore_trainers.importing import Imported
 from flagcore_trainers.meaning import ByMemory, WholeModel
+from flagcore_trainers.recipes import framework_of, spec_of
 
 PROGRAM = "flagcore_trainers.fsdp2"
 PRECISIONS = ("bf16", "fp32")
@@ -49,8 +52,9 @@ FIELDS = {
 """The field of `job.Candidate` of each knob."""
 
 
-class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel):
-    """Training with FSDP2 in flagcore's own trial program."""
+class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, WholeModel):
+    """Training with FSDP2 in flagcore's own trial program. It reads commands of fine-tuning frameworks, also for other
+    engines that they run on."""
 
     name = "fsdp2"
     kind = "train"
@@ -129,6 +133,14 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
             lines.append(f"{layers} layers do not divide over {stages} stages: predicted as if they did")
         return lines
 
+    # Commands
+
+    def starts(self, command: Sequence[str], directory: str) -> bool:
+        return framework_of(command) is not None
+
+    def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
+        return spec_of(start, directory, model)
+
     # Trials
 
     def ready(self, spec: Spec) -> None:
@@ -143,6 +155,10 @@ class Fsdp2(Engine, Advice, ByMemory, JobRecords, RuleOfThumb, Steps, WholeModel
             problem = "is only predicted for quantized weights, experts and other mixers than attention"
             fix = "use `flag estimate`, or engine: command for your own program"
             raise SpecError(key="train.adapter", value=train.adapter.kind, problem=problem, fix=fix)
+        if planned := space.only_planned(spec):
+            fix = f"use {' or '.join(map(str, space.OF_ADAPTERS[planned[0]]))}, or `flag estimate`"
+            problem = "is only predicted with adapters"
+            raise SpecError(key=f"auto_tuner.{planned[0]}", value=planned[1], problem=problem, fix=fix)
         if spec.cluster.groups or (spec.cluster.nodes != 1 and not spec.on_each_host):
             problem = "is more than one machine of one chip, which trials need"
             fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from flagcore_training.knobs import read_knobs
 
-from flagcore.domain.space import BoolArray, Columns, Merge, Rule
-from flagcore.domain.spec import Task
+from flagcore.domain.space import BoolArray, Columns, KnobValue, Merge, Rule
+from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import Message
 from flagcore_trainers.fully_shard import (
@@ -39,6 +41,8 @@ PIPELINE_LAYERS = "pipeline_layers"
 """The rule that all stages have as many layers."""
 ADAPTERS_ALONE = "adapters_alone"
 """The rule that the trial program divides no adapters."""
+OF_ADAPTERS: Mapping[str, Sequence[KnobValue]] = {TP: (1,), PP: (1,), AC: ("none", "full")}
+"""The values that trials with adapters have."""
 
 
 TRIAL_MIXERS = ("Gated DeltaNet", "Mamba-2")
@@ -131,10 +135,20 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: ((c[REDUCE] == 2) | (c[STATES] == 2)) & (precision == "fp32"),
         ),
         *_pipeline_rules(task),
-        *([_adapter_rule()] if train.adapter else ()),
+        *([_adapter_rule()] if train.adapter and not only_planned(task.spec) else ()),
         *(_expert_rules(task) if model.num_moe_experts else ()),
         *(() if is_plain(model) else (_layer_rule(task),)),
     )
+
+
+def only_planned(spec: Spec) -> tuple[str, KnobValue] | None:
+    """Return a knob with a value that a spec with adapters has or lists, but that trials do not have, or None."""
+    for name, values in OF_ADAPTERS.items() if spec.train.adapter else ():
+        listed = spec.space.get(name, ())
+        given = [*(() if isinstance(listed, str) else listed), (spec.baseline or {}).get(name, values[0])]
+        if other := [each for each in given if each not in values]:
+            return name, other[0]
+    return None
 
 
 def _adapter_rule() -> Rule:

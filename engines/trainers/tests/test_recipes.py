@@ -1,0 +1,215 @@
+"""Configurations of fine-tuning frameworks come in as specs of the engine that they run on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore import api
+from flagcore.api.inputs import open_spec
+from flagcore.contracts.capabilities import commands_of
+from flagcore.domain.space import Candidate
+from flagcore.errors import SpecError, UsageError
+from flagcore.plugins import command_reader, find_engine
+
+FACTORY = """model_name_or_path: Qwen/Qwen3-4B
+stage: sft
+finetuning_type: lora
+lora_rank: 16
+lora_target: q_proj,v_proj
+cutoff_len: 4096
+neat_packing: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+bf16: true
+quantization_bit: 4
+enable_liger_kernel: true
+"""
+AXOLOTL = """base_model: Qwen/Qwen3-8B
+sequence_len: 8_192
+pad_to_sequence_len: true
+micro_batch_size: 2
+gradient_accumulation_steps: 3
+dp_shard_size: 4
+dp_replicate_size: 2
+tensor_parallel_size: 2
+fsdp_version: 2
+fsdp_config: {reshard_after_forward: false, activation_checkpointing: true, offload_params: true}
+optimizer: adamw_bnb_8bit
+"""
+AUTOMODEL = """recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 64, local_batch_size: 2}
+model: {pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B, backend: {experts: gmm}}
+peft: {_target_: nemo_automodel.components._peft.lora.PeftConfig, dim: 16, target_modules: '*_proj'}
+distributed: {strategy: fsdp2, ep_size: 8, activation_checkpointing: true}
+dataset: {_target_: nemo_automodel.components.datasets.llm.mock_iterable_dataset.MockIterableDataset, seq_len: 4096}
+benchmark: {num_nodes: 2}
+ci: {nproc_per_node: 8}
+"""
+SWIFT = """NNODES=2 NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B --packing true --max_length 8192 \
+  --tensor_model_parallel_size 2 --expert_model_parallel_size 8 --pipeline_model_parallel_size 2 --lr 1e-5 \
+  --sequence_parallel true --recompute_granularity full --moe_shared_expert_overlap true --moe_z_loss_coeff 1e-3
+"""
+DEEPSPEED = '{"zero_optimization": {"stage": 2, "overlap_comm": true, "reduce_bucket_size": "auto"}}'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(DEEPSPEED)
+    return tmp_path
+
+
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "lora of LLaMA-Factory": (
+        "own.yaml",
+        FACTORY,
+        {"nodes": 1, "devices_per_node": 1},
+        {
+            "engine": "fsdp2",
+            "seq_length": 4096,
+            "global_batch_size": 8,
+            "precision": "bf16",
+            "lengths": {"mean": 2048.0, "batching": "packed"},
+            "adapter": {"kind": "qlora", "rank": 16, "targets": ["q_proj", "v_proj"], "base": "nf4"},
+        },
+        {"data_parallel_shard_size": 1, "activation_checkpointing": "full", "micro_batch_size": 2},
+        "enable_liger_kernel",
+    ),
+    "FSDP2 of axolotl": (
+        "run.sh",
+        "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 axolotl train axolotl.yaml --dp-replicate-size 1\n",
+        {"nodes": 1, "devices_per_node": 8},
+        {
+            "engine": "fsdp2",
+            "seq_length": 8192,
+            "global_batch_size": 24,
+            "lengths": {"mean": 4096.0, "batching": "seq_length"},
+        },
+        {
+            "data_parallel_replicate_size": 1,
+            "data_parallel_shard_size": 4,
+            "tensor_model_parallel_size": 2,
+            "activation_checkpointing": "full",
+            "reshard_after_forward": False,
+            "cpu_offload": True,
+        },
+        "optimizer",
+    ),
+    "a benchmark of NeMo AutoModel": (
+        "own.yaml",
+        AUTOMODEL,
+        {"nodes": 2, "devices_per_node": 8},
+        {"engine": "fsdp2", "seq_length": 4096, "global_batch_size": 64, "adapter": {"kind": "lora", "rank": 16}},
+        {"data_parallel_shard_size": 16, "expert_model_parallel_size": 8, "micro_batch_size": 2},
+        "model.backend.experts",
+    ),
+    "Megatron-LM of ms-swift": (
+        "run.sh",
+        SWIFT,
+        {"nodes": 2, "devices_per_node": 8},
+        {
+            "engine": "megatron",
+            "global_batch_size": 16,
+            "settings": {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"},
+            "lengths": {"mean": 4096.0, "batching": "packed"},
+        },
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 8,
+            "sequence_parallel": True,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+        },
+        "moe_z_loss_coeff",
+    ),
+    "a preset of DeepSpeed in ms-swift": (
+        "run.sh",
+        "NPROC_PER_NODE=4 swift sft --model Qwen/Qwen3-4B --train_type full --max_length 99 --deepspeed zero3_offload",
+        {"nodes": 1, "devices_per_node": 4},
+        {"engine": "deepspeed", "global_batch_size": 16, "lengths": {"mean": 49.5, "batching": "longest"}},
+        {"zero_stage": 3, "offload_optimizer": "cpu", "activation_checkpointing": "full"},
+        "deepspeed",
+    ),
+    "replicas of ms-swift": (
+        "run.sh",
+        "torchrun --nproc_per_node 2 swift/cli/sft.py --model Qwen/Qwen3-4B --use_dora true --sequence_parallel_size 2",
+        {"nodes": 1, "devices_per_node": 2},
+        {"engine": "deepspeed", "global_batch_size": 8, "adapter": {"kind": "dora", "rank": 8}},
+        {"zero_stage": 0, "context_parallel_size": 2},
+        "ddp",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_configuration_says_model_layout_and_lengths(name: str, folder: Path) -> None:
+    file, text, cluster, train, baseline, noted = CASES[name]
+    (folder / "axolotl.yaml").write_text(AXOLOTL)
+    (folder / file).write_text(text)
+    imported = api.read_command(None, [file], chip="H100-SXM")
+    data = imported.data
+    assert data["cluster"] == {"chip": "H100-SXM", **cluster}
+    assert {key: data["train"].get(key) for key in train} == train
+    assert ("lengths" in data["train"]) == ("Mock" not in text)
+    assert ("adapter" in data["train"]) == ("adapter" in train)
+    assert data["auto_tuner"]["baseline"] | baseline == data["auto_tuner"]["baseline"]
+    keys = {key for note in imported.notes for key in note.key.split(", ")}
+    assert keys >= {noted, "command"}
+    assert not keys & {"lr", "bf16", "expert_model_parallel_size", "recompute_granularity", "pad_to_sequence_len"}
+    found = open_spec(data, None, (), plan=True).problem.baseline.as_dict()
+    assert found | {each: found[each] for each in baseline} == found | baseline
+
+
+def test_trials_start_a_command_with_a_file_of_deepspeed(folder: Path) -> None:
+    (folder / "own.yaml").write_text(FACTORY + "deepspeed: ds.json\n")
+    words = ["env NPROC_PER_NODE=4 llamafactory-cli train own.yaml per_device_train_batch_size=1"]
+    data = api.read_command(None, words, chip="H100-SXM").data
+    assert data["train"]["global_batch_size"] == 16
+    assert data["auto_tuner"]["space"] == {"activation_checkpointing": ["full"]}
+    baseline = data["auto_tuner"]["baseline"]
+    assert (baseline["zero_stage"], baseline["overlap_comm"], baseline["reduce_bucket_size"]) == (2, True, 2560**2)
+    del data["train"]["lengths"]
+    platform = open_spec(data, None, (), plan=True).problem.platform
+    engine = find_engine("deepspeed").with_program(data["train"]["program"])
+    values = {knob.name: knob.neutral for knob in engine.knobs} | {"micro_batch_size": 4, "zero_stage": 3}
+    (folder / "trial").mkdir()
+    argv = engine.launch(platform, Candidate.of(values), "trial").argv
+    words_of_trial = {"per_device_train_batch_size=4", "gradient_accumulation_steps=1", "save_strategy=no"}
+    assert argv[:3] == ("llamafactory-cli", "train", "own.yaml")
+    assert words_of_trial <= {*argv}
+    assert "per_device_train_batch_size=1" not in argv
+    assert f"deepspeed={folder / 'trial' / 'candidate.json'}" in argv
+    assert not engine.spec_warnings(platform.task.spec)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("stage: sft", "stage: dpo", "stage"),
+        ("finetuning_type: lora", "finetuning_type: oft", "finetuning_type"),
+        ("neat_packing: true", "deepspeed: own.json", "deepspeed"),
+        ("Qwen/Qwen3-4B", "own/unknown", "model"),
+    ],
+)
+def test_what_is_not_predicted_is_refused_by_its_key(folder: Path, old: str, new: str, key: str) -> None:
+    (folder / "own.yaml").write_text(FACTORY.replace(old, new))
+    with pytest.raises(SpecError) as caught:
+        api.read_command(None, ["own.yaml"])
+    assert caught.value.key == key
+
+
+def test_without_their_reader_the_advice_is_to_install_it(folder: Path) -> None:
+    (folder / "own.yaml").write_text(AXOLOTL)
+    engines = {"megatron": commands_of(find_engine("megatron"))}
+    with pytest.raises(UsageError, match=r"flagcore\[trainers\]"):
+        command_reader().read_command(engines, ["own.yaml"], "", None, lambda: ["megatron"])
+
+
+def test_trials_of_deepspeed_need_a_command(folder: Path) -> None:
+    (folder / "run.sh").write_text(CASES["a preset of DeepSpeed in ms-swift"][1])
+    data = api.read_command(None, ["run.sh"], chip="H100-SXM").data
+    task = open_spec(data, None, (), plan=True).problem.platform.task
+    with pytest.raises(SpecError, match=r"train\.command"):
+        find_engine("deepspeed").ready(task.spec)
