@@ -55,7 +55,8 @@ class Framework:
     - `refit_rate`, `apart_rate`: bytes of all weights per second that a refit of a colocated rollout, and of one on
       other devices, reaches at most.
     - `interval`: an 80% interval of measured over predicted seconds of a step.
-    - `rollout`: overheads of the serving engine that differ in the framework, by name.
+    - `rollout`: overheads of the serving engine that differ in the framework, by name, in seconds.
+    - `hosts`: factors on `rollout` for hosts that are slower, by chip.
     """
 
     title: str
@@ -68,6 +69,7 @@ class Framework:
     apart_rate: float
     interval: tuple[float, float]
     rollout: Mapping[str, float]
+    hosts: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,9 @@ def _roll(task: Task, candidates: list[Values], framework: Framework) -> list[_R
     for devices, members in groups.items():
         part = serve_task(task, devices)
         own = costs_of(part)
-        own = replace(own, overheads={**framework.rollout, **own.overheads})
+        slower = framework.hosts.get(task.cluster.groups[0].chip.name, 1.0)
+        host = {name: slower * seconds for name, seconds in framework.rollout.items()}
+        own = replace(own, overheads={**host, **own.overheads})
         rows = [serve_values(engine, candidates[row], devices, framework.memory_share) for row in members]
         for start in range(0, len(rows), 64):  # so that all are simulated
             chosen = members[start : start + 64]

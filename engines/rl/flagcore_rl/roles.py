@@ -24,6 +24,11 @@ SHARES = ("gpu_memory_utilization", "mem_fraction_static")
 SEQUENCES = ("max_num_seqs", "max_running_requests")
 """The knobs of serving engines for the share of the memory, and for the number of answers at once."""
 
+USUAL = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+USUAL_EXPERTS = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
+"""What the frameworks set in a trainer that has such settings, and for experts: NeMo-RL v0.5.0 `grpo_math_1B.yaml`, and
+the bridges of NeMo-RL and verl (Megatron-Bridge, mbridge `qwen3moe.py`)."""
+
 
 @cache
 def _loaded() -> Any:
@@ -63,7 +68,8 @@ def train_task(task: Task, devices: int, sequence: int, batch: int) -> Task:
     work = job_of(task)
     settings, kind = dict(work.trainer.settings), None
     if any(knob.name == "recompute_granularity" for knob in engine_of(work.trainer.engine, "rl.trainer.engine").knobs):
-        kind = "transformer_engine"
+        experts = USUAL_EXPERTS if task.spec.model.num_moe_experts else {}
+        kind, settings = "transformer_engine", {**USUAL, **experts, **settings}
     train = TrainSpec(
         engine=work.trainer.engine,
         precision=work.precision,
