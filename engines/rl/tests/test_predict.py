@@ -72,6 +72,9 @@ def test_colocated_memory_is_the_sum_unless_one_role_makes_room() -> None:
     used = [each["memory"]["device_used_gib"] for each in (apart, asleep, together)]
     assert used == sorted(used)
     assert used[1] < used[2]
+    shares = predicted(*(record({"rollout_memory_share": share}, **kept) for share in ("0.3", "0.5")))
+    less, more = (each["memory"]["device_used_gib"] for each in shares)
+    assert more - less == pytest.approx(0.2 * shares[0]["memory"]["capacity_gib"])
 
 
 def test_parts_add_up_and_staleness_hides_generation() -> None:
