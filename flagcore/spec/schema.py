@@ -87,13 +87,13 @@ QUANTILES = 256
 """The maximum number of lengths that stand for a distribution."""
 
 
-def lengths_of(section: LengthsSection, context: Context) -> Lengths:
-    """Return the lengths that a section describes. Raises SpecError for an unreadable file, or several sources."""
+def lengths_of(section: LengthsSection, context: Context, number: int = QUANTILES) -> Lengths:
+    """Return `number` lengths for those of a section. Raises SpecError for an unreadable file, or several sources."""
     given = [name for name in ("mean", "histogram", "file") if getattr(section, name) is not None]
     if len(given) != 1:
         problem = _("needs exactly one of mean, histogram and file")
         raise spec_error(given[1] if given else "mean", problem, fix=_("give one of them"))
-    places = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    places = (np.arange(number) + 0.5) / number
     if section.mean:
         found = np.exp([section.spread * NormalDist().inv_cdf(each) for each in places])
         found *= section.mean / found.mean()

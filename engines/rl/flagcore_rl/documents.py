@@ -4,13 +4,16 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Precision
+from flagcore.spec import schema
 from flagcore.spec.knobs import baseline_section, candidate_of, space_of, space_section
+from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.schema import CommonSection, TunerSection, with_fields
+from flagcore.spec.schema import CommonSection, Count, Length, TunerSection, with_fields
 from flagcore.spec.validate import Context, Folder, NoSize, Section, Size, Text, Wait, Word, rule
 from flagcore_rl.job import SPREAD, Lengths, RlSpec, RolloutRole, TrainerRole
 
@@ -18,22 +21,41 @@ Scalar = bool | int | float | Text | None
 
 
 class LengthsSection(Section):
-    """Lengths in tokens: log-normal, and cut at the longest."""
+    """Lengths in tokens: a mean of log-normal ones, a histogram or a file. Those above the longest are cut to it."""
 
-    mean: Annotated[float, Field(ge=1, le=10_000_000)]
-    """Mean length."""
-    longest: Size
-    """Length at which prompts or answers are cut."""
+    mean: Annotated[float, Field(ge=1, le=10_000_000)] | None = None
+    """Mean length after cutting."""
+    longest: Size | None = None
+    """Length at which prompts or answers are cut; null: the longest of the histogram or file."""
     spread: Annotated[float, Field(ge=0, le=5)] = SPREAD
-    """Standard deviation of the logarithm of the length before it is cut; 0: all are equal."""
+    """Standard deviation of the logarithm of lengths with a mean, before they are cut; 0: all are equal."""
+    histogram: Annotated[dict[Length, Count], Field(min_length=1)] | None = None
+    """Counts or shares of prompts or answers by their length."""
+    file: Folder | None = None
+    """Text file with a length on each line, such as those of a log, relative to the spec."""
 
 
-def lengths_of(section: LengthsSection, _context: Context) -> Lengths:
-    """Return the lengths that a section describes. Raises SpecError if their mean is above the longest."""
-    if section.mean > section.longest:
-        problem = f"is above longest = {section.longest}"
+QUANTILES = 4096
+"""The lengths that stand for a histogram or file: as many as the samples of a large step, so that its tail is kept."""
+
+
+def lengths_of(section: LengthsSection, context: Context) -> Lengths:
+    """Return the lengths that a section describes.
+
+    Raises SpecError for several sources or none, an unreadable file, and a mean without or above the longest.
+    """
+    given = {name: getattr(section, name) for name in ("mean", "histogram", "file")}
+    values = schema.lengths_of(schema.LengthsSection(**given), context, QUANTILES).values
+    longest = section.longest or (values[-1] if section.mean is None else None)
+    if longest is None:
+        raise spec_error("longest", "is missing", fix="give the limit of the run")
+    if section.mean is None:
+        found = np.minimum(values, longest)
+        return Lengths(mean=float(found.mean()), longest=longest, values=tuple(found.tolist()))
+    if section.mean > longest:
+        problem = f"is above longest = {longest}"
         raise spec_error("mean", problem, value=section.mean, fix="give the mean after cutting")
-    return Lengths(**section.model_dump())
+    return Lengths(mean=section.mean, longest=longest, spread=section.spread)
 
 
 AnyLengths = Annotated[LengthsSection, rule(lengths_of)]
@@ -63,6 +85,13 @@ class RolloutSection(Section):
     """Flags of the serving engine, as in serve.engine_args."""
     sleeps: bool = True
     """Whether a colocated rollout frees its memory while the trainer runs."""
+
+
+class RewardSection(Section):
+    """A model that rewards answers."""
+
+    model: ModelInput
+    """Path, public name or shape, as in `model`."""
 
 
 class RlJob(Section):
@@ -96,6 +125,8 @@ class RlJob(Section):
     """Whether a reference model's log-probabilities are computed."""
     critic: bool | None = None
     """Whether a critic of the policy's size is trained; null: with ppo."""
+    reward: Annotated[RewardSection, rule(lambda section, _: section.model)] | None = None
+    """The reward model, which the trainer's devices compute; null: rewards are computed by functions."""
     staleness: NoSize = 0
     """Steps by which the rollout's weights may lag; 0: on-policy. Above 0, generation and training may overlap."""
     packing: bool = True

@@ -9,7 +9,7 @@ import numpy as np
 from flagcore_training.knobs import divisors, read_knobs
 
 from flagcore.contracts import Costs
-from flagcore.contracts.capabilities import JobRecords
+from flagcore.contracts.capabilities import JobRecords, RuleOfThumb
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, Columns, KnobValue, Rule
@@ -18,7 +18,7 @@ from flagcore.spec.plain_data import package_yaml
 from flagcore_rl.job import job_of
 from flagcore_rl.predict import Framework, predict
 from flagcore_rl.roles import DEVICES, STALENESS
-from flagcore_rl.rules import rules
+from flagcore_rl.rules import EP, PP, RTP, TP, rules
 from flagcore_rl.trials import UserCommand
 
 
@@ -60,7 +60,7 @@ KNOBS = tuple(
 BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
-class RlEngine(UserCommand, JobRecords):
+class RlEngine(UserCommand, JobRecords, RuleOfThumb):
     """A framework of reinforcement learning."""
 
     kind = "rl"
@@ -80,6 +80,19 @@ class RlEngine(UserCommand, JobRecords):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         return (*rules(task), *super().rules(task))
+
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        """Return colocated, on-policy layouts with full recompute and micro-batches of the longest sample."""
+        neutral: dict[str, str | tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in self.knobs}
+        longest = (job_of(task).longest if job_of(task).packing else None,)
+        layout = dict.fromkeys((RTP, TP, PP, EP), AUTO)
+        return {**neutral, **layout, "activation_checkpointing": ("full",), "micro_batch_tokens": longest}
+
+    def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
+        """Return the row with the smallest TP x PP of the trainer that fits, then PP and EP, then TP of the rollout."""
+        missing_bytes = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
+        size = columns[TP] * columns[PP]
+        return int(np.lexsort((columns[RTP], columns[EP], columns[PP], size, missing_bytes))[0])
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, np.ndarray]:
         return {

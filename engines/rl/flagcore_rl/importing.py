@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcore_models.public import model_of
+from flagcore_models.public import model_of, public_name
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
@@ -208,6 +208,12 @@ def _samples(read: Reading, cluster: Mapping[str, Any], notes: Notes) -> dict[st
     is_single = "rank_samples" in read.rows and "mini_batch" not in found and epochs == 1
     if is_single or read.is_on("on_policy"):
         found["old_logprobs"] = False
+    name = str(read.value("reward_model") or "")
+    if name and ("uses_reward_model" not in read.rows or read.is_on("uses_reward_model")):
+        if known := next(filter(None, map(public_name, _names(name))), None):
+            found["reward"] = {"model": known}
+        else:
+            notes.note("rl.reward", f"{name} is not known: its time is not in the predictions", "rl.reward.model")
     return found | {"reference": read.is_on("reference"), "packing": read.packs}
 
 

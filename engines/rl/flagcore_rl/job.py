@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
+from flagcore.domain.model import Model
 from flagcore.domain.spec import TOKENS_PER_SECOND_PER_DEVICE, SettingValue, Task
 from flagcore.domain.work import Work
 from flagcore.i18n import _
+from flagcore.spec.shapes import Shape
 
 SPREAD = 0.7
 """The default of `Lengths.spread`. Answers to mathematical questions vary so (a standard deviation of 0.8 means)."""
@@ -17,15 +20,24 @@ SPREAD = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Log-normal lengths in tokens, of which those above `longest` are cut to it.
+    """Lengths in tokens, of which those above `longest` are cut to it: log-normal ones, or `values`.
 
     `mean`: the mean after cutting.
     `spread`: the standard deviation of the logarithm before cutting. 0: all lengths are equal.
+    `values`: lengths at even quantiles of their distribution, the shortest first; empty for log-normal ones.
     """
 
     mean: float
     longest: int
     spread: float = SPREAD
+    values: tuple[int, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """Return the section of a job record."""
+        if not self.values:
+            return {"mean": self.mean, "longest": self.longest, "spread": self.spread}
+        histogram = {str(length): number for length, number in Counter(self.values).items()}
+        return {"histogram": histogram, "longest": self.longest}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,7 @@ class RlSpec(Work):
     `old_logprobs`: whether the trainer computes the log-probabilities of the policy before it trains.
     `reference`: whether the log-probabilities of a reference model are computed, too.
     `critic`: whether a critic of the policy's size is trained, and computes values.
+    `reward`: the model whose forward passes on the trainer's devices reward the answers. None means functions.
     `staleness`: the maximum number of steps by which the weights of the rollout may lag. With 0, a step waits for its
     own samples.
     `packing`: whether micro-batches are packed up to a number of tokens. Otherwise they have a number of samples.
@@ -83,6 +96,7 @@ class RlSpec(Work):
     """
 
     kind: ClassVar[str] = "rl"
+    paths: ClassVar[tuple[tuple[str, ...], ...]] = (("prompt_len", "file"), ("answer_len", "file"), ("reward", "model"))
     documents: ClassVar[str] = "flagcore_rl.documents"
     records: ClassVar[str] = "flagcore_rl.records"
     default_objective: ClassVar[str] = TOKENS_PER_SECOND_PER_DEVICE
@@ -110,6 +124,7 @@ class RlSpec(Work):
     old_logprobs: bool = True
     reference: bool = False
     critic: bool = False
+    reward: Model | None = None
     staleness: int = 0
     packing: bool = True
     reward_s: float | None = None
@@ -165,7 +180,10 @@ class RlSpec(Work):
 
     def record(self, versions: Mapping[str, str]) -> dict[str, Any]:
         """Return the section of a job record."""
-        values = asdict(self)
+        values = {**asdict(self), "prompt_len": self.prompt_len.record(), "answer_len": self.answer_len.record()}
+        if self.reward:
+            shape = {name: getattr(self.reward, name) for name in Shape.model_fields}
+            values["reward"] = {"model": {name: value for name, value in shape.items() if value is not None}}
         return {name: value for name, value in values.items() if name not in ("command", "directory", "flags")}
 
 

@@ -16,6 +16,9 @@ BLOCK = 64
 @lru_cache(maxsize=256)
 def quantiles(lengths: Lengths, count: int) -> tuple[int, ...]:
     """Return `count` lengths at even quantiles of the distribution, the longest first."""
+    if lengths.values:
+        places = (np.arange(count, 0, -1) - 0.5) / count * len(lengths.values)
+        return tuple(np.array(lengths.values)[places.astype(np.int64)].tolist())
     values = np.exp(lengths.spread * ndtri((np.arange(count, 0, -1) - 0.5) / count))
     low, high = 0.0, lengths.longest / float(values.min())
     for _ in range(60):

@@ -3,6 +3,7 @@
 - Generation: the serving simulation of all samples at once. The longest answers decode alone, and end it.
 - Log-probabilities: forward passes of the trainer over all samples, a third of a step without recompute.
 - Training: the trainer's step for each mini-batch, with packed micro-batches.
+- Rewards: the time of functions, and a forward pass of a reward model, whose weights stay on the trainer's devices.
 - Refit: the new weights are gathered on each instance of the rollout.
 - Swap: what moves between device and host because a colocated trainer and rollout run in turn.
 
@@ -27,6 +28,7 @@ from flagcore_rl.job import RlSpec, job_of
 from flagcore_rl.lengths import packs, tokens_of
 from flagcore_rl.roles import (
     DEVICES,
+    SHARD,
     STALENESS,
     THREADS,
     costs_of,
@@ -55,7 +57,8 @@ class Framework:
     - `refit_rate`, `apart_rate`: bytes of all weights per second that a refit of a colocated rollout, and of one on
       other devices, reaches at most.
     - `interval`: an 80% interval of measured over predicted seconds of a step.
-    - `rollout`: overheads of the serving engine that differ in the framework, by name.
+    - `rollout`: overheads of the serving engine that differ in the framework, by name, in seconds.
+    - `hosts`: factors on `rollout` for hosts that are slower, by chip.
     """
 
     title: str
@@ -68,11 +71,15 @@ class Framework:
     apart_rate: float
     interval: tuple[float, float]
     rollout: Mapping[str, float]
+    hosts: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """Seconds of training and of one pass of log-probabilities, bytes of a device, and operations of training."""
+    """Seconds of training and of one pass of log-probabilities, bytes of a device, and operations of training.
+
+    `shares`: the number of devices that divide the weights.
+    """
 
     training_s: float
     forward_s: float
@@ -80,6 +87,7 @@ class _Trained:
     static: float
     weights: float
     flops: float
+    shares: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,12 @@ def sizes_of(model: Model) -> tuple[float, float]:
     matrices = 3.0 if model.gated_linear_unit else 2.0
     width = (model.moe_ffn_hidden_size or 0) * float(model.expert_hidden_size) if experts else 0.0
     return parameters(model), model.feed_forward_layers("experts") * matrices * experts * width
+
+
+def _active(model: Model) -> float:
+    """Return the number of weights with which a model multiplies a token."""
+    weights, experts = sizes_of(model)
+    return weights - experts * (1.0 - (model.moe_router_topk or 0) / (model.num_moe_experts or 1))
 
 
 def predict(
@@ -188,7 +202,7 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
     work = job_of(task)
     engine = engine_of(work.trainer.engine, "rl.trainer.engine")
     groups: dict[tuple[int, int, int, int, bool], list[int]] = {}
-    found = np.full((6, len(candidates)), np.nan)
+    found = np.full((7, len(candidates)), np.nan)
     weights, experts = (2.0 * number for number in sizes_of(task.spec.model))
     steps = work.epochs * -(-work.step_samples // work.optimizer_samples)
     for row, values in enumerate(candidates):
@@ -196,8 +210,10 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
         sizes = ("tensor_model", "pipeline_model", "context")
         tensor, pipeline, context = (int(values.get(f"{name}_parallel_size") or 1) for name in sizes)
         replicas = max(devices // (tensor * pipeline * context), 1)
-        shards = 1.0 if not experts else max(int(values.get("expert_model_parallel_size") or 1) / tensor, 1.0)
-        found[4, row] = (weights - experts + experts / shards) / tensor / pipeline
+        expert = max(int(values.get("expert_model_parallel_size") or 1) / tensor, 1.0)
+        sharded = any(knob.name == SHARD for knob in engine.knobs)
+        found[6, row] = tensor * pipeline * (min(int(values.get(SHARD) or replicas), replicas) if sharded else 1)
+        found[4, row] = (weights - experts + experts / expert) / found[6, row]
         for forward in (False, True):
             samples = work.step_samples if forward else work.optimizer_samples
             key = (devices, *batches(work, values, samples, replicas, forward=forward), forward)
@@ -227,7 +243,9 @@ def _roll(task: Task, candidates: list[Values], framework: Framework) -> list[_R
     for devices, members in groups.items():
         part = serve_task(task, devices)
         own = costs_of(part)
-        own = replace(own, overheads={**framework.rollout, **own.overheads})
+        slower = framework.hosts.get(task.cluster.groups[0].chip.name, 1.0)
+        host = {name: slower * seconds for name, seconds in framework.rollout.items()}
+        own = replace(own, overheads={**host, **own.overheads})
         rows = [serve_values(engine, candidates[row], devices, framework.memory_share) for row in members]
         for start in range(0, len(rows), 64):  # so that all are simulated
             chosen = members[start : start + 64]
@@ -250,7 +268,7 @@ def _step(
     passes = work.old_logprobs + work.reference + work.critic
     apart, staleness = values.get(DEVICES), int(values.get(STALENESS) or 0)
     training = trained.training_s * (1 + work.critic)
-    logprobs = trained.forward_s * passes
+    logprobs, judge = trained.forward_s * passes, 0.0
     weights = 2.0 * sizes_of(task.spec.model)[0]
     refit = framework.refit_s + _refit(task, weights, costs, framework, apart=bool(apart))
     if work.reference:  # the policy moves to the host, the reference to the device, and the policy back
@@ -264,17 +282,20 @@ def _step(
         seconds = costs.kernels.host_copy_seconds(np.array([moved, asleep]))
         swap = 2.0 * float(np.nan_to_num(seconds[0])) + float(np.nan_to_num(seconds[1]))
     rewards = framework.step_s + framework.sample_s * work.step_samples if work.reward_s is None else work.reward_s
+    if work.reward:
+        rewards += trained.forward_s * _active(work.reward) / _active(task.spec.model)
+        judge = 2.0 * sizes_of(work.reward)[0] / trained.shares
     times = {"logprobs_s": logprobs, "training_s": training, "refit_s": refit, "swap_s": swap, "rewards_s": rewards}
     exposed = rolled.generation_s
     if apart and staleness:
         exposed = max(0.0, rolled.generation_s - logprobs - training - rewards)
     times = {"generation_s": exposed, **times, "whole_generation_s": rolled.generation_s}
     if apart:
-        used = max(trained.used, rolled.used)
-        return times, (trained.static, used, used, 0.0)
-    sleeping = AWAKE_BYTES if work.rollout.sleeps else rolled.used
-    used = max(trained.used + sleeping, rolled.used + stays)
-    return times, (trained.static, used, used, 0.0)
+        used = max(trained.used + judge, rolled.used)
+    else:
+        sleeping = AWAKE_BYTES if work.rollout.sleeps else rolled.used
+        used = max(trained.used + sleeping, rolled.used + stays) + judge
+    return times, (trained.static + judge, used, used, 0.0)
 
 
 def _refit(task: Task, weights: float, costs: Costs, framework: Framework, *, apart: bool) -> float:

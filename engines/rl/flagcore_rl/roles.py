@@ -14,15 +14,21 @@ from flagcore import plugins
 from flagcore.contracts import Costs, Engine
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import Task, TrainSpec
+from flagcore.domain.spec import SettingValue, Task, TrainSpec
 from flagcore_rl.job import job_of
 from flagcore_rl.lengths import requests_of
 
 ROLLOUT = "rollout_"
 DEVICES, STALENESS, THREADS = "rollout_devices", "staleness", "threads"
+SHARD = "data_parallel_shard_size"
 SHARES = ("gpu_memory_utilization", "mem_fraction_static")
 SEQUENCES = ("max_num_seqs", "max_running_requests")
 """The knobs of serving engines for the share of the memory, and for the number of answers at once."""
+
+USUAL: Mapping[str, SettingValue] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+USUAL_EXPERTS: Mapping[str, SettingValue] = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
+"""What the frameworks set in a trainer that has such settings, and for experts: NeMo-RL v0.5.0 `grpo_math_1B.yaml`, and
+the bridges of NeMo-RL and verl (Megatron-Bridge, mbridge `qwen3moe.py`)."""
 
 
 @cache
@@ -63,7 +69,8 @@ def train_task(task: Task, devices: int, sequence: int, batch: int) -> Task:
     work = job_of(task)
     settings, kind = dict(work.trainer.settings), None
     if any(knob.name == "recompute_granularity" for knob in engine_of(work.trainer.engine, "rl.trainer.engine").knobs):
-        kind = "transformer_engine"
+        experts: Mapping[str, SettingValue] = USUAL_EXPERTS if task.spec.model.num_moe_experts else {}
+        kind, settings = "transformer_engine", {**USUAL, **experts, **settings}
     train = TrainSpec(
         engine=work.trainer.engine,
         precision=work.precision,
@@ -96,9 +103,9 @@ def train_values(
     if "use_distributed_optimizer" in names:
         found["use_distributed_optimizer"] = True
     replicas = max(devices // (tensor * pipeline * context), 1)
-    if "data_parallel_shard_size" in names:
-        shards = min(int(values.get("data_parallel_shard_size") or replicas), replicas)
-        found |= {"data_parallel_shard_size": shards, "data_parallel_replicate_size": replicas // shards}
+    if SHARD in names:
+        shards = min(int(values.get(SHARD) or replicas), replicas)
+        found |= {SHARD: shards, "data_parallel_replicate_size": replicas // shards}
     if "data_parallel_size" in names:
         found["data_parallel_size"] = replicas
     return found

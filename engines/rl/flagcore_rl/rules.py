@@ -10,7 +10,7 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
 from flagcore_rl.job import job_of
-from flagcore_rl.roles import DEVICES, ROLLOUT, STALENESS
+from flagcore_rl.roles import DEVICES, ROLLOUT, SHARD, STALENESS
 
 TP, CP, PP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model", "expert_model"))
 RTP, RPP, RDP, REP = (f"{ROLLOUT}{name}_parallel_size" for name in ("tensor", "pipeline", "data", "expert"))
@@ -19,7 +19,6 @@ ETP, FIRST, LAST = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
 )
-SHARD = "data_parallel_shard_size"
 
 
 def rules(task: Task) -> tuple[Rule, ...]:

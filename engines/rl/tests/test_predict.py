@@ -1,6 +1,7 @@
 """Laws of predicted steps, and the rules of the space."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,11 @@ def record(candidate: Mapping[str, Any] = {}, devices: int = 8, **rl: Any) -> di
     }
     cluster = {"chip": "H100-SXM", "devices": devices, "devices_per_node": 8}
     return {"id": "a", "kind": "rl", "model": MODEL, "cluster": cluster, "rl": job, "candidate": dict(candidate)}
+
+
+def spec(**rl: Any) -> dict[str, Any]:
+    """A spec on 8 devices, with changes of its job."""
+    return {"model": MODEL, "cluster": {"chip": "H100-SXM", "devices_per_node": 8}, "rl": record(**rl)["rl"]}
 
 
 def predicted(*records: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -66,6 +72,9 @@ def test_colocated_memory_is_the_sum_unless_one_role_makes_room() -> None:
     used = [each["memory"]["device_used_gib"] for each in (apart, asleep, together)]
     assert used == sorted(used)
     assert used[1] < used[2]
+    shares = predicted(*(record({"rollout_memory_share": share}, **kept) for share in ("0.3", "0.5")))
+    less, more = (each["memory"]["device_used_gib"] for each in shares)
+    assert more - less == pytest.approx(0.2 * shares[0]["memory"]["capacity_gib"])
 
 
 def test_parts_add_up_and_staleness_hides_generation() -> None:
@@ -99,12 +108,16 @@ def test_illegal_candidates_say_why(candidate: Mapping[str, Any], reason: str) -
     [
         ({"mini_batch": 100}, "rl.mini_batch"),
         ({"answer_len": {"mean": 5000.0, "longest": 1024}}, "rl.answer_len.mean"),
+        ({"answer_len": {"mean": 300.0}}, "rl.answer_len.longest"),
+        ({"answer_len": {"longest": 1024}}, "rl.answer_len.mean"),
+        ({"answer_len": {**LENGTHS, "histogram": {"300": 1.0}}}, "rl.answer_len.histogram"),
+        ({"prompt_len": {"file": "missing.txt"}}, "rl.prompt_len.file"),
+        ({"reward": {"model": "no/such-model"}}, "rl.reward.model"),
     ],
 )
 def test_bad_input_is_one_message(change: Mapping[str, Any], key: str) -> None:
-    data = record(**change)
     with pytest.raises(SpecError) as raised:
-        open_spec({"model": MODEL, "cluster": {"chip": "H100-SXM", "devices_per_node": 8}, "rl": data["rl"]})
+        open_spec(spec(**change))
     assert raised.value.key == key
 
 
@@ -114,8 +127,35 @@ def test_lengths_keep_their_mean_and_reach_the_longest() -> None:
     assert found[0] == 1024
 
 
+def test_lengths_of_a_log_replace_log_normal_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lengths.txt").write_text("100\n" * 9990 + "1000\n" * 9 + "4000\n")
+    data = spec(answer_len={"file": "lengths.txt", "longest": 2000}, prompt_len={"histogram": {"10": 3.0, "90": 1.0}})
+    work: Any = open_spec(data, plan=True).problem.platform.task.spec.work
+    assert (work.prompt_len.mean, work.prompt_len.longest, work.answer_len.longest) == (30.0, 90, 2000)
+    found = quantiles(work.answer_len, 4096)
+    assert (found[0], found[3], found[4], found[-1]) == (1000, 1000, 100, 100)
+    answers = {"histogram": {"100": 999.0, "1000": 1.0}, "longest": 2000}
+    known, again = predicted(record(**{**data["rl"], "answer_len": answers}), record(**work.record({})))
+    assert seconds(again) == pytest.approx(seconds(known), rel=0.01)
+
+
+def test_a_reward_model_takes_a_forward_pass_and_memory() -> None:
+    without, same = predicted(record(), record(reward={"model": MODEL}))
+    assert same["time"]["rewards_s"] - without["time"]["rewards_s"] == pytest.approx(same["time"]["logprobs_s"])
+    weights = 2.0 * 131_072_000 / 2**30
+    assert same["memory"]["device_used_gib"] - without["memory"]["device_used_gib"] == pytest.approx(weights, rel=0.05)
+
+
+def test_the_usual_baseline_is_colocated_with_the_smallest_layout() -> None:
+    baseline = open_spec(spec(staleness=1), plan=True).problem.baseline.as_dict()
+    sizes = [baseline[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "rollout_tensor")]
+    assert (baseline["rollout_devices"], baseline["staleness"], sizes) == (None, 0, [1, 1, 1])
+    assert (baseline["activation_checkpointing"], baseline["micro_batch_tokens"]) == ("full", 1152)
+
+
 def test_a_space_places_both_roles() -> None:
-    data = {"model": MODEL, "cluster": {"chip": "H100-SXM", "devices_per_node": 8}, "rl": record(staleness=1)["rl"]}
+    data = spec(staleness=1)
     data["auto_tuner"] = {"space": {"context_parallel_size": 1, "micro_batch_tokens": 1152}}
     space = open_spec(data, plan=True).problem.space
     values = space.choices

@@ -56,18 +56,20 @@ def configurations(run: RunData) -> Chart | None:
     best = run.best
     if best is None:
         return None
-    kinds = {each.number: kind for kind, each in ((BASELINE, run.baseline), (BEST, best)) if each}
+    kinds = {each.candidate: kind for kind, each in ((BASELINE, run.baseline), (BEST, best)) if each}
     known = [(trial, figures) for trial in run.trials if (figures := run.figures(trial))]
-    known.sort(key=lambda pair: (-pair[1][0] if run.is_rate else pair[1][0], pair[0].number != best.number))
-    named = {trial.candidate: trial.number for trial, _figures in known if trial.number in kinds}
+    known.sort(key=lambda pair: (-pair[1][0] if run.is_rate else pair[1][0], pair[0].candidate != best.candidate))
+    named = {trial.candidate: trial.number for trial, _figures in known if trial.candidate in kinds}
     others = [trial.number for trial, _figures in known if trial.candidate not in named]
     chosen = {*named.values(), *others[: MAX_BARS - len(named)]}
     rows, bars = list[list[Any]](), list[Bar]()
-    of_best = next(figures[0] for trial, figures in known if trial.number == best.number)
+    of_best = run.figures(best)
     for trial, figures in (each for each in known if each[0].number in chosen):
         name, values = run.name(trial), run.configuration(trial)
-        bars.append(Bar(f"{name}: {values}{run.over(trial)}", kinds.get(trial.number, OTHER), *figures))
-        rows.append([run.cell(trial), values, *figures, percent(figures[0] / of_best - 1.0, signed=True)])
+        bars.append(Bar(f"{name}: {values}{run.over(trial)}", kinds.get(trial.candidate, OTHER), *figures))
+        rows.append(
+            [run.cell(trial), values, *figures, of_best and percent(figures[0] / of_best[0] - 1.0, signed=True)]
+        )
     if len(bars) < 2:
         return None
     summary = [_("{count} of {total} configurations, the fastest first.", count=len(bars), total=len(run.trials))]

@@ -302,6 +302,16 @@ def test_the_speed_of_two_runs_is_that_of_their_median_time(edited: Edited) -> N
     assert facts["Speed"].value == pytest.approx(8192.0 / 0.2)
 
 
+def test_a_best_whose_repeat_counts_instead_of_its_first_run_is_shown(edited: Edited) -> None:
+    def disturbed(data: dict[str, Any]) -> None:
+        first = next(each for each in data["trials"] if each["candidate"] == data["best"]["candidate"])
+        first["inconclusive"] = True
+        data["best"] = next(each for each in data["repeats"] if each["candidate"] == first["candidate"])
+
+    rows = edited("dense", disturbed).rows("summary", "The fastest configurations")
+    assert rows[0]["vs best"].value == pytest.approx(0.0)
+
+
 @pytest.mark.parametrize("kind", FINISHED)
 def test_the_terminal_and_the_page_show_the_same_figures(runs: Runs, kind: str) -> None:
     report = runs(kind)
