@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ def encode(value: Any, *, with_grad: bool = False) -> Any:
             raise Unsupported(str(value.dtype))
         found = {"tensor": list(value.shape), "strides": list(value.stride()), "dtype": _name(value.dtype)}
         return found | ({"grad": True} if with_grad and value.requires_grad else {})
+    if isinstance(value, torch.nn.Module):
+        return {"layer": dict(_of_layer(value))}
     if isinstance(value, torch.dtype):
         return {"dtype": _name(value)}
     if isinstance(value, torch.device):
@@ -36,6 +40,15 @@ def encode(value: Any, *, with_grad: bool = False) -> Any:
     if isinstance(value, (torch.layout, torch.memory_format)):
         return {"torch": _name(value)}
     raise Unsupported(type(value).__name__)
+
+
+def _of_layer(layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what an operator may read of its layer: numbers, formats and tensors."""
+    own = [*vars(layer).items(), *layer.named_buffers(recurse=False), *layer.named_parameters(recurse=False)]
+    for name, value in own:
+        if value is None or isinstance(value, (bool, int, float, torch.Tensor, torch.dtype)):
+            with suppress(Unsupported):
+                yield name, encode(value)
 
 
 def with_range(encoded: Any, value: Any) -> Any:
@@ -53,6 +66,8 @@ def decode(encoded: Any, device: torch.device, generator: torch.Generator) -> An
         return [decode(each, device, generator) for each in encoded]
     if not isinstance(encoded, dict):
         return encoded
+    if "layer" in encoded:
+        return SimpleNamespace(**{name: decode(each, device, generator) for name, each in encoded["layer"].items()})
     if "tensor" in encoded:
         return _tensor(encoded, generator).to(device).requires_grad_(encoded.get("grad", False))
     return device if "device" in encoded else getattr(torch, encoded.get("dtype") or encoded["torch"])

@@ -39,18 +39,20 @@ def main(file: str) -> None:
                 print(json.dumps(record), file=output)
                 try:
                     if expected is None:
-                        expected = _results(library, call, library.reference, bench)
+                        expected = _results(library, call, library.reference_of(call["implementations"]), bench)
+                    if not expected:
+                        raise TypeError("there are no tensors to compare")
                     found = _results(library, call, implementation, bench)
                     record["wrong"] = difference(found, expected)
                     if not record["wrong"]:
                         with library.using(operator, implementation):
-                            record["seconds"] = bench.time(_made(call, bench), SECONDS).seconds
+                            record["seconds"] = bench.time(_made(library, call, bench), SECONDS).seconds
                 except Exception as error:  # of any kind: the implementation is excluded, the others are measured
                     record["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 print(json.dumps({**record, "done": True}), file=output)
 
 
-def _made(call: dict[str, Any], bench: Bench) -> Callable[[], list[Any]]:
+def _made(library: OperatorLibrary, call: dict[str, Any], bench: Bench) -> Callable[[], list[Any]]:
     """Return a function that makes the call with tensors that are the same in each process.
 
     It returns the results, the gradients, and the arguments, which an operator may change.
@@ -58,7 +60,7 @@ def _made(call: dict[str, Any], bench: Bench) -> Callable[[], list[Any]]:
     generator = torch.Generator().manual_seed(SEED)
     arguments = decode(call["arguments"], bench.device, generator)
     named = {name: decode(value, bench.device, generator) for name, value in call["named"].items()}
-    function = _function(call["function"])
+    function = library.function(call["function"])
     leaves = [each for each in tensors([arguments, list(named.values())]) if each.requires_grad]
     gradients: list[torch.Tensor] = []
 
@@ -76,18 +78,9 @@ def _made(call: dict[str, Any], bench: Bench) -> Callable[[], list[Any]]:
 
 def _results(library: OperatorLibrary, call: dict[str, Any], implementation: str, bench: Bench) -> list[torch.Tensor]:
     with library.using(call["operator"], implementation):
-        found = [each.detach().to("cpu", copy=True) for each in tensors(_made(call, bench)())]
+        found = [each.detach().to("cpu", copy=True) for each in tensors(_made(library, call, bench)())]
     bench.synchronize()
     return found
-
-
-def _function(name: str) -> Callable[..., Any]:
-    """Return a function of torch, or an operator of torch's dispatcher such as `aten.mm.default`."""
-    found: Any = torch if name.startswith("torch.") else torch.ops
-    for part in name.removeprefix("torch.").split("."):
-        found = getattr(found, part)
-    function: Callable[..., Any] = found
-    return function
 
 
 if __name__ == "__main__":

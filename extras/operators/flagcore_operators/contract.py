@@ -5,8 +5,9 @@ an operator of torch's dispatcher, such as `aten.mm.default`, or a function of t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -59,13 +60,36 @@ class OperatorLibrary(ABC):
     def implementations(self, operator: str) -> Sequence[str]:
         """Return the implementations of an operator here, the library's default first."""
 
+    def reference_of(self, implementations: Sequence[str]) -> str:
+        """Return the reference of an operator with these implementations."""
+        return self.reference
+
     @abstractmethod
     def using(self, operator: str, implementation: str) -> AbstractContextManager[Any]:
         """Return a context in which calls of the operator run this implementation."""
 
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return the function of a recorded call: one of torch, or of its dispatcher such as `aten.mm.default`."""
+        found: Any = import_module("torch")
+        for part in name.removeprefix("torch.").split(".") if name.startswith("torch.") else ("ops", *name.split(".")):
+            found = getattr(found, part)
+        function: Callable[..., Any] = found
+        return function
+
+    def record(self, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace functions by `wrap(NAME, FUNCTION)`, which records their calls under this name for `function`."""
+        for name in self.functions:  # not by a mode of torch, which is off where recompute runs in the backward pass
+            path, _, last = name.rpartition(".")
+            module = import_module(path)
+            setattr(module, last, wrap(name, getattr(module, last)))
+
     def apply(self, choice: Mapping[str, str]) -> None:
         """Apply a choice in this program, for a library whose `environment` returns `start.SET`."""
         raise NotImplementedError
+
+    def others(self) -> Mapping[str, str]:
+        """Return the implementations that this program ran instead of those of the applied choice, by operator."""
+        return {}
 
 
 def read_choice(text: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ vllm-plugin-FL vllm_fl/utils.py @075f1e0e, and in vllm_fl/dispatch policy.py @20
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from importlib.util import find_spec
@@ -18,11 +18,12 @@ import yaml
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore_operators.contract import OperatorLibrary
+from flagcore_operators.dispatched import FLAGOS, REFERENCE, Dispatcher, as_order, read_orders
 
 UNUSED = "FLAGCORE_FLAGGEMS_UNUSED"
 """The operators for which a training program does not use FlagGems, separated by commas. The program passes them:
 `flag_gems.enable(unused=os.environ.get("FLAGCORE_FLAGGEMS_UNUSED", "").split(","))`."""
-FLAGOS, NATIVE = "flagos", "native"
+NATIVE = "native"
 
 
 class FlagGems(OperatorLibrary):
@@ -66,21 +67,18 @@ class FlagGems(OperatorLibrary):
         return flag_gems.use_gems(include=[operator])  # type: ignore[no-any-return]
 
 
-class VllmFl(FlagGems):
-    """vllm-plugin-FL: FlagGems in vLLM, and the plugin's own operators, each with an order of implementations.
+class VllmFl(Dispatcher, FlagGems):
+    """vllm-plugin-FL: FlagGems in vLLM, and the plugin's own operators such as `rms_norm`, each with an order."""
 
-    Those own operators, such as `rms_norm`, take layers of vLLM as arguments. They are not timed; what is set for them
-    stays.
-    """
-
-    name, data = "vllm_fl", ["flaggems", "vllm_fl"]
+    name, reference, data = "vllm_fl", NATIVE, ["flaggems", "vllm_fl"]
+    package, variable = "vllm_fl.dispatch", "VLLM_FL_PER_OP"
 
     def serves(self, device_type: str, engine: str) -> bool:
         return find_spec("vllm_fl") is not None and engine == "vllm"
 
     def environment(self, choice: Mapping[str, str]) -> Mapping[str, str]:
         orders = ";".join(f"{name}={value}" for name, value in sorted(choice.items()) if _is_order(value))
-        found = {"VLLM_FL_FLAGOS_BLACKLIST": ",".join(_native(choice)), "VLLM_FL_PER_OP": orders}
+        found = {"VLLM_FL_FLAGOS_BLACKLIST": ",".join(_native(choice)), self.variable: orders}
         return {name: value for name, value in found.items() if value}
 
     def file(self, choice: Mapping[str, str]) -> str:
@@ -103,10 +101,9 @@ class VllmFl(FlagGems):
         own = environment.get("VLLM_FL_CONFIG", "").strip()
         config = _read(Path(own) if own else _platform_file(environment, vendor))
         has_own = bool(own) and Path(own).is_file()
-        orders = {str(name): _order(value) for name, value in (config.get("op_backends") or {}).items()}
-        if not has_own and (text := environment.get("VLLM_FL_PER_OP", "")):
-            pairs = (each.partition("=") for each in text.split(";") if "=" in each)
-            orders = {name.strip(): _order(value) for name, _sign, value in pairs}
+        orders = {str(name): as_order(value) for name, value in (config.get("op_backends") or {}).items()}
+        if not has_own and (text := environment.get(self.variable, "")):
+            orders = read_orders(text)
         if not has_own and (file := environment.get("VLLM_FL_OP_CONFIG", "").strip()):
             orders = {name: value.strip().lower() for name, value in json.loads(Path(file).read_text("utf-8")).items()}
         orders = {name: value for name, value in orders.items() if value}
@@ -116,6 +113,23 @@ class VllmFl(FlagGems):
         if white:
             return {**orders, "*": NATIVE, **dict.fromkeys(white, FLAGOS)}
         return {**orders, **dict.fromkeys(black or config.get("flagos_blacklist") or (), NATIVE)}
+
+    def operator(self, function: str, arguments: Sequence[Any]) -> str:
+        gems = FlagGems.operator(self, function, arguments)
+        return Dispatcher.operator(self, function, arguments) or (gems if gems not in self._known else "")
+
+    def implementations(self, operator: str) -> Sequence[str]:
+        return self._known.get(operator, (FLAGOS, NATIVE))
+
+    def reference_of(self, implementations: Sequence[str]) -> str:
+        return NATIVE if NATIVE in implementations else REFERENCE
+
+    def using(self, operator: str, implementation: str) -> AbstractContextManager[Any]:
+        own = implementation not in (FLAGOS, NATIVE)
+        return (Dispatcher if own else FlagGems).using(self, operator, implementation)
+
+    def function(self, name: str) -> Callable[..., Any]:
+        return (Dispatcher if name.startswith(f"{self.name}.") else OperatorLibrary).function(self, name)
 
 
 def _platform_file(environment: Mapping[str, str], vendor: str) -> Path:
@@ -145,14 +159,9 @@ def _is_order(value: str) -> bool:
     return value not in (FLAGOS, NATIVE) or "|" in value
 
 
-def _order(value: Any) -> str:
-    words = value if isinstance(value, list) else str(value).split("|")
-    return "|".join(str(each).strip() for each in words if each and str(each).strip())
-
-
 def _words(text: str) -> list[str]:
     return [each.strip() for each in text.split(",") if each.strip()]
 
 
 FLAGGEMS: OperatorLibrary = FlagGems()
-VLLM_FL: OperatorLibrary = VllmFl()
+VLLM_FL = VllmFl()

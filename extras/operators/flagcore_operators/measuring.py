@@ -76,6 +76,7 @@ def calibrate_operators(
         try:
             on_start(_("recording the operators of the baseline"))
             calls, run_s = _record(LoadedSpec(file, data), used, Path(folder), without)
+            reasons = _of_orders(reasons, calls)
             count = len({call["operator"] for call in calls})
             on_start(_("timing {count} operators for at most {seconds:.0f} s", count=count, seconds=seconds))
             job = {
@@ -165,6 +166,18 @@ def _record(
     return sorted(calls, key=lambda call: -call["count"] * call["size"]), run_s
 
 
+def _of_orders(
+    reasons: Mapping[str, Mapping[str, str]], calls: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, str]]:
+    """Return the reasons against implementations of the calls' operators; an order has those of its first one."""
+    known = {call["operator"]: call["implementations"] for call in calls}
+    return {
+        operator: {each: why for each in known[operator] for name, why in own.items() if each.split("|")[0] == name}
+        for operator, own in reasons.items()
+        if operator in known
+    }
+
+
 def _todo(
     calls: Sequence[Mapping[str, Any]],
     library: OperatorLibrary,
@@ -178,7 +191,7 @@ def _todo(
         counts[operator] = counts.get(operator, 0) + 1
         if counts[operator] <= SHAPES:
             default = in_effect.get(operator, known[0])
-            first = library.reference or known[0]
+            first = library.reference_of(known) or known[0]
             others = [each for each in known if each == default or each not in avoided.get(operator, {})]
             todo.append((place, list(dict.fromkeys([first, *others]))))
     return todo

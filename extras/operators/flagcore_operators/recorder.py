@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +102,7 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
 def record(library: OperatorLibrary, folder: str) -> None:
     """Record the calls of this thread, and of the processes that it forks, until the process ends."""
     recorder = Recorder(library, folder)
-    for name in library.functions:  # not by a mode of torch, which is off where recompute runs in the backward pass
-        path, _, last = name.rpartition(".")
-        module = import_module(path)
-        setattr(module, last, recorder.wrapped(name, getattr(module, last)))
+    library.record(recorder.wrapped)
     _Dispatch(recorder).__enter__()
     end = os._exit
 

@@ -24,3 +24,14 @@ def start() -> None:
 
         name, _, folder = os.environ[RECORD].partition(":")
         record(find_library(name), folder)
+
+
+def effective() -> dict[str, str]:
+    """Return the value of the knob whose choice this program applied, or the implementations that ran instead."""
+    name = os.environ.get(SET, "").partition(":")[0]
+    if not name:
+        return {}
+    from flagcore_operators.contract import find_library
+
+    others = find_library(name).others()
+    return {f"{name}_operators": ",".join(f"{each}={ran}" for each, ran in others.items()) or "calibrated"}

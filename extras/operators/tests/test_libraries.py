@@ -26,6 +26,7 @@ ORDER = "vendor:metax|reference"
     [
         ("torch", {"mm_nt": "onednn", "attention": "math"}),
         ("flaggems", {"mm": "native", "copy_": "native"}),
+        ("te_fl", {"generic_gemm": "reference", "rmsnorm_fwd": ORDER}),
         ("vllm_fl", {"mm": "native", "rms_norm": ORDER}),
     ],
 )

@@ -15,7 +15,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from typing import Any
 
 import megatron.core
@@ -248,7 +248,8 @@ _SIZE_NAMES = ("tensor_model", "pipeline_model", "context", "expert_model", "exp
 
 
 def _effective(job: TrialJob, built: BuiltModel, layers_per_stage: list[int]) -> dict[str, Any]:
-    """Return the knob values in Megatron's model and optimizer objects, by the names of knobs in the candidate."""
+    """Return the knob values in Megatron's model and optimizer objects, by the names of knobs in the candidate, and
+    those that other distributions report for this process."""
     config, ddp_config = built.config, built.chunks[0].ddp_config
     replicas = parallel_state.get_data_parallel_world_size()
     samples = job.train.global_batch_size // (job.num_microbatches * replicas)
@@ -274,6 +275,7 @@ def _effective(job: TrialJob, built: BuiltModel, layers_per_stage: list[int]) ->
         "fp8_recipe": config.fp8_recipe if config.fp8 else None,
         "implementation": job.train.implementation,
         "moe_token_dispatcher_type": config.moe_token_dispatcher_type if config.num_moe_experts else None,
+        **{name: value for each in entry_points(group="flagcore.effective") for name, value in each.load()().items()},
     }
 
 
