@@ -106,7 +106,7 @@ def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None]) -
             try:
                 sizes = list(_size(_replica(spec, chip, price, nodes, devices), rate, nodes, devices))
                 found += sizes
-                chip = sizes[0].chip if chip and sizes else chip  # a note explains an alias once
+                chip = sizes[0].chip if sizes else chip  # a note explains an alias once
             except NothingFits as error:
                 problems.append(error)
     if not found:
