@@ -234,13 +234,17 @@ class ServingEngine(
             }
             assumed |= {name: value for name, value in written.items() if name not in parsed}
         parsed |= assumed
+        noted = frozenset(assumed)
+        if UNASKED in notes and (first := task.cluster.groups[0]).cpus_per_node is None:
+            groups = (replace(first, cpus_per_node=UNASKED_CPUS), *task.cluster.groups[1:])
+            task, noted = replace(task, cluster=replace(task.cluster, groups=groups)), noted | {CPUS}
         if runs.memory_flag and _weights_share(task, parsed) > CROWDED_SHARE:
             serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
         # The space must contain the value of PREFILL_DECODE, which is possibly not among those of `auto`.
         kinds = parsed.get(PREFILL_DECODE)
         space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else {**task.spec.space}
         space |= {name: (parsed[name],) for name in EXCHANGES if parsed.get(name) is not None}
-        return replace(task, spec=replace(task.spec, work=serve, space=space)), parsed, frozenset(assumed)
+        return replace(task, spec=replace(task.spec, work=serve, space=space)), parsed, noted
 
     def _as_in_production(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
         """Return the values that published recipes set if experts are on several hosts, unless `values` or
@@ -271,9 +275,12 @@ class ServingEngine(
     ) -> Sequence[str]:
         """Return warnings that name the assumed values: those of commands that GENERATOR wrote, and of the recipes of
         experts on several hosts."""
-        found, words = {name: values[name] for name in noted}, {knob.name: knob.words for knob in self.knobs}
+        words = {knob.name: knob.words for knob in self.knobs}
+        found = {name: values[name] for name in noted if name in values}
         written = {name: found.pop(name) for name in self.published_runs.generated if name in found}
         lines = [f"{name} = {json.dumps(value)} is assumed, as {GENERATOR} sets it" for name, value in written.items()]
+        if CPUS in noted:
+            lines.append(f"{CPUS} = {UNASKED_CPUS} is assumed: the job of {UNASKED} asks for no CPUs")
         for merge in rules.exchange_merge(task, self.program):
             codes = merge.canonical(self.columns(task, values))
             found |= {name: words[name][code[0] - 1] for name, code in codes.items() if code[0]}
@@ -427,6 +434,9 @@ INFERENCEX = ((1024, 1024), (1024, 8192), (8192, 1024))
 `WAVES_IN_FLIGHT` requests per client."""
 GENERATOR = "aiconfigurator"
 """The source of records of servers whose commands this generator of NVIDIA wrote."""
+UNASKED, UNASKED_CPUS, CPUS = "InferenceX experimental", 2, "cluster.cpus_per_node"
+"""The source of records of a Slurm job that asks for devices, but for no CPUs (SemiAnalysisAI/InferenceX
+`experimental/token_position_decode_slo`), and what it gets by default: one core, with two hardware threads."""
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
 """Published runs raise the engine's memory share to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE` of a
 device's memory."""

@@ -320,6 +320,17 @@ def test_generated_servers_mix_prompts_and_decoding(
     assert any("aiconfigurator" in each for each in warnings) is bool(expected)
 
 
+@pytest.mark.parametrize(("source", "expected"), [("InferenceX experimental", 2), ("", None)])
+def test_a_job_that_asks_for_no_cpus_gets_one_core(source: str, expected: int | None) -> None:
+    made = task(LOAD)
+    found, values, noted = VLLM.published(made, {}, source)
+    assert found.cluster.groups[0].cpus_per_node == expected
+    assert any("cpus_per_node" in each for each in VLLM.job_warnings(made, values, {}, noted)) is bool(expected)
+    group = replace(made.cluster.groups[0], cpus_per_node=64)
+    known = replace(made, cluster=replace(made.cluster, groups=(group,)))
+    assert VLLM.published(known, {}, source)[0].cluster == known.cluster
+
+
 def test_prompts_that_come_first_keep_requests_of_equal_length_in_step() -> None:
     endless = replace(LOAD, num_prompts=None)
     equal = predicted(task(endless, engine="sglang"), mixed_chunks=np.array([False, True]))
