@@ -136,7 +136,7 @@ def unmet_text(problem: Problem) -> str:
         "no candidate is predicted to meet the latency limits; the closest has {figures}: {candidate}; lower the load "
         "(request_rate: auto finds the highest one), use other hardware, or allow more time",
         figures=", ".join(f"{name} ~{figure:.3g} s of {limits[name]:g} s" for name, figure in figures.items()),
-        candidate=problem.set_knobs(problem.space.candidate(row)),
+        candidate=str(problem.set_knobs(problem.space.candidate(row))) or _("engine defaults"),
     )
 
 

@@ -60,8 +60,8 @@ from flagcore_serving.model.speculation import USUAL
 from flagcore_serving.model.work import HOST_RATE, Overheads, overheads_of
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space import placement, rules
+from flagcore_serving.space.adapters import CONFIG, DEFAULT_RANK, check_adapters, rank_of
 from flagcore_serving.space.adapters import SWITCH as ADAPTER_SWITCH
-from flagcore_serving.space.adapters import check_adapters
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
 from flagcore_serving.space.knobs import CONTEXT, LAYOUT
 from flagcore_serving.space.program import Program
@@ -222,14 +222,29 @@ class ServingEngine(
         if load.range_ratio == 1.0 and load.concurrency:
             serve = replace(serve, loads=(replace(load, range_ratio=drawn.get(lengths, 1.0)),))
         assumed = self._as_in_production(task, parsed)
+        if (
+            GENERATOR in notes
+            and lengths not in INFERENCEX
+            and not parsed.get(PREFILL_DECODE)
+            and count(parsed, PP) == 1
+        ):
+            known = release(serve.engine_version or "") or ()
+            written = {
+                name: value for name, (since, value) in runs.generated.items() if known >= (release(since) or ())
+            }
+            assumed |= {name: value for name, value in written.items() if name not in parsed}
         parsed |= assumed
+        noted = frozenset(assumed)
+        if UNASKED in notes and (first := task.cluster.groups[0]).cpus_per_node is None:
+            groups = (replace(first, cpus_per_node=UNASKED_CPUS), *task.cluster.groups[1:])
+            task, noted = replace(task, cluster=replace(task.cluster, groups=groups)), noted | {CPUS}
         if runs.memory_flag and _weights_share(task, parsed) > CROWDED_SHARE:
             serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
         # The space must contain the value of PREFILL_DECODE, which is possibly not among those of `auto`.
         kinds = parsed.get(PREFILL_DECODE)
         space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else {**task.spec.space}
         space |= {name: (parsed[name],) for name in EXCHANGES if parsed.get(name) is not None}
-        return replace(task, spec=replace(task.spec, work=serve, space=space)), parsed, frozenset(assumed)
+        return replace(task, spec=replace(task.spec, work=serve, space=space)), parsed, noted
 
     def _as_in_production(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
         """Return the values that published recipes set if experts are on several hosts, unless `values` or
@@ -258,13 +273,22 @@ class ServingEngine(
     def job_warnings(
         self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
     ) -> Sequence[str]:
-        """Return a warning that names the values of the recipes of experts on several hosts, if they were assumed."""
-        found, words = {name: values[name] for name in noted}, {knob.name: knob.words for knob in self.knobs}
+        """Return warnings that name the assumed values: those of commands that GENERATOR wrote, and of the recipes of
+        experts on several hosts."""
+        words = {knob.name: knob.words for knob in self.knobs}
+        found = {name: values[name] for name in noted if name in values}
+        written = {name: found.pop(name) for name in self.published_runs.generated if name in found}
+        lines = [f"{name} = {json.dumps(value)} is assumed, as {GENERATOR} sets it" for name, value in written.items()]
+        if CPUS in noted:
+            lines.append(f"{CPUS} = {UNASKED_CPUS} is assumed: the job of {UNASKED} asks for no CPUs")
         for merge in rules.exchange_merge(task, self.program):
             codes = merge.canonical(self.columns(task, values))
             found |= {name: words[name][code[0] - 1] for name, code in codes.items() if code[0]}
         assumed = ", ".join(f"{name} = {json.dumps(found[name])}" for name in sorted(found))
-        return (f"experts on several hosts are assumed as in published recipes: {assumed}",) if assumed else ()
+        return (
+            *lines,
+            *([f"experts on several hosts are assumed as in published recipes: {assumed}"] if assumed else ()),
+        )
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return a space of the layouts that an expert would consider, with the engine's defaults for all other knobs.
@@ -408,6 +432,11 @@ class ServingEngine(
 INFERENCEX = ((1024, 1024), (1024, 8192), (8192, 1024))
 """Lengths of InferenceX's prompts and answers. Its client draws them from a range, and its recipes set flags. It sends
 `WAVES_IN_FLIGHT` requests per client."""
+GENERATOR = "aiconfigurator"
+"""The source of records of servers whose commands this generator of NVIDIA wrote."""
+UNASKED, UNASKED_CPUS, CPUS = "InferenceX experimental", 2, "cluster.cpus_per_node"
+"""The source of records of a Slurm job that asks for devices, but for no CPUs (SemiAnalysisAI/InferenceX
+`experimental/token_position_decode_slo`), and what it gets by default: one core, with two hardware threads."""
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
 """Published runs raise the engine's memory share to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE` of a
 device's memory."""
@@ -476,8 +505,8 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     """Yield a one-line warning for each doubtful setting of a spec.
 
     Doubtful settings are an unknown release, unknown flags, limits that look like milliseconds, too few requests, an
-    objective that the load determines, speculation with unknown acceptance, and weights that are missing or of another
-    format.
+    objective that the load determines, speculation with unknown acceptance, and adapters or weights that are missing or
+    of another format.
     """
     serve = spec.serve
     yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
@@ -506,6 +535,9 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
             "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
         )
         yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
+    for folder in serve.adapters:
+        if not rank_of(folder):
+            yield f"serve.adapters: {folder} has no {CONFIG} with a rank r; predictions assume r = {DEFAULT_RANK}"
     if ADAPTER_SWITCH in program.split(spec).others and not serve.loads[0].adapters:
         yield "serve.profile.adapters is 0: all requests are predicted to use the base model; set it"
     for word in speculations(spec, program):

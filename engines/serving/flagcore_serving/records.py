@@ -84,4 +84,5 @@ def read_record(
         data["serve"] = {"longest": LONGEST_CHAT if is_whole else None, **data["serve"], "distribution": "lognormal"}
     record = checked(Record, data)
     candidate = {key: str(value) if isinstance(value, float) else value for key, value in record.candidate.items()}
-    return record, {"work": record.serve, "candidate": candidate}
+    notes = source if isinstance(source := line.get("source"), str) else ""
+    return record, {"work": record.serve, "candidate": candidate, "notes": notes}

@@ -2,11 +2,16 @@
 
 A replica is the fastest predicted configuration of some devices. Requests are spread over replicas at random, so each
 receives an equal share of the rate. No trial runs, but a run may have measured one replica.
+
+The highest rate of a replica is found only to RESOLUTION. Where that could cost a replica, the share of fewer ones is
+predicted, too, so that the number is that of predictions of each number of replicas.
 """
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +31,16 @@ from flagcore.plugins import find_engine
 from flagcore.report.text import values_text
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_serving.launch.reports import ServerReports
+from flagcore_serving.load.progress import RESOLUTION
 from flagcore_serving.load.traces import read_trace
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import INSTANCES, PREFILL_DECODE
 
+RATE = "serve.profile.request_rate"
+WHOLE = 8
+"""Replicas have any number of devices up to this one. Instances that prefill and others that decode rarely need a power
+of two."""
+MAX_TOTAL_RATE = 1e6
 HOUR = 3600
 WINDOW_S = 300.0
 """The rate of an hour is that of its busiest WINDOW_S seconds: autoscalers and starts of servers take minutes."""
@@ -80,28 +91,22 @@ def _replicas(rate: float, of_one: float) -> int:
 def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None]) -> list[Size]:
     """Return the sizes that keep the limits of `serve.slo` at `rate` requests per second, the best first.
 
-    Each has other devices per replica: powers of two up to a node of the spec, and whole nodes up to its nodes.
+    Each has other devices per replica: from 1 to WHOLE and powers of two up to a node of the spec, and whole nodes up
+    to its nodes.
     `chips`: the chips to compare, each with the price of a device for an hour or None; empty means that of the spec.
     The best has the lowest cost if all have prices, otherwise the fewest devices. Raises the errors of
     `flagcore.estimate`, and NothingFits if no size serves a request within the limits.
     """
     found, problems = list[Size](), list[NothingFits]()
-    profile = (spec.data.get("serve") or {}).get("profile") or {}
-    given = profile.get("num_prompts")
-    longer = not profile.get("trace") and not (isinstance(given, int) and given > REQUESTS)
+    cluster = _section(spec.data, "cluster")
     for chip, price in (chips or {"": None}).items():
-        changes: dict[str, Any] = {"serve.profile.request_rate": "auto", "serve.profile.concurrency": None}
-        changes["auto_tuner.baseline"] = None  # a baseline is that of the whole cluster
-        changes |= {"serve.profile.num_prompts": REQUESTS} if longer else {}
-        changes |= {"cluster.chip": chip} if chip else {}
-        is_own = chip in ("", (spec.data.get("cluster") or {}).get("chip"))  # the one with the spec's price
-        changes |= {} if price is None and is_own else {"cluster.price_per_device_hour": price}
+        if price is None and chip in ("", cluster.get("chip")):
+            price = cluster.get("price_per_device_hour")  # that of its own chip
         for nodes, devices in _shapes(spec):
-            shape = {"cluster.nodes": nodes, "cluster.devices_per_node": devices}
             try:
-                sizes = list(_size(changed_spec(spec, changes | shape), rate, nodes, devices))
+                sizes = list(_size(_replica(spec, chip, price, nodes, devices), rate, nodes, devices))
                 found += sizes
-                changes |= {"cluster.chip": sizes[0].chip} if chip and sizes else {}  # a note explains an alias once
+                chip = sizes[0].chip if sizes else chip  # a note explains an alias once
             except NothingFits as error:
                 problems.append(error)
     if not found:
@@ -112,27 +117,69 @@ def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None]) -
 
 def _shapes(spec: LoadedSpec) -> Iterator[tuple[int, int]]:
     """Yield the nodes and the devices per node of each replica to try."""
-    cluster = spec.data.get("cluster") or {}
+    cluster = _section(spec.data, "cluster")
     if cluster.get("groups"):
         problem, fix = "has groups, but replicas are of one kind of chips", "give cluster.chip, or --chip for each kind"
         raise SpecError(key="cluster.groups", value=None, problem=problem, fix=fix)
-    per_node = cluster.get("devices_per_node") or 8
-    if not isinstance(per_node, int) or not isinstance(cluster.get("nodes", 1), int):
-        per_node = 8  # the estimate names the wrong value
-    yield from ((1, 2**power) for power in range(per_node.bit_length()) if 2**power < per_node)
-    yield from ((nodes, per_node) for nodes in range(1, int(cluster.get("nodes") or 1) + 1))
+    given = cluster.get("nodes"), cluster.get("devices_per_node")
+    nodes, per_node = (default if each is None else each for each, default in zip(given, (1, 8), strict=True))
+    if not (isinstance(nodes, int) and isinstance(per_node, int) and min(nodes, per_node) > 0):
+        yield nodes, per_node  # the estimate names the wrong value
+        return
+    yield from ((1, count) for count in range(1, per_node) if count <= WHOLE or count.bit_count() == 1)
+    yield from ((each, per_node) for each in range(1, nodes + 1))
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section, which is empty if it is missing or wrong: the estimate names what is wrong."""
+    found = data.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _replica(spec: LoadedSpec, chip: str, price: float | None, nodes: int, per_node: int) -> LoadedSpec:
+    """Return the spec of a search for the highest rate of one replica. `chip`: empty means that of `spec`."""
+    profile = _section(_section(spec.data, "serve"), "profile")
+    changes: dict[str, Any] = {RATE: "auto", "serve.profile.concurrency": None}
+    changes |= {"cluster.nodes": nodes, "cluster.devices_per_node": per_node, "cluster.price_per_device_hour": price}
+    changes["auto_tuner.baseline"] = None  # a baseline is that of the whole cluster
+    given = profile.get("num_prompts")
+    if not profile.get("trace") and not (isinstance(given, int) and given > REQUESTS):
+        changes["serve.profile.num_prompts"] = REQUESTS
+    changes |= {"cluster.chip": chip} if chip else {}
+    return changed_spec(spec, changes)
+
+
+def _fewest(spec: LoadedSpec, highest: float, rate: float) -> tuple[int, Mapping[str, Any] | None]:
+    """Return the fewest replicas for a rate, and a configuration that serves more than `highest` if they need one.
+
+    `spec`, `highest`: those of `_replica`, and the rate that its search found.
+    """
+    found = dict[int, Mapping[str, Any]]()
+
+    def fits(replicas: int) -> bool:
+        changes = {RATE: rate / replicas, "auto_tuner.objective": "goodput_requests_per_s"}
+        with suppress(NothingFits):
+            plan = estimate(changed_spec(spec, changes), top=LISTED, distinct=True)
+            kept = [each for each in plan.candidates if "last" not in each and not each["slo"]]
+            found.update({replicas: kept[0]} if kept else {})
+        return replicas in found
+
+    most = _replicas(rate, highest)
+    fewest = bisect_left(range(most), True, lo=_replicas(rate, highest * RESOLUTION), key=fits)
+    return fewest, found.get(fewest)
 
 
 def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int) -> Iterator[Size]:
     """Yield the size of replicas on these devices, if the best candidate serves requests within the limits."""
-    devices = nodes * per_node
     plan = estimate(spec, top=LISTED, distinct=True)
     loads = [each for each in plan.candidates if each.get("highest_load") and "last" not in each]
     if not loads:
         return
     best = max(loads, key=lambda each: float(each["highest_load"]))
-    speed, candidate = best["objective"], best["candidate"]
+    speed, (number, other) = best["objective"], _fewest(spec, float(best["highest_load"]), rate)
+    best = best if other is None else {**other, HIGHEST_LOAD: rate / number}
     low = float(best["highest_load"]) * min(1.0, speed["low"] / speed["value"])
+    candidate, devices = best["candidate"], nodes * per_node
     text = _configuration(candidate, plan.baseline["candidate"], plan.knobs)
     yield _of_figures(
         spec, rate, best, low, chip=plan.chip, nodes=nodes, devices=devices, candidate=candidate, text=text
@@ -152,7 +199,7 @@ def measured_size(spec: LoadedSpec, rate: float, folder: Path) -> Size:
     if not rates:
         raise UsageError(_("{folder} measured no highest rate; tune with request_rate: auto", folder=folder))
     knobs = {each.name: each for each in find_engine(engine_of(spec)).knobs}
-    nodes, candidate = int((spec.data.get("cluster") or {}).get("nodes") or 1), best["candidate"]
+    nodes, candidate = int(_section(spec.data, "cluster").get("nodes") or 1), best["candidate"]
     text, devices = _configuration(candidate, result["baseline"]["candidate"], knobs), int(result["devices"])
     figures = {**same[0], HIGHEST_LOAD: statistics.median(rates)}
     found = {"chip": result["chip"], "nodes": nodes, "devices": devices, "candidate": candidate, "text": text}
@@ -172,7 +219,7 @@ def _of_figures(
     text: str,
 ) -> Size:
     """Return the size whose replicas have these `figures`. `low`: the rate that a replica serves at least."""
-    per_replica, price = float(figures[HIGHEST_LOAD]), (spec.data.get("cluster") or {}).get("price_per_device_hour")
+    per_replica, price = float(figures[HIGHEST_LOAD]), _section(spec.data, "cluster").get("price_per_device_hour")
     replicas = _replicas(rate, per_replica)
     cost = None if price is None else price * devices * replicas
     output = figures["output_tokens_per_s"] / figures["requests_per_s"] if figures.get("requests_per_s") else 0.0
@@ -265,18 +312,27 @@ def sizing(
     if not isinstance(serve, dict):
         raise UsageError(_("flag size is for servers, but {file} has no section {section}", file=file, section="serve"))
     hours = hours_of(day) if day is not None else []
-    given = (serve.get("profile") or {}).get("request_rate")
+    given = _section(serve, "profile").get("request_rate")
     rate = rate or max((each.rate for each in hours), default=given if isinstance(given, (int, float)) else None)
     if not rate:
         raise UsageError(_("flag size needs the rate to serve: give --rate or --day"))
+    if not rate <= MAX_TOTAL_RATE:
+        raise UsageError(
+            _("--rate {rate:g}: give at most {most:g} requests per second", rate=rate, most=MAX_TOTAL_RATE)
+        )
     loaded = LoadedSpec(file, data)
     found = sizes_of(loaded, rate, chips) if run is None else [measured_size(loaded, rate, run)]
+    best = found[0]
+    spec = _replica(loaded, best.chip, None, best.nodes, best.devices_per_replica // best.nodes)
+    numbers = (
+        _replicas(each.rate, best.rate) if run is not None else _fewest(spec, best.rate, each.rate)[0] for each in hours
+    )
     return Sizing(
         rate=rate,
         sizes=tuple(found),
-        hours=tuple(replace(each, replicas=_replicas(each.rate, found[0].rate)) for each in hours),
+        hours=tuple(replace(each, replicas=number) for each, number in zip(hours, numbers, strict=True)),
         engine=engine_of(loaded),
-        model=data["model"] if isinstance(data["model"], str) else "",
+        model=model if isinstance(model := data.get("model"), str) else "",
         slo=serve.get("slo") or {},
     )
 

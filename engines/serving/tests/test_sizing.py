@@ -63,6 +63,22 @@ def test_the_best_size_is_the_cheapest_of_all_that_are_predicted(found: Sizing) 
         assert each.rate * each.replicas >= found.rate > each.rate * (each.replicas - 1)
 
 
+@pytest.mark.parametrize("share", [1.01, 1.02])
+def test_the_number_is_the_smallest_that_is_predicted_to_keep_the_limits(share: float) -> None:
+    """Just above a multiple of the highest rate that a search found, which is precise to 5%."""
+    limits = {"cluster.devices_per_node": 1, "auto_tuner.baseline": None, "serve.slo.ttft_s": {"p99": 0.2}}
+    spec = changed_spec(LOADED, limits)
+    rate = 20 * sizing(spec, 1.0, None, {}).best.rate * share
+    best = sizing(spec, rate, None, {}).best
+
+    def is_kept(replicas: int) -> bool:
+        changes = {"serve.profile.request_rate": rate / replicas, "serve.profile.num_prompts": 100}
+        return any("last" not in each for each in estimate(changed_spec(spec, changes), top=100).candidates)
+
+    assert is_kept(best.replicas)
+    assert not is_kept(best.replicas - 1)
+
+
 def test_each_hour_has_the_replicas_for_its_busiest_minutes(tmp_path: Path) -> None:
     trace = tmp_path / "day.jsonl"
     quiet, busy = range(0, 3600, 60), (7200 + number / 10 for number in range(3000))
@@ -118,6 +134,10 @@ def test_pods_are_instances(found: Sizing) -> None:
         ({"serve": None}, "no section serve"),
         ({"serve.slo": {}}, "serve.slo"),
         ({"cluster": {"groups": [{"chip": "H20"}, {"chip": "A100"}]}}, "cluster.groups"),
+        ({"cluster.nodes": "x"}, "cluster.nodes"),
+        ({"cluster.devices_per_node": 0}, "cluster.devices_per_node"),
+        ({"serve.profile": [1]}, "--rate"),
+        ({"serve.profile.request_rate": math.nan}, "at most"),
     ],
 )
 def test_what_cannot_be_sized_is_refused(changes: dict[str, Any], key: str) -> None:

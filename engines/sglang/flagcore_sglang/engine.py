@@ -608,6 +608,8 @@ ENGINE = ServingEngine(
         # sgl-project/sgl-cookbook runs `bench_serving` without a range, so that lengths start from 1 (500 prompts of
         # up to 1,000 tokens have 249,331).
         drawn={(1000, 1000): 0.0, (1000, 8000): 0.0, (8000, 1000): 0.0},
+        # ai-dynamo/aiconfigurator #258 of 2026-01-19, when it ran 0.5.6.post2: `--enable-mix-chunk` before is no flag.
+        generated={MIXED: ("0.5.6", True)},
         # lmsys.org, 2025-05-05, large-scale EP (H100), and ishandhanani/srt-slurm recipes/ (GB200, GB300).
         wide_copies=32,
         wide_chunk=(CHUNK, 16384),

@@ -599,7 +599,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         ),
         *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
         *rules.context_rules(task),
-        *adapters.adapter_rules(task),
+        *adapters.adapter_rules(task, adapters.RANKS),
         _block_rule(task),
         Rule(
             name="images_of_request",

@@ -15,7 +15,7 @@ from flagcore_vendorkit.calibration.store import Calibration, Calibrations, coll
 
 from flagcore.domain.chip import Chip, Device, Fact, Source
 from flagcore.errors import RunError
-from flagcore.physics.roofline import Curve
+from flagcore.physics.roofline import Roofline
 from tests.product.vendors.test_simulated_nodes import METAX
 
 ROWS = (
@@ -116,7 +116,7 @@ def test_calibrations_are_in_the_folder_of_the_environment_variable(
 
 def test_kernels_are_priced_as_they_were_measured() -> None:
     side = np.array([64.0])
-    table = kernel_table(MADE, X1, Curve())
+    table = kernel_table(MADE, Roofline(chip=X1))
     assert table.gemm_seconds(side, side, side, "bf16") == pytest.approx(3e-6, rel=0.05)
 
 
@@ -160,7 +160,7 @@ ALL_REDUCE = {"collective": "all_reduce", "ranks": 2, "bytes": 1024, "us": 16.0}
 def test_a_bad_row_is_reported(row: dict[str, object]) -> None:
     broken = replace(MADE, rows=(row,))
     with pytest.raises(RunError, match=MADE.chip):
-        kernel_table(broken, X1, Curve()) if "kernel" in row else collective_table(broken)
+        kernel_table(broken, Roofline(chip=X1)) if "kernel" in row else collective_table(broken)
 
 
 ALONE = Chip(name="X1", vendor="acme", devices_per_node=8)

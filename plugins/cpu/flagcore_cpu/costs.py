@@ -19,13 +19,25 @@ LAUNCH = 2.8
 AMD EPYC (Zen 4)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTensors(Roofline):
+    """A roofline whose products return new tensors. Large ones have new pages, which take `page_s` seconds per byte."""
+
+    page_s: float
+
+    def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
+        result_bytes = m * n * BYTES.get(precision, 2.0)
+        pages = np.where(result_bytes >= MAPPED_BYTES, result_bytes * self.page_s, 0.0)
+        return Roofline.gemm_seconds(self, m, n, k, precision) + pages
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
     """Kernel costs (`flagcore.contracts.KernelCosts`) from measured rates. Attention and element-wise kernels may be
-    fast in formats in which matrix products are slow, so they have separate rates.
+    fast in formats in which matrix products are slow, so they have separate rates. Calibrations correct `products`.
     """
 
-    products: Roofline
+    products: NewTensors
     forward: Roofline
     backward: Roofline
     rates: Rates
@@ -36,7 +48,7 @@ class MeasuredCosts:
         sizes.
         """
         curve = replace(curve, launch_seconds=LAUNCH * rates.launch_s)
-        roofline = Roofline(chip=chip, curve=curve)
+        roofline = NewTensors(chip=chip, curve=curve, page_s=rates.new_page_seconds)
         batch, heads, length, width = (np.array(float(each)) for each in ATTENTION)
         shape = AttentionShape(batch=batch, heads=heads, groups=heads, queries=length, keys=length, head_dim=width)
 
@@ -52,14 +64,11 @@ class MeasuredCosts:
 
     @property
     def curve(self) -> Curve:
-        """The curve for small sizes, which calibrations use."""
+        """The curve for small sizes."""
         return self.products.curve
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
-        """Return the time of a product whose result is a new tensor. A large one has new pages, which take time."""
-        result_bytes = m * n * BYTES.get(precision, 2.0)
-        pages = np.where(result_bytes >= MAPPED_BYTES, result_bytes * self.rates.new_page_seconds, 0.0)
-        return self.products.gemm_seconds(m, n, k, precision) + pages
+        return self.products.gemm_seconds(m, n, k, precision)
 
     def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         return self.forward.attention_seconds(shape, precision)

@@ -1,17 +1,21 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from flagcore_cpu import measure, rates
-from flagcore_cpu.costs import MeasuredCosts
+from flagcore_cpu.costs import MeasuredCosts, NewTensors
 from flagcore_cpu.machine import this_machine
 from flagcore_cpu.rates import Rates
+from flagcore_vendorkit.calibration.overlay import ExtendedPlugins
+from flagcore_vendorkit.calibration.store import Calibration
 from flagcore_vendorkit.chip_file import load_chips
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, slowness, usual_precision
-from flagcore.physics.roofline import Curve
+from flagcore.physics.roofline import Curve, KernelCostStack
+from flagcore.plugins import LoadedPlugins
 from tests.checks import given
 
 rates_here = getattr(rates.rates_here, "__wrapped__", rates.rates_here)  # other tests measure nothing
@@ -182,3 +186,23 @@ def test_large_results_of_products_have_new_pages() -> None:
     reused, new = costs.gemm_seconds(rows, np.array([below, above]), inner, "fp32")
     assert new - reused == pytest.approx(2**25 * found.new_page_seconds, rel=0.01)
     assert found.new_page_seconds == pytest.approx((3e-2 - 1.2e-2) / (4e8 * 4 / 46))
+
+
+def test_calibrated_products_have_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip, found = measured_chip(), rates.read(json.dumps(FOUND))
+    plugins = ExtendedPlugins((), lambda text: None)
+    row = {"kernel": "gemm", "precision": "fp32", "m": 64, "n": 512, "k": 512, "us": 900.0, "spread": 0.0}
+    calibration = Calibration(
+        chip=chip.name, aliases=(), driver="", torch="2.13.0", devices=1, date="2026-11-24", how="", rows=(row,)
+    )
+    stack = KernelCostStack((MeasuredCosts.of(chip, Curve(), found),))
+    monkeypatch.setattr(LoadedPlugins, "kernel_costs", lambda self, chip, engine: stack)
+    monkeypatch.setattr(ExtendedPlugins, "_calibration", lambda self, chip: calibration)
+    costs = given(plugins.kernel_costs(chip, "vllm"))
+    assert costs.gemm_seconds(*(np.array([size]) for size in (64.0, 512.0, 512.0)), "fp32") == pytest.approx(
+        9e-4, rel=0.1
+    )
+    one, elements, table = np.ones(1), np.array([2.0**26]), costs.sources[0]
+    assert isinstance(table, NewTensors)
+    reused, new = (each.gemm_seconds(one, elements, one, "fp32") for each in (replace(table, page_s=0.0), costs))
+    assert new - reused == pytest.approx(2**28 * found.new_page_seconds)

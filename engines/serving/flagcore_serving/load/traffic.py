@@ -38,8 +38,8 @@ def traffic(load: Load) -> Traffic:
         raise SpecError(key="num_prompts", problem="is required to generate load", fix="set the number of requests")
     else:
         requests = Traffic(
-            input_len=_lengths(lengths, load.input_len, load, PROMPT_SIGMA),
-            output_len=_lengths(lengths, load.output_len, load, ANSWER_SIGMA),
+            input_len=_lengths(lengths, load.input_len, load),
+            output_len=_lengths(lengths, load.output_len, load),
         )
         if load.turns > 1:
             requests = _conversations(requests, load.turns, load.sub_agents)
@@ -99,14 +99,15 @@ def in_flight(load: Load) -> Load:
     return load if trace_of(load).arrive_s is not None else replace(load, concurrency=DEFAULT_CONCURRENCY)
 
 
-PROMPT_SIGMA, ANSWER_SIGMA = 1.4, 1.1
-"""Standard deviations of the logarithms of log-normal lengths. A choice: prompts vary more than answers."""
+SIGMA = 1.4
+"""The standard deviation of the logarithm of log-normal lengths. A choice for prompts. For answers, bursts of SGLang
+imply it, where the mean TPOT depends on short answers (benchmarks/README.md: bursts)."""
 
 
-def _lengths(rng: np.random.Generator, length: int, load: Load, sigma: float) -> IntArray:
+def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:
     """Draw lengths from the distribution or the range of `load`, rounded as in the engines' own clients."""
     if load.distribution == "lognormal":
-        return _lognormal(rng, length, load.num_prompts or 0, sigma, load.longest_of(length))
+        return _lognormal(rng, length, load.num_prompts or 0, load.longest_of(length))
     if load.range_spread is not None:
         low, high = math.floor(length * (1 - load.range_spread)), math.ceil(length * (1 + load.range_spread))
     else:
@@ -114,9 +115,9 @@ def _lengths(rng: np.random.Generator, length: int, load: Load, sigma: float) ->
     return rng.integers(max(low, 1), max(high, 1), size=load.num_prompts, endpoint=True)
 
 
-def _lognormal(rng: np.random.Generator, mean: int, count: int, sigma: float, longest: int) -> IntArray:
+def _lognormal(rng: np.random.Generator, mean: int, count: int, longest: int) -> IntArray:
     """Draw log-normal lengths from 1 to `longest`, scaled so that their mean is `mean`."""
-    values = rng.lognormal(sigma=sigma, size=count)
+    values = rng.lognormal(sigma=SIGMA, size=count)
     low, high = 0.0, longest / float(values.min())
     for _ in range(50):
         scale = (low + high) / 2

@@ -39,9 +39,9 @@ format that the chip supports is used.
 
 BOUNDS = {
     "rate": ((0.86, 1.3), (0.82, 2.58), (0.65, 1.71)),
-    "tpot_s": ((0.82, 1.29), (0.77, 3.72), (0.74, 1.35)),
-    "itl_s": ((0.8, 1.3), (0.75, 3.7), (0.72, 1.4)),
-    "ttft_s": ((0.72, 2.37), (0.82, 2.44), (0.64, 4.62)),
+    "tpot_s": ((0.82, 1.29), (0.77, 2.82), (0.74, 1.35)),
+    "itl_s": ((0.8, 1.3), (0.75, 2.8), (0.72, 1.4)),
+    "ttft_s": ((0.72, 2.37), (0.82, 2.53), (0.64, 4.62)),
     "e2e_s": ((0.86, 1.3), (0.82, 2.58), (0.65, 1.71)),
 }
 """80% intervals of times relative to the prediction: of closed loops, of open loops such as bursts, and of servers that

@@ -472,9 +472,10 @@ class SimulatedLoad:
         rows = self._rows(lanes)
         inputs, outputs = self.input_len[rows], self.output_len[rows]
         arrivals = None if self.arrivals is None else self.arrivals[rows]
-        if self.equal and prefill is None and not price.lane.mixes:
+        if self.equal and prefill is None and not price.overheads.mixes:
             # Prompts come first, so requests that end together are computed before any of them decodes, and end
             # together again. Others join them: while a prompt delays decoding, the prompts of those that ended arrive.
+            # If a knob mixes the chunks of prompts with decoding, those of one iteration stay together.
             inputs, outputs = (np.full_like(inputs, length) for length in self.equal)
         if inputs.size <= MAX_REQUESTS:
             count, simulated, is_closed = inputs.size, flight, arrivals is None

@@ -1,7 +1,7 @@
 """The adapters (LoRA) of a serving job: their folders, and the slots and the rank that a server has for them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -61,30 +61,42 @@ def adapter_settings(
     return {name: np.where(has_adapters, values, 0.0) for name, values in fields.items()}
 
 
-def adapter_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rule that all adapters fit into a slot."""
+def adapter_rules(task: Task, ranks: Sequence[int] = ()) -> tuple[Rule, ...]:
+    """Return the rules that all adapters fit into a slot, and that its rank is one of `ranks`, if these are given."""
     rank = _largest_rank(task.spec.serve)
     message = f"{RANK} must be at least {rank}, the rank of an adapter"
-    return (
-        Rule(name="adapter_rank", knobs=(RANK,), message=message, broken=lambda c: (c[RANK] > 0) & (c[RANK] < rank)),
+    at_least = Rule(
+        name="adapter_rank", knobs=(RANK,), message=message, broken=lambda c: (c[RANK] > 0) & (c[RANK] < rank)
     )
+    message = f"{RANK} must be {', '.join(map(str, ranks))}"
+    known = Rule(name="adapter_ranks", knobs=(RANK,), message=message, broken=lambda c: ~np.isin(c[RANK], (0, *ranks)))
+    return (at_least, known) if ranks else (at_least,)
 
 
 def adapter_merges(task: Task, others: Mapping[str, EngineArg]) -> tuple[Merge, ...]:
-    """Return the merges that ignore the knobs of a server without adapters."""
-    if task.spec.serve.loads[0].adapters or others.get(SWITCH):
+    """Return the merges that ignore the knobs of a server without adapters. Raises SpecError if requests use some."""
+    if number := task.spec.serve.loads[0].adapters:
+        if others.get(SWITCH) is False:
+            problem = f"is off, but requests use {number} adapters"
+            raise SpecError(
+                key=f"serve.engine_args.{SWITCH}", value=False, problem=problem, fix="remove one of the two"
+            )
+        return ()
+    if others.get(SWITCH):
         return ()
     return tuple(ignoring(f"no_adapters_{name}", (name,), lambda c: True) for name in (SLOTS, RANK))
 
 
+def rank_of(folder: str) -> int:
+    """Return the rank of the adapter in a folder, or 0 if its file cannot be read."""
+    with suppress(OSError, ValueError, AttributeError):
+        rank = json.loads(Path(folder, CONFIG).read_text("utf-8")).get("r")
+        return max(rank, 0) if isinstance(rank, int) else 0
+    return 0
+
+
 def _largest_rank(serve: ServeSpec) -> int:
-    """Return the largest rank of the adapters whose files can be read, or 0."""
-    ranks = [0]
-    for folder in serve.adapters:
-        with suppress(OSError, ValueError, AttributeError):
-            rank = json.loads(Path(folder, CONFIG).read_text("utf-8")).get("r")
-            ranks.append(rank if isinstance(rank, int) else 0)
-    return max(ranks)
+    return max(map(rank_of, serve.adapters), default=0)
 
 
 def _rank(serve: ServeSpec) -> int:

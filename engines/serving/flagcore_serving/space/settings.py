@@ -216,6 +216,7 @@ class PublishedRuns:
     - `release`: the engine release for records that name none, from the time of the measurements.
     - `engine_args`: other flags of the recipes of InferenceX.
     - `drawn`: the `range_ratio` of the client on the engine's own pages, by lengths of prompts and answers.
+    - `generated`: what aiconfigurator writes into the commands of servers: by knob, the first release and the value.
     - `wide_copies`, `wide_chunk`: with experts on several hosts, the least copies of experts, and the knob for the
       prompt tokens of an iteration with the tokens of each rank. 0 and "" if the engine's recipes set none.
     """
@@ -225,5 +226,6 @@ class PublishedRuns:
     release: str = ""
     engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
     drawn: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    generated: Mapping[str, tuple[str, KnobValue]] = field(default_factory=dict)
     wide_copies: int = 0
     wide_chunk: tuple[str, int] = ("", 0)

@@ -77,6 +77,10 @@ def test_servers_load_the_adapters_of_the_spec(engine: str, flag: str, slots: st
     found = tasks.settings(task, max_loras=2)
     assert (found.adapter_slots.item(), found.adapter_rank.item()) == (2.0, 32.0)
     assert broken(engine_of(engine), task, max_lora_rank=16) == ["adapter_rank"]
+    assert broken(engine_of(engine), task, max_lora_rank=48) == (["adapter_ranks"] if engine == "vllm" else [])
+    off = planned(engine, engine_args={"enable-lora": False}, loads=(ADAPTED_LOAD,))
+    with pytest.raises(SpecError, match="requests use"):
+        engine_of(engine).merges(off)
     plain = tasks.settings(planned(engine), max_loras=2)
     assert plain.adapter_slots.item() == plain.adapter_rank.item() == 0.0
     assert merged(engine_of(engine), planned(engine), max_loras=2, max_lora_rank=64)["max_loras"] == 0

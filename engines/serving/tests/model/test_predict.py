@@ -299,12 +299,44 @@ def test_lengths_of_published_runs_have_the_range_and_the_flags_of_their_client(
     assert (serve.engine_args, serve.loads[0].range_ratio) == (flags, ratio)
 
 
+@pytest.mark.parametrize(
+    ("version", "source", "lengths", "expected"),
+    [
+        ("0.5.6.post2", "aiconfigurator-core 0.12.0", (1000, 100), True),
+        ("0.5.1.post1", "aiconfigurator silicon_sample.csv", (1000, 100), None),
+        ("0.5.6.post2", "lmsys.org", (1000, 100), None),
+        ("0.5.9", "aiconfigurator-core 0.12.0", (1024, 1024), None),
+    ],
+)
+def test_generated_servers_mix_prompts_and_decoding(
+    version: str, source: str, lengths: tuple[int, int], expected: bool | None
+) -> None:
+    load = Load(input_len=lengths[0], output_len=lengths[1], concurrency=20, num_prompts=None)
+    made = task(load, engine="sglang", engine_version=version)
+    values, noted = SGLANG.published(made, {}, source)[1:]
+    assert values.get("enable_mixed_chunk") is expected
+    assert noted == ({"enable_mixed_chunk"} if expected else set())
+    warnings = SGLANG.job_warnings(made, values, {}, noted)
+    assert any("aiconfigurator" in each for each in warnings) is bool(expected)
+
+
+@pytest.mark.parametrize(("source", "expected"), [("InferenceX experimental", 2), ("", None)])
+def test_a_job_that_asks_for_no_cpus_gets_one_core(source: str, expected: int | None) -> None:
+    made = task(LOAD)
+    found, values, noted = VLLM.published(made, {}, source)
+    assert found.cluster.groups[0].cpus_per_node == expected
+    assert any("cpus_per_node" in each for each in VLLM.job_warnings(made, values, {}, noted)) is bool(expected)
+    group = replace(made.cluster.groups[0], cpus_per_node=64)
+    known = replace(made, cluster=replace(made.cluster, groups=(group,)))
+    assert VLLM.published(known, {}, source)[0].cluster == known.cluster
+
+
 def test_prompts_that_come_first_keep_requests_of_equal_length_in_step() -> None:
     endless = replace(LOAD, num_prompts=None)
     equal = predicted(task(endless, engine="sglang"), mixed_chunks=np.array([False, True]))
     spread = predicted(task(replace(endless, range_ratio=0.8), engine="sglang"))
     in_step, mixed, apart = *figure(equal, "ttft_s.mean"), *figure(spread, "ttft_s.mean")
-    assert in_step > 1.5 * max(mixed, apart)
+    assert in_step > mixed > 1.5 * apart, "the chunks of an iteration stay together"
     assert figure(equal, "tpot_s.mean")[0] < 0.95 * figure(spread, "tpot_s.mean")[0]
 
 

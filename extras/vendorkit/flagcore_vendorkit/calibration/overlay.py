@@ -4,7 +4,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -71,9 +71,10 @@ class ExtendedPlugins(LoadedPlugins):
         if calibration is None:
             return plugin_costs
         fallbacks = plugin_costs.sources if plugin_costs else (Roofline(chip=chip),)
-        curve = getattr(fallbacks[0], "curve", None)
-        table = kernel_table(calibration, chip, curve if isinstance(curve, Curve) else Curve())
-        return KernelCostStack((table, *fallbacks))
+        products, curve = (getattr(fallbacks[0], name, None) for name in ("products", "curve"))
+        if not isinstance(products, Roofline):  # a plugin's model of products, which has terms that no curve has
+            products = Roofline(curve=curve if isinstance(curve, Curve) else Curve(), chip=chip)
+        return KernelCostStack((kernel_table(calibration, replace(products, chip=chip)), *fallbacks))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return measured times within a node, and times from the topology for larger groups. Raises RunError."""

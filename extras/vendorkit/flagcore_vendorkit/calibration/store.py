@@ -15,7 +15,7 @@ from flagcore.domain.files import HOME_FIX, data_folder, read_regular, save, wri
 from flagcore.errors import RunError, SpecError
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.collective_curves import Curve as CollectiveCurve
-from flagcore.physics.roofline import Curve, Roofline
+from flagcore.physics.roofline import Roofline
 from flagcore_vendorkit.chip_file import Reading, read_kernel
 from flagcore_vendorkit.fields import build
 from flagcore_vendorkit.kernel_table import KernelSheet, with_measured
@@ -154,8 +154,8 @@ def _text(calibration: Calibration) -> str:
     return f'{start},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
-def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> Roofline:
-    """Return kernel costs for `chip`: the measured times, and for all other kernels the chip's roofline with `curve`.
+def kernel_table(calibration: Calibration, roofline: Roofline) -> Roofline:
+    """Return kernel costs: the measured times, and for all other kernels `roofline`, which is fitted to them.
 
     Raises RunError for an invalid calibration.
     """
@@ -163,7 +163,7 @@ def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> Roofline
         kernels = tuple(read_kernel(row, Reading()) for row in calibration.rows if "kernel" in row)
     except (ValueError, TypeError, KeyError) as error:
         raise _invalid_row(calibration, error) from None
-    return with_measured(Roofline(chip=chip, curve=curve), KernelSheet(kernels))
+    return with_measured(roofline, KernelSheet(kernels))
 
 
 def collective_table(calibration: Calibration) -> CollectiveTable | None:
