@@ -76,6 +76,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
         {"data_parallel_shard_size": 1, "activation_checkpointing": "full", "micro_batch_size": 2},
         "enable_liger_kernel",
     ),
+    "version 1 of LLaMA-Factory": (
+        "own.yaml",
+        "model: Qwen/Qwen3-4B\nmodel_class: llm\ncutoff_len: 512\nmicro_batch_size: 2\ncp_size: 2\n"
+        "dist_config: {name: fsdp2}\nkernel_config: {name: own}\nenable_activation_checkpointing: false\n",
+        {"nodes": 1, "devices_per_node": 2},
+        {"engine": "fsdp2", "seq_length": 512, "global_batch_size": 2},
+        {"context_parallel_size": 2, "activation_checkpointing": "none", "micro_batch_size": 2},
+        "kernel_config.name",
+    ),
     "FSDP2 of axolotl": (
         "run.sh",
         "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 axolotl train axolotl.yaml --dp-replicate-size 1\n",
