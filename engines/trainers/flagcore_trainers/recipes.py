@@ -56,6 +56,7 @@ class Reading:
 
     def __init__(self, framework: str, start: Start, directory: Path) -> None:
         self.row, self.words, self.directory = TABLES[framework], start.words, directory
+        self.text = " ".join(start.words)
         own, common = self.row["keys"], COMMON["keys"]
         self.keys = {name: (*own.get(name, ()), *common.get(name, ())) for name in {**own, **common}}
         content: dict[str, Any] = {}
@@ -68,11 +69,6 @@ class Reading:
         mark, variables = self.row.get("megatron", "$^"), {"use_mca", "use_megatron_bridge"}
         self.on_megatron = bool(re.search(mark, self.text) or mark in self.given or variables & {*self.around})
         self.defaults = {**self.row["defaults"], **(self.row.get("megatron_defaults", {}) if self.on_megatron else {})}
-
-    @property
-    def text(self) -> str:
-        """The command as one text."""
-        return " ".join(self.words)
 
     def values(self, name: str) -> list[Any]:
         """Return the values of the keys of a meaning that are set, or else the framework's own value."""
@@ -326,7 +322,9 @@ def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
     if (device := content.get("zero_optimization.offload_param.device")) not in OFF:
         notes.note("deepspeed.zero_optimization.offload_param.device", f"not in the predictions ({device})", "train")
     own = {"engine": "deepspeed"}
-    return (own | _command(read, given) if "set" in read.row and file.is_file() else own), baseline
+    return (
+        own | _command(read, given) if "set" in read.row and "deepspeed" in read.given and file.is_file() else own
+    ), baseline
 
 
 def _command(read: Reading, file: str) -> dict[str, Any]:

@@ -76,6 +76,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
         {"data_parallel_shard_size": 1, "activation_checkpointing": "full", "micro_batch_size": 2},
         "enable_liger_kernel",
     ),
+    "version 1 of LLaMA-Factory": (
+        "own.yaml",
+        "model: Qwen/Qwen3-4B\nmodel_class: llm\ncutoff_len: 512\nmicro_batch_size: 2\ncp_size: 2\n"
+        "dist_config: {name: fsdp2}\nkernel_config: {name: own}\nenable_activation_checkpointing: false\n",
+        {"nodes": 1, "devices_per_node": 2},
+        {"engine": "fsdp2", "seq_length": 512, "global_batch_size": 2},
+        {"context_parallel_size": 2, "activation_checkpointing": "none", "micro_batch_size": 2},
+        "kernel_config.name",
+    ),
     "FSDP2 of axolotl": (
         "run.sh",
         "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 axolotl train axolotl.yaml --dp-replicate-size 1\n",
@@ -123,6 +132,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
             "recompute_method": "uniform",
         },
         "moe_z_loss_coeff",
+    ),
+    "YAML of ms-swift": (
+        "own.yaml",
+        "ENV: {NPROC_PER_NODE: 4}\nmodel: Qwen/Qwen3-30B-A3B\ntuner_type: lora\nlora_rank: 4\nmax_length: 1024\n"
+        "expert_model_parallel_size: 4\nmtp_num_layers: 1\n",
+        {"nodes": 1, "devices_per_node": 4},
+        {"engine": "megatron", "seq_length": 1024, "global_batch_size": 16, "adapter": {"kind": "lora", "rank": 4}},
+        {"expert_model_parallel_size": 4, "use_recompute": True, "recompute_granularity": "selective"},
+        "mtp_num_layers",
     ),
     "a preset of DeepSpeed in ms-swift": (
         "run.sh",
