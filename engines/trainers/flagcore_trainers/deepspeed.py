@@ -223,7 +223,7 @@ class DeepSpeed(Trainer, Commands, JobRecords):
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
         work = task.spec.train
-        work = replace(work, adapter=work.adapter or noted_adapter(f"{task.spec.model.name}; {notes}"))
+        work = replace(work, adapter=work.adapter or noted_adapter(task.spec.model.name or "", notes))
         return replace(task, spec=replace(task.spec, work=work)), dict(values), frozenset()
 
     def rules(self, task: Task) -> tuple[Rule, ...]:

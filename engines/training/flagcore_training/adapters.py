@@ -7,6 +7,7 @@ AutoModel @36044ad3 `_peft/lora.py`.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, get_args
 
@@ -48,13 +49,18 @@ TARGETS = get_args(Target)
 NOTED = re.compile(r"(?<!no )\b(?:(q?lora|dora)|peft)\b(?: +r(?:ank)? *=? *(\d+))?", re.IGNORECASE)
 
 
-def noted_adapter(text: str) -> Adapter | None:
-    """Return the adapter that a text about a job mentions, or None. By default it is that of Megatron-Bridge's LoRA."""
-    if (found := NOTED.search(text)) is None:
+def noted_adapter(name: str, notes: str) -> Adapter | None:
+    """Return the adapter that the name of a job's model or its notes mention, or None.
+
+    By default it is that of Megatron-Bridge's LoRA. NVIDIA's benchmarks, which have it in the name, adapt queries, keys
+    and values only (Megatron-Bridge scripts/performance/configs/llama/llama3_llm_finetune.py @573cd8b5).
+    """
+    if (found := NOTED.search(notes) or NOTED.search(name)) is None:
         return None
     kind = (found[1] or "lora").lower()
     base, rank = ("nf4" if kind == "qlora" else None), int(found[2] or 0) or Adapter().rank
-    return Adapter(kind=kind, rank=rank, base=base)
+    adapter = Adapter(kind=kind, rank=rank, base=base)
+    return adapter if found.string is notes else replace(adapter, targets=("q_proj", "k_proj", "v_proj"))
 
 
 def adapter_section(kind: str, rank: object, names: object = None, base: str | None = None) -> dict[str, object]:

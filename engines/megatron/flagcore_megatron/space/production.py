@@ -200,7 +200,7 @@ def published(
     Raises SpecError for an invalid layout of stages.
     """
     noted, train, values = read_notes(notes), task.spec.train, dict(values)
-    train = replace(train, adapter=train.adapter or noted_adapter(f"{task.spec.model.name}; {notes}"))
+    train = replace(train, adapter=train.adapter or noted_adapter(task.spec.model.name or "", notes))
     task = replace(task, spec=replace(task.spec, work=train))
     # Papers on schedules (arXiv 2104.04473, 2401.10241) used unfused attention: their reported memory confirms it.
     if "pipeline_schedule" in noted:

@@ -238,7 +238,8 @@ def test_published_run_of_a_hybrid_keeps_some_parts_in_more_bits(
 
 
 def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
-    assert published({}, model=dataclasses.replace(tasks.DENSE, name="some 70B LoRA r8")).adapter == Adapter(rank=8)
+    adapter = published({}, model=dataclasses.replace(tasks.DENSE, name="some 70B LoRA r8")).adapter
+    assert adapter == Adapter(rank=8, targets=("q_proj", "k_proj", "v_proj"))
     assert published({}, model=dataclasses.replace(tasks.DENSE, name="flora-7b")).adapter is None
 
 

@@ -110,7 +110,7 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
         (`examples/llm_benchmark` @36044ad3: ep_size, DeepEP or HybridEP).
         """
         work = task.spec.train
-        work = replace(work, adapter=work.adapter or noted_adapter(f"{task.spec.model.name}; {notes}"))
+        work = replace(work, adapter=work.adapter or noted_adapter(task.spec.model.name or "", notes))
         others = [int(values.get(name) or 1) for name in (fs.REPLICATE, fs.TP, fs.CP, fs.PP)]
         shard = int(values.get(fs.SHARD) or max(task.cluster.devices // math.prod(others), 1))
         replicas = max(task.cluster.devices // (shard * math.prod(others[1:])), 1)
