@@ -52,11 +52,16 @@ def _of_layer(layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def with_range(encoded: Any, value: Any) -> Any:
-    """Return encoded arguments with the range of their integer tensors, which may be indices."""
+    """Return encoded arguments with the range of their integer tensors, which may be indices.
+
+    Other tensors are marked if they have no negative values, for which operators such as logarithms have no result.
+    """
     if isinstance(encoded, list):
         return [with_range(*pair) for pair in zip(encoded, value, strict=True)]
     if isinstance(value, torch.Tensor) and value.dtype in INTEGERS and value.numel():
         return {**encoded, "low": int(value.min()), "high": int(value.max())}
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() and float(value.min()) >= 0.0:
+        return {**encoded, "positive": True}
     return encoded
 
 
@@ -80,6 +85,7 @@ def _tensor(encoded: dict[str, Any], generator: torch.Generator) -> torch.Tensor
     )
     if dtype in FLOATS:
         storage = torch.randn(elements, generator=generator).to(dtype)
+        storage = storage.abs() if "positive" in encoded else storage
     elif dtype is torch.bool:
         storage = torch.rand(elements, generator=generator) > 0.5
     else:

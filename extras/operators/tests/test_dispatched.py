@@ -1,8 +1,11 @@
 """Managers of operators: calls are recorded and made again with each implementation, and what runs is reported."""
 
+import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,7 @@ from flagcore_operators.measuring import _of_orders
 from flagcore_operators.start import SET, effective
 
 torch = pytest.importorskip("torch")
+bench = pytest.importorskip("flagcore_operators.bench")
 ORDER = "vendor:acme|reference"
 
 
@@ -145,6 +149,52 @@ def test_layers_are_arguments_with_their_numbers_and_tensors() -> None:
     made = decode(encode([layer]), torch.device("cpu"), torch.Generator())[0]
     assert (made.eps, made.limit, made.weight.shape) == (1e-3, None, (4,))
     assert not hasattr(made, "normalized_shape")
+
+
+def test_tensors_without_negative_values_stay_so() -> None:
+    from flagcore_operators.arguments import decode, encode, with_range
+
+    values = [torch.rand(64), torch.randn(64), torch.tensor([3, 9])]
+    made = decode(with_range(encode(values), values), torch.device("cpu"), torch.Generator().manual_seed(1))
+    assert [bool((each < 0).any()) for each in made] == [False, True, False]
+    assert made[0].std() > 0.1
+    assert 3 <= int(made[2].min()) <= int(made[2].max()) <= 9
+
+
+def test_right_implementations_are_timed_in_turn_and_the_shortest_time_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((3.0, 2.0, 1.0, 4.0, 5.0, 6.0))
+
+    class Bench:
+        device = torch.device("cpu")
+
+        def __init__(self, *_: object, **__: object) -> None:
+            self.synchronize = lambda: None
+
+        def time(self, run: Callable[[], Any], seconds: float) -> SimpleNamespace:
+            return SimpleNamespace(seconds=next(times))
+
+    class Library(Dispatcher):
+        def using(self, operator: str, implementation: str) -> Any:
+            used.append(implementation)
+            return nullcontext()
+
+        def function(self, name: str) -> Callable[..., Any]:
+            return lambda value: value * (2.0 if used[-1] == "wrong" else 1.0)
+
+    used = list[str]()
+    monkeypatch.setattr(bench, "Bench", Bench)
+    monkeypatch.setattr(bench, "find_library", lambda name: Library())
+    implementations = ["reference", "wrong", "other"]
+    call = {"operator": "norm", "function": "te_fl.norm", "implementations": implementations, "named": {}}
+    job = {"preload": [], "threads": 0, "device_type": "cpu", "library": "te_fl", "output": str(tmp_path / "found")}
+    calls = [{**call, "arguments": [{"tensor": [4], "strides": [1], "dtype": "float32"}]}]
+    (tmp_path / "job").write_text(json.dumps({**job, "calls": calls, "todo": [[0, implementations]]}))
+    bench.main(str(tmp_path / "job"))
+    rows = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
+    found = {row["implementation"]: row.get("seconds") for row in rows if row.get("done")}
+    assert found == {"reference": 1.0, "wrong": None, "other": 2.0}
 
 
 def test_an_order_is_avoided_like_its_first_implementation() -> None:
