@@ -121,6 +121,19 @@ def test_experts_of_job_records_are_on_the_ranks_that_share_weights() -> None:
     assert [each[REPLICATE] for each in completed] == [1, 1, 8, 1]
 
 
+def test_job_records_that_do_not_fit_otherwise_recompute_all_layers() -> None:
+    cluster = {"chip": "H100-SXM", "devices": 8, "devices_per_node": 8}
+    train = {"engine": "fsdp2", "seq_length": 4096, "global_batch_size": 32, "precision": "bf16", "adapter": {}}
+    record = {"id": "x", "kind": "train", "model": "meta-llama/Meta-Llama-3.1-70B", "cluster": cluster, "train": train}
+    candidates: list[dict[str, Any]] = [{}, {AC: "full"}, {AC: "none"}]
+    assumed, full, none = api.estimate_jobs(
+        {**record, "candidate": {TP: 2, "micro_batch_size": 2, **each}} for each in candidates
+    )
+    assert assumed["memory"] == full["memory"]
+    assert any(f"{AC} = full is assumed" in each for each in assumed["warnings"])
+    assert (full["memory"]["fits"], none["memory"]["fits"]) == (True, False)
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
 def test_adapters_need_less_memory_and_more_with_their_rank(engine: str) -> None:
     cluster = {"chip": "H100-SXM", "devices": 1, "devices_per_node": 1}

@@ -27,6 +27,7 @@ from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fsdp2 import space
 from flagcore_trainers.fsdp2.job import layers_of
 from flagcore_trainers.fully_shard import predict as prediction
+from flagcore_trainers.fully_shard.memory import of_rank
 from flagcore_trainers.importing import Imported
 from flagcore_trainers.meaning import ByMemory, WholeModel
 from flagcore_trainers.recipes import framework_of, spec_of
@@ -107,7 +108,8 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
 
         Stages may differ by a layer, because the job did run. They are predicted as if all had the same. Ranks that
         share weights divide the experts, and send each token to a rank once, as in NeMo AutoModel's recipes
-        (`examples/llm_benchmark` @36044ad3: ep_size, DeepEP or HybridEP).
+        (`examples/llm_benchmark` @36044ad3: ep_size, DeepEP or HybridEP). Recipes of runs that do not fit otherwise
+        recompute all layers.
         """
         work = task.spec.train
         work = replace(work, adapter=work.adapter or noted_adapter(task.spec.model.name or "", notes))
@@ -118,8 +120,15 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
         if count := task.spec.model.num_moe_experts:
             completed[fs.EP] = math.gcd(count, shard * others[2])
             work = replace(work, assumed={fs.DISPATCHER: "flex"})
-        task = replace(task, spec=replace(task.spec, work=work))
-        return task, {**completed, **values}, frozenset({space.PIPELINE_LAYERS, space.ADAPTERS_ALONE})
+        task, noted = replace(task, spec=replace(task.spec, work=work)), {space.PIPELINE_LAYERS, space.ADAPTERS_ALONE}
+        values = {**completed, **values}
+        limit = task.cluster.groups[0].chip.memory_bytes
+        if fs.AC not in values and limit is not None:
+            job = prediction.memory_job(task, self.columns(task, values), fused_norm=False)
+            if of_rank(job).peak[0] > limit.value:
+                values[fs.AC] = "full"
+                noted.add(fs.AC)
+        return task, values, frozenset(noted)
 
     def job_warnings(
         self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
@@ -129,6 +138,8 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
         unused = {name: value for name, value in given.items() if value not in (None, "flash")}
         lines = _without_depths(task)
         lines += [f"{name} = {value} does nothing: fsdp2 has torch's own layers" for name, value in unused.items()]
+        if fs.AC in noted:
+            lines.append(f"{fs.AC} = {values[fs.AC]} is assumed: the run would not fit otherwise")
         if layers % stages:
             lines.append(f"{layers} layers do not divide over {stages} stages: predicted as if they did")
         return lines
