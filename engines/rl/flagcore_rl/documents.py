@@ -64,8 +64,8 @@ AnyLengths = Annotated[LengthsSection, rule(lengths_of)]
 class TrainerSection(Section):
     """The trainer."""
 
-    engine: Word
-    """Name of the training engine, such as megatron or fsdp2."""
+    engine: Literal["megatron", "fsdp2"]
+    """Name of the training engine."""
     settings: dict[str, Scalar] = Field(default={})
     """Settings of the training engine, as in train.settings."""
     offload: Literal["none", "optimizer", "all"] = "optimizer"

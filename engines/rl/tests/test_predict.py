@@ -113,11 +113,28 @@ def test_illegal_candidates_say_why(candidate: Mapping[str, Any], reason: str) -
         ({"answer_len": {**LENGTHS, "histogram": {"300": 1.0}}}, "rl.answer_len.histogram"),
         ({"prompt_len": {"file": "missing.txt"}}, "rl.prompt_len.file"),
         ({"reward": {"model": "no/such-model"}}, "rl.reward.model"),
+        ({"trainer": {"engine": "deepspeed"}}, "rl.trainer.engine"),
     ],
 )
 def test_bad_input_is_one_message(change: Mapping[str, Any], key: str) -> None:
     with pytest.raises(SpecError) as raised:
         open_spec(spec(**change))
+    assert raised.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"rl": spec(rollout={"engine": "megatron"})["rl"]}, "rl.rollout.engine"),
+        (
+            {"cluster": {"groups": [{"chip": chip, "devices_per_node": 8} for chip in ("H100-SXM", "H20")]}},
+            "cluster.groups",
+        ),
+    ],
+)
+def test_what_is_not_predicted_is_refused(change: Mapping[str, Any], key: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        open_spec({**spec(), **change}, plan=True)
     assert raised.value.key == key
 
 
