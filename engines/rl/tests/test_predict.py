@@ -67,7 +67,10 @@ def test_more_rollout_devices_never_make_generation_longer() -> None:
 
 
 def test_colocated_memory_is_the_sum_unless_one_role_makes_room() -> None:
-    kept = {"trainer": {"engine": "megatron", "offload": "none"}, "rollout": {"engine": "vllm", "sleeps": False}}
+    kept: dict[str, Any] = {
+        "trainer": {"engine": "megatron", "offload": "none"},
+        "rollout": {"engine": "vllm", "sleeps": False},
+    }
     apart, together, asleep = predicted(record({"rollout_devices": 4}), record(**kept), record())
     used = [each["memory"]["device_used_gib"] for each in (apart, asleep, together)]
     assert used == sorted(used)
@@ -136,6 +139,12 @@ def test_what_is_not_predicted_is_refused(change: Mapping[str, Any], key: str) -
     with pytest.raises(SpecError) as raised:
         open_spec({**spec(), **change}, plan=True)
     assert raised.value.key == key
+
+
+def test_a_new_spec_is_complete() -> None:
+    new = api.new_spec("verl", "Qwen/Qwen3-8B", {"chip": "H100-SXM"}, api.defaults_of("verl"))
+    work: Any = open_spec(new.data).spec.work
+    assert work.answer_len.longest == 4096
 
 
 def test_lengths_keep_their_mean_and_reach_the_longest() -> None:
