@@ -1,10 +1,12 @@
 """Laws of predicted steps, and the rules of the space."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_rl.engine import NEMO_RL
 from flagcore_rl.job import Lengths
 from flagcore_rl.lengths import quantiles
 
@@ -164,6 +166,22 @@ def test_lengths_of_a_log_replace_log_normal_ones(tmp_path: Path, monkeypatch: p
     answers = {"histogram": {"100": 999.0, "1000": 1.0}, "longest": 2000}
     known, again = predicted(record(**{**data["rl"], "answer_len": answers}), record(**work.record({})))
     assert seconds(again) == pytest.approx(seconds(known), rel=0.01)
+
+
+def test_experts_are_grouped_unless_the_trainer_says_otherwise() -> None:
+    experts = {**MODEL, "num_moe_experts": 64, "moe_router_topk": 4, "moe_ffn_hidden_size": 512}
+    alone = {"engine": "megatron", "settings": {"moe_grouped_gemm": False}}
+    jobs = (record(), record(trainer=alone))
+    usual, slow = predicted(*({**job, "model": experts} for job in jobs))
+    assert usual["time"]["training_s"] < 0.8 * slow["time"]["training_s"]
+
+
+def test_slower_hosts_generate_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {**record(), "cluster": {"chip": "GB200", "devices": 8, "devices_per_node": 4}}
+    slow = predicted(job)[0]
+    monkeypatch.setattr(NEMO_RL, "framework", replace(NEMO_RL.framework, hosts={}))
+    fast = predicted(job)[0]
+    assert fast["time"]["generation_s"] < 0.7 * slow["time"]["generation_s"]
 
 
 def test_a_reward_model_takes_a_forward_pass_and_memory() -> None:
