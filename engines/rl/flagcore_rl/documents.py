@@ -64,8 +64,8 @@ AnyLengths = Annotated[LengthsSection, rule(lengths_of)]
 class TrainerSection(Section):
     """The trainer."""
 
-    engine: Word
-    """Name of the training engine, such as megatron or fsdp2."""
+    engine: Literal["megatron", "fsdp2"]
+    """Name of the training engine."""
     settings: dict[str, Scalar] = Field(default={})
     """Settings of the training engine, as in train.settings."""
     offload: Literal["none", "optimizer", "all"] = "optimizer"
@@ -195,7 +195,14 @@ def document_for(engines: Sequence[tuple[str, tuple[Knob, ...]]]) -> type[RlDocu
     return with_fields(RlDocument, suffix, rl=(Annotated[rl, rule(rl_of)], ...), auto_tuner=(tuner, tuner()))
 
 
-DEFAULTS: Mapping[str, Any] = {"prompts": 64, "samples": 16}
+DEFAULTS: Mapping[str, Any] = {
+    "trainer": {"engine": "fsdp2"},
+    "rollout": {"engine": "vllm"},
+    "prompts": 64,
+    "samples": 16,
+    "prompt_len": {"mean": 256, "longest": 1024},
+    "answer_len": {"mean": 1024, "longest": 4096},
+}
 """The values that a new spec needs, with their defaults."""
 PARTS: Mapping[str, type[Section]] = {"rl": RlSection}
 """The sections of a new spec. The last one has the values in DEFAULTS."""

@@ -41,8 +41,10 @@ from flagcore_rl.roles import (
 
 FORWARD = 1.0 / 3.0
 """The share of a forward pass in a step without recompute: backward computes two products for each of forward."""
-FORWARD_PARTS = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_bubble_s", "pp_comm_s")
-"""The parts of a trainer's step that forward passes have, too."""
+FORWARD_PARTS = {"compute_s": FORWARD, "pp_bubble_s": FORWARD} | dict.fromkeys(
+    ("tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_comm_s"), 0.5
+)
+"""The same for each part of a trainer's step that forward passes have. Backward repeats each collective of forward."""
 AWAKE_BYTES = 2.0 * 2**30
 """What a rollout that sleeps keeps on a device: its context, and graphs. vLLM states 1 to 3 GiB (sleep mode)."""
 
@@ -223,8 +225,9 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
         rows = [train_values(engine, candidates[row], devices, held, recompute=not forward) for row in members]
         predictions = engine.predict(part, _stacked(engine, part, rows), costs_of(part))
         if forward:
-            passes = [predictions.time_s[name] for name in FORWARD_PARTS if name in predictions.time_s]
-            found[1, members] = FORWARD * np.sum(passes, axis=0) if passes else FORWARD * predictions.step_time_s
+            times = predictions.time_s
+            passes = [share * times[name] for name, share in FORWARD_PARTS.items() if name in times]
+            found[1, members] = np.sum(passes, axis=0) if passes else FORWARD * predictions.step_time_s
         else:
             found[0, members] = steps * predictions.step_time_s
             found[5, members] = steps * predictions.model_flops

@@ -15,6 +15,7 @@ from flagcore.contracts import Costs, Engine
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SettingValue, Task, TrainSpec
+from flagcore.errors import SpecError
 from flagcore_rl.job import job_of
 from flagcore_rl.lengths import requests_of
 
@@ -48,8 +49,13 @@ def costs_of(task: Task) -> Costs:
 
 
 def engine_of(name: str, key: str) -> Engine:
-    """Return the engine of a role. Raises SpecError if it is not installed."""
-    return plugins.find_engine(name, key)
+    """Return the engine of a role. Raises SpecError if it is not installed, or a rollout that does not serve models."""
+    engine = plugins.find_engine(name, key)
+    if key == "rl.rollout.engine" and engine.kind != "serve":
+        raise SpecError(
+            key=key, value=name, problem="does not serve models", fix="use an engine such as vllm or sglang"
+        )
+    return engine
 
 
 def part_of(cluster: Cluster, devices: int) -> Cluster:

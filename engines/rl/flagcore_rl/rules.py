@@ -8,6 +8,7 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
 from flagcore.domain.spec import Task
+from flagcore.errors import SpecError
 from flagcore.i18n import N_
 from flagcore_rl.job import job_of
 from flagcore_rl.roles import DEVICES, ROLLOUT, SHARD, STALENESS
@@ -22,7 +23,13 @@ ETP, FIRST, LAST = (
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules that all frameworks share."""
+    """Return the rules that all frameworks share. Raises SpecError for several kinds of chips."""
+    if len(task.cluster.groups) > 1:
+        problem, fix = (
+            "are several kinds of chips, which are not predicted",
+            "give the chips of one group as cluster.chip",
+        )
+        raise SpecError(key="cluster.groups", value=task.cluster.chips, problem=problem, fix=fix)
     work, model, devices = job_of(task), task.spec.model, task.cluster.devices
 
     def size(columns: Columns, name: str) -> IntArray:

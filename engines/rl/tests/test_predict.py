@@ -1,10 +1,12 @@
 """Laws of predicted steps, and the rules of the space."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_rl.engine import NEMO_RL
 from flagcore_rl.job import Lengths
 from flagcore_rl.lengths import quantiles
 
@@ -67,7 +69,10 @@ def test_more_rollout_devices_never_make_generation_longer() -> None:
 
 
 def test_colocated_memory_is_the_sum_unless_one_role_makes_room() -> None:
-    kept = {"trainer": {"engine": "megatron", "offload": "none"}, "rollout": {"engine": "vllm", "sleeps": False}}
+    kept: dict[str, Any] = {
+        "trainer": {"engine": "megatron", "offload": "none"},
+        "rollout": {"engine": "vllm", "sleeps": False},
+    }
     apart, together, asleep = predicted(record({"rollout_devices": 4}), record(**kept), record())
     used = [each["memory"]["device_used_gib"] for each in (apart, asleep, together)]
     assert used == sorted(used)
@@ -113,12 +118,35 @@ def test_illegal_candidates_say_why(candidate: Mapping[str, Any], reason: str) -
         ({"answer_len": {**LENGTHS, "histogram": {"300": 1.0}}}, "rl.answer_len.histogram"),
         ({"prompt_len": {"file": "missing.txt"}}, "rl.prompt_len.file"),
         ({"reward": {"model": "no/such-model"}}, "rl.reward.model"),
+        ({"trainer": {"engine": "deepspeed"}}, "rl.trainer.engine"),
     ],
 )
 def test_bad_input_is_one_message(change: Mapping[str, Any], key: str) -> None:
     with pytest.raises(SpecError) as raised:
         open_spec(spec(**change))
     assert raised.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"rl": spec(rollout={"engine": "megatron"})["rl"]}, "rl.rollout.engine"),
+        (
+            {"cluster": {"groups": [{"chip": chip, "devices_per_node": 8} for chip in ("H100-SXM", "H20")]}},
+            "cluster.groups",
+        ),
+    ],
+)
+def test_what_is_not_predicted_is_refused(change: Mapping[str, Any], key: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        open_spec({**spec(), **change}, plan=True)
+    assert raised.value.key == key
+
+
+def test_a_new_spec_is_complete() -> None:
+    new = api.new_spec("verl", "Qwen/Qwen3-8B", {"chip": "H100-SXM"}, api.defaults_of("verl"))
+    work: Any = open_spec(new.data).spec.work
+    assert work.answer_len.longest == 4096
 
 
 def test_lengths_keep_their_mean_and_reach_the_longest() -> None:
@@ -138,6 +166,22 @@ def test_lengths_of_a_log_replace_log_normal_ones(tmp_path: Path, monkeypatch: p
     answers = {"histogram": {"100": 999.0, "1000": 1.0}, "longest": 2000}
     known, again = predicted(record(**{**data["rl"], "answer_len": answers}), record(**work.record({})))
     assert seconds(again) == pytest.approx(seconds(known), rel=0.01)
+
+
+def test_experts_are_grouped_unless_the_trainer_says_otherwise() -> None:
+    experts = {**MODEL, "num_moe_experts": 64, "moe_router_topk": 4, "moe_ffn_hidden_size": 512}
+    alone = {"engine": "megatron", "settings": {"moe_grouped_gemm": False}}
+    jobs = (record(), record(trainer=alone))
+    usual, slow = predicted(*({**job, "model": experts} for job in jobs))
+    assert usual["time"]["training_s"] < 0.8 * slow["time"]["training_s"]
+
+
+def test_slower_hosts_generate_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {**record(), "cluster": {"chip": "GB200", "devices": 8, "devices_per_node": 4}}
+    slow = predicted(job)[0]
+    monkeypatch.setattr(NEMO_RL, "framework", replace(NEMO_RL.framework, hosts={}))
+    fast = predicted(job)[0]
+    assert fast["time"]["generation_s"] < 0.7 * slow["time"]["generation_s"]
 
 
 def test_a_reward_model_takes_a_forward_pass_and_memory() -> None:
