@@ -8,7 +8,7 @@ tokens of the requests that replace finished sequences. `decoding` is iterated u
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
@@ -147,9 +147,27 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     return table
 
 
+_known: dict[Hashable, Mapping[str, float]] = {}
+"""Metrics of the last `MAX_KNOWN` simulations, because a plan predicts its baseline and the listed candidates again."""
+MAX_KNOWN = 4096
+
+
 def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
     """Return the metrics of a load on one candidate. `kinds`: for each kind of the candidate's instances, its row in
     `context` and its number of instances."""
+    if context.encoder is not None or load.load.trace:  # images and traces have no short key
+        return _simulated(context, load, kinds)
+    rows = ((*_key(context, [load], row), count, context.times.bytes_of(row)) for row, count in kinds)
+    slo = tuple(context.serve.slo.items())
+    key = load.load, load.is_spread, load.prefix_aware, slo, repr(context.overheads), tuple(rows)
+    if key not in _known:
+        _known[key] = _simulated(context, load, kinds)
+        if len(_known) > MAX_KNOWN:
+            del _known[next(iter(_known))]
+    return _known[key]
+
+
+def _simulated(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
     overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
     role, encoders = context.kinds.role, None
     kinds, encoding = ([each for each in kinds if bool(role[each[0]] == ENCODES) is apart] for apart in (False, True))

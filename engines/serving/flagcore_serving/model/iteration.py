@@ -5,7 +5,7 @@ table over a grid of token counts. Attention adds a time per cached token that i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from flagcore_vendorkit.transformer import attended, own_key_width, paired_layers, read_layers, widths
@@ -75,6 +75,10 @@ class IterationCosts:
     drafts: FloatArray
     draft_heads: FloatArray
     draft_cached: FloatArray
+
+    def bytes_of(self, row: int) -> bytes:
+        """Return all times of a candidate, to compare candidates."""
+        return b"".join(getattr(self, each.name)[row].tobytes() for each in fields(self))
 
 
 def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:

@@ -340,6 +340,18 @@ def test_prompts_that_come_first_keep_requests_of_equal_length_in_step() -> None
     assert figure(equal, "tpot_s.mean")[0] < 0.95 * figure(spread, "tpot_s.mean")[0]
 
 
+def test_a_candidate_is_simulated_once_for_each_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "_known", {})
+    monkeypatch.setattr(candidates, "MAX_KNOWN", 2)
+    found = predicted(max_running=[16, 32])
+    loaded = predicted(task(replace(LOAD, seed=1)), max_running=[16])
+    assert len(candidates._known) == 2
+    again = predicted(max_running=[32])
+    monkeypatch.setattr(candidates, "_simulated", None)
+    assert (figure(predicted(max_running=[32])), figure(again)) == (figure(again), figure(found)[1:])
+    assert figure(predicted(task(replace(LOAD, seed=1)), max_running=[16])) == figure(loaded)
+
+
 def test_in_a_large_space_only_the_best_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = np.arange(1, 41)
     all_simulated = predicted(max_running=limits)
@@ -418,6 +430,7 @@ def test_an_unbounded_load_costs_at_most_a_fully_simulated_load(monkeypatch: pyt
     loads = {name: replace(load, input_len=256, output_len=32) for name, load in loads.items()}
     full = {name: predicted(task(load), max_running=[64]).figures for name, load in loads.items()}
     monkeypatch.setattr(simulated_load, "MAX_REQUESTS", 600)
+    monkeypatch.setattr(candidates, "_known", {})
     for name, load in loads.items():
         short = predicted(task(load), max_running=[64]).figures
         for figure_of in (RATE, "requests_per_s", "ttft_s.mean", "ttft_s.p99", "tpot_s.p50", "e2e_s.p50"):
