@@ -244,7 +244,7 @@ SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # without libya
 
 
 class _Loader(SafeLoader):  # type: ignore[misc]
-    """A SafeLoader with the scalar types of YAML 1.2. It rejects other tags and duplicate keys. Integer keys are text."""
+    """A SafeLoader with the scalar types of YAML 1.2 and integer keys. It rejects other tags and duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own declaration)
     yaml_constructors: dict[str, Any] = {}  # noqa: RUF012
