@@ -330,7 +330,7 @@ def expected_seconds(
     """Return the seconds that a step of the plan is expected to take with an 80% interval, and whether runs of such a
     model (dense, or with experts) are published on these chips.
 
-    None if this engine made no such run on any chip, or if settings change the time that are not predicted.
+    None if this engine made no such run on any chip, if unknown settings change the time, or with lengths or adapters.
     """
     spec = problem.task.spec
     has_experts = spec.model.num_moe_experts is not None
@@ -342,7 +342,7 @@ def expected_seconds(
     known = here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True))
     mean, low, high = CHOSEN[has_experts]
     settings_count = any(each.time != (1.0, 1.0) for each in problem.platform.unmodelled)
-    known = known and isinstance(spec.work, TrainSpec) and not settings_count
+    known &= isinstance(spec.work, TrainSpec) and not (settings_count or spec.work.lengths or spec.work.adapter)
     seconds = (mean * planned_s, low * planned_s, high * planned_s) if known and math.isfinite(planned_s) else None
     return seconds, here
 

@@ -244,7 +244,7 @@ SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # without libya
 
 
 class _Loader(SafeLoader):  # type: ignore[misc]
-    """A SafeLoader with the scalar types of YAML 1.2. It rejects other tags and duplicate keys."""
+    """A SafeLoader with the scalar types of YAML 1.2 and integer keys. It rejects other tags and duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own declaration)
     yaml_constructors: dict[str, Any] = {}  # noqa: RUF012
@@ -252,7 +252,7 @@ class _Loader(SafeLoader):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         found: dict[Hashable, Any] = {}
         for key_node, value_node in node.value:
-            key = self.construct_object(key_node, deep=True)
+            key = key_node.value if key_node.tag == _CORE + "int" else self.construct_object(key_node, deep=True)
             if not isinstance(key, str) or key in found:
                 problem = "keys must be strings: quote the key"
                 if isinstance(key, str):

@@ -47,9 +47,9 @@ from flagcore.spec.validate import (
 
 _CONTROL = Control()
 
-
-Length = Annotated[int, Field(ge=1, le=2**31, strict=False)]
-Count = Annotated[float, Field(gt=0, le=1e12)]
+MOST = 2**31
+Length = Annotated[int, Field(ge=1, le=MOST, strict=False)]
+Count = Annotated[float, Field(gt=0, le=10**12)]
 
 
 class LengthsSection(Section):
@@ -59,8 +59,8 @@ class LengthsSection(Section):
     """Mean of a log-normal distribution, before samples are cut."""
     spread: Annotated[float, Field(ge=0, le=5)] = 1.0
     """Standard deviation of the logarithm of the lengths with a mean; 0: all are equal."""
-    histogram: Annotated[dict[Length, Count], Field(min_length=1)] | None = None
-    """Counts or shares of samples by their length."""
+    histogram: Annotated[dict[Length, Count], Field(min_length=1, examples=[{"512": 60, "8192": 3}])] | None = None
+    """Counts or shares of samples by their length in tokens."""
     file: Folder | None = None
     """File with a length on each line, or JSON Lines with the key length, relative to the spec."""
     batching: Literal["packed", "longest", "seq_length"] = "packed"
@@ -78,8 +78,8 @@ def _counted(path: Path, section: LengthsSection) -> Mapping[int, float]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         problem = _("cannot be read ({why})", why=getattr(error, "strerror", None) or error)
         raise spec_error("file", problem, value=section.file, fix=_("give one length on each line")) from None
-    if not counts or min(counts) < 1:
-        raise spec_error("file", _("has no lengths, or some below 1"), value=section.file)
+    if not counts or min(counts) < 1 or max(counts) > MOST:
+        raise spec_error("file", _("has no lengths, or some outside of 1 to {most}", most=MOST), value=section.file)
     return counts
 
 

@@ -247,7 +247,8 @@ def test_lengths_of_samples_become_quantiles(
         ({"file": "missing.txt"}, "train.lengths.file"),
         ({"file": "lengths.txt"}, "train.lengths.file"),
         ({"file": "lengths.jsonl"}, "train.lengths.file"),
-        ({"histogram": {"0": 1}}, "train.lengths.histogram"),
+        ({"file": "long.txt"}, "train.lengths.file"),
+        ({"histogram": {"100": 0}}, "train.lengths.histogram['100']"),
     ],
 )
 def test_lengths_without_one_readable_source_are_refused(
@@ -255,5 +256,14 @@ def test_lengths_without_one_readable_source_are_refused(
 ) -> None:
     (tmp_path / "lengths.txt").write_text("7\nseven\n")
     (tmp_path / "lengths.jsonl").write_text('{"tokens": 7}\n')
+    (tmp_path / "long.txt").write_text("7\n99999999999999999999\n")
     error = read_error(train=TRAIN.replace("}", f", lengths: {json.dumps(section)}}}", 1))
-    assert error.key.startswith(key)
+    assert error.key == key
+
+
+def test_keys_of_a_histogram_are_numbers_without_quotes(read: Read, read_error: ReadError) -> None:
+    lengths = read(train=TRAIN.replace("}", ", lengths: {histogram: {100: 3, 300: 1}}}", 1)).train.lengths
+    assert lengths is not None
+    assert set(lengths.values) == {100, 300}
+    wrong = read_error(train=TRAIN.replace("}", ", lengths: {histogram: {0: 1}}}", 1))
+    assert (wrong.key, wrong.value) == ("train.lengths.histogram", {"0": 1})

@@ -234,7 +234,8 @@ TEXTS = {
     "half a surrogate": (b'a: "\\ud800"', "line 1, column 7", "Unicode"),
     "no character": (b'a: "\\UFFFFFFFF"', "line 1, column 7", "Unicode"),
     "control character in a key": (b'"\\u001b[31m": 1', "the document", "control character"),
-    "number as a key": (b"1: 2", "line 1, column 1", "strings"),
+    "switch as a key": (b"true: 2", "line 1, column 1", "strings"),
+    "number as a key, twice": (b"{1: 2, '1': 3}", "line 1, column 8", "repeated"),
     "list as a key": (b"? [1]\n: 2", "line 1, column 3", "strings"),
     "line break in a key": (b'"a\\nb": 1\n' + GOOD.encode(), "['a\\nb']", "not a known key"),
 }

@@ -27,6 +27,9 @@ SIZES = 2.0 ** np.arange(11)
 PER_SEQUENCE = 16
 """The minimum number of sequences that are packed."""
 
+MOST_TIMES = 256
+"""How often each length is packed at most: a sequence may hold more samples than can be packed in a second."""
+
 
 def best_fit(lengths: Sequence[int], most: int) -> list[list[int]]:
     """Return the lengths in each pack of at most `most` tokens, each put where it leaves the least space.
@@ -64,7 +67,7 @@ def packs(lengths: Lengths, sequence: int) -> tuple[tuple[int, ...], ...]:
     The emptiest sequence is left out, because other samples would fill it.
     """
     values = lengths.cut(sequence)
-    times = max(-(-PER_SEQUENCE * sequence // int(values.sum())), 1)
+    times = min(max(-(-PER_SEQUENCE * sequence // int(values.sum())), 1), MOST_TIMES)
     found = best_fit(np.repeat(values, times)[::-1].tolist(), sequence)
     if len(found) > 1:
         found.remove(min(found, key=sum))

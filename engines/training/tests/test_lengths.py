@@ -41,6 +41,12 @@ def test_packed_samples_keep_tokens_and_pairs() -> None:
     assert (seconds(MIXED) < seconds(None)).all()
 
 
+def test_sequences_of_countless_samples_are_packed_in_a_moment() -> None:
+    found = packs(Lengths(values=(1,) * 256), 1 << 30)
+    assert {length for each in found for length in each} == {1}
+    assert sum(map(len, found)) < 1e6
+
+
 def test_padded_micro_batches_are_as_long_as_their_longest_sample() -> None:
     train = replace(train_of(), lengths=replace(MIXED, batching="longest"))
     draws = np.random.default_rng(0).choice(MIXED.values, size=(20_000, 4)).max(axis=1).astype(float)

@@ -302,6 +302,8 @@ def test_plans_are_expected_to_be_slower_where_such_runs_are_published(estimate:
     for plan in (estimate, api.estimate(spec), others):
         mean, low, high = given(plan.expected_s)
         assert low < plan.recommended["step_time_s"]["value"] < mean < high
+    tuned = api.estimate({**spec, "train": {**spec["train"], "lengths": {"mean": 900}}})
+    assert tuned.expected_s is None  # no plan of such a job was compared with runs
 
 
 def test_flags_mean_what_the_engine_makes_of_them() -> None:
