@@ -6,12 +6,13 @@ from functools import lru_cache
 from typing import Any
 
 from flagcore_megatron.space.knobs import KNOBS
+from flagcore_rl.documents import RlDocument
 from flagcore_serving.documents import ServeDocument
 
 from flagcore.spec.schema import document_of
 from flagcore.spec.validate import describe, keys_of
 
-MARK = re.compile(r"^<!-- keys (train|serve):([\w.]*) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- keys (train|serve|rl):([\w.]*) -->$", re.MULTILINE)
 """The first line of a block of this module."""
 HEAD = "| key | values | default | meaning |\n| --- | --- | --- | --- |"
 
@@ -24,9 +25,9 @@ def render(mark: str) -> str:
 
 @lru_cache
 def schema(kind: str) -> dict[str, Any]:
-    """Return the JSON Schema of a spec that trains or serves."""
-    model = document_of("megatron", KNOBS) if kind == "train" else ServeDocument
-    return model.model_json_schema()
+    """Return the JSON Schema of a spec of this kind."""
+    documents: dict[str, Any] = {"train": document_of("megatron", KNOBS), "serve": ServeDocument, "rl": RlDocument}
+    return dict(documents[kind].model_json_schema())
 
 
 def _table(kind: str, section: tuple[str, ...]) -> str:

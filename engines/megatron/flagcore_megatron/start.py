@@ -169,6 +169,7 @@ def check(train: TrainSpec) -> None:
         "train.precision": (train.precision, train.precision in (AUTO, *precisions), f"use {', '.join(precisions)}"),
         "train.attention": (train.attention, train.attention == "flash", "use flash"),
         "train.adapter": (train.adapter and train.adapter.kind, train.adapter is None, "remove it"),
+        "train.lengths": (train.lengths and train.lengths.batching, train.lengths is None, "use `flag estimate`"),
         **{
             f"train.settings.{key}": (value, trial_runs(key, value, layers), "remove it")
             for key, value in train.settings.items()

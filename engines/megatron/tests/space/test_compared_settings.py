@@ -10,6 +10,7 @@ import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
 
+from flagcore.domain.lengths import Lengths
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec, Task
 from flagcore.spec.convert import parse_spec
@@ -230,6 +231,10 @@ def test_the_trial_program_refuses_values_that_it_cannot_run() -> None:
     task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, command=None)))
     with refuses("train.settings.tp_comm_overlap"):
         ENGINE.ready(task.for_engine(effects_of(task, {"tp_comm_overlap": True})).spec)
+    work = replace(spec_of().train, lengths=Lengths(values=(64, 128)))
+    with refuses("train.lengths"):
+        ENGINE.ready(replace(spec_of(), work=work))
+    ENGINE.ready(replace(spec_of(), work=replace(work, lengths=None)))
 
 
 def spec_of(**tuner: Any) -> Spec:

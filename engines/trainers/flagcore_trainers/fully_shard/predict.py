@@ -16,7 +16,7 @@ from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import InUse, in_use
 from flagcore_training.stages import model_flops
 from flagcore_training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
-from flagcore_training.time.step import ACCUMULATION_BYTES, replica_wait, step_time
+from flagcore_training.time.step import ACCUMULATION_BYTES, on_replica, replica_wait, step_time
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Predictions
@@ -214,9 +214,9 @@ def _times(
     if train.options.schedule == FOLDED:  # its formula does not wait for the stages that start last
         forward = _busy(layout, time_s) * FORWARD_SHARE / (1.0 + FORWARD_SHARE * again)
         time_s["pp_bubble_s"] = time_s["pp_bubble_s"] + (layout.pipeline - 1.0) / 2.0 * forward
-    time_s["dp_comm_exposed_s"] = _exchange(train, layout, costs, job, columns, again, time_s)
     wait = replica_wait(train, layout, costs, time_s, plain=plain, each_micro_batch=True)
-    time_s["dp_comm_exposed_s"] = time_s["dp_comm_exposed_s"] + wait
+    longest = {name: seconds * (1.0 + wait / on_replica(time_s)) for name, seconds in time_s.items()}
+    time_s["dp_comm_exposed_s"] = _exchange(train, layout, costs, job, columns, again, longest) + wait
     trained = share if job.adapter is None else memory.trained_of_rank(job)[1]
     time_s["optimizer_s"] = _update(costs, job, trained)
     return time_s

@@ -209,6 +209,18 @@ def step_time(
     idle = np.maximum(pipeline_s - m * slowest.busy, 0.0)
     waits = sender_waits(train, layout, distinct_stages[-1])
     messages = np.minimum(2.0 * message * np.where(waits > 0, m * layout.virtual, layout.pipeline - 1.0), idle)
+    time_s = {
+        "compute_s": m * (forward.compute + backward.compute + slowest.weight),
+        "tp_comm_s": m * (forward.tensor + backward.tensor),
+        "cp_comm_s": m * (forward.context + backward.context),
+        "ep_comm_s": m * (forward.expert + backward.expert),
+        "pp_bubble_s": idle - messages,
+        "pp_comm_s": messages,
+        "dp_comm_exposed_s": np.zeros_like(m),
+        "optimizer_s": np.maximum.reduce([each.optimizer_s for each in timed]),
+    }
+    wait = replica_wait(train, *given, time_s, plain=time_s, each_micro_batch=train.options.fsdp)
+    longest = 1.0 + wait / on_replica(time_s)
     gradients_s = []
     for number, (mesh, group) in enumerate(zip(placement.layouts, groups, strict=True)):
         # Of the stages on this node group, use the largest numbers of parameters.
@@ -217,19 +229,8 @@ def step_time(
             np.maximum.reduce([getattr(each, name) * member for each, member in zip(timed, members, strict=True)])
             for name in ("dense", "experts", "trained", "trained_experts")
         ]
-        gradients_s.append(gradient_time(train, *reduction(mesh, group), counts[:2], counts[2:], slowest))
-    time_s = {
-        "compute_s": m * (forward.compute + backward.compute + slowest.weight),
-        "tp_comm_s": m * (forward.tensor + backward.tensor),
-        "cp_comm_s": m * (forward.context + backward.context),
-        "ep_comm_s": m * (forward.expert + backward.expert),
-        "pp_bubble_s": idle - messages,
-        "pp_comm_s": messages,
-        "dp_comm_exposed_s": np.maximum.reduce(gradients_s),
-        "optimizer_s": np.maximum.reduce([each.optimizer_s for each in timed]),
-    }
-    wait = replica_wait(train, *given, time_s, plain=time_s, each_micro_batch=train.options.fsdp)
-    time_s["dp_comm_exposed_s"] = time_s["dp_comm_exposed_s"] + wait
+        gradients_s.append(gradient_time(train, *reduction(mesh, group), counts[:2], counts[2:], slowest * longest))
+    time_s["dp_comm_exposed_s"] = np.maximum.reduce(gradients_s) + wait
     return time_s
 
 
@@ -249,7 +250,7 @@ def replica_wait(
     """Return the seconds of a step in which replicas wait for the one with the longest samples (see `slowest`).
 
     None takes longer than with samples of the whole sequence. `time_s`: the parts of the step. `plain`: those of
-    `step_time`, if already computed.
+    `step_time`, if already computed. What overlaps with passes does so with the longer ones of that replica.
     """
     if train.lengths is None:
         return np.zeros_like(layout.data)
@@ -258,11 +259,12 @@ def replica_wait(
     square_share = per_square / (half - 1024 * per_square)
     more = slowest(train, layout, square_share, each_micro_batch=each_micro_batch) - 1.0
     plain = plain or step_time(train, layout, costs)
-    whole = _on_replica(step_time(replace(train, lengths=None), layout, costs))
-    return np.clip(whole - _on_replica(plain), 0.0, more * _on_replica(time_s))
+    whole = on_replica(step_time(replace(train, lengths=None), layout, costs))
+    return np.clip(whole - on_replica(plain), 0.0, more * on_replica(time_s))
 
 
-def _on_replica(time_s: Mapping[str, FloatArray]) -> FloatArray:
+def on_replica(time_s: Mapping[str, FloatArray]) -> FloatArray:
+    """Return the seconds of a step in which a replica computes, and exchanges messages with no other replica."""
     return np.asarray(sum((time_s[name] for name in REPLICA_PARTS), np.zeros(())))
 
 
