@@ -6,6 +6,7 @@ Validation replaces each section with a record of `flagcore.domain`.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import index
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Literal
@@ -74,7 +75,7 @@ def _counted(path: Path, section: LengthsSection) -> Mapping[int, float]:
     """Return how often each length is in a file. Raises SpecError."""
     try:
         rows = map(load_json, filter(str.strip, read_regular(path).decode().splitlines()))
-        counts = Counter(int(row["length"] if isinstance(row, dict) else row) for row in rows)
+        counts = Counter(index(row["length"] if isinstance(row, dict) else row) for row in rows)
     except (OSError, ValueError, LookupError, TypeError) as error:
         problem = _("cannot be read ({why})", why=getattr(error, "strerror", None) or error)
         raise spec_error("file", problem, value=section.file, fix=_("give one length on each line")) from None

@@ -35,6 +35,8 @@ class LengthsSection(Section):
     """Text file with a length on each line, such as those of a log, relative to the spec."""
 
 
+MOST_SAMPLES = 1_000_000
+"""The limit of the samples of a step. Chosen: the largest published steps have a few thousand."""
 QUANTILES = 4096
 """The lengths that stand for a histogram or file: as many as the samples of a large step, so that its tail is kept."""
 
@@ -149,6 +151,9 @@ class RlSection(RlJob):
 def work_of(job: RlJob, **more: Any) -> RlSpec:
     """Return the job that a validated section describes. Raises SpecError."""
     samples = job.prompts * job.samples
+    if samples > MOST_SAMPLES:
+        problem = f"with samples = {job.samples} is a step of more than {MOST_SAMPLES} samples"
+        raise spec_error("prompts", problem, value=job.prompts, fix="give the prompts of one step")
     if job.mini_batch and (job.mini_batch > samples or samples % job.mini_batch):
         problem, fix = f"does not divide the {samples} samples of a step", "use a divisor of prompts x samples"
         raise spec_error("mini_batch", problem, value=job.mini_batch, fix=fix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ import numpy as np
 from flagcore_training.knobs import divisors, read_knobs
 
 from flagcore.contracts import Costs
-from flagcore.contracts.capabilities import JobRecords, RuleOfThumb
+from flagcore.contracts.capabilities import Advice, JobRecords, RuleOfThumb
+from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, Columns, KnobValue, Rule
@@ -17,7 +19,7 @@ from flagcore.domain.spec import AUTO, Task
 from flagcore.spec.plain_data import package_yaml
 from flagcore_rl.job import job_of
 from flagcore_rl.predict import Framework, predict
-from flagcore_rl.roles import DEVICES, STALENESS
+from flagcore_rl.roles import DEVICES, STALENESS, engine_of, serve_task, train_task
 from flagcore_rl.rules import EP, PP, RTP, TP, rules
 from flagcore_rl.trials import UserCommand
 
@@ -99,6 +101,25 @@ class RlEngine(UserCommand, JobRecords, RuleOfThumb):
             knob.name: np.array([knob.axis(()).encode(values.get(knob.name, knob.neutral))], dtype=np.int64)
             for knob in self.knobs
         }
+
+    def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
+        """Return the settings of both roles that their engines do not predict."""
+        work, devices = job_of(task), task.cluster.devices
+        settings = {knob.name for knob in engine_of(work.trainer.engine, "rl.trainer.engine").knobs}
+        unknown = [
+            Unmodelled(name=f"rl.trainer.settings.{name}", why=UNKNOWN, time=(0.8, 1.25))
+            for name in work.trainer.settings
+            if name not in settings
+        ]
+        roles = {
+            "rl.trainer.": train_task(task, devices, work.longest, work.optimizer_samples),
+            "rl.rollout.": serve_task(task, devices),
+        }
+        for prefix, role in roles.items():
+            engine = engine_of(role.spec.work.engine, f"{prefix}engine")
+            found = engine.unmodelled(role) if isinstance(engine, Advice) else ()
+            unknown += [replace(each, name=re.sub(r"\b(train|serve)\.", prefix, each.name)) for each in found]
+        return unknown
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         axes = {knob.name: knob.axis(()) for knob in self.knobs}

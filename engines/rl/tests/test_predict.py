@@ -112,6 +112,7 @@ def test_illegal_candidates_say_why(candidate: Mapping[str, Any], reason: str) -
     ("change", "key"),
     [
         ({"mini_batch": 100}, "rl.mini_batch"),
+        ({"prompts": 1_000_000}, "rl.prompts"),
         ({"answer_len": {"mean": 5000.0, "longest": 1024}}, "rl.answer_len.mean"),
         ({"answer_len": {"mean": 300.0}}, "rl.answer_len.longest"),
         ({"answer_len": {"longest": 1024}}, "rl.answer_len.mean"),
@@ -141,6 +142,14 @@ def test_what_is_not_predicted_is_refused(change: Mapping[str, Any], key: str) -
     with pytest.raises(SpecError) as raised:
         open_spec({**spec(), **change}, plan=True)
     assert raised.value.key == key
+
+
+def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
+    trainer = {"engine": "megatron", "settings": {"overlap_grad_reduce": True, "foo": 1}}
+    rollout = {"engine": "vllm", "engine_args": {"bar": 1, "max_model_len": 2048}}
+    problem = open_spec(spec(trainer=trainer, rollout=rollout), plan=True).problem
+    names = {each.name for each in problem.platform.unmodelled}
+    assert {"rl.trainer.settings.foo", "rl.rollout.engine_args.bar"} == names
 
 
 def test_a_new_spec_is_complete() -> None:

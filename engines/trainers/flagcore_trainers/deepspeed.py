@@ -106,7 +106,8 @@ class DeepSpeed(Trainer, Commands, JobRecords):
             if isinstance(value, str) and value:
                 return value
         fix = f"add {FLAGS[0]} ds_config.json, or set train.program.config"
-        raise SpecError(key="train.command", problem=_("names no configuration file of DeepSpeed"), fix=fix)
+        problem = _("names no configuration file of DeepSpeed") if spec.train.command else _("is missing")
+        raise SpecError(key="train.command", problem=problem, fix=fix)
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         words, directory = spec.train.command or (), Path(spec.train.directory or ".")

@@ -37,6 +37,7 @@ from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.lengths import Lengths
 from flagcore.domain.model import Attention, Layer, Mixer, Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Adapter
@@ -95,7 +96,8 @@ def test_what_trials_cannot_run_is_reported_by_key() -> None:
     with refuses("model"):
         FSDP2.ready(task(OTHER, engine="fsdp2").spec)
     assert FSDP2.task_warnings(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))
-    for train in ({"precision": "fp8"}, {"command": ("train",)}, {"adapter": Adapter(base="nf4")}):
+    refused: list[dict[str, Any]] = [{"precision": "fp8"}, {"command": ("train",)}, {"adapter": Adapter(base="nf4")}]
+    for train in (*refused, {"lengths": Lengths(values=(16, 64))}):
         with refuses(f"train.{next(iter(train))}"):
             FSDP2.ready(task(engine="fsdp2", **train).spec)
     with pytest.raises(SpecError):

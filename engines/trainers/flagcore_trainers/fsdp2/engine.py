@@ -162,6 +162,9 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
             raise SpecError(
                 key="train.precision", value=train.precision, problem="cannot run in trials of fsdp2", fix=fix
             )
+        if train.lengths:
+            fix = "use `flag estimate`, or engine: command for your own program"
+            raise SpecError(key="train.lengths", value=train.lengths.batching, problem="is only predicted", fix=fix)
         if train.adapter and (train.adapter.base or spec.model.num_moe_experts or spec.model.other_mixers):
             problem = "is only predicted for quantized weights, experts and other mixers than attention"
             fix = "use `flag estimate`, or engine: command for your own program"
