@@ -102,7 +102,7 @@ def validated(kind: type[M], data: object, context: Context) -> tuple[M | None, 
         return kind.model_validate(data, context=context), broken
     except ValidationError as error:
         for item in error.errors(include_url=False):
-            path = _in_data(data, item["loc"][:-2] if item["loc"][-1] == "[key]" else item["loc"])
+            path = _in_data(data, item["loc"][:-2] if item["loc"][-1:] == ("[key]",) else item["loc"])
             if item["type"] == "rule":
                 broken += [located(each, path, context.file) for each in item["ctx"]["problems"]]
             missing = item["type"] == "missing"
