@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 from flagcore_training.knobs import divisors, read_knobs
+from flagcore_vendorkit.settings import UNKNOWN_TIME
 
 from flagcore.contracts import Costs
 from flagcore.contracts.capabilities import Advice, JobRecords, RuleOfThumb
@@ -107,7 +108,7 @@ class RlEngine(UserCommand, JobRecords, RuleOfThumb):
         work, devices = job_of(task), task.cluster.devices
         settings = {knob.name for knob in engine_of(work.trainer.engine, "rl.trainer.engine").knobs}
         unknown = [
-            Unmodelled(name=f"rl.trainer.settings.{name}", why=UNKNOWN, time=(0.8, 1.25))
+            Unmodelled(name=f"rl.trainer.settings.{name}", why=UNKNOWN, time=UNKNOWN_TIME)
             for name in work.trainer.settings
             if name not in settings
         ]

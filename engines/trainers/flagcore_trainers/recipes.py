@@ -141,7 +141,7 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     for key, pattern in read.row["refused"].items():
         value = next((each for name, each in read.given.items() if name.partition(".")[0] == key), None)
         if value not in OFF and re.search(pattern, str(value)):
-            problem = "is no training by next tokens of all weights, LoRA, DoRA or QLoRA, which flagcore predicts"
+            problem = "is not predicted, as only next-token training of all weights or of LoRA, DoRA or QLoRA is"
             notes.report(key, problem, value=value, fix="describe it in a spec with engine: command")
     for name in ("longest", "micro_batch_size", "accumulation", "global_batch_size", *SIZES):
         given = {key: read.given.get(key) for key in read.keys.get(name, (name,))}
@@ -300,7 +300,8 @@ def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
         content = dict(flat(read_config(given, str(read.directory), key="deepspeed")))
     elif named := re.search(r"z(?:ero)?_?([0-3])", str(given)):
         content = {STAGE: int(named[1]), DEVICE: "cpu" if "offload" in str(given) else None}
-        notes.note("deepspeed", f"{given} is no file here: its name says ZeRO {named[1]}", "auto_tuner.baseline")
+        text = f"{given} is not a file in this folder: ZeRO {named[1]} is taken from its name"
+        notes.note("deepspeed", text, "auto_tuner.baseline")
     elif given not in OFF:
         fix = "start from the folder to which its path belongs"
         raise SpecError(key="deepspeed", value=given, problem="is not here", fix=fix)
@@ -321,10 +322,8 @@ def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
     baseline |= {name: value for name in plus if type(value := content.get(f"zero_optimization.{name}")) in (int, bool)}
     if (device := content.get("zero_optimization.offload_param.device")) not in OFF:
         notes.note("deepspeed.zero_optimization.offload_param.device", f"not in the predictions ({device})", "train")
-    own = {"engine": "deepspeed"}
-    return (
-        own | _command(read, given) if "set" in read.row and "deepspeed" in read.given and file.is_file() else own
-    ), baseline
+    has_trials = "set" in read.row and "deepspeed" in read.given and file.is_file()
+    return {"engine": "deepspeed", **(_command(read, given) if has_trials else {})}, baseline
 
 
 def _command(read: Reading, file: str) -> dict[str, Any]:
