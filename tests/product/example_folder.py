@@ -34,6 +34,21 @@ bin/torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 512
   --mock-data --micro-batch-size 1 --global-batch-size 16 --seq-length 64 --max-position-embeddings 64 --lr 1e-3 \\
   --train-samples 1000000 --save checkpoints --tensorboard-dir logs 2>&1 | tee train.log
 """
+RECIPES = {
+    "examples/train_full/qwen3_full_sft.yaml": """\
+model_name_or_path: Qwen/Qwen3-4B
+stage: sft
+finetuning_type: full
+deepspeed: examples/train_full/stage2.json
+cutoff_len: 2048
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+bf16: true
+""",
+    "examples/train_full/stage2.json": '{"zero_optimization": {"stage": 2}}',
+    "fft.yaml": "{base_model: Qwen/Qwen3-8B, sequence_len: 4096, micro_batch_size: 1, bf16: true, fsdp_version: 2}",
+}
+"""Configurations of fine-tuning frameworks that a page imports."""
 OWN_FILES = ("docs/plugin-data.md", "docs/write-a-plugin.md", "docs/write-an-engine.md", "docs/hooks.md")
 """Pages with their own tests, which write the files."""
 ALSO = ("train-cpu", "job", "serve", "other")
@@ -54,6 +69,9 @@ def build(folder: Path) -> Path:
     (folder / "pretrain_gpt.py").touch()
     (folder / "own.yaml").write_text(SPEC)
     (folder / "own.sh").write_text(SCRIPT)
+    (folder / "examples" / "train_full").mkdir()
+    for name, text in RECIPES.items():
+        (folder / name).write_text(text)
     for name in TREES:
         _tree(folder / name)
     (folder / "checkpoints").mkdir()

@@ -91,7 +91,7 @@ def followed_page(tmp_path_factory: pytest.TempPathFactory) -> Follower:
 
 
 def test_the_page_shows_what_its_commands_print(followed_page: Follower) -> None:
-    (table,) = re.findall(r"```text\n(#  DP .*?)```", PAGE, re.DOTALL)
+    (table,) = re.findall(r"```text\n(# +DP .*?)```", PAGE, re.DOTALL)
     assert followed_page.printed["flag estimate plan.yaml --top 3"].startswith(table.rstrip())
 
 

@@ -48,6 +48,7 @@ PLANNED |= {"my-model.yaml": ("flagcore_nvidia",), "two-kinds.yaml": ("flagcore_
 PLANNED |= {"examples/train-1024-probe.yaml": ("flagcore_nvidia",)}
 """Files that plan for chips of plugins."""
 NOT_RUN = {
+    "flag calibrate --collectives tune.yaml": "needs a chip with variables; tests of the simulated device run it",
     "flag export runs/serve --to compose": "needs a run of servers; tests of targets write its files",
     "flag run runs/serve": "needs weights and a server; tests of serving start a winner",
     "flag size serve.yaml --rate 20 --chip H20=1.2 --chip H100=3": "takes a minute; tests of sizing do the same",
