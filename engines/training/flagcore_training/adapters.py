@@ -16,8 +16,9 @@ from flagcore_vendorkit.transformer import MeanLayer, attended, latent_widths, o
 
 from flagcore.domain.model import Mixer, Model
 from flagcore.domain.space import FloatArray
-from flagcore.domain.spec import Adapter, Target
+from flagcore.domain.spec import Adapter, Target, Task
 from flagcore_training.layout import Layout, Training
+from flagcore_training.lengths import ASSUMED, noted_lengths
 
 Outer: TypeAlias = Mapping[str, FloatArray | float]
 """The widths of the outputs that a linear layer computes from one input, by the name of the target."""
@@ -47,6 +48,16 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """The targets of other names of layers: those of Megatron, and of latent attention in transformers."""
 TARGETS = get_args(Target)
 NOTED = re.compile(r"(?<!no )\b(?:(q?lora|dora)|peft)\b(?: +r(?:ank)? *=? *(\d+))?", re.IGNORECASE)
+
+
+def as_noted(task: Task, notes: str) -> tuple[Task, frozenset[str]]:
+    """Return the task of a job record with the adapter and the packed samples that its notes mention, and the names of
+    the settings that only they have: `ASSUMED` if the lengths of the samples are assumed."""
+    train = task.spec.train
+    adapter = train.adapter or noted_adapter(task.spec.model.name or "", notes)
+    lengths = train.lengths or noted_lengths(train.seq_length, notes)
+    work = replace(train, adapter=adapter, lengths=lengths)
+    return replace(task, spec=replace(task.spec, work=work)), frozenset({ASSUMED} if lengths != train.lengths else ())
 
 
 def noted_adapter(name: str, notes: str) -> Adapter | None:

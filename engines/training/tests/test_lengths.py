@@ -4,9 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flagcore_training.layout import EACH, FUSED, WHOLE
 from flagcore_training.lengths import attention_length, in_time, packs, slowest
 from flagcore_training.stages import model_flops
+from flagcore_training.time.layer import layer_time
+from flagcore_training.time.passes import Seconds
 from flagcore_training.time.step import step_time
+from flagcore_vendorkit.transformer import mean_layer
 
 from engines.training.tests.candidates import layout, plain_costs
 from engines.training.tests.candidates import train as train_of
@@ -67,3 +71,18 @@ def test_replicas_wait_for_the_longest_samples_unless_samples_are_balanced() -> 
     balanced = replace(train, lengths=replace(lengths, balanced=True))
     assert (slowest(balanced, many, 1e-4, each_micro_batch=True) == 1.0).all()
     assert (seconds(lengths) >= seconds(replace(lengths, balanced=True))).all()
+
+
+def test_sequences_of_a_pack_that_are_rotated_one_by_one_keep_the_host_busy() -> None:
+    train, one = replace(train_of(), transformer_engine=True, lengths=MIXED), layout()
+
+    def forward(rope: str, lengths: Lengths | None) -> Seconds:
+        job = replace(train, lengths=lengths, options=replace(train.options, rope=rope))
+        return layer_time(job, one, plain_costs(), mean_layer(job.model, experts=False)).forward
+
+    fused, whole, apart = (forward(rope, MIXED) for rope in (FUSED, WHOLE, EACH))
+    count = np.mean([len(each) for each in packs(MIXED, SEQUENCE)])
+    more = whole.launches - fused.launches
+    assert apart.launches - fused.launches == pytest.approx(more * count)
+    assert (fused.compute < whole.compute).all()
+    assert forward(EACH, None).launches == pytest.approx(whole.launches)

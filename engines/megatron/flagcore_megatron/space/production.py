@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from flagcore_training.adapters import noted_adapter
+from flagcore_training.adapters import as_noted
 
 from flagcore.contracts import Platform
 from flagcore.domain.engine import RefusedValues, ValueRule
@@ -199,9 +199,8 @@ def published(
 
     Raises SpecError for an invalid layout of stages.
     """
-    noted, train, values = read_notes(notes), task.spec.train, dict(values)
-    train = replace(train, adapter=train.adapter or noted_adapter(task.spec.model.name or "", notes))
-    task = replace(task, spec=replace(task.spec, work=train))
+    (task, assumed_lengths), noted, values = as_noted(task, notes), read_notes(notes), dict(values)
+    train = task.spec.train
     # Papers on schedules (arXiv 2104.04473, 2401.10241) used unfused attention: their reported memory confirms it.
     if "pipeline_schedule" in noted:
         train = replace(train, attention="unfused")
@@ -223,7 +222,7 @@ def published(
             found = {PATTERN: pattern_text(task.spec.model, even_split(task.spec.model.num_layers, count))}
         settings |= found
     spec = replace(task.spec, work=replace(train, implementation=kind, settings=settings))
-    return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
+    return replace(task, spec=spec), values, assumed_lengths | (noted.keys() - train.settings.keys())
 
 
 def _defaults(

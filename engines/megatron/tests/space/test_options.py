@@ -243,6 +243,16 @@ def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
     assert published({}, model=dataclasses.replace(tasks.DENSE, name="flora-7b")).adapter is None
 
 
+def test_published_run_that_packs_offline_rotates_each_sample_unless_its_release_rotates_packs() -> None:
+    notes = "SFT; packed sequences (offline packing to 2048)"
+    assert published({}).rope == published({}, "packing").rope == "fused"
+    assert published({}, notes).rope == "each"
+    assert published({}, notes, settings={"apply_rope_fusion": True}).rope == "fused"
+    assert published({}, notes, engine_version="0.20.0").rope == "whole"
+    hybrid = dataclasses.replace(WIDE, num_layers=2, layers=(Layer(mixer=None, feed_forward="experts"),) * 2)
+    assert published({}, notes, model=hybrid).rope == "fused"  # without rotary embeddings
+
+
 def test_notes_on_schedules_mention_unfused_attention_and_waits_for_messages() -> None:
     task, _, _ = ENGINE.published(tasks.task(), {}, "schedule=ZB-H1")
     assert not training(task).flash

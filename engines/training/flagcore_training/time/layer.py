@@ -18,8 +18,8 @@ from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.model import Indexer, Mixer, Model
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import attention_products, divided, mixer_products, network_products
-from flagcore_training.layout import Layout, Training
-from flagcore_training.lengths import attention_length
+from flagcore_training.layout import FUSED, Layout, Training
+from flagcore_training.lengths import attention_length, rotated_apart
 from flagcore_training.stages import padded_vocab
 from flagcore_training.time.adapters import adapted, adapter_launches
 from flagcore_training.time.passes import (
@@ -50,6 +50,12 @@ ROTATION = {True: (2.0, 2.0), False: (70.0, 35.0)}
 
 True is for transformer-engine's single kernel, False for torch, which needs many operations (slices, concatenations,
 products, copies)."""
+
+ROTATION_LAUNCHES, ROTATION_PASSES, ROTATED = (13.0, 11.0), (14.0, 18.0), 2.0
+"""Kernels that rotate a tensor in transformer-engine's layers without its single kernel, their memory passes, each
+forward and backward, and the number of tensors: queries and keys. Counted with torch. If sequences of a pack are
+rotated one by one, each has so many kernels, and its backward copies the gradient of the whole tensor (megatron-core
+0.16 to 0.19 `rope_utils.py`, `_apply_rotary_pos_emb_thd`)."""
 
 
 def layer_time(train: Training, layout: Layout, costs: Costs, mean: MeanLayer) -> Block:
@@ -135,8 +141,11 @@ def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCol
     products = qkv + latent + output
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
     tensor_bytes = unit * (query + key)
-    rotation_passes = ROTATION[train.transformer_engine]
-    rotation, rotation_back = (kernels.memory_seconds(times * tensor_bytes) for times in rotation_passes)
+    is_fused, apart = train.transformer_engine and train.options.rope == FUSED, rotated_apart(train)
+    is_apart = train.transformer_engine and not is_fused  # `LAUNCHES` and `ROTATION` include them without its layers
+    passes, passes_back = ROTATION_PASSES if is_apart else ROTATION[is_fused]
+    rotation = kernels.memory_seconds(passes * tensor_bytes)
+    rotation_back = kernels.memory_seconds((passes_back + 2.0 * apart * layout.micro_batch) * tensor_bytes)
     if train.model.qk_layernorm:
         extra, extra_back = norm_seconds(kernels, tensor_bytes)
         rotation, rotation_back = rotation + extra, rotation_back + extra_back
@@ -151,14 +160,18 @@ def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCol
     element_back = norm_back + rotation_back + residual
     launches = np.full_like(layout.tensor, LAUNCHES[train.transformer_engine][0])
     launches = launches + adapter_launches(train, *attention_products(train.model))
+    rotations = is_apart * ROTATED * np.maximum(apart * layout.micro_batch, 1.0)
     forward = Seconds.from_compute(
-        products.forward + core + element, tensor=tp.forward, context=ring_forward, launches=launches
+        products.forward + core + element,
+        tensor=tp.forward,
+        context=ring_forward,
+        launches=launches + ROTATION_LAUNCHES[0] * rotations,
     )
     backward = Seconds.from_compute(
         products.input_gradient + core_back + element_back,
         tensor=tp.backward(qkv),
         context=ring_back,
-        launches=2.0 * launches,
+        launches=2.0 * launches + ROTATION_LAUNCHES[1] * rotations,
     )
     repeats = {"core_attn": core, "layernorm": norm, "mla_up_proj": latent.forward + rotation}
     recomputed_modules = [repeats[name] for name in train.options.recompute_modules if name in repeats]
