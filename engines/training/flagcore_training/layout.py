@@ -118,10 +118,6 @@ def _joined(first: FloatArray, second: FloatArray) -> FloatArray:
     return np.concatenate([np.pad(each, [(0, 0), (0, longest - each.shape[1]), *padding]) for each in (first, second)])
 
 
-FUSED, WHOLE, EACH = "fused", "whole", "each"
-"""How rotary embeddings are computed: by one kernel, by operations on all tokens, or on each sequence of a pack."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The settings of a job that the formulas need. Each engine derives them from its own settings.
@@ -147,8 +143,8 @@ class Options:
     layers in 16 bits, and with `wide_mtp`, multi-token prediction is in 16 bits. The products of `wide_modules` are in
     16 bits in all layers, those of `mxfp8_modules` in MXFP8; `Training.precision_of` lists the names. With
     `frees_mtp_logits`, the logits of multi-token prediction are freed before those of the model are computed. With
-    `in_place_loss`, the loss works in place on 16-bit logits. `rope` is how transformer-engine's layers rotate queries
-    and keys: `FUSED`, `WHOLE` or `EACH`.
+    `in_place_loss`, the loss works in place on 16-bit logits. With `rope_fusion`, transformer-engine's layers rotate
+    queries and keys by one kernel. With `one_by_one`, other operations on the sequences of a pack run on each of them.
     """
 
     schedule: str | None = None
@@ -193,7 +189,8 @@ class Options:
     cp_comm: str = "p2p"
     stores_core_copy: bool = False
     attention_kernel: str = ""
-    rope: str = FUSED
+    rope_fusion: bool = True
+    one_by_one: bool = False
     cuda_graph: str = ""
     cross_entropy_fusion: bool = False
     in_place_loss: bool = False

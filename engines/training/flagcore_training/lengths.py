@@ -23,7 +23,7 @@ from flagcore.i18n import _
 from flagcore.spec.plain_data import Notes
 from flagcore.spec.schema import LengthsSection, lengths_of
 from flagcore.spec.validate import Context
-from flagcore_training.layout import EACH, Layout, Training
+from flagcore_training.layout import Layout, Training
 
 SIZES = 2.0 ** np.arange(11)
 """Numbers of samples of a micro-batch for which padding is computed; others are interpolated."""
@@ -64,6 +64,8 @@ PACKING = re.compile(
     r"(?!\W+(?:off|false|none)\b)",
     re.IGNORECASE,
 )
+OFFLINE = re.compile(r"\boffline[- _]packing\b|packing\W+offline\b", re.IGNORECASE)
+"""What runs of Megatron-Bridge call samples that are packed before the run."""
 ASSUMED = "lengths"
 """The name of the lengths among the settings that notes mention."""
 
@@ -82,7 +84,7 @@ def noted_lengths(sequence: int, notes: str) -> Lengths | None:
     """Return the lengths that are assumed for a published run whose notes say that samples are packed, or None."""
     if not any(found["no"] is None for found in PACKING.finditer(notes)):
         return None
-    section = assumed_lengths(sequence, PACKED, Notes(), offline="offline" in notes.lower())
+    section = assumed_lengths(sequence, PACKED, Notes(), offline=OFFLINE.search(notes) is not None)
     return lengths_of(LengthsSection(**section), Context())
 
 
@@ -110,11 +112,10 @@ def packs(lengths: Lengths, sequence: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def rotated_apart(train: Training) -> float:
-    """Return the number of sequences of a micro-batch of one pack whose rotary embeddings are computed one by one; 0 if
-    they are computed together."""
+def one_by_one(train: Training) -> float:
+    """Return the number of sequences of a pack on which operations run one by one; 0 if they run on all together."""
     lengths = train.lengths
-    if train.options.rope != EACH or lengths is None or lengths.batching != PACKED:
+    if not train.options.one_by_one or lengths is None or lengths.batching != PACKED:
         return 0.0
     found = packs(lengths, train.sequence)
     return sum(map(len, found)) / len(found)

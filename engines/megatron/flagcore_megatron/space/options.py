@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flagcore_training.layout import EACH, FUSED, WHOLE, Options, Tower
+from flagcore_training.layout import Options, Tower
 from flagcore_vendorkit.transformer import SCHEDULES
 
 from flagcore.domain.knob import in_versions
@@ -42,10 +42,12 @@ EXPERT_GROUPS_SINCE = ">=0.19"
 """Releases in which experts that are split otherwise than other layers have data-parallel groups of their own.
 
 Source: `use_expert_pgs` in megatron-core's `tensor_parallel/layers.py`. Until then only expert parallelism does it."""
-ROTATED_APART = "<0.20"
-"""Releases whose rotary embedding without a single kernel takes the sequences of a pack one by one.
+ONE_BY_ONE = "<0.20"
+"""Releases that take the sequences of a pack one by one, in rotary embeddings without a single kernel, and before and
+after the exchange of context parallelism with a2a.
 
-Source: megatron-core `rope_utils.py` at core_v0.16 and at @61f31145 (0.19); vectorized by @e4ba3a30, of August 2026."""
+Sources: megatron-core `rope_utils.py` at core_v0.16 and @61f31145 (0.19), vectorized by @e4ba3a30 in August 2026;
+transformer-engine `context_parallel.py` until 2.17, a kernel since @70101184 (2.18, June 2026)."""
 SECOND_MOMENTS = {"sgd": "none", "muon": "others", "dist_muon": "others", "lion": "others"}
 """The parameters with a second moment, by optimizer. Muon and Lion update matrices, Adam all others.
 
@@ -130,18 +132,12 @@ def options(task: Task) -> Options:
         mxfp8_modules=words(settings.get("modules_in_mxfp8")),
         frees_mtp_logits=in_versions(FREED_MTP_LOGITS_SINCE, version),
         attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
-        rope=_rope(task.spec, settings),
+        # hybrid models have no rotary embedding by default (megatron-core `hybrid_model.py`, position_embedding_type)
+        rope_fusion=bool(settings.get("apply_rope_fusion", True)) or is_hybrid(task.spec.model),
+        one_by_one=in_versions(ONE_BY_ONE, version),
         cuda_graph=graph(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )
-
-
-def _rope(spec: Spec, settings: Settings) -> str:
-    """Return how rotary embeddings are computed. Hybrid models have none by default (megatron-core `hybrid_model.py`,
-    position_embedding_type)."""
-    if settings.get("apply_rope_fusion", True) or is_hybrid(spec.model):
-        return FUSED
-    return EACH if in_versions(ROTATED_APART, release(spec)) else WHOLE
 
 
 def _wide_layers(settings: Settings) -> int:

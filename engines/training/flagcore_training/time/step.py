@@ -19,7 +19,7 @@ from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.roofline import with_slowdown
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
-from flagcore_training.lengths import in_time, rotated_apart, slowest
+from flagcore_training.lengths import in_time, one_by_one, slowest
 from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.memory.training import split_parameters, trained_parts
 from flagcore_training.mixes import layer_kinds
@@ -422,7 +422,7 @@ def host_of(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray |
     else:
         host *= LAUNCH_SHARE[train.options.cuda_graph]
     backward = WAITING_NORM if train.model.num_moe_experts is not None and train.transformer_engine else LAUNCH_NORM
-    forward = WAITING_NORM if rotated_apart(train) else backward
+    forward = WAITING_NORM if one_by_one(train) and not train.options.rope_fusion else backward
     return (host, 1.0, 1.0) if costs.synchronous else (host, forward, backward)
 
 
