@@ -176,6 +176,10 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     if others := read.unread():
         notes.note(", ".join(others), "not in the predictions", "train")
     of_stage = read.number("pipeline_micro_batch") if read.size(fs.PP) > 1 else None
+    if of_stage and (runs := total // (micro * replicas)) > 1:
+        text = f"pipelines end after each local batch of {micro}, but are predicted as if once a step: {runs} times "
+        text += f"the step of a spec with global_batch_size: {micro * replicas} is nearer"
+        notes.note(read.keys["micro_batch_size"][0], text, "train.global_batch_size")
     tuner: dict[str, Any] = {"baseline": {**baseline, "micro_batch_size": of_stage or micro}}
     if own["engine"] == "deepspeed":  # what no trial changes
         tuner["space"] = {name: [baseline[name]] for name in (fs.AC, fs.TP, fs.CP) if name in baseline}

@@ -113,6 +113,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
         {"data_parallel_shard_size": 16, "expert_model_parallel_size": 8, "micro_batch_size": 2},
         "model.backend.experts",
     ),
+    "a pipeline of NeMo AutoModel": (
+        "own.yaml",
+        AUTOMODEL.replace("30B-A3B, backend: {experts: gmm}", "8B")
+        .replace("local_batch_size: 2", "local_batch_size: 4")
+        .replace(
+            "ep_size: 8", "tp_size: 2, pp_size: 2, pipeline: {pp_schedule: interleaved1f1b, pp_microbatch_size: 1}"
+        ),
+        {"nodes": 2, "devices_per_node": 8},
+        {"engine": "fsdp2", "seq_length": 4096, "global_batch_size": 64, "adapter": {"kind": "lora", "rank": 16}},
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved", "micro_batch_size": 1},
+        "step_scheduler.local_batch_size",
+    ),
     "Megatron-LM of ms-swift": (
         "run.sh",
         SWIFT,

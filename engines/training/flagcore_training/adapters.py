@@ -16,8 +16,9 @@ from flagcore_vendorkit.transformer import MeanLayer, attended, latent_widths, o
 
 from flagcore.domain.model import Mixer, Model
 from flagcore.domain.space import FloatArray
-from flagcore.domain.spec import Adapter, Target
+from flagcore.domain.spec import Adapter, Target, Task
 from flagcore_training.layout import Layout, Training
+from flagcore_training.lengths import ASSUMED, noted_lengths
 
 Outer: TypeAlias = Mapping[str, FloatArray | float]
 """The widths of the outputs that a linear layer computes from one input, by the name of the target."""
@@ -46,7 +47,19 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """The targets of other names of layers: those of Megatron, and of latent attention in transformers."""
 TARGETS = get_args(Target)
-NOTED = re.compile(r"(?<!no )\b(?:(q?lora|dora)|peft)\b(?: +r(?:ank)? *=? *(\d+))?", re.IGNORECASE)
+NOTED = re.compile(
+    r"(?<!no )\b(?:(q?lora|dora)|peft)\b(?: +r(?:ank)? *=? *(\d+))?(?: on ((?:qkv|proj|fc1|fc2|\+)+)\b)?", re.IGNORECASE
+)
+
+
+def as_noted(task: Task, notes: str) -> tuple[Task, frozenset[str]]:
+    """Return the task of a job record with the adapter and the packed samples that its notes mention, and the names of
+    the settings that only they have: `ASSUMED` if the lengths of the samples are assumed."""
+    train = task.spec.train
+    adapter = train.adapter or noted_adapter(task.spec.model.name or "", notes)
+    lengths = train.lengths or noted_lengths(train.seq_length, notes)
+    work = replace(train, adapter=adapter, lengths=lengths)
+    return replace(task, spec=replace(task.spec, work=work)), frozenset({ASSUMED} if lengths != train.lengths else ())
 
 
 def noted_adapter(name: str, notes: str) -> Adapter | None:
@@ -55,12 +68,16 @@ def noted_adapter(name: str, notes: str) -> Adapter | None:
     By default it is that of Megatron-Bridge's LoRA. NVIDIA's benchmarks, which have it in the name, adapt queries, keys
     and values only (Megatron-Bridge scripts/performance/configs/llama/llama3_llm_finetune.py @573cd8b5).
     """
-    if (found := NOTED.search(notes) or NOTED.search(name)) is None:
+    if not (mentions := [*NOTED.finditer(notes)] or [*NOTED.finditer(name)]):
         return None
+    found = max(mentions, key=lambda each: each.lastindex or 0)  # the one that says most
     kind = (found[1] or "lora").lower()
     base, rank = ("nf4" if kind == "qlora" else None), int(found[2] or 0) or Adapter().rank
-    adapter = Adapter(kind=kind, rank=rank, base=base)
-    return adapter if found.string is notes else replace(adapter, targets=("q_proj", "k_proj", "v_proj"))
+    names = (f"linear_{each}" for each in (found[3] or "").lower().split("+") if each)
+    targets = tuple(target for each in names for target in NAMES[each])
+    if found.string is not notes:
+        targets = NAMES["linear_qkv"]
+    return Adapter(kind=kind, rank=rank, base=base, targets=targets or Adapter().targets)
 
 
 def adapter_section(kind: str, rank: object, names: object = None, base: str | None = None) -> dict[str, object]:

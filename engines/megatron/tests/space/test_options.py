@@ -243,6 +243,30 @@ def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
     assert published({}, model=dataclasses.replace(tasks.DENSE, name="flora-7b")).adapter is None
 
 
+@pytest.mark.parametrize(
+    ("notes", "rank", "targets"),
+    [
+        ("LoRA", 32, "all-linear"),
+        ("LoRA; LoRA r8 on qkv+proj; packed", 8, ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("PEFT on fc1+fc2 only", 32, ("gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_notes_on_adapters_name_rank_and_layers(notes: str, rank: int, targets: object) -> None:
+    assert published({}, notes).adapter == Adapter(rank=rank, targets=targets)
+
+
+def test_published_run_that_packs_offline_has_the_settings_of_recipes_for_fine_tuning() -> None:
+    notes, values = "SFT; packed sequences (offline packing to 2048)", {"use_distributed_optimizer": True}
+    tuned, other = published(values, notes), published(values, "packing")
+    assert (tuned.rope_fusion, tuned.overlap_grad_reduce, tuned.one_by_one) == (False, False, True)
+    assert (other.rope_fusion, other.overlap_grad_reduce) == (True, True)
+    assert published(values, notes, settings={"apply_rope_fusion": True}).rope_fusion
+    assert published(values, notes, model=dataclasses.replace(tasks.DENSE, name="Llama-3.1-8B")).rope_fusion
+    assert not published(values, notes, engine_version="0.20.0").one_by_one
+    hybrid = dataclasses.replace(WIDE, num_layers=2, layers=(Layer(mixer=None, feed_forward="experts"),) * 2)
+    assert published(values, notes, model=hybrid).rope_fusion  # without rotary embeddings
+
+
 def test_notes_on_schedules_mention_unfused_attention_and_waits_for_messages() -> None:
     task, _, _ = ENGINE.published(tasks.task(), {}, "schedule=ZB-H1")
     assert not training(task).flash
