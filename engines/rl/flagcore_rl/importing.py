@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcore_models.public import model_of, public_name
+from flagcore_models.public import model_of, tuned_from
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
@@ -127,9 +127,7 @@ def spec_of(
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
     """Return the data of a spec for a command of a framework, and notes. Raises SpecError."""
     notes, read = Notes(), Reading(name, start.words, directory)
-    section = model_of(model, [*_names(str(read.value("model") or ""))], directory, notes)
-    if model is None and section in [*_names(str(read.value("model") or ""))][1:]:
-        notes.note("model", f"has the shape of {section}, as its name says", "model")
+    section = model_of(model, [read.value("model")], directory, notes)
     cluster, rollout_devices = _cluster(read, notes)
     if notes.problems:
         raise join_errors(notes.problems)
@@ -144,15 +142,6 @@ def spec_of(
         notes.note(key, f"is not in the predictions ({str(value)[:60]})", "rl.command")
     rl |= {"command": list(start.words), "directory": str(directory)}
     return {"model": section, "cluster": cluster, "rl": rl, "auto_tuner": {"baseline": baseline}}, notes.notes
-
-
-def _names(name: str) -> Iterator[str]:
-    """Yield the name of a model, and those of models that it may be tuned from: without Math, and without its end."""
-    yield name
-    words = re.sub(r"-(Math|Coder)(?=-)", "", name).split("-")
-    for count in range(len(words), 1, -1):
-        if re.search(r"\d[bB]$", words[count - 1]) and "VL" not in words:
-            yield "-".join(words[:count])
 
 
 def _engines(read: Reading, notes: Notes) -> dict[str, Any]:
@@ -210,7 +199,7 @@ def _samples(read: Reading, cluster: Mapping[str, Any], notes: Notes) -> dict[st
         found["old_logprobs"] = False
     name = str(read.value("reward_model") or "")
     if name and ("uses_reward_model" not in read.rows or read.is_on("uses_reward_model")):
-        if known := next(filter(None, map(public_name, _names(name))), None):
+        if known := tuned_from(name):
             found["reward"] = {"model": known}
         else:
             notes.note("rl.reward", f"{name} is not known: its time is not in the predictions", "rl.reward.model")

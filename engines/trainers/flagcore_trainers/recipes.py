@@ -12,13 +12,14 @@ from typing import Any
 
 import yaml
 from flagcore_models.public import model_of
-from flagcore_training.adapters import NAMES, TARGETS, adapter_section
+from flagcore_training.adapters import NAMES, TARGETS, absent_targets, adapter_section
 from flagcore_training.commands import cluster_of, flat, parse, parse_flags
 from flagcore_training.lengths import assumed_lengths
 
 from flagcore.domain.launch import Start
 from flagcore.domain.lengths import LONGEST, PACKED
 from flagcore.domain.model import Model
+from flagcore.domain.spec import Adapter
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import Notes, package_yaml
@@ -31,7 +32,7 @@ COMMON, MEGATRON = TABLES.pop("common"), TABLES.pop("megatron")
 CUT = 1024
 """The longest sample, in tokens, where a configuration limits none."""
 OFF = (None, False, "", "none", "no", "false", 0)
-CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file")
+CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--accelerate_config")
 SIZES = (fs.TP, fs.PP, fs.CP, fs.EP)
 SCHEDULES = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "dualpipev": "dualpipev"}
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
@@ -65,7 +66,8 @@ class Reading:
         around = {key.removeprefix("ENV."): value for key, value in content.items() if key.startswith("ENV.")}
         self.around = {key.lower(): _scalar(str(value)) for key, value in {**start.job, **start.envs, **around}.items()}
         files = {key.replace("-", "_"): value for key, value in content.items() if not key.startswith("ENV.")}
-        self.given = {**files, **dict(_options(start.words))}
+        options = dict(_options(start.words))
+        self.given = {**self.row.get("named", {}).get(str(options.get("accelerate_config")), {}), **files, **options}
         mark, variables = self.row.get("megatron", "$^"), {"use_mca", "use_megatron_bridge"}
         self.on_megatron = bool(re.search(mark, self.text) or mark in self.given or variables & {*self.around})
         self.defaults = {**self.row["defaults"], **(self.row.get("megatron_defaults", {}) if self.on_megatron else {})}
@@ -161,6 +163,9 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     if notes.problems:
         raise join_errors(notes.problems)
     shape = model_from(section, base=directory)
+    targets = train.get("adapter", {}).get("targets")
+    if absent := absent_targets(shape, targets and Adapter(targets=tuple(targets))):
+        notes.note("adapter", f"{', '.join(absent)}: the model has no such layers", "train.adapter")
     is_ddp = devices > 1 and not (read.is_on("fsdp") or read.size(fs.EP) > 1)
     if read.on_megatron:
         own, baseline = _on_megatron(read, shape)
