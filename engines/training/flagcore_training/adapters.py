@@ -117,7 +117,7 @@ def attention_products(model: Model) -> Iterator[Product]:
     yield float(attended(model)), {"o_proj": h}
 
 
-def absent_targets(model: Model, adapter: Adapter | None) -> list[str]:
+def absent_targets(model: Model, adapter: Adapter | None, section: str = "train") -> list[str]:
     """Return the targets that no linear layer of the model has. Raises SpecError if nothing would be trained."""
     if adapter is None or adapter.targets == "all-linear":
         return []
@@ -130,7 +130,7 @@ def absent_targets(model: Model, adapter: Adapter | None) -> list[str]:
     if len(absent) == len(adapter.targets):
         problem = _("are no layers of the model: nothing would be trained")
         fix = _("use some of {names}", names=", ".join(names))
-        raise SpecError(key="train.adapter.targets", value=absent, problem=problem, fix=fix)
+        raise SpecError(key=f"{section}.adapter.targets", value=absent, problem=problem, fix=fix)
     return absent
 
 
