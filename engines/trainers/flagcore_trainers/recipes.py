@@ -38,6 +38,13 @@ SCHEDULES = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "dualpipe
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 STAGE, DEVICE = "zero_optimization.stage", "zero_optimization.offload_optimizer.device"
 BUCKET, OVERLAP = "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm"
+PATHS = [
+    f"{model}.layers.{layer}.{part}."
+    for model in ("model", "model.language_model", "language_model.model")
+    for part in ("self_attn", "mlp")
+    for layer in range(64)
+]
+"""Where the patterns of adapters look for layers, which PEFT compares with whole paths."""
 _ALL = re.compile(r"all(-linear)?|\*(_proj)?")
 """Names of all linear layers of a decoder."""
 _PROGRAM = re.compile(r"\.py$|^(train|sft|pt|llm|automodel|[a-z_]+(\.[a-z_]+)+\.\w+)$")
@@ -107,6 +114,7 @@ class Reading:
         if self.on_megatron:
             read |= {each for part in MEGATRON.values() for each in part} | {*RECOMPUTE}
         known = re.compile("|".join((self.row["harmless"], COMMON["harmless"], TABLES["ms-swift"]["harmless"])))
+        read |= {key for key in self.given if ".pipeline." in key and self.size(fs.PP) == 1}
         others = ((key, value) for key, value in self.given.items() if value not in (*OFF, []) and key not in read)
         return [key for key, value in others if not (known.fullmatch(key) or known.fullmatch(f"{key}~{value}"))]
 
@@ -219,6 +227,11 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
         base = "int8" if found[0].endswith("8") else "nf4"
         notes.note("model", f"its weights in {found[0]} are predicted as {base}", "train.adapter.base")
     targets = None if read.is_on("all_linear") else read.value("targets")
+    if isinstance(targets, str) and "(" in targets:
+        with suppress(re.error):
+            pattern = re.compile(targets)
+            selected = [name for name in (*TARGETS, *NAMES) if any(pattern.fullmatch(path + name) for path in PATHS)]
+            targets = selected or targets
     section = adapter_section("dora" if read.is_on("dora") else kind, read.number("rank"), targets, base)
     names = targets if isinstance(targets, list) else re.split(r"[\s,]+", str(targets)) if targets else ()
     last = {str(name): str(name).rsplit(".", 1)[-1].strip("*") for name in names}
