@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
+from flagcore_training.adapters import absent_targets
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import (
@@ -70,6 +71,7 @@ def numbers(codes: Codes, fixed: Mapping[str, int], columns: Columns, devices: i
 def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...]:
     """Return the rules that every program obeys: the devices and the global batch are divided without remainder."""
     devices, batch, model = task.cluster.devices, task.spec.train.global_batch_size, task.spec.model
+    absent_targets(model, task.spec.train.adapter)
     knobs = {meaning: knob for meaning, (knob, _table) in codes.items()}
 
     def rule(name: str, meanings: Sequence[str], message: str, broken: object) -> Rule:

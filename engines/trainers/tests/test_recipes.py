@@ -162,6 +162,21 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
         {"zero_stage": 3, "offload_optimizer": "cpu", "activation_checkpointing": "full"},
         "deepspeed",
     ),
+    "TRL with a configuration of its own": (
+        "run.sh",
+        "trl sft --model_name_or_path own/Qwen3-4B-tuned --accelerate_config zero2 --packing --use_peft --lora_r 4 "
+        "--lora_target_modules 'model.layers.[\\d]+.(self_attn|mlp).(q|in)_proj' --per_device_train_batch_size 2 --gradient_accumulation_steps 3",
+        {"nodes": 1, "devices_per_node": 8},
+        {
+            "engine": "deepspeed",
+            "seq_length": 1024,
+            "global_batch_size": 48,
+            "lengths": {"mean": 512.0, "batching": "packed"},
+            "adapter": {"kind": "lora", "rank": 4, "targets": ["q_proj", "in_proj"]},
+        },
+        {"zero_stage": 2, "activation_checkpointing": "full", "micro_batch_size": 2},
+        "adapter",
+    ),
     "replicas of ms-swift": (
         "run.sh",
         "torchrun --nproc_per_node 2 swift/cli/sft.py --model Qwen/Qwen3-4B --use_dora true --sequence_parallel_size 2",
@@ -220,6 +235,7 @@ def test_trials_start_a_command_with_a_file_of_deepspeed(folder: Path) -> None:
         ("stage: sft", "stage: dpo", "stage"),
         ("finetuning_type: lora", "finetuning_type: oft", "finetuning_type"),
         ("neat_packing: true", "deepspeed: own.json", "deepspeed"),
+        ("q_proj,v_proj", "in_proj", "train.adapter.targets"),
         ("Qwen/Qwen3-4B", "own/unknown", "model"),
     ],
 )

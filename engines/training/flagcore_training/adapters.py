@@ -17,6 +17,8 @@ from flagcore_vendorkit.transformer import MeanLayer, attended, latent_widths, o
 from flagcore.domain.model import Mixer, Model
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Adapter, Target, Task
+from flagcore.errors import SpecError
+from flagcore.i18n import _
 from flagcore_training.layout import Layout, Training
 from flagcore_training.lengths import ASSUMED, noted_lengths
 
@@ -130,6 +132,23 @@ def attention_products(model: Model) -> Iterator[Product]:
         gate = model.attention_output_gate * query
         yield h, {"q_proj": query + gate, **({"k_proj": keys / 2.0, "v_proj": keys / 2.0} if keys else {})}
     yield float(attended(model)), {"o_proj": h}
+
+
+def absent_targets(model: Model, adapter: Adapter | None, section: str = "train") -> list[str]:
+    """Return the targets that no linear layer of the model has. Raises SpecError if nothing would be trained."""
+    if adapter is None or adapter.targets == "all-linear":
+        return []
+    products = [product for each in model.by_attention for product in attention_products(each)]
+    products += [product for each in model.other_mixers for product in mixer_products(each, model.hidden_size)]
+    if model.feed_forward_layers("dense") or model.feed_forward_layers("experts"):
+        products += network_products(model, 1.0, 1.0)
+    names = dict.fromkeys(name for _inner, outer in products for name in outer)
+    absent = [name for name in adapter.targets if name not in names]
+    if len(absent) == len(adapter.targets):
+        problem = _("are no layers of the model: nothing would be trained")
+        fix = _("use some of {names}", names=", ".join(names))
+        raise SpecError(key=f"{section}.adapter.targets", value=absent, problem=problem, fix=fix)
+    return absent
 
 
 def divided(outer: Outer, ranks: FloatArray) -> Outer:

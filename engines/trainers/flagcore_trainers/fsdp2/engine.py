@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from flagcore_training.adapters import as_noted
+from flagcore_training.adapters import absent_targets, as_noted
 from flagcore_training.lengths import length_warnings
 from flagcore_training.reading import FAILURES, program_progress, read_program
 from flagcore_training.start import installed, program_launch, shared_job
@@ -69,6 +69,7 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)
+        absent_targets(task.spec.model, task.spec.train.adapter)
         return space.rules(task)
 
     def _check_command(self, spec: Spec) -> None:
