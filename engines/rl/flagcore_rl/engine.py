@@ -20,7 +20,7 @@ from flagcore.domain.spec import AUTO, Task
 from flagcore.spec.plain_data import package_yaml
 from flagcore_rl.job import job_of
 from flagcore_rl.predict import Framework, predict
-from flagcore_rl.roles import DEVICES, STALENESS, engine_of, serve_task, train_task
+from flagcore_rl.roles import DEVICES, STALENESS, engine_of, keys_of, serve_task, train_task
 from flagcore_rl.rules import EP, PP, RTP, TP, rules
 from flagcore_rl.trials import UserCommand
 
@@ -118,7 +118,8 @@ class RlEngine(UserCommand, JobRecords, RuleOfThumb):
         }
         for prefix, role in roles.items():
             engine = engine_of(role.spec.work.engine, f"{prefix}engine")
-            found = engine.unmodelled(role) if isinstance(engine, Advice) else ()
+            with keys_of(prefix):
+                found = engine.unmodelled(role) if isinstance(engine, Advice) else ()
             unknown += [replace(each, name=re.sub(r"\b(train|serve)\.", prefix, each.name)) for each in found]
         return unknown
 

@@ -17,10 +17,8 @@ from flagcore.domain.spec import ImportNote
 from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes
 from flagcore_rl.commands import Dialect, Given, Row, dialect_of
-from flagcore_rl.roles import DEVICES, STALENESS
+from flagcore_rl.roles import DEVICES, ROLLOUTS, STALENESS
 
-ROLLOUTS = ("vllm", "sglang")
-"""Rollouts that are predicted. Others are taken as the first one."""
 USUAL = 0.5
 """The mean length of prompts and answers as a share of the longest, which commands do not say."""
 SHORT_PROMPT = 512

@@ -33,6 +33,7 @@ from flagcore_rl.roles import (
     THREADS,
     costs_of,
     engine_of,
+    keys_of,
     serve_task,
     serve_values,
     train_task,
@@ -200,6 +201,7 @@ def batches(
     return max(round(tokens / number / held), 1), held, number * held
 
 
+@keys_of("rl.trainer.")
 def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
     work = job_of(task)
     engine = engine_of(work.trainer.engine, "rl.trainer.engine")
@@ -235,6 +237,7 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
     return [_Trained(*map(float, found[:, row])) for row in range(len(candidates))]
 
 
+@keys_of("rl.rollout.")
 def _roll(task: Task, candidates: list[Values], framework: Framework) -> list[_Rolled]:
     work = job_of(task)
     engine = engine_of(work.rollout.engine, "rl.rollout.engine")
@@ -285,7 +288,8 @@ def _step(
         stays = trained.static - moved
         asleep = rolled.weights if work.rollout.sleeps else 0.0
         seconds = costs.kernels.host_copy_seconds(np.array([moved, asleep]))
-        swap = 2.0 * float(np.nan_to_num(seconds[0])) + float(np.nan_to_num(seconds[1]))
+        swap = 2.0 * (1 + work.critic) * float(np.nan_to_num(seconds[0])) + float(np.nan_to_num(seconds[1]))
+    critic = stays * work.critic  # what is not on the host while the policy trains
     rewards = framework.step_s + framework.sample_s * work.step_samples if work.reward_s is None else work.reward_s
     if work.reward:
         rewards += trained.forward_s * _active(work.reward) / _active(task.spec.model)
@@ -296,11 +300,11 @@ def _step(
         exposed = max(0.0, rolled.generation_s - logprobs - training - rewards)
     times = {"generation_s": exposed, **times, "whole_generation_s": rolled.generation_s}
     if apart:
-        used = max(trained.used + judge, rolled.used)
+        used = max(trained.used + judge + critic, rolled.used)
     else:
         sleeping = AWAKE_BYTES if work.rollout.sleeps else rolled.used
-        used = max(trained.used + sleeping, rolled.used + stays) + judge
-    return times, (trained.static + judge, used, used, 0.0)
+        used = max(trained.used + sleeping, rolled.used + stays) + judge + critic
+    return times, (trained.static + judge + critic, used, used, 0.0)
 
 
 def _refit(task: Task, weights: float, costs: Costs, framework: Framework, *, apart: bool) -> float:

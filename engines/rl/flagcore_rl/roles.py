@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,6 +22,8 @@ from flagcore_rl.job import job_of
 from flagcore_rl.lengths import requests_of
 
 ROLLOUT = "rollout_"
+ROLLOUTS = ("vllm", "sglang")
+"""The engines of the frameworks' rollouts that are predicted. In commands, others are taken as the first one."""
 DEVICES, STALENESS, THREADS = "rollout_devices", "staleness", "threads"
 SHARD = "data_parallel_shard_size"
 SHARES = ("gpu_memory_utilization", "mem_fraction_static")
@@ -49,13 +53,22 @@ def costs_of(task: Task) -> Costs:
 
 
 def engine_of(name: str, key: str) -> Engine:
-    """Return the engine of a role. Raises SpecError if it is not installed, or a rollout that does not serve models."""
-    engine = plugins.find_engine(name, key)
-    if key == "rl.rollout.engine" and engine.kind != "serve":
+    """Return the engine of a role. Raises SpecError if it is not installed, or no rollout of the frameworks."""
+    if key == "rl.rollout.engine" and name not in ROLLOUTS:
         raise SpecError(
-            key=key, value=name, problem="does not serve models", fix="use an engine such as vllm or sglang"
+            key=key, value=name, problem="is no rollout that is predicted", fix=f"use {' or '.join(ROLLOUTS)}"
         )
-    return engine
+    return plugins.find_engine(name, key)
+
+
+@contextmanager
+def keys_of(prefix: str) -> Iterator[None]:
+    """Name the keys of a role, such as `rl.trainer.settings`, in a SpecError of its engine."""
+    try:
+        yield
+    except SpecError as error:
+        error.key = re.sub(r"\b(train|serve)\.", prefix, error.key)
+        raise
 
 
 def part_of(cluster: Cluster, devices: int) -> Cluster:

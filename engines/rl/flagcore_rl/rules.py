@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 from flagcore_training.adapters import absent_targets
 
-from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
+from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.i18n import N_
-from flagcore_rl.job import job_of
-from flagcore_rl.roles import DEVICES, ROLLOUT, SHARD, STALENESS
+from flagcore_rl.job import RlSpec, job_of
+from flagcore_rl.roles import DEVICES, ROLLOUT, SHARD, STALENESS, engine_of, serve_values, train_values
 
 TP, CP, PP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model", "expert_model"))
 RTP, RPP, RDP, REP = (f"{ROLLOUT}{name}_parallel_size" for name in ("tensor", "pipeline", "data", "expert"))
@@ -23,14 +23,37 @@ ETP, FIRST, LAST = (
 )
 
 
+def check_settings(work: RlSpec) -> None:
+    """Raise SpecError for a setting of a role that candidates set."""
+    trainer, rollout = (
+        engine_of(work.trainer.engine, "rl.trainer.engine"),
+        engine_of(work.rollout.engine, "rl.rollout.engine"),
+    )
+    sizes: dict[str, KnobValue] = {**dict.fromkeys((TP, PP, CP, EP, SHARD), 1), "activation_checkpointing": "full"}
+    trained, served = train_values(trainer, sizes, 1, 1), serve_values(rollout, {}, 1, 0.5)
+    flags = {flag.name: knob.name for knob in rollout.knobs for flag in knob.flags}
+    given = {f"rl.trainer.settings.{name}": (name in trained, value) for name, value in work.trainer.settings.items()}
+    for name, value in work.rollout.engine_args.items():
+        knob = flags.get(name.lstrip("-").replace("_", "-"), name)
+        given[f"rl.rollout.engine_args.{name}"] = (knob in served, value)
+    for key, (is_set, value) in given.items():
+        if is_set:
+            fix = "remove it, and list the knob in auto_tuner.space or auto_tuner.baseline"
+            raise SpecError(key=key, value=value, problem="is what candidates set", fix=fix)
+
+
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules that all frameworks share. Raises SpecError for several kinds of chips."""
+    """Return the rules that all frameworks share.
+
+    Raises SpecError for several kinds of chips, and for settings that candidates set.
+    """
     if len(task.cluster.groups) > 1:
         problem, fix = (
             "are several kinds of chips, which are not predicted",
             "give the chips of one group as cluster.chip",
         )
         raise SpecError(key="cluster.groups", value=task.cluster.chips, problem=problem, fix=fix)
+    check_settings(job_of(task))
     work, model, devices = job_of(task), task.spec.model, task.cluster.devices
     absent_targets(model, work.trainer.adapter, "rl.trainer")
 

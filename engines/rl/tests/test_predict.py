@@ -132,6 +132,16 @@ def test_bad_input_is_one_message(change: Mapping[str, Any], key: str) -> None:
     ("change", "key"),
     [
         ({"rl": spec(rollout={"engine": "megatron"})["rl"]}, "rl.rollout.engine"),
+        ({"rl": spec(rollout={"engine": "llamacpp"})["rl"]}, "rl.rollout.engine"),
+        *(
+            ({"rl": spec(**{role: {"engine": engine, section: {name: 4}}})["rl"]}, f"rl.{role}.{section}.{name}")
+            for role, engine, section, name in (
+                ("rollout", "vllm", "engine_args", "tensor_parallel_size"),
+                ("rollout", "vllm", "engine_args", "max-num-seq"),
+                ("trainer", "megatron", "settings", "recompute_granularity"),
+                ("trainer", "fsdp2", "settings", "micro_batch_size"),
+            )
+        ),
         (
             {"cluster": {"groups": [{"chip": chip, "devices_per_node": 8} for chip in ("H100-SXM", "H20")]}},
             "cluster.groups",
@@ -198,6 +208,15 @@ def test_a_reward_model_takes_a_forward_pass_and_memory() -> None:
     assert same["time"]["rewards_s"] - without["time"]["rewards_s"] == pytest.approx(same["time"]["logprobs_s"])
     weights = 2.0 * 131_072_000 / 2**30
     assert same["memory"]["device_used_gib"] - without["memory"]["device_used_gib"] == pytest.approx(weights, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("apart", "offload", "share"), [({}, "none", 1.0), ({}, "all", 0.0), ({"rollout_devices": 4}, "all", 1.0)]
+)
+def test_a_critic_needs_the_memory_of_the_policy(apart: Mapping[str, Any], offload: str, share: float) -> None:
+    job = {"candidate": apart, "trainer": {"engine": "megatron", "offload": offload}}
+    without, same = (each["memory"]["static_gib"] for each in predicted(record(**job), record(**job, critic=True)))
+    assert same == pytest.approx((1.0 + share) * without)
 
 
 def test_the_usual_baseline_is_colocated_with_the_smallest_layout() -> None:

@@ -317,9 +317,17 @@ def small_weights(model: Model) -> int:
 
 
 def _unless_listed(knob: Knob) -> Knob:
-    """Return a knob of which the search tries only the neutral value, unless the space lists others."""
-    neutral = knob.neutral
-    return replace(knob, auto=lambda task: (neutral,), auto_help=str(neutral).lower())
+    """Return a knob of which the search tries only the neutral value, unless the space lists others.
+
+    Plans without a script recompute, too: each framework can.
+    """
+    neutral, every, is_free = knob.neutral, knob.auto, knob.name == AC
+    auto_help = f"{neutral}, without a command also full" if is_free else str(neutral).lower()
+
+    def auto(task: Task) -> Sequence[KnobValue]:
+        return every(task) if is_free and every and not task.spec.train.command else (neutral,)
+
+    return replace(knob, auto=auto, auto_help=auto_help)
 
 
 def _with_exchange(found: Predictions, seconds: FloatArray) -> Predictions:

@@ -45,6 +45,13 @@ def test_packed_samples_keep_tokens_and_pairs() -> None:
     assert (seconds(MIXED) < seconds(None)).all()
 
 
+def test_padded_micro_batches_of_each_size_have_their_own_time() -> None:
+    train = replace(train_of(), lengths=replace(MIXED, batching="longest"))
+    both = layout(micro_batch=[1, 2])
+    together, second = (step_time(train, each, plain_costs())["compute_s"] for each in (both, both[1:]))
+    assert together[1] == pytest.approx(second[0])
+
+
 def test_sequences_of_countless_samples_are_packed_in_a_moment() -> None:
     found = packs(Lengths(values=(1,) * 256), 1 << 30)
     assert {length for each in found for length in each} == {1}

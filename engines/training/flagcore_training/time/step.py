@@ -108,9 +108,9 @@ class Blocks:
 
     @classmethod
     def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> Blocks:
-        layouts = StageGroups.from_layout(in_time(train, layout), costs).layouts
+        layouts = StageGroups.from_layout(layout, costs).layouts  # counts are integers before `in_time`
         distinct_rows = [distinct([getattr(each, name) for name in LAYER_COUNTS]) for each in layouts]
-        combinations = tuple(each[rows] for each, (rows, _) in zip(layouts, distinct_rows, strict=True))
+        combinations = tuple(in_time(train, each[rows]) for each, (rows, _) in zip(layouts, distinct_rows, strict=True))
         parts = tuple(_parts(train, each, group) for each, group in zip(combinations, costs.groups, strict=True))
         return cls(combinations, tuple(index for _, index in distinct_rows), parts)
 
