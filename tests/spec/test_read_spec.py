@@ -56,11 +56,7 @@ def test_space_takes_a_value_a_list_or_auto_without_duplicates(read: Read) -> No
 def test_baseline_contains_only_the_knobs_that_are_set(read: Read) -> None:
     knobs = "{tensor_model_parallel_size: 2, use_recompute: true, recompute_method: null}"
     spec = read(f"auto_tuner: {{baseline: {knobs}}}")
-    assert spec.baseline == {
-        "tensor_model_parallel_size": 2,
-        "use_recompute": True,
-        "recompute_method": None,
-    }
+    assert spec.baseline == {"tensor_model_parallel_size": 2, "use_recompute": True, "recompute_method": None}
 
 
 def test_every_section_is_converted(read: Read) -> None:

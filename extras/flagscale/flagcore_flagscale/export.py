@@ -62,10 +62,7 @@ def export(job: ExportJob) -> Mapping[str, str]:
         kind = " type=TYPE" if job.platform.setups else ""
         text = f"# Set experiment.runner.hostfile to the file with the nodes, one `host slots=8{kind}` per line."
         comments.append(text)
-    return {
-        f"{section}.yaml": "\n".join([*comments, dump_yaml(top)]),
-        f"{section}/{job.name}.yaml": dump_yaml(content),
-    }
+    return {f"{section}.yaml": "\n".join([*comments, dump_yaml(top)]), f"{section}/{job.name}.yaml": dump_yaml(content)}
 
 
 def _experiment(job: ExportJob, section: str) -> dict[str, Any]:

@@ -271,11 +271,7 @@ def chip_names(source: Source, types: Sequence[str], chips: Sequence[Chip]) -> d
 
 
 def meshes_of_space(
-    source: Source,
-    hetero: Hetero,
-    cluster: Mapping[str, Any],
-    baseline: Mapping[str, Any],
-    lines: Sequence[HostLine],
+    source: Source, hetero: Hetero, cluster: Mapping[str, Any], baseline: Mapping[str, Any], lines: Sequence[HostLine]
 ) -> list[str] | str:
     """Return the meshes that the space allows on a `cluster`: `auto` if the planner chooses them, and empty if there is
     only one node group.

@@ -33,14 +33,7 @@ def test_ranks_run_on_separate_hosts_and_a_lost_host_proves_nothing(tmp_path: Pa
         )
         folder = str(tmp_path / hosts[-1])
         return probe(
-            tasks.platform(task, engine=engine),
-            launcher,
-            CANDIDATE,
-            folder,
-            LIMIT,
-            (0, 1, 2),
-            finish=False,
-            devices=1,
+            tasks.platform(task, engine=engine), launcher, CANDIDATE, folder, LIMIT, (0, 1, 2), finish=False, devices=1
         )
 
     found = on("a", "b")

@@ -77,8 +77,7 @@ def test_lists_that_exclude_each_other_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "envs", "words"),
-    [("no", {}, "operator library no"), ("vllm_fl", {WHITE: "mm"}, "unset")],
+    ("library", "envs", "words"), [("no", {}, "operator library no"), ("vllm_fl", {WHITE: "mm"}, "unset")]
 )
 def test_what_prevents_a_calibration_is_said_before_a_run(library: str, envs: dict[str, str], words: str) -> None:
     shape = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 512}

@@ -62,10 +62,7 @@ def mixed(model: Model, mixer: Attention | Mixer, number: int) -> Model:
     """Return `model` with another mixer in its first `number` layers."""
     dense = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
     layers = (
-        Layer(
-            mixer=mixer if layer < number else Attention(),
-            feed_forward="dense" if layer < dense else "experts",
-        )
+        Layer(mixer=mixer if layer < number else Attention(), feed_forward="dense" if layer < dense else "experts")
         for layer in range(model.num_layers)
     )
     return replace(model, layers=tuple(layers))

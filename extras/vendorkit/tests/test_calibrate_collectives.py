@@ -30,13 +30,7 @@ VALUES: dict[str, dict[int | str, float]] = {
     "ACME_SHM": {0: 0.9},  # no gain where ACME_CHANNELS is set
 }
 SPEC: dict[str, Any] = {
-    "model": {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "vocab_size": 512,
-    },
+    "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 512},
     "cluster": {"chip": "auto", "devices_per_node": 2},
     "train": {"engine": "megatron", "seq_length": 64, "global_batch_size": 4, "precision": "fp32"},
     "auto_tuner": {

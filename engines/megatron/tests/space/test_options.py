@@ -110,10 +110,7 @@ def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
         ({"optimizer": "lion", "use_torch_fsdp2": True}, "optimizer"),
         ({"optimizer": "sgd", "use_precision_aware_optimizer": True}, "use_precision_aware_optimizer"),
         ({"recompute_modules": "moe_act"}, "recompute_modules"),
-        (
-            {"recompute_modules": "moe", "overlap_moe_expert_parallel_comm": True},
-            "overlap_moe_expert_parallel_comm",
-        ),
+        ({"recompute_modules": "moe", "overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm"),
         (
             {"recompute_modules": "moe", "offload_modules": "moe_act", "fine_grained_activation_offloading": True},
             "offload_modules",
