@@ -23,12 +23,9 @@ from typing import Any
 
 import numpy as np
 import optuna
-from ablations import ablations
-from at_once import print_at_once
 from searchers import Search, Searcher, by_strategy, cost, flagscale, oracle, random, tpe
-from subsets import subsets
 from sweeps import Sweep, on_smaller_devices, read_sweeps
-from wrong_models import wrong_models
+from variants import ablations, print_at_once, subsets, wrong_models
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
