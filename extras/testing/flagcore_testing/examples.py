@@ -41,8 +41,7 @@ def task_on(chip: Chip, engine: str = "megatron") -> Task:
 
 def example_calls(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield each hook that takes a chip or an engine, with its arguments. A hook that takes an engine is yielded per
-    engine.
-    """
+    engine."""
     group, task = group_of(chip), task_on(chip)
     yield "flagcore_topology", {"group": group}
     yield "flagcore_telemetry", {"device": Device(index=0, chip=chip.name)}

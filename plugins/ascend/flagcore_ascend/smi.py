@@ -1,6 +1,5 @@
 """Reads `npu-smi info`: a table with two lines per device, in the layouts of versions 23 to 26, and the list of
-processes.
-"""
+processes."""
 
 import re
 from collections.abc import Mapping

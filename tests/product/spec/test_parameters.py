@@ -33,8 +33,7 @@ KNOWN = {
     "Ministral-3-8B": (config("ministral3", 34, 4096, 14336, 32, 131072), 8_489_553_920),
 }
 """Models with sizes that no other test checks: the keys of config.json, and the parameters that the authors
-or the weights report, or that the model of transformers 5.19 with this config.json has.
-"""
+or the weights report, or that the model of transformers 5.19 with this config.json has."""
 
 
 @pytest.mark.parametrize(("data", "count"), KNOWN.values(), ids=KNOWN)
