@@ -15,9 +15,9 @@ import yaml
 from fixed_machine import PINS
 from flagcore_testing import toy_program
 
+from tests.checks import books_balance, check_kept_once
 from tests.cli.conftest import BEST, SPACE, Flag, Project, Ran
 from tests.launchers.processes import within
-from tests.run_checks import books_balance, check_kept_once
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 LONG = pytest.mark.long

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.checks import books_balance
 from tests.product.cli.conftest import Answer, Flag, Project
-from tests.run_checks import books_balance
 
 pytestmark = [pytest.mark.slow, pytest.mark.together("training")]
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.checks import books_balance
 from tests.launchers.processes import within
 from tests.product.cli.conftest import SERVER, Flag, Project, Ran
-from tests.run_checks import books_balance
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
