@@ -52,9 +52,9 @@ def test_a_command_that_needs_the_best_ends_with_the_cause_and_the_next_command(
     flag: Flag, ended: Path, kind: str, command: tuple[str, ...]
 ) -> None:
     run = str(ended / kind)
-    ended = flag(*(word.replace("RUN", run) for word in command))
-    assert (ended.code, ended.out) == (CODES[kind], "")
-    assert f"`flag tune SPEC --run-dir {run}{' --new' if kind == 'failed' else ''}`" in ended.err
+    ended = flag(*(word.replace("RUN", run) for word in command)).refused(
+        CODES[kind], f"`flag tune SPEC --run-dir {run}{' --new' if kind == 'failed' else ''}`"
+    )
     assert (REASON in ended.err, f"{run}/trials/0" in ended.err) == (kind == "failed", kind == "failed")
     assert "(missing)" not in ended.err
 

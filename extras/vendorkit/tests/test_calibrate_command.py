@@ -133,9 +133,7 @@ def test_missing_requirements_are_reported_before_anything_is_measured(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "file"))
-    completed = flag("calibrate", *arguments)
-    assert completed.code == 2
-    assert words in completed.err
+    completed = flag("calibrate", *arguments).refused(2, words)
     assert "measuring" not in completed.err
 
 
