@@ -88,8 +88,7 @@ def _parts(layers: FloatArray, first: FloatArray, last: FloatArray, parts: IntAr
 
 def _filled(until: FloatArray, first: FloatArray, last: FloatArray, parts: IntArray, limit: FloatArray) -> FloatArray:
     """Return the number of layers of each part if no part takes longer than `limit`. Those of the first part are
-    negative if one does.
-    """
+    negative if one does."""
     too_long = np.zeros(parts.size, dtype=np.bool_)
     row, count = np.arange(parts.size), until.shape[1] - 1
     layers, taken = np.zeros((parts.size, int(parts.max()))), np.zeros(parts.size, dtype=np.int64)

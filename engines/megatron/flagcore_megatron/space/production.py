@@ -336,8 +336,7 @@ def _parse_pair(name: str, text: str) -> Mapping[str, SettingValue]:
 
 def _settings_of_phrase(phrase_settings: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str, SettingValue]:
     """Return the settings that a phrase stands for. `{1}` is replaced by the match's first group; invalid values are
-    skipped.
-    """
+    skipped."""
     settings: dict[str, SettingValue] = {}
     for key, value in phrase_settings.items():
         if value != "{1}":
