@@ -61,6 +61,7 @@ class Framework:
     - `interval`: an 80% interval of measured over predicted seconds of a step.
     - `rollout`: overheads of the serving engine that differ in the framework, by name, in seconds.
     - `hosts`: factors on `rollout` for hosts that are slower, by chip.
+    - `pads_stages`: whether packed micro-batches are padded to the longest one where there are several pipeline stages.
     """
 
     title: str
@@ -74,6 +75,7 @@ class Framework:
     interval: tuple[float, float]
     rollout: Mapping[str, float]
     hosts: Mapping[str, float]
+    pads_stages: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,12 @@ def predict(
         each["tensor_model_parallel_size"] = int(each.get("tensor_model_parallel_size") or 1) * int(
             each.pop(THREADS, 1) or 1
         )
-    trained = _once(candidates, lambda values: not values.startswith("rollout_") or values == DEVICES, _train, task)
+    trained = _once(
+        candidates,
+        lambda values: not values.startswith("rollout_") or values == DEVICES,
+        lambda task, found: _train(task, found, framework),
+        task,
+    )
     rolled = _once(
         candidates,
         lambda values: values.startswith("rollout_"),
@@ -181,26 +188,28 @@ def _stacked(engine: Any, task: Task, candidates: list[Values]) -> Columns:
 
 
 def batches(
-    work: RlSpec, values: Mapping[str, Any], samples: int, replicas: int, *, forward: bool
+    work: RlSpec, values: Mapping[str, Any], samples: int, replicas: int, *, forward: bool, pads_stages: bool = False
 ) -> tuple[int, int, int]:
     """Return the tokens of a sequence, the sequences of a micro-batch, and all sequences of `samples` samples.
 
-    Sequences are as long as the mean sample of a micro-batch. Replicas have equally many micro-batches.
+    Sequences are as long as the mean sample of a micro-batch. Replicas have equally many micro-batches. With
+    `pads_stages` and several pipeline stages, packed micro-batches are as long as the longest of them.
     """
     prefix = "logprob_batch" if forward else "micro_batch"
     tokens = float(tokens_of(work.drawn).mean()) * samples
     size = int(values.get(f"{prefix}_size") or values.get("micro_batch_size") or 1)
     if work.packing:
         most = int(values.get(f"{prefix}_tokens") or values.get("micro_batch_tokens") or work.longest)
-        number = packs(work.drawn, samples, max(most, work.longest))
+        number, padded = packs(work.drawn, samples, max(most, work.longest))
     else:
-        number = -(-samples // size)
+        number, padded = -(-samples // size), 0
     number = replicas * -(-number // replicas)
     held = max(round(samples / number), 1)
-    return max(round(tokens / number / held), 1), held, number * held
+    is_padded = pads_stages and padded and int(values.get("pipeline_model_parallel_size") or 1) > 1
+    return max(round((padded if is_padded else tokens / number) / held), 1), held, number * held
 
 
-def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
+def _train(task: Task, candidates: list[Values], framework: Framework) -> list[_Trained]:
     work = job_of(task)
     engine = engine_of(work.trainer.engine, "rl.trainer.engine")
     groups: dict[tuple[int, int, int, int, bool], list[int]] = {}
@@ -209,8 +218,8 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
     steps = work.epochs * -(-work.step_samples // work.optimizer_samples)
     for row, values in enumerate(candidates):
         devices = task.cluster.devices - int(values.get(DEVICES) or 0)
-        sizes = ("tensor_model", "pipeline_model", "context")
-        tensor, pipeline, context = (int(values.get(f"{name}_parallel_size") or 1) for name in sizes)
+        names = ("tensor_model", "pipeline_model", "context")
+        tensor, pipeline, context = (int(values.get(f"{name}_parallel_size") or 1) for name in names)
         replicas = max(devices // (tensor * pipeline * context), 1)
         expert = max(int(values.get("expert_model_parallel_size") or 1) / tensor, 1.0)
         sharded = any(knob.name == SHARD for knob in engine.knobs)
@@ -218,7 +227,8 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
         found[4, row] = (weights - experts + experts / expert) / found[6, row]
         for forward in (False, True):
             samples = work.step_samples if forward else work.optimizer_samples
-            key = (devices, *batches(work, values, samples, replicas, forward=forward), forward)
+            sizes = batches(work, values, samples, replicas, forward=forward, pads_stages=framework.pads_stages)
+            key = (devices, *sizes, forward)
             groups.setdefault(key, []).append(row)
     for (devices, sequence, held, batch, forward), members in groups.items():
         part = train_task(task, devices, sequence, batch)

@@ -5,13 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flagcore_rl.engine import NEMO_RL
 from flagcore_rl.job import Lengths
 from flagcore_rl.lengths import quantiles
+from flagcore_rl.predict import batches
 
 from flagcore import api
 from flagcore.api.inputs import open_spec
+from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
 
 MODEL = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 8, "ffn_hidden_size": 4096, "vocab_size": 32000}
@@ -191,6 +194,27 @@ def test_slower_hosts_generate_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NEMO_RL, "framework", replace(NEMO_RL.framework, hosts={}))
     fast = predicted(job)[0]
     assert fast["time"]["generation_s"] < 0.7 * slow["time"]["generation_s"]
+
+
+@pytest.mark.parametrize(("stages", "pads", "tokens"), [(1, True, 864), (2, False, 864), (2, True, 1137)])
+def test_stages_pad_packed_micro_batches_to_the_longest(stages: int, pads: bool, tokens: int) -> None:
+    answers = {"mean": 800.0, "longest": 1024, "spread": 0.1}
+    work: Any = open_spec(spec(answer_len=answers)).spec.work
+    values = {"pipeline_model_parallel_size": stages}
+    assert batches(work, values, 128, 1, forward=False, pads_stages=pads) == (tokens, 1, 128)
+
+
+def test_more_recompute_takes_as_long_and_larger_micro_batches_need_as_much_memory() -> None:
+    found = {"micro_batch_size": 4, "activation_checkpointing": "selective"}
+    others = [{**found, "micro_batch_size": 8}, {**found, "activation_checkpointing": "none"}]
+    others += [{**found, "activation_checkpointing": "full"}, {**found, "rollout_devices": 4}]
+    task = open_spec(spec(), plan=True).problem.platform.task
+    neutral = {knob.name: knob.neutral for knob in NEMO_RL.knobs if knob.searchable}
+    rows = [NEMO_RL.columns(task, {**neutral, **each}) for each in others]
+    columns = {name: np.concatenate([row[name] for row in rows]) for name in neutral}
+    candidate = Candidate.of({**neutral, **found})
+    assert NEMO_RL.needs_at_least(columns, candidate).tolist() == [True, True, False, False]
+    assert NEMO_RL.takes_at_least(columns, candidate).tolist() == [False, False, True, False]
 
 
 def test_a_reward_model_takes_a_forward_pass_and_memory() -> None:
