@@ -13,10 +13,11 @@ from flagcore_vendorkit.settings import UNKNOWN_TIME
 from flagcore.contracts import Costs
 from flagcore.contracts.capabilities import Advice, JobRecords, Pruning, RuleOfThumb
 from flagcore.domain.engine import UNKNOWN, Unmodelled
-from flagcore.domain.knob import Knob
+from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, Task
+from flagcore.i18n import _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_rl.job import job_of
 from flagcore_rl.predict import Framework, predict
@@ -119,6 +120,26 @@ class RlEngine(UserCommand, JobRecords, Pruning, RuleOfThumb):
             knob.name: np.array([knob.axis(()).encode(values.get(knob.name, knob.neutral))], dtype=np.int64)
             for knob in self.knobs
         }
+
+    def task_warnings(self, task: Task) -> Sequence[str]:
+        """Return warnings of unknown releases, and of staleness and lengths that do not mean what they say."""
+        work = job_of(task)
+        lines = unknown_release("rl.engine_version", self.name, work.engine_version, self.framework.releases)
+        role, rollout = serve_task(task, task.cluster.devices), engine_of(work.rollout.engine, "rl.rollout.engine")
+        own = rollout.spec_warnings(role.spec) if isinstance(rollout, Advice) else ()
+        lines += [each.replace("serve.", "rl.rollout.") for each in own if each.startswith("serve.engine_version")]
+        if work.staleness > 1:
+            steps = work.staleness
+            lines.append(_("rl.staleness = {steps} is predicted as 1: as much overlaps with more", steps=steps))
+        if work.context and work.longest > work.context:
+            text = _(
+                "the longest prompt and answer have {longest} tokens, more than the model's context of {context}: "
+                "the rollout ends such answers before; shorten rl.answer_len, unless your command extends the context",
+                longest=work.longest,
+                context=work.context,
+            )
+            lines.append(text)
+        return lines
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         """Return the settings of both roles that their engines do not predict."""

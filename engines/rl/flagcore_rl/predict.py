@@ -62,6 +62,7 @@ class Framework:
     - `rollout`: overheads of the serving engine that differ in the framework, by name, in seconds.
     - `hosts`: factors on `rollout` for hosts that are slower, by chip.
     - `pads_stages`: whether packed micro-batches are padded to the longest one where there are several pipeline stages.
+    - `releases`: the releases whose keys and logs are known.
     """
 
     title: str
@@ -76,6 +77,7 @@ class Framework:
     rollout: Mapping[str, float]
     hosts: Mapping[str, float]
     pads_stages: bool
+    releases: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,22 @@ def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
     assert {"rl.trainer.settings.foo", "rl.rollout.engine_args.bar"} == names
 
 
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"engine_version": "99"}, "rl.engine_version = 99 is not a release of nemo-rl"),
+        ({"rollout": {"engine": "vllm", "engine_version": "99"}}, "rl.rollout.engine_version = 99 is not a release"),
+        ({"staleness": 900}, "rl.staleness = 900 is predicted as 1"),
+        ({"answer_len": {"mean": 900.0, "longest": 41000}}, "41128 tokens, more than the model's context of 40960"),
+        ({"engine_version": "0.6.0", "staleness": 1}, ""),
+    ],
+)
+def test_odd_values_are_named(changes: Mapping[str, Any], warning: str) -> None:
+    data = {**spec(**changes), "model": "Qwen/Qwen3-8B"}
+    found = NEMO_RL.task_warnings(open_spec(data, plan=True).problem.platform.task)
+    assert [warning in each for each in found] == [True] * bool(warning)
+
+
 def test_a_new_spec_is_complete() -> None:
     new = api.new_spec("verl", "Qwen/Qwen3-8B", {"chip": "H100-SXM"}, api.defaults_of("verl"))
     work: Any = open_spec(new.data).spec.work
