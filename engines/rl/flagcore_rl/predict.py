@@ -59,8 +59,8 @@ class Framework:
     - `refit_rate`, `apart_rate`: bytes of all weights per second that a refit of a colocated rollout, and of one on
       other devices, reaches at most.
     - `interval`: an 80% interval of measured over predicted seconds of a step.
-    - `rollout`: overheads of the serving engine that differ in the framework, by name, in seconds.
-    - `hosts`: factors on `rollout` for hosts that are slower, by chip.
+    - `rollout`: overheads of the serving engine that differ in the framework, by name, in seconds; those that a plugin
+      gives for a chip and the framework replace them.
     - `pads_stages`: whether packed micro-batches are padded to the longest one where there are several pipeline stages.
     - `releases`: the releases whose keys and logs are known.
     """
@@ -75,7 +75,6 @@ class Framework:
     apart_rate: float
     interval: tuple[float, float]
     rollout: Mapping[str, float]
-    hosts: Mapping[str, float]
     pads_stages: bool
     releases: str
 
@@ -142,7 +141,7 @@ def predict(
     rolled = _once(
         candidates,
         lambda values: values.startswith("rollout_"),
-        lambda task, found: _roll(task, found, framework),
+        lambda task, found: _roll(task, found, costs, framework),
         task,
     )
     parts: dict[str, FloatArray] = {}
@@ -247,7 +246,7 @@ def _train(task: Task, candidates: list[Values], framework: Framework) -> list[_
     return [_Trained(*map(float, found[:, row])) for row in range(len(candidates))]
 
 
-def _roll(task: Task, candidates: list[Values], framework: Framework) -> list[_Rolled]:
+def _roll(task: Task, candidates: list[Values], costs: Costs, framework: Framework) -> list[_Rolled]:
     work = job_of(task)
     engine = engine_of(work.rollout.engine, "rl.rollout.engine")
     groups: dict[int, list[int]] = {}
@@ -258,9 +257,7 @@ def _roll(task: Task, candidates: list[Values], framework: Framework) -> list[_R
     for devices, members in groups.items():
         part = serve_task(task, devices)
         own = costs_of(part)
-        slower = framework.hosts.get(task.cluster.groups[0].chip.name, 1.0)
-        host = {name: slower * seconds for name, seconds in framework.rollout.items()}
-        own = replace(own, overheads={**host, **own.overheads})
+        own = replace(own, overheads={**framework.rollout, **costs.overheads, **own.overheads})
         rows = [serve_values(engine, candidates[row], devices, framework.memory_share) for row in members]
         for start in range(0, len(rows), 64):  # so that all are simulated
             chosen = members[start : start + 64]

@@ -204,12 +204,13 @@ def test_experts_are_grouped_unless_the_trainer_says_otherwise() -> None:
     assert usual["time"]["training_s"] < 0.8 * slow["time"]["training_s"]
 
 
-def test_slower_hosts_generate_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = {**record(), "cluster": {"chip": "GB200", "devices": 8, "devices_per_node": 4}}
-    slow = predicted(job)[0]
-    monkeypatch.setattr(NEMO_RL, "framework", replace(NEMO_RL.framework, hosts={}))
-    fast = predicted(job)[0]
-    assert fast["time"]["generation_s"] < 0.7 * slow["time"]["generation_s"]
+def test_a_plugin_gives_slower_hosts() -> None:
+    data = {**spec(), "cluster": {"chip": "GB200", "nodes": 2, "devices_per_node": 4}}
+    platform = open_spec(data, plan=True).problem.platform
+    columns = NEMO_RL.columns(platform.task, {})
+    costs = (platform.costs, replace(platform.costs, overheads={}))
+    slow, fast = (NEMO_RL.predict(platform.task, columns, each).time_s["generation_s"][0] for each in costs)
+    assert fast < 0.7 * slow
 
 
 @pytest.mark.parametrize(("stages", "pads", "tokens"), [(1, True, 864), (2, False, 864), (2, True, 1137)])
