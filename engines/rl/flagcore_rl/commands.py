@@ -57,6 +57,7 @@ class Dialect:
     harmless: str
     bare: bool = False
     asynchronous: str = ""
+    variants: str = ""
     config: Sequence[str] = ()
     launcher: Sequence[str] = ()
     usual_config: str = ""
@@ -74,7 +75,7 @@ class Dialect:
 
     def key(self, name: str) -> str:
         """Return a key as it is written in `commands.yaml`, but without the mark of a new one."""
-        return name.lstrip("+") if self.style == "hydra" else name.lstrip("-").replace("-", "_")
+        return name.lstrip("+") if self.style == "hydra" else name.lstrip("-!").replace("-", "_")
 
 
 @cache

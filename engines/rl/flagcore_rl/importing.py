@@ -73,11 +73,11 @@ class Reading:
         return int(value) if type(value) in (int, float) and value >= least else None
 
     def is_on(self, name: str) -> bool:
-        """Return whether any key of a setting is neither off nor 0."""
+        """Return whether any key of a setting is neither off nor 0, or with ! before it, is."""
         row = self.rows.get(name)
-        keys = [self.dialect.key(key) for key in row.keys] if row else []
-        given = [self.set[key] for key in keys if self.set.get(key) is not None]
-        return any(given or [self.dialect.defaults.get(key) for key in keys])
+        keys = [(self.dialect.key(key), key.startswith("!")) for key in row.keys] if row else []
+        given = [bool(self.set[key]) != negated for key, negated in keys if self.set.get(key) is not None]
+        return any(given or [bool(self.dialect.defaults.get(key)) != negated for key, negated in keys])
 
     def baseline(self, knobs: Sequence[Knob]) -> dict[str, Any]:
         """Return the values of knobs."""
@@ -142,6 +142,8 @@ def spec_of(
         rl["staleness"] = baseline[STALENESS] = read.number("lag") or 1
     for key, value in read.unread().items():
         notes.note(key, f"is not in the predictions ({str(value)[:60]})", "rl.command")
+    if own := re.search(read.dialect.variants or "$^", " ".join(start.words)):
+        notes.note("command", f"{own[0]} is predicted as if it were the framework's PPO trainer", "rl.command")
     rl |= {"command": list(start.words), "directory": str(directory)}
     return {"model": section, "cluster": cluster, "rl": rl, "auto_tuner": {"baseline": baseline}}, notes.notes
 
@@ -234,6 +236,8 @@ def _cluster(read: Reading, notes: Notes) -> tuple[dict[str, Any], int]:
     if per_node is None:
         notes.note("cluster.devices_per_node", "is not in the command; auto is the number on this machine", "cluster")
         return {"chip": "auto", "nodes": nodes, "devices_per_node": "auto"}, 0
+    if "processes" in read.rows and not {*map(read.dialect.key, read.rows["processes"].keys)} & read.set.keys():
+        notes.note("cluster", f"{per_node} process, as the command has no number: add --num_processes N", "cluster")
     more = 0
     if "colocated" not in read.rows or not read.is_on("colocated"):
         more = read.number("more_devices") or 0

@@ -153,7 +153,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
     "TRL with a configuration of its own": (
         "run.sh",
         "trl sft --model_name_or_path own/Qwen3-4B-tuned --accelerate_config zero2 --packing --use_peft --lora_r 4 "
-        "--lora_target_modules 'model.layers.[\\d]+.(self_attn|mlp).(q|in)_proj' --per_device_train_batch_size 2 --gradient_accumulation_steps 3",
+        "--lora_target_modules 'model.layers.[\\d]+.(self_attn|mlp).(q|in)_proj' "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 3",
         {"nodes": 1, "devices_per_node": 8},
         {
             "engine": "deepspeed",
