@@ -18,11 +18,17 @@ from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes
 from flagcore_rl.commands import Dialect, Given, Row, dialect_of
 from flagcore_rl.roles import DEVICES, STALENESS
+from flagcore_rl.rules import FIRST, LAST, RDP, RTP
 
 ROLLOUTS = ("vllm", "sglang")
 """Rollouts that are predicted. Others are taken as the first one."""
 USUAL = 0.5
 """The mean length of prompts and answers as a share of the longest, which commands do not say."""
+SETTINGS = (
+    *("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"),
+    *("expert_tensor_parallel_size", FIRST, LAST),
+)
+"""Settings of the trainer that commands have."""
 SHORT_PROMPT = 512
 """The longest prompt where a command only limits the sum of prompt and answer."""
 
@@ -85,12 +91,19 @@ class Reading:
         packs = self.packs
         for knob in knobs:
             value = self.value(knob.name)
+            if knob.name in SETTINGS:
+                continue
             is_idle = knob.name in (("micro_batch_size", "logprob_batch_size") if packs else TOKENS)
             if value is None or is_idle or (knob.kind == "int" and (type(value) is not int or value < 1)):
                 continue
             if self.rows[knob.name].per_rank:
                 value *= self.number("context_parallel_size") or 1
             found[knob.name] = f"{value:g}" if knob.kind == "share" else value
+        tensor, experts, data = (int(found.get(name) or 1) for name in (RTP, "rollout_expert_parallel_size", RDP))
+        if self.dialect.nested and tensor % data == 0 and data > 1:
+            found[RTP] = tensor // data
+        elif experts > tensor * data and not experts % tensor:  # attention of the ranks beyond TP is data-parallel
+            found[RDP] = experts // tensor
         return found
 
     @property
@@ -135,6 +148,10 @@ def spec_of(
         raise join_errors(notes.problems)
     rl = {"engine": name, **_engines(read, notes), **_samples(read, cluster, notes)}
     baseline = read.baseline(knobs)
+    ranks = cluster["nodes"] * (read.number("devices_per_node") or 1) // (read.number("context_parallel_size") or 1)
+    for size in ("micro_batch_size", "logprob_batch_size"):
+        if (whole := read.number(f"whole_{size}")) and size not in baseline and not read.packs:
+            baseline[size] = max(whole // max(ranks, 1), 1)
     if rollout_devices:
         baseline[DEVICES] = rollout_devices
     program = read.dialect.asynchronous
@@ -164,6 +181,8 @@ def _engines(read: Reading, notes: Notes) -> dict[str, Any]:
         trainer["offload"] = trainer["offload"] if read.is_on("offload_states") else "none"
     if uses_own:
         trainer["offload"] = "none"
+    if settings := {name: value for name in SETTINGS if (value := read.value(name)) not in (None, False)}:
+        trainer["settings"] = settings
     if read.is_on("adapter") if "adapter" in read.rows else read.number("rank"):
         trainer["adapter"] = adapter_section("lora", read.number("rank"), read.value("targets"), read.value("base"))
     found: dict[str, Any] = {"trainer": trainer, "rollout": {"engine": rollout}}
