@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
+from flagcore_training.adapters import adapter_of
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import (
@@ -190,7 +191,7 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
         optimizer_offload_fraction=float(offload),
         overlap_grad_reduce=True,
         fused_adam=states.fused_adam,
-        adapter=train.adapter,
+        adapter=adapter_of(train, task.spec.model),
     )
     return Training(
         model=task.spec.model,

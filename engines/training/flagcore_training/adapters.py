@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TypeAlias, get_args
 
 import numpy as np
@@ -16,7 +17,9 @@ from flagcore_vendorkit.transformer import MeanLayer, attended, latent_widths, o
 
 from flagcore.domain.model import Mixer, Model
 from flagcore.domain.space import FloatArray
-from flagcore.domain.spec import Adapter, Target
+from flagcore.domain.spec import Adapter, Target, TrainSpec
+from flagcore.errors import SpecError
+from flagcore.physics.roofline import BYTES
 from flagcore_training.layout import Layout, Training
 
 Outer: TypeAlias = Mapping[str, FloatArray | float]
@@ -130,6 +133,25 @@ def network_products(model: Model, width: FloatArray | float, hidden: float) -> 
     """Yield the linear layers of a feed-forward network or of an expert with this inner and outer width."""
     yield hidden, {**({"gate_proj": width} if model.gated_linear_unit else {}), "up_proj": width}
     yield width, {"down_proj": hidden}
+
+
+def adapter_of(train: TrainSpec, model: Model) -> Adapter | None:
+    """Return the adapters of a job. Raises SpecError if no layer of the model has one, or for quantized weights in fp8.
+
+    Products with quantized weights have 16 bits: the weights are converted for each (arXiv 2305.14314, section 3).
+    """
+    mixers = (mixer_products(each, model.hidden_size) for each in model.other_mixers)
+    products = chain(
+        attention_products(model) if model.attention_layers else (), network_products(model, 1.0, 1.0), *mixers
+    )
+    names = {name: None for _, outer in products for name in outer}
+    if train.adapter and not has_adapter(train.adapter, *names):
+        problem, fix = "are in no layer of the model", f"use all-linear, or some of {', '.join(names)}"
+        raise SpecError(key="train.adapter.targets", value=list(train.adapter.targets), problem=problem, fix=fix)
+    if train.adapter and train.adapter.base and BYTES.get(train.precision, 2.0) < 2.0:
+        problem, fix = "does not apply to quantized weights, whose products have 16 bits", "use bf16"
+        raise SpecError(key="train.precision", value=train.precision, problem=problem, fix=fix)
+    return train.adapter
 
 
 def adapter_weights(train: Training, layout: Layout, mean: MeanLayer) -> tuple[FloatArray, FloatArray]:

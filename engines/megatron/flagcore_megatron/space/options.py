@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from flagcore_training.adapters import adapter_of
 from flagcore_training.layout import Options, Tower
 from flagcore_vendorkit.transformer import SCHEDULES
 
@@ -107,7 +108,7 @@ def options(task: Task) -> Options:
         offload_modules=words(settings.get("offload_modules")) if settings.get(offloads) else frozenset(),
         offload_stages=numbers(settings.get("offload_stages")),
         offload_layers=int(settings.get("cpu_offloading_num_layers") or 0),
-        adapter=train.adapter,
+        adapter=adapter_of(train, task.spec.model),
         joint_adapters=True,
         sparse_kernels=settings.get("dsa_kernel_backend", "none") != "none",
         indexer_loss=bool(settings.get("dsa_indexer_loss_coeff")),
