@@ -2,8 +2,9 @@
 
     python benchmarks/accuracy.py FOLDER [--docs docs]
 
-FOLDER holds job records with a `measured` part, `train_jobs.jsonl` and `rank_jobs.jsonl`; either may be missing. Each
-record is predicted by `flagcore.api.estimate_jobs`; none is omitted.
+FOLDER holds job records with a `measured` part, `train_jobs.jsonl` and `rank_jobs.jsonl`, and runs of fine-tuning with
+their `job`, `y2026/post_training.jsonl`; any may be missing. Each record is predicted by `flagcore.api.estimate_jobs`;
+none is omitted.
 """
 
 import argparse
@@ -58,9 +59,11 @@ def main() -> None:
     parser.add_argument("--fitted", type=Path, default=Path(__file__).with_name("fitted.json"))
     options = parser.parse_args()
     train, ranks = (read_records(options.folder / f"{kind}_jobs.jsonl") for kind in ("train", "rank"))
+    tuned = _fine_tuning(read_records(options.folder / "y2026" / "post_training.jsonl"))
     with tempfile.TemporaryDirectory() as nothing_calibrated:
         os.environ["FLAGCORE_HOME"] = nothing_calibrated
         answers, rank_answers = [*api.estimate_jobs(train)], [*api.estimate_jobs(ranks)]
+        fine_tuning = _steps(tuned, [*api.estimate_jobs(tuned)])
         with loaded_plugins(()) as loaded:
             runs = [{**each, "source": _title(each)} for each in loaded.published_runs()]
         published = _steps(runs, [*api.estimate_jobs(runs)])
@@ -73,6 +76,7 @@ def main() -> None:
     text = page.text(
         steps=[_summary(source, rows, _groups(rows)) for source, rows in steps.items()],
         published=[_summary(source, rows, {}) for source, rows in published.items()],
+        tuned=[_summary(source, rows, {}) for source, rows in fine_tuning.items()],
         peaks=[_summary(source, rows, {}) for source, rows in peaks.items()],
         ranks=_ranks(ranks, rank_answers),
         verdicts=_verdicts((*train, *ranks), (*answers, *rank_answers)),
@@ -80,6 +84,20 @@ def main() -> None:
         fitted_curves=fitted,
     )
     (options.docs / "accuracy.md").write_text(text, encoding="utf-8")
+
+
+def _fine_tuning(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the job records of runs of fine-tuning, whose notes also have what the source says of settings."""
+    found = []
+    for run in runs:
+        if run["kind"] in ("sft", "lora"):
+            train = run["job"]["train"]
+            notes = "; ".join(filter(None, (train.get("notes"), run["flags"])))
+            source = run["source"].split()[0] + ", *weak*" * (run["quality"] == "weak")
+            found.append(
+                {**run["job"], "train": {**train, "notes": notes}, "source": source, "measured": run["measured"]}
+            )
+    return found
 
 
 def _title(run: Mapping[str, Any]) -> str:

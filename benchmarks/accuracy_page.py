@@ -56,6 +56,7 @@ def text(
     *,
     steps: Sequence[Summary],
     published: Sequence[Summary],
+    tuned: Sequence[Summary],
     peaks: Sequence[Summary],
     ranks: Mapping[str, Mapping[str, Summary]],
     verdicts: Sequence[Verdict],
@@ -67,6 +68,7 @@ def text(
         HEAD,
         _section("Step time", [*_steps(steps), "![Step times](accuracy-time.svg)\n"]) if steps else "",
         _section("Published runs", [PUBLISHED, *_published(published)]) if published else "",
+        _section("Fine-tuning", [FINE_TUNING, *_published(tuned)]) if tuned else "",
         _section("Fitted and left out", _fitted_section(fitted_curves)) if fitted_curves else "",
         _section("Peak memory", [PEAK, *_plain(peaks), "![Peak memory](accuracy-memory.svg)\n"]) if peaks else "",
         _section("Single ranks", [RANKS, *_ranks(ranks)]) if ranks else "",
@@ -82,10 +84,20 @@ PUBLISHED = """The runs that `flag estimate --evidence` shows, by source. No fit
 A plan is the best of many predictions, and published runs differ in how well they were tuned. Measured / planned
 seconds of dense jobs are 1.04 in the geometric mean for one vendor's own recipes (52 jobs), and 1.18 for all other
 sources (37; 1.29 if the run recomputed all layers, which its plan does not need). With experts they are 1.17 (55). The
-expected time and interval of a plan include this.
+expected time and interval of a plan include this, but not of one with lengths or adapters, which these runs lack.
 
 Not modelled: the trainer of Llama 3.1 405B on 16,384 devices shards gradients, and frees tensors early
 (arXiv 2407.21783, 3.3.2). No setting of Megatron's distributed optimizer does, so the run is predicted 6% too large.
+"""
+FINE_TUNING = """\
+Steps of fine-tuning on packed samples or with LoRA, published in 2026, by repository. Records name packing, LoRA and
+what else their source says in notes; lengths are assumed (see [job records](results.md#defaults-of-job-records)).
+No number is fitted to these runs. Those of Megatron-Bridge led to the causes that are modelled (kernels for each packed
+sample, settings of its recipes), so they are not unseen; the others are. *Weak* runs are functional tests, or leave
+open what matters, such as the exchange of context parallelism.
+
+Known to be wrong: pipelines of NeMo AutoModel, here written as runs of Megatron-LM without recompute (half of the
+time), and experts of transformers under ZeRO 3, which are gathered one by one (ms-swift, 4% of the time).
 """
 PEAK = """Largest memory of tensors on any rank, as printed by the source, compared with `peak_allocated_gib`.
 """

@@ -139,11 +139,7 @@ class _Connection(asyncio.Protocol):
         chunks = 1 + -(-(tokens - 1) // options.tokens_per_chunk)
         first = self._server.first_s(now, prompt_tokens, chunks)
         interval = options.chunk_ms / 1e3
-        usage = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": prompt_tokens + tokens,
-        }
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
         row = {"received_s": now, "input_tokens": prompt_tokens, "output_tokens": tokens, "sent_s": []}
         sent: list[float] = row["sent_s"]
         event = _event(chat, " a" * options.tokens_per_chunk)

@@ -23,12 +23,9 @@ from typing import Any
 
 import numpy as np
 import optuna
-from ablations import ablations
-from at_once import print_at_once
 from searchers import Search, Searcher, by_strategy, cost, flagscale, oracle, random, tpe
-from subsets import subsets
 from sweeps import Sweep, on_smaller_devices, read_sweeps
-from wrong_models import wrong_models
+from variants import ablations, print_at_once, subsets, wrong_models
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
@@ -68,9 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument(
-        "--strategy",
-        action="append",
-        help="strategy (repeatable); the first one is `flagcore` in the summary",
+        "--strategy", action="append", help="strategy (repeatable); the first one is `flagcore` in the summary"
     )
     parser.add_argument("--fitting", type=float, help="shrink memory until this share of a sweep's candidates fits")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds of TPE")
@@ -226,10 +221,7 @@ def _print_table(title: str, sweeps: Sequence[Sweep], figures: Mapping[str, Mapp
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for name, reported in figures.items():
         trials = (f"{reported[f'trials_to_within_{tol}']:.2f}" for tol in TOLERANCES)
-        done = (
-            *(reported[f"never_tried_of_{space}"] for space in SPACES),
-            reported["best_kept_within_1pct"],
-        )
+        done = (*(reported[f"never_tried_of_{space}"] for space in SPACES), reported["best_kept_within_1pct"])
         shares = ("never stops" if share is None else f"{share:.1%}" for share in done)
         cells = (
             *trials,

@@ -31,8 +31,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 @dataclass(frozen=True, kw_only=True)
 class Errors:
     """Mean, median, 90th percentile and maximum of |predicted / measured - 1|, and the bias, which is the geometric
-    mean of predicted / measured minus 1.
-    """
+    mean of predicted / measured minus 1."""
 
     answered: int
     mape: float

@@ -181,11 +181,7 @@ def _probe_candidates(sweep: Sweep, strategy: Strategy, experience: PastMeasurem
             break
         probe = sweep.probes[row]
         trial = Trial(
-            number=len(trials),
-            candidate=probe.candidate,
-            role=Role.SEARCH,
-            state=TrialState.RUNNING,
-            fidelity=PROBE,
+            number=len(trials), candidate=probe.candidate, role=Role.SEARCH, state=TrialState.RUNNING, fidelity=PROBE
         )
         combined = combine(problem.predictions.row(row), probe, problem.platform)
         trials.append(trial_of_probe(task, trial, probe, combined))

@@ -206,7 +206,7 @@ def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
             cache_tokens=np.maximum(memory.cache_tokens, 1.0),
             ranks=settings.data,
             stages=settings.pipeline,
-        ),
+        )
     )
     ratios = np.log([predicted_s.tpot / points.tpot, predicted_s.ttft / points.ttft])
     return np.clip(np.nan_to_num(ratios, nan=3.0), -3.0, 3.0)

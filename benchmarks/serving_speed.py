@@ -71,10 +71,7 @@ def main() -> None:
     collectives = Collectives(topology=topology_of(group))
     costs = Costs(memory=PlainMemory.of(group), kernels=Roofline(chip=CHIP), collectives=collectives)
     spec = Spec(
-        model=MODEL,
-        cluster=ClusterSpec(),
-        work=ServeSpec(engine="vllm", loads=()),
-        objective="output_tokens_per_s",
+        model=MODEL, cluster=ClusterSpec(), work=ServeSpec(engine="vllm", loads=()), objective="output_tokens_per_s"
     )
     figures = {}
     for name, load in LOADS.items():

@@ -208,10 +208,7 @@ def _platform(job: JobRecord, capacity: int | None, loaded_plugins: LoadedPlugin
     """Return the platform of the cluster; `capacity` is a device's memory in bytes, None for the chip's memory."""
     devices = min(job.devices_per_node, job.devices)
     cluster = ClusterSpec(
-        chip=job.chip,
-        nodes=job.devices // devices,
-        devices_per_node=devices,
-        memory_bytes_per_device=capacity,
+        chip=job.chip, nodes=job.devices // devices, devices_per_node=devices, memory_bytes_per_device=capacity
     )
     spec = Spec(model=job.model, cluster=cluster, work=job.work, control=Control())
     return complete_by_plugins(spec, loaded_plugins, plugins.find_engine(job.work.engine))

@@ -34,9 +34,7 @@ READ = {
     "initialize": {"config": ""},
     "_configure_basic_optimizer": {"optimizer_parameters": "optimizer.params"},
     "RandomLTDScheduler": {"config": "data_efficiency.data_routing.random_ltd"},
-    "CurriculumScheduler": {
-        "config": "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.seqlen",
-    },
+    "CurriculumScheduler": {"config": "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.seqlen"},
 }
 """Functions and classes of DeepSpeed, and the sections of their variables that are dictionaries of settings."""
 OPTIMIZERS = ("adam", "adagrad", "lamb", "lion", "onebit", "muon")

@@ -42,10 +42,7 @@ def without_blocks(text: str) -> str:
 def files() -> dict[Path, str]:
     """Return the current text of every file that is generated, or that has generated blocks."""
     pages = {file: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md"))}
-    return {
-        **{file: filled(text) for file, text in pages.items() if BLOCK.search(text)},
-        **vendor_pages.pages(),
-    }
+    return {**{file: filled(text) for file, text in pages.items() if BLOCK.search(text)}, **vendor_pages.pages()}
 
 
 def _block(found: re.Match[str]) -> str:

@@ -58,11 +58,7 @@ def pages() -> dict[Path, str]:
 def render_overview(_mark: str) -> str:
     """Return the table of all vendors with the maturity of their plugins and the number of their chips."""
     rows = [
-        [
-            f"[{shown}](vendors/{name}.md)",
-            _maturity_of(f"flagcore_{name}").word,
-            str(len(chips(f"flagcore_{name}"))),
-        ]
+        [f"[{shown}](vendors/{name}.md)", _maturity_of(f"flagcore_{name}").word, str(len(chips(f"flagcore_{name}")))]
         for name, shown in VENDORS.items()
     ]
     return table(["vendor", "maturity", "chips"], rows)
@@ -142,13 +138,7 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
         for each in quirks.refused
     ]
     rejected += [
-        [
-            each.name,
-            *_scope(each),
-            f"`{each.setting}` must be {each.value}",
-            each.reason,
-            source(each.source),
-        ]
+        [each.name, *_scope(each), f"`{each.setting}` must be {each.value}", each.reason, source(each.source)]
         for each in quirks.forced
     ]
     heads = ["rule", "engines", "applies to", "value", "reason", "source"]

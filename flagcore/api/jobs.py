@@ -268,10 +268,7 @@ def past(
 
 
 def _observations(
-    number: int,
-    members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
-    loaded: LoadedPlugins,
-    engine: Engine,
+    number: int, members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]], loaded: LoadedPlugins, engine: Engine
 ) -> tuple[Observations, Observations]:
     """Return the observed step times and memory of the records `members`, which are runs of task `number`."""
     task = members[0][0]

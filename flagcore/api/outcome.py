@@ -17,13 +17,7 @@ from flagcore.domain.files import writable, write
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan, cost_figures
 from flagcore.domain.records import COSTS
-from flagcore.domain.secrets import (
-    is_secret,
-    redact_data,
-    redact_text,
-    secrets_in_arguments,
-    secrets_in_data,
-)
+from flagcore.domain.secrets import is_secret, redact_data, redact_text, secrets_in_arguments, secrets_in_data
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import is_rate
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN

@@ -104,12 +104,7 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
     is_shown = form == "table" and explain is None and not arguments["evidence"] and sys.stderr.isatty()
     on_first = options.say if is_shown else None
     estimate = api.estimate(
-        spec,
-        top=max(top, number),
-        on_first=on_first,
-        on_page=on_page,
-        start=_export_command,
-        **arguments,
+        spec, top=max(top, number), on_first=on_first, on_page=on_page, start=_export_command, **arguments
     )
     if explain is not None:
         if number > len(estimate.candidates):

@@ -19,14 +19,7 @@ from flagcore.contracts.plugin import Costs, PruningRule
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Launch, ServerGroups, Start
 from flagcore.domain.model import Model
-from flagcore.domain.prediction import (
-    Components,
-    Labels,
-    ModelPart,
-    Passes,
-    Predictions,
-    RankPrediction,
-)
+from flagcore.domain.prediction import Components, Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import ImportNote, SettingValue, Spec, Task
 from flagcore.domain.trial import RankMeasurement, Trial

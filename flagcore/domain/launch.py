@@ -204,11 +204,7 @@ _FULL_DISK = FailurePattern(pattern=r"No space left on device|Disk quota exceede
 
 
 def failure(
-    ended: Exit,
-    folder: str,
-    patterns: Sequence[FailurePattern],
-    secrets: Sequence[str],
-    limit: TimeLimit | None = None,
+    ended: Exit, folder: str, patterns: Sequence[FailurePattern], secrets: Sequence[str], limit: TimeLimit | None = None
 ) -> tuple[TrialState, str]:
     """Return the state of a failed trial, and the reason from its logs in `folder` with secrets redacted.
 

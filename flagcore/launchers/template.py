@@ -37,8 +37,7 @@ OF_ONE_TRIAL = (guarded.MARKER, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNOD
 
 class Template:
     """A process that has imported a program's modules, so that trials can be forked from it, one at a time. The object
-    also represents the guard process of the last trial.
-    """
+    also represents the guard process of the last trial."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], directory: str) -> None:
         """Start a template for `python -m PACKAGE ARGUMENT...`. Raises OSError if it cannot start."""

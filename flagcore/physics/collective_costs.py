@@ -169,8 +169,7 @@ class Collectives:
 
     def _members(self, count: FloatArray, stride: IntArray) -> list[FloatArray]:
         """Return, for each level, the number of a group's ranks in one block of the level. On the last level, it is all
-        ranks.
-        """
+        ranks."""
         sizes = [level.devices for level in self.topology.levels[:-1]]
         total = count if count.shape == np.shape(stride) else count * np.ones(np.shape(stride))
         return [np.minimum(np.maximum(np.floor(size / stride), 1.0), total) for size in sizes] + [total]

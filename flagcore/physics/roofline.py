@@ -84,8 +84,7 @@ class Curve:
     """The time that units wait for the last block of queries, as a share of the time of the longest block."""
     half_head: NotNegative = 76.0
     """The head width at which attention has half the efficiency of very wide heads. The efficiency is constant above
-    128.
-    """
+    128."""
     launch_seconds: NotNegative = 11e-6
     """The host's time to launch one kernel, including the framework."""
     run_slowdown: NotNegative = 1.0

@@ -391,8 +391,7 @@ def figure_pairs(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, tu
 
 def differences_text(time: Mapping[str, tuple[float, float]], change: float) -> str:
     """Return the largest differences of the parts of a time in seconds, second minus first, that have the sign of
-    `change`, and those against it. Empty if there are none with its sign.
-    """
+    `change`, and those against it. Empty if there are none with its sign."""
     sizes = sorted(((second - first, name) for name, (first, second) in time.items()), key=lambda each: -abs(each[0]))
     along = [each for each in sizes if each[0] * change > 0.0][:MAX_PARTS]
     against = (

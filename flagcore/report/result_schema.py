@@ -22,14 +22,7 @@ Numbers: TypeAlias = Annotated[list[float], EMPTY_LIST]
 Texts: TypeAlias = Annotated[list[str], EMPTY_LIST]
 Records: TypeAlias = Annotated[list[Data], EMPTY_LIST]
 State: TypeAlias = Literal[
-    "predicted",
-    "measured",
-    "stopped",
-    "out_of_memory",
-    "invalid",
-    "failed",
-    "timed_out",
-    "interrupted",
+    "predicted", "measured", "stopped", "out_of_memory", "invalid", "failed", "timed_out", "interrupted"
 ]
 Fidelity: TypeAlias = Literal["estimate", "probe", "run"]
 

@@ -83,12 +83,7 @@ class RunData(Plan):
             for name, each in (data.get("engines") or {}).items()
         }
         return cls(
-            **read_plan(data),
-            folder=folder,
-            data=data,
-            stop_reason=stop_reason(data),
-            engines=engines,
-            **context,
+            **read_plan(data), folder=folder, data=data, stop_reason=stop_reason(data), engines=engines, **context
         )
 
     @classmethod

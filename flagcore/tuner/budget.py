@@ -21,7 +21,7 @@ from flagcore.i18n import N_, Message
 from flagcore.tuner.effects import engine_candidate
 from flagcore.tuner.learning import expected_step_times, fastest_open_rows, overhead_seconds, overheads
 from flagcore.tuner.probe import ranks_to_probe
-from flagcore.tuner.search_state import EXTRA_ROUNDS, SearchState, min_repeats
+from flagcore.tuner.search_state import SearchState, min_repeats
 
 MAX_FAILED_AT_START = 5
 """The search stops if at least this many trials ended and all are in FAILED_STATES. Chosen, because the task is then
@@ -72,21 +72,19 @@ def seconds_left(
         return None
     duration_s = sum(trial.duration_s for trial in trials) / len(trials)
     trials_left = max(0, min(control.max_trials, candidates) - len(trials))
-    repeats_s = repeats_seconds(control, search_state, at_most=True)
+    repeats_s = repeats_seconds(control, search_state)
     if trials_left:
         repeats_s = max(repeats_s, 2 * control.repeats * duration_s)
     remaining_s = duration_s / parallel_trials * trials_left + repeats_s
     return remaining_s if control.max_time is None else min(remaining_s, max(0.0, control.max_time - elapsed))
 
 
-def repeats_seconds(control: Control, search_state: SearchState, *, at_most: bool = False) -> float:
-    """Return the minimum time of the remaining repeats in seconds, or the maximum time if `at_most` is true."""
+def repeats_seconds(control: Control, search_state: SearchState) -> float:
+    """Return the time of the remaining repeats in seconds."""
     minimum = min_repeats(control, search_state)
-    racing = search_state.contenders(control) if at_most and control.repeats else ()
-    extra = {trial.candidate: EXTRA_ROUNDS for trial in racing[:2]}
 
     def runs_left(candidate: Candidate) -> int:
-        return max(0, minimum[candidate] + extra.get(candidate, 0) - len(search_state.repeats_of(candidate)))
+        return max(0, minimum[candidate] - len(search_state.repeats_of(candidate)))
 
     return sum((runs_left(each.candidate) * _repeat_seconds(control, each) for each in search_state.repeated), 0.0)
 

@@ -22,7 +22,7 @@ from flagcore.i18n import N_, _
 from flagcore.tuner.budget import SLACK, UNKNOWN_SECONDS
 from flagcore.tuner.experience import Experience
 from flagcore.tuner.problem import recommended, rows_by_time
-from flagcore.tuner.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, summarize
+from flagcore.tuner.search_state import MAX_RIVALS, SearchState, summarize
 from flagcore.tuner.stages.predict import with_figures
 
 
@@ -182,8 +182,6 @@ def search_time(problem: Problem) -> SearchTime:
     is_shortened = bool((predictions.step_time_s[rows] > max_step).any())
     rounds = control.repeats if rows.size > 1 else 0
     repeats = max(rounds, int(is_shortened)) * min(2 + MAX_RIVALS, int(rows.size))
-    if rounds:  # the best races a rival, without the baseline
-        repeats += 2 * EXTRA_ROUNDS
 
     def seconds_of_all(seconds: FloatArray) -> float:
         trial_seconds = float(np.minimum(seconds, steps * max_step).sum())  # longer steps are shortened

@@ -100,23 +100,6 @@ class SearchState:
                 near_best.append(trial)
         return tuple(sorted(near_best, key=lambda trial: -self.speed_of(trial.candidate)))
 
-    def contenders(self, control: Control) -> tuple[Trial, ...]:
-        """Return the best trial and the rivals that may still be slower than it by more than the `indifference`.
-
-        Empty if there are no such rivals.
-        """
-        if self.best is None:
-            return ()
-        best_runs, best_speed = self.runs_of(self.best.candidate), self.speed_of(self.best.candidate)
-        undecided = []
-        for rival in self.rivals[:MAX_RIVALS]:
-            runs = self.runs_of(rival.candidate)
-            slowdown = best_speed / self.speed_of(rival.candidate) - 1.0
-            least = max(indifference(control, each) for each in (best_runs, runs))  # less cannot be distinguished
-            if slowdown + _uncertainty(best_runs, runs) >= least:
-                undecided.append(rival)
-        return (self.best, *undecided) if undecided else ()
-
     @property
     def finalists(self) -> tuple[Trial, ...]:
         """One trial of each candidate to repeat: the measured baseline, the best and the fastest rivals, in this order.
@@ -256,11 +239,6 @@ def interference(trials: Sequence[Trial]) -> Interference | None:
 SURE_GAIN = 10.0
 """The gain, relative to the noise, from which one repeat of the baseline is enough. Chosen by hand."""
 
-EXTRA_ROUNDS = 1
-"""The maximum number of rounds of repeats beyond `control.repeats`, of two candidates each. They run while it is
-undecided whether the best is better than a rival. Chosen with simulated races: two rounds of three candidates choose no
-better (benchmarks/README.md)."""
-
 
 def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
     """Return the minimum number of repeats of each finalist.
@@ -280,28 +258,24 @@ def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, 
             least[baseline.candidate] = min(least[baseline.candidate], 1)
         if control.repeats and is_disturbed(search_state.runs_of(baseline.candidate)):
             again = len(search_state.repeats_of(baseline.candidate)) + 1
-            least[baseline.candidate] = max(least[baseline.candidate], min(again, control.repeats + EXTRA_ROUNDS))
+            least[baseline.candidate] = max(least[baseline.candidate], min(again, control.repeats + 1))
     return least
 
 
 def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     """Return the trial to repeat next, or None if all repeats are done.
 
-    The finalists run again in rotation, `min_repeats` times each. Then the best and an undecided rival run up to
-    EXTRA_ROUNDS more times. The total number of repeats is also limited, because the best and its rivals may change.
-    At the end, each trial that ran once and was faster than the best runs again.
+    The finalists run again in rotation, `min_repeats` times each. The total number of repeats is also limited, because
+    the best and its rivals may change. At the end, each trial that ran once and was faster than the best runs again.
+    More rounds choose no better in simulated races (benchmarks/README.md).
     """
     trials, minimum = search_state.repeated, min_repeats(control, search_state)
     done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
-    max_rounds = control.repeats + EXTRA_ROUNDS
-    most = max(control.repeats, 1) * (2 + MAX_RIVALS) + 2 * EXTRA_ROUNDS
+    most = max(control.repeats, 1) * (2 + MAX_RIVALS) + MAX_DISTURBED
     once = search_state.faster_once if control.repeats else ()
     if sum(trial.is_conclusive for trial in search_state.repeats) >= most:
         return next(iter(once), None)
     waiting = [trial for trial in trials if done[trial.candidate] < minimum[trial.candidate]]
-    if not waiting and control.repeats:
-        contenders = search_state.contenders(control)
-        waiting = [trial for trial in contenders if done[trial.candidate] < max_rounds]
     return min(waiting or once, key=lambda trial: done.get(trial.candidate, 0), default=None)
 
 

@@ -88,6 +88,12 @@ class Ran:
         assert self.code == 0, self.err + self.out
         return self
 
+    def refused(self, code: int, *words: str) -> "Ran":
+        """Assert that it printed no result, but a message with all the words."""
+        assert (self.code, self.out, "Traceback" in self.err) == (code, "", False), self.err
+        assert [word for word in words if word not in self.err] == [], self.err
+        return self
+
 
 Flag = Callable[..., Ran]
 """Calls `flag` in this process: see the fixture."""

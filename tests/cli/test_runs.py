@@ -21,11 +21,7 @@ pytestmark = pytest.mark.slow
 REASON = "ValueError: it is broken"
 STATES = {"failed": "no measurement", "interrupted": "interrupted", "killed": "interrupted", "estimate": "finished"}
 CODES = {"failed": 5, "interrupted": 2, "killed": 2}
-NEED_THE_BEST = (
-    ("run", "RUN"),
-    ("explain", "RUN", "best"),
-    ("compare", "RUN", "RUN:baseline"),
-)
+NEED_THE_BEST = (("run", "RUN"), ("explain", "RUN", "best"), ("compare", "RUN", "RUN:baseline"))
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +52,9 @@ def test_a_command_that_needs_the_best_ends_with_the_cause_and_the_next_command(
     flag: Flag, ended: Path, kind: str, command: tuple[str, ...]
 ) -> None:
     run = str(ended / kind)
-    ended = flag(*(word.replace("RUN", run) for word in command))
-    assert (ended.code, ended.out) == (CODES[kind], "")
-    assert f"`flag tune SPEC --run-dir {run}{' --new' if kind == 'failed' else ''}`" in ended.err
+    ended = flag(*(word.replace("RUN", run) for word in command)).refused(
+        CODES[kind], f"`flag tune SPEC --run-dir {run}{' --new' if kind == 'failed' else ''}`"
+    )
     assert (REASON in ended.err, f"{run}/trials/0" in ended.err) == (kind == "failed", kind == "failed")
     assert "(missing)" not in ended.err
 

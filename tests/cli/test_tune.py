@@ -15,9 +15,9 @@ import yaml
 from fixed_machine import PINS
 from flagcore_testing import toy_program
 
+from tests.checks import books_balance, check_kept_once
 from tests.cli.conftest import BEST, SPACE, Flag, Project, Ran
 from tests.launchers.processes import within
-from tests.run_checks import books_balance, check_kept_once
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 LONG = pytest.mark.long
@@ -113,9 +113,7 @@ def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_again(flag
     small_budget = {"max_trials": 1, "repeats": 0}
     assert tune(flag, project, control=small_budget).code == 0
     changed = {"train": {"seq_length": 256}, "control": small_budget}
-    completed = tune(flag, project, "-q", **changed)
-    assert completed.code == 2
-    assert "spec.train.seq_length: 1024 -> 256" in completed.err
+    completed = tune(flag, project, "-q", **changed).refused(2, "spec.train.seq_length: 1024 -> 256")
     assert completed.err.count("\n") == 1
     assert tune(flag, project, "--new", **changed).code == 0
     saved = [folder for folder in project.folder.iterdir() if folder.name.startswith("run.")]
@@ -124,9 +122,9 @@ def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_again(flag
 
 
 def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project) -> None:
-    completed = tune(flag, project, "-q", train={"command": ["/no/such/program"]})
-    assert completed.code == 2
-    assert "cannot run /no/such/program" in completed.err
+    completed = tune(flag, project, "-q", train={"command": ["/no/such/program"]}).refused(
+        2, "cannot run /no/such/program"
+    )
     assert completed.err.count("\n") == 1
 
 

@@ -29,7 +29,7 @@ from flagcore.tuner.budget import (
     with_target,
 )
 from flagcore.tuner.feasibility import USUAL_START, search_time
-from flagcore.tuner.search_state import EXTRA_ROUNDS, SearchState
+from flagcore.tuner.search_state import SearchState
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.learn import learn
 from tests import tasks
@@ -110,7 +110,7 @@ def test_a_search_takes_at_most_its_limits(max_time: float | None) -> None:
     several = replace(several, high_s=several.step_time_s * 2)
     space = replace(build(ENGINE.axes(task), (), ()), rows=np.arange(3))
     found = search_time(tasks.problem(tasks.platform(task), space, several))
-    repeats = (1 + EXTRA_ROUNDS) * 2
+    repeats = 2
     assert (found.trials, found.repeats) == (2, repeats)
     assert found.measuring_s == 5 * (1.0 + 3.0 + repeats * 4.0)
     assert found.starting_s == pytest.approx((2 + repeats) * USUAL_START * START)
@@ -254,13 +254,12 @@ def test_time_is_reserved_for_the_repeats_and_one_more_trial() -> None:
 def test_time_is_also_reserved_for_the_repeats_of_rivals() -> None:
     known = search_state(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0), trial(2, 1.99))
     assert repeats_seconds(CONTROL, known) == 30.0 * REPEAT_SLACK
-    most = (30.0 + 20.0 * EXTRA_ROUNDS) * REPEAT_SLACK
-    assert repeats_seconds(CONTROL, known, at_most=True) == seconds_left(CONTROL, known, 3, 0.0) == most
+    assert seconds_left(CONTROL, known, 3, 0.0) == 30.0 * REPEAT_SLACK
     one_done = search_state(
         *known.trials, replace(trial(3, 1.0, role=Role.REPEAT), candidate=known.trials[0].candidate)
     )
     assert repeats_seconds(CONTROL, one_done) == 20.0 * REPEAT_SLACK
-    assert repeats_seconds(replace(CONTROL, repeats=0), known, at_most=True) == 0.0
+    assert repeats_seconds(replace(CONTROL, repeats=0), known) == 0.0
 
 
 def test_repeats_that_would_not_end_in_time_do_not_start() -> None:

@@ -8,7 +8,7 @@ from flagcore.domain.chip import CORES, OTHERS_CORES
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.tuner.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, next_repeat, noise, significant, speedup
+from flagcore.tuner.search_state import MIN_NOISE, SearchState, next_repeat, noise, significant, speedup
 from flagcore.tuner.stages.learn import learn
 from tests import tasks
 from tests.checks import given
@@ -50,7 +50,7 @@ def test_baseline_best_and_two_rivals_run_again_in_rotation() -> None:
     assert names(learn(known).finalists) == ["base", "a", "b", "c"]
     assert names(learn(known).rivals) == ["b", "c", "d"]
     order, _ = again(known, CONTROL, base=[50.0], a=[100.0], b=[99.5], c=[99.0], d=[98.5])
-    assert order[:4] == ["base", "a", "b", "c"]
+    assert order == ["base", "a", "b", "c"]
 
 
 def test_noisy_steps_make_more_rivals() -> None:
@@ -81,20 +81,6 @@ def test_a_much_slower_candidate_is_distinguished_despite_noise() -> None:
 @pytest.mark.parametrize(("longer", "apart"), [(0.02, True), (0.0199, False)])
 def test_two_low_noise_candidates_are_distinguished_by_run_to_run_noise(longer: float, apart: bool) -> None:
     assert significant(longer, first(a=100.0), first(b=100.0)) is apart
-
-
-@pytest.mark.parametrize(
-    ("speed", "extra_rounds"),
-    [
-        pytest.param(100.0, 0, id="equal to the best within the indifference of 2%"),
-        pytest.param(98.9, EXTRA_ROUNDS, id="undecided: 1.1% slower with an uncertainty of 1.4% after two runs"),
-        pytest.param(98.4, 0, id="slower than the best"),
-    ],
-)
-def test_the_best_races_a_rival_until_they_are_equal_or_distinguished(speed: float, extra_rounds: int) -> None:
-    known = first(base=50.0, a=100.0, b=98.9)
-    order, _ = again(known, CONTROL, base=[50.0], a=[100.0], b=[2 * speed - 98.9, speed])
-    assert order == ["base", "a", "b", *["a", "b"] * extra_rounds]
 
 
 def test_of_equals_that_ran_again_the_best_has_the_fewest_settings_that_differ_from_the_baseline() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flagcore_training.adapters import absent_targets
 from flagcore_training.reading import FAILURES
 
 from flagcore.contracts import Engine, PruningRule
@@ -91,6 +92,7 @@ class Megatron(
     axes = staticmethod(knob_rows.axes)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
+        absent_targets(task.spec.model, task.spec.train.adapter)
         options.check(task, options.settings_in_force(task.spec))
         # Assumed settings are used only by candidates for which they are legal, so they make no candidate illegal.
         of_settings = (rule for rule in legality.settings_with_rules(task) if rule.name not in task.spec.train.assumed)

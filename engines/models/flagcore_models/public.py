@@ -51,6 +51,13 @@ def public_name(name: str) -> str | None:
     return names[0] if names else None
 
 
+def tuned_from(name: str) -> str | None:
+    """Return the public model whose shape a name has, also without Math or Coder, and without what follows a size."""
+    words = re.sub(r"-(Math|Coder)(?=-)", "", name).split("-")
+    sizes = () if "VL" in words else (n for n in range(len(words), 1, -1) if re.search(r"\d[bB]$", words[n - 1]))
+    return next(filter(None, map(public_name, (name, *("-".join(words[:n]) for n in sizes)))), None)
+
+
 def similar_models(name: str) -> list[str]:
     """Return up to three public models that a name may mean. The organization does not matter."""
     if public := public_name(name):
@@ -79,11 +86,11 @@ def model_of(given: str | None, names: Sequence[object], directory: Path, notes:
         with suppress(SpecError):
             model_from(name, base=directory)
             return absolute_model(name, directory)
-        if given is None and (known := public_name(name.rstrip("/"))):
+        if given is None and (known := tuned_from(name.rstrip("/"))):
             notes.note("model", f"has the shape of {known}, as its name says", "model")
             return known
     if given is not None:
         model_from(given, base=directory)  # raises the error
-    fix = "give its Hugging Face directory or public name as --model"
+    fix = "give a directory with its config.json, or the public name of a model of this shape, as --model"
     notes.report("model", "is not known from the command", value=next(filter(None, names), None), fix=fix)
     return ""

@@ -154,8 +154,7 @@ def test_keys_that_are_not_read_are_kept(at: At) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "dense", "experts"),
-    [({"decoder_sparse_step": 2}, 24, 24), ({"mlp_only_layers": [0, 3]}, 2, 46)],
+    ("extra", "dense", "experts"), [({"decoder_sparse_step": 2}, 24, 24), ({"mlp_only_layers": [0, 3]}, 2, 46)]
 )
 def test_layers_without_experts_may_be_anywhere(at: At, extra: dict[str, Any], dense: int, experts: int) -> None:
     model = read_model("Some-Model", at(QWEN3_MOE | extra))

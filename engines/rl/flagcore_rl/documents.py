@@ -13,7 +13,7 @@ from flagcore.spec import schema
 from flagcore.spec.knobs import baseline_section, candidate_of, space_of, space_section
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.schema import CommonSection, Count, Length, TunerSection, with_fields
+from flagcore.spec.schema import AdapterSection, CommonSection, Count, Length, TunerSection, adapter_of, with_fields
 from flagcore.spec.validate import Context, Folder, NoSize, Section, Size, Text, Wait, Word, rule
 from flagcore_rl.job import SPREAD, Lengths, RlSpec, RolloutRole, TrainerRole
 
@@ -72,6 +72,8 @@ class TrainerSection(Section):
     """Settings of the training engine, as in train.settings."""
     offload: Literal["none", "optimizer", "all"] = "optimizer"
     """What a colocated trainer moves to the host's memory while answers are generated."""
+    adapter: Annotated[AdapterSection, rule(adapter_of)] | None = None
+    """Low-rank adapters that are trained instead of the weights, as in train.adapter."""
 
 
 class RolloutSection(Section):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcore_models.public import model_of, public_name
+from flagcore_models.public import model_of, tuned_from
+from flagcore_training.adapters import adapter_section
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
@@ -59,7 +60,7 @@ class Reading:
         if row is None:
             return None
         for values in (self.set, self.dialect.defaults):
-            for key in map(self.dialect.key, row.keys):
+            for key in (each for each in map(self.dialect.key, row.keys) if not each.startswith("critic.")):
                 if values.get(key) is not None:
                     return _in_words(row, values[key])
         return None
@@ -107,7 +108,8 @@ class Reading:
         off: tuple[Any, ...] = (None, False, [], "none")
         other = ".megatron" if self.trainer == "fsdp2" else ".dtensor_cfg."
         given = {key: value for key, value in self.set.items() if value not in off and other not in key}
-        return {key: value for key, value in given.items() if key not in read and not known.fullmatch(key)}
+        given = {key: value for key, value in given.items() if key not in read and not known.fullmatch(key)}
+        return {key: value for key, value in given.items() if not known.fullmatch(f"{key}~{value}")}
 
 
 TOKENS = ("micro_batch_tokens", "logprob_batch_tokens")
@@ -125,9 +127,7 @@ def spec_of(
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
     """Return the data of a spec for a command of a framework, and notes. Raises SpecError."""
     notes, read = Notes(), Reading(name, start.words, directory)
-    section = model_of(model, [*_names(str(read.value("model") or ""))], directory, notes)
-    if model is None and section in [*_names(str(read.value("model") or ""))][1:]:
-        notes.note("model", f"has the shape of {section}, as its name says", "model")
+    section = model_of(model, [read.value("model")], directory, notes)
     cluster, rollout_devices = _cluster(read, notes)
     if notes.problems:
         raise join_errors(notes.problems)
@@ -142,15 +142,6 @@ def spec_of(
         notes.note(key, f"is not in the predictions ({str(value)[:60]})", "rl.command")
     rl |= {"command": list(start.words), "directory": str(directory)}
     return {"model": section, "cluster": cluster, "rl": rl, "auto_tuner": {"baseline": baseline}}, notes.notes
-
-
-def _names(name: str) -> Iterator[str]:
-    """Yield the name of a model, and those of models that it may be tuned from: without Math, and without its end."""
-    yield name
-    words = re.sub(r"-(Math|Coder)(?=-)", "", name).split("-")
-    for count in range(len(words), 1, -1):
-        if re.search(r"\d[bB]$", words[count - 1]) and "VL" not in words:
-            yield "-".join(words[:count])
 
 
 def _engines(read: Reading, notes: Notes) -> dict[str, Any]:
@@ -169,7 +160,13 @@ def _engines(read: Reading, notes: Notes) -> dict[str, Any]:
         trainer["offload"] = trainer["offload"] if read.is_on("offload_states") else "none"
     if uses_own:
         trainer["offload"] = "none"
+    if read.is_on("adapter") if "adapter" in read.rows else read.number("rank"):
+        trainer["adapter"] = adapter_section("lora", read.number("rank"), read.value("targets"), read.value("base"))
     found: dict[str, Any] = {"trainer": trainer, "rollout": {"engine": rollout}}
+    if precision := read.value("precision"):
+        found["precision"] = precision
+    if precision := read.value("rollout_precision"):
+        found["rollout"]["precision"] = precision
     if "sleeps" in read.rows and not read.is_on("sleeps"):
         found["rollout"]["sleeps"] = False
     return found
@@ -192,7 +189,10 @@ def _samples(read: Reading, cluster: Mapping[str, Any], notes: Notes) -> dict[st
                 "rl.prompts", f"{prompts}: those of an optimizer step, as the command has no other", "rl.prompts"
             )
     found: dict[str, Any] = {"algorithm": read.value("algorithm") or "grpo", "prompts": prompts, "samples": samples}
+    if found["algorithm"] == "ppo" and any(key.startswith("critic.") for key in read.set):
+        notes.note("critic", "is predicted as a second policy, with its layout and micro-batches", "rl.algorithm")
     total = prompts * samples
+    mini = mini or total // (read.number("mini_steps") or 1)
     if mini and mini < total and total % mini == 0:
         found["mini_batch"] = mini
     elif mini and mini != total:
@@ -202,13 +202,15 @@ def _samples(read: Reading, cluster: Mapping[str, Any], notes: Notes) -> dict[st
     for part, longest in zip(("prompt_len", "answer_len"), _longest(read), strict=True):
         found[part] = {"mean": max(longest * USUAL, 1), "longest": longest}
         text = f"{found[part]['mean']:g} is half of the longest: write the mean of your log"
+        if part == "prompt_len" and not read.number("prompt_longest"):
+            text += ", and the longest, which the command does not limit"
         notes.note(f"rl.{part}.mean", text, f"rl.{part}.mean")
     is_single = "rank_samples" in read.rows and "mini_batch" not in found and epochs == 1
     if is_single or read.is_on("on_policy"):
         found["old_logprobs"] = False
     name = str(read.value("reward_model") or "")
     if name and ("uses_reward_model" not in read.rows or read.is_on("uses_reward_model")):
-        if known := next(filter(None, map(public_name, _names(name))), None):
+        if known := tuned_from(name):
             found["reward"] = {"model": known}
         else:
             notes.note("rl.reward", f"{name} is not known: its time is not in the predictions", "rl.reward.model")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from flagcore.domain.model import Model
-from flagcore.domain.spec import TOKENS_PER_SECOND_PER_DEVICE, SettingValue, Task
+from flagcore.domain.spec import TOKENS_PER_SECOND_PER_DEVICE, Adapter, SettingValue, Task
 from flagcore.domain.work import Work
 from flagcore.i18n import _
 from flagcore.spec.shapes import Shape
@@ -54,12 +54,14 @@ class Samples:
 class TrainerRole:
     """The trainer: the name of its engine, and settings of that engine.
 
-    `offload`: what moves to the host while a colocated rollout generates: `none`, `optimizer` or `all`.
+    `offload`: what moves to the host while a colocated rollout generates: `none`, `optimizer` or `all`. With an
+    `adapter`, the frozen weights are those of the reference.
     """
 
     engine: str
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
     offload: str = "optimizer"
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -223,7 +223,7 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
             key = (devices, *batches(work, values, samples, replicas, forward=forward), forward)
             groups.setdefault(key, []).append(row)
     for (devices, sequence, held, batch, forward), members in groups.items():
-        part = train_task(task, devices, sequence, batch)
+        part = train_task(task, devices, sequence, batch, None if forward else work.trainer.adapter)
         rows = [train_values(engine, candidates[row], devices, held, recompute=not forward) for row in members]
         predictions = engine.predict(part, _stacked(engine, part, rows), costs_of(part))
         if forward:
@@ -277,7 +277,9 @@ def _step(
     logprobs, judge = trained.forward_s * passes, 0.0
     weights = 2.0 * sizes_of(task.spec.model)[0]
     refit = framework.refit_s + _refit(task, weights, costs, framework, apart=bool(apart))
-    if work.reference:  # the policy moves to the host, the reference to the device, and the policy back
+    if (
+        work.reference and not work.trainer.adapter
+    ):  # the policy moves to the host, the reference to the device, and the policy back
         logprobs += 3.0 * float(np.nan_to_num(costs.kernels.host_copy_seconds(np.array([trained.weights]))[0]))
     swap, states = 0.0, max(trained.static - trained.weights, 0.0)
     stays = trained.static

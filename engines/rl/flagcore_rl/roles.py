@@ -16,7 +16,7 @@ from flagcore import plugins
 from flagcore.contracts import Costs, Engine
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import SettingValue, Task, TrainSpec
+from flagcore.domain.spec import Adapter, SettingValue, Task, TrainSpec
 from flagcore.errors import SpecError
 from flagcore_rl.job import job_of
 from flagcore_rl.lengths import requests_of
@@ -83,7 +83,7 @@ def _task(task: Task, work: TrainSpec | ServeSpec, devices: int, objective: str)
     return Task(spec=spec, cluster=part_of(task.cluster, devices))
 
 
-def train_task(task: Task, devices: int, sequence: int, batch: int) -> Task:
+def train_task(task: Task, devices: int, sequence: int, batch: int, adapter: Adapter | None = None) -> Task:
     """Return the task of the trainer with samples of `sequence` tokens."""
     work = job_of(task)
     settings, kind = dict(work.trainer.settings), None
@@ -97,6 +97,7 @@ def train_task(task: Task, devices: int, sequence: int, batch: int) -> Task:
         global_batch_size=batch,
         implementation=kind,
         settings=settings,
+        adapter=adapter,
     )
     return _task(task, train, devices, train.default_objective)
 

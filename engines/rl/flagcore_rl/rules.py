@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from flagcore_training.adapters import absent_targets
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task
@@ -54,6 +55,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
         raise SpecError(key="cluster.groups", value=task.cluster.chips, problem=problem, fix=fix)
     check_settings(job_of(task))
     work, model, devices = job_of(task), task.spec.model, task.cluster.devices
+    absent_targets(model, work.trainer.adapter, "rl.trainer")
 
     def size(columns: Columns, name: str) -> IntArray:
         return np.asarray(np.maximum(columns.get(name, np.int64(1)), 1))  # records have more knobs than the space

@@ -185,7 +185,8 @@ def _keys(row: Row, value: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(theirs, list):
         return dict(zip(row.keys, theirs, strict=True))
     own = [key for key in row.keys if key.lstrip("+") in settings]
-    return dict.fromkeys(own or row.keys[:1], theirs)
+    first = () if any(not key.startswith("critic.") for key in own) else row.keys[:1]  # of the policy
+    return dict.fromkeys((*first, *own), theirs)
 
 
 class Log:

@@ -4,14 +4,15 @@ Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runti
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_training.adapters import noted_adapter
+from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
+from flagcore_training.lengths import length_warnings
 from flagcore_training.time.step import replica_wait
 
 from flagcore.contracts import Costs, Engine
@@ -22,7 +23,7 @@ from flagcore.domain.launch import Start
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import Message, _
 from flagcore.spec.plain_data import package_yaml
@@ -223,9 +224,13 @@ class DeepSpeed(Trainer, Commands, JobRecords):
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
-        work = task.spec.train
-        work = replace(work, adapter=work.adapter or noted_adapter(task.spec.model.name or "", notes))
-        return replace(task, spec=replace(task.spec, work=work)), dict(values), frozenset()
+        task, noted = as_noted(task, notes)
+        return task, dict(values), noted
+
+    def job_warnings(
+        self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
+    ) -> Sequence[str]:
+        return length_warnings(task.spec.train, noted)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         def broken(columns: Columns) -> BoolArray:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
-from flagcore_training.adapters import adapter_of
+from flagcore_training.adapters import absent_targets
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import (
@@ -71,6 +71,7 @@ def numbers(codes: Codes, fixed: Mapping[str, int], columns: Columns, devices: i
 def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...]:
     """Return the rules that every program obeys: the devices and the global batch are divided without remainder."""
     devices, batch, model = task.cluster.devices, task.spec.train.global_batch_size, task.spec.model
+    absent_targets(model, task.spec.train.adapter)
     knobs = {meaning: knob for meaning, (knob, _table) in codes.items()}
 
     def rule(name: str, meanings: Sequence[str], message: str, broken: object) -> Rule:
@@ -191,7 +192,7 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
         optimizer_offload_fraction=float(offload),
         overlap_grad_reduce=True,
         fused_adam=states.fused_adam,
-        adapter=adapter_of(train, task.spec.model),
+        adapter=train.adapter,
     )
     return Training(
         model=task.spec.model,

@@ -12,13 +12,14 @@ from typing import Any
 
 import yaml
 from flagcore_models.public import model_of
-from flagcore_training.adapters import NAMES, TARGETS, adapter_section
+from flagcore_training.adapters import NAMES, TARGETS, absent_targets, adapter_section
 from flagcore_training.commands import cluster_of, flat, parse, parse_flags
 from flagcore_training.lengths import assumed_lengths
 
 from flagcore.domain.launch import Start
 from flagcore.domain.lengths import LONGEST, PACKED
 from flagcore.domain.model import Model
+from flagcore.domain.spec import Adapter
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import Notes, package_yaml
@@ -31,12 +32,19 @@ COMMON, MEGATRON = TABLES.pop("common"), TABLES.pop("megatron")
 CUT = 1024
 """The longest sample, in tokens, where a configuration limits none."""
 OFF = (None, False, "", "none", "no", "false", 0)
-CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file")
+CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--accelerate_config")
 SIZES = (fs.TP, fs.PP, fs.CP, fs.EP)
 SCHEDULES = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "dualpipev": "dualpipev"}
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 STAGE, DEVICE = "zero_optimization.stage", "zero_optimization.offload_optimizer.device"
 BUCKET, OVERLAP = "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm"
+PATHS = [
+    f"{model}.layers.{layer}.{part}."
+    for model in ("model", "model.language_model", "language_model.model")
+    for part in ("self_attn", "mlp")
+    for layer in range(64)
+]
+"""Where the patterns of adapters look for layers, which PEFT compares with whole paths."""
 _ALL = re.compile(r"all(-linear)?|\*(_proj)?")
 """Names of all linear layers of a decoder."""
 _PROGRAM = re.compile(r"\.py$|^(train|sft|pt|llm|automodel|[a-z_]+(\.[a-z_]+)+\.\w+)$")
@@ -65,7 +73,8 @@ class Reading:
         around = {key.removeprefix("ENV."): value for key, value in content.items() if key.startswith("ENV.")}
         self.around = {key.lower(): _scalar(str(value)) for key, value in {**start.job, **start.envs, **around}.items()}
         files = {key.replace("-", "_"): value for key, value in content.items() if not key.startswith("ENV.")}
-        self.given = {**files, **dict(_options(start.words))}
+        options = dict(_options(start.words))
+        self.given = {**self.row.get("named", {}).get(str(options.get("accelerate_config")), {}), **files, **options}
         mark, variables = self.row.get("megatron", "$^"), {"use_mca", "use_megatron_bridge"}
         self.on_megatron = bool(re.search(mark, self.text) or mark in self.given or variables & {*self.around})
         self.defaults = {**self.row["defaults"], **(self.row.get("megatron_defaults", {}) if self.on_megatron else {})}
@@ -105,6 +114,7 @@ class Reading:
         if self.on_megatron:
             read |= {each for part in MEGATRON.values() for each in part} | {*RECOMPUTE}
         known = re.compile("|".join((self.row["harmless"], COMMON["harmless"], TABLES["ms-swift"]["harmless"])))
+        read |= {key for key in self.given if ".pipeline." in key and self.size(fs.PP) == 1}
         others = ((key, value) for key, value in self.given.items() if value not in (*OFF, []) and key not in read)
         return [key for key, value in others if not (known.fullmatch(key) or known.fullmatch(f"{key}~{value}"))]
 
@@ -161,6 +171,9 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     if notes.problems:
         raise join_errors(notes.problems)
     shape = model_from(section, base=directory)
+    targets = train.get("adapter", {}).get("targets")
+    if absent := absent_targets(shape, targets and Adapter(targets=tuple(targets))):
+        notes.note("adapter", f"{', '.join(absent)}: the model has no such layers", "train.adapter")
     is_ddp = devices > 1 and not (read.is_on("fsdp") or read.size(fs.EP) > 1)
     if read.on_megatron:
         own, baseline = _on_megatron(read, shape)
@@ -176,6 +189,10 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     if others := read.unread():
         notes.note(", ".join(others), "not in the predictions", "train")
     of_stage = read.number("pipeline_micro_batch") if read.size(fs.PP) > 1 else None
+    if of_stage and (runs := total // (micro * replicas)) > 1:
+        text = f"pipelines end after each local batch of {micro}, but are predicted as if once a step: {runs} times "
+        text += f"the step of a spec with global_batch_size: {micro * replicas} is nearer"
+        notes.note(read.keys["micro_batch_size"][0], text, "train.global_batch_size")
     tuner: dict[str, Any] = {"baseline": {**baseline, "micro_batch_size": of_stage or micro}}
     if own["engine"] == "deepspeed":  # what no trial changes
         tuner["space"] = {name: [baseline[name]] for name in (fs.AC, fs.TP, fs.CP) if name in baseline}
@@ -214,6 +231,11 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
         base = "int8" if found[0].endswith("8") else "nf4"
         notes.note("model", f"its weights in {found[0]} are predicted as {base}", "train.adapter.base")
     targets = None if read.is_on("all_linear") else read.value("targets")
+    if isinstance(targets, str) and "(" in targets:
+        with suppress(re.error):
+            pattern = re.compile(targets)
+            selected = [name for name in (*TARGETS, *NAMES) if any(pattern.fullmatch(path + name) for path in PATHS)]
+            targets = selected or targets
     section = adapter_section("dora" if read.is_on("dora") else kind, read.number("rank"), targets, base)
     names = targets if isinstance(targets, list) else re.split(r"[\s,]+", str(targets)) if targets else ()
     last = {str(name): str(name).rsplit(".", 1)[-1].strip("*") for name in names}

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_megatron.engine import ENGINE as MEGATRON
 from flagcore_trainers.deepspeed import DEEPSPEED
 from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.torchtitan import TORCHTITAN
@@ -39,3 +40,26 @@ def test_packing_is_faster_per_token_than_padding(engine: Any, stage: int, sampl
     assert packed < longest <= padded * (1.0 + 1e-9)
     assert packed <= seconds_per_token(None) * 1.001
     assert seconds_per_token(Lengths(values=(LENGTH,))) == pytest.approx(seconds_per_token(None), rel=1e-12)
+
+
+NOTES = {
+    "": None,
+    "no sequence packing": None,
+    "LoRA; packing: off": None,
+    "unpacked samples": None,
+    "padding-free packing": LENGTH // 2,
+    "packed sequences (offline packing to 2048)": 400,
+    "{'sequence_packing': 'offline'}": 400,
+}
+
+
+@pytest.mark.parametrize("engine", [DEEPSPEED, FSDP2, MEGATRON])
+@pytest.mark.parametrize("notes", NOTES)
+def test_published_runs_on_packed_samples_say_so_in_notes(engine: Any, notes: str) -> None:
+    job = task(MODEL, engine=engine.name, seq_length=LENGTH, devices=4)
+    published, values, noted = engine.published(job, {}, notes)
+    lengths, mean = published.spec.train.lengths, NOTES[notes]
+    assert (None if lengths is None else round(float(np.mean(lengths.values)))) == mean
+    assert bool(engine.job_warnings(published, values, {}, noted)) == bool(mean)
+    given = replace(job, spec=replace(job.spec, work=replace(job.spec.train, lengths=Lengths(values=SAMPLES))))
+    assert engine.published(given, {}, notes)[0].spec.train.lengths == Lengths(values=SAMPLES)

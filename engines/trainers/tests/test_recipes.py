@@ -113,6 +113,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
         {"data_parallel_shard_size": 16, "expert_model_parallel_size": 8, "micro_batch_size": 2},
         "model.backend.experts",
     ),
+    "a pipeline of NeMo AutoModel": (
+        "own.yaml",
+        AUTOMODEL.replace("30B-A3B, backend: {experts: gmm}", "8B")
+        .replace("local_batch_size: 2", "local_batch_size: 4")
+        .replace(
+            "ep_size: 8", "tp_size: 2, pp_size: 2, pipeline: {pp_schedule: interleaved1f1b, pp_microbatch_size: 1}"
+        ),
+        {"nodes": 2, "devices_per_node": 8},
+        {"engine": "fsdp2", "seq_length": 4096, "global_batch_size": 64, "adapter": {"kind": "lora", "rank": 16}},
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved", "micro_batch_size": 1},
+        "step_scheduler.local_batch_size",
+    ),
     "Megatron-LM of ms-swift": (
         "run.sh",
         SWIFT,
@@ -149,6 +161,22 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
         {"engine": "deepspeed", "global_batch_size": 16, "lengths": {"mean": 49.5, "batching": "longest"}},
         {"zero_stage": 3, "offload_optimizer": "cpu", "activation_checkpointing": "full"},
         "deepspeed",
+    ),
+    "TRL with a configuration of its own": (
+        "run.sh",
+        "trl sft --model_name_or_path own/Qwen3-4B-tuned --accelerate_config zero2 --packing --use_peft --lora_r 4 "
+        "--lora_target_modules 'model.layers.[\\d]+.(self_attn|mlp).(q|in)_proj' "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 3",
+        {"nodes": 1, "devices_per_node": 8},
+        {
+            "engine": "deepspeed",
+            "seq_length": 1024,
+            "global_batch_size": 48,
+            "lengths": {"mean": 512.0, "batching": "packed"},
+            "adapter": {"kind": "lora", "rank": 4, "targets": ["q_proj", "in_proj"]},
+        },
+        {"zero_stage": 2, "activation_checkpointing": "full", "micro_batch_size": 2},
+        "adapter",
     ),
     "replicas of ms-swift": (
         "run.sh",
@@ -208,6 +236,7 @@ def test_trials_start_a_command_with_a_file_of_deepspeed(folder: Path) -> None:
         ("stage: sft", "stage: dpo", "stage"),
         ("finetuning_type: lora", "finetuning_type: oft", "finetuning_type"),
         ("neat_packing: true", "deepspeed: own.json", "deepspeed"),
+        ("q_proj,v_proj", "in_proj", "train.adapter.targets"),
         ("Qwen/Qwen3-4B", "own/unknown", "model"),
     ],
 )

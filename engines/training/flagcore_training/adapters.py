@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import TypeAlias, get_args
 
 import numpy as np
@@ -17,10 +16,11 @@ from flagcore_vendorkit.transformer import MeanLayer, attended, latent_widths, o
 
 from flagcore.domain.model import Mixer, Model
 from flagcore.domain.space import FloatArray
-from flagcore.domain.spec import Adapter, Target, TrainSpec
+from flagcore.domain.spec import Adapter, Target, Task
 from flagcore.errors import SpecError
-from flagcore.physics.roofline import BYTES
+from flagcore.i18n import _
 from flagcore_training.layout import Layout, Training
+from flagcore_training.lengths import ASSUMED, noted_lengths
 
 Outer: TypeAlias = Mapping[str, FloatArray | float]
 """The widths of the outputs that a linear layer computes from one input, by the name of the target."""
@@ -49,7 +49,19 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """The targets of other names of layers: those of Megatron, and of latent attention in transformers."""
 TARGETS = get_args(Target)
-NOTED = re.compile(r"(?<!no )\b(?:(q?lora|dora)|peft)\b(?: +r(?:ank)? *=? *(\d+))?", re.IGNORECASE)
+NOTED = re.compile(
+    r"(?<!no )\b(?:(q?lora|dora)|peft)\b(?: +r(?:ank)? *=? *(\d+))?(?: on ((?:qkv|proj|fc1|fc2|\+)+)\b)?", re.IGNORECASE
+)
+
+
+def as_noted(task: Task, notes: str) -> tuple[Task, frozenset[str]]:
+    """Return the task of a job record with the adapter and the packed samples that its notes mention, and the names of
+    the settings that only they have: `ASSUMED` if the lengths of the samples are assumed."""
+    train = task.spec.train
+    adapter = train.adapter or noted_adapter(task.spec.model.name or "", notes)
+    lengths = train.lengths or noted_lengths(train.seq_length, notes)
+    work = replace(train, adapter=adapter, lengths=lengths)
+    return replace(task, spec=replace(task.spec, work=work)), frozenset({ASSUMED} if lengths != train.lengths else ())
 
 
 def noted_adapter(name: str, notes: str) -> Adapter | None:
@@ -58,12 +70,16 @@ def noted_adapter(name: str, notes: str) -> Adapter | None:
     By default it is that of Megatron-Bridge's LoRA. NVIDIA's benchmarks, which have it in the name, adapt queries, keys
     and values only (Megatron-Bridge scripts/performance/configs/llama/llama3_llm_finetune.py @573cd8b5).
     """
-    if (found := NOTED.search(notes) or NOTED.search(name)) is None:
+    if not (mentions := [*NOTED.finditer(notes)] or [*NOTED.finditer(name)]):
         return None
+    found = max(mentions, key=lambda each: each.lastindex or 0)  # the one that says most
     kind = (found[1] or "lora").lower()
     base, rank = ("nf4" if kind == "qlora" else None), int(found[2] or 0) or Adapter().rank
-    adapter = Adapter(kind=kind, rank=rank, base=base)
-    return adapter if found.string is notes else replace(adapter, targets=("q_proj", "k_proj", "v_proj"))
+    names = (f"linear_{each}" for each in (found[3] or "").lower().split("+") if each)
+    targets = tuple(target for each in names for target in NAMES[each])
+    if found.string is not notes:
+        targets = NAMES["linear_qkv"]
+    return Adapter(kind=kind, rank=rank, base=base, targets=targets or Adapter().targets)
 
 
 def adapter_section(kind: str, rank: object, names: object = None, base: str | None = None) -> dict[str, object]:
@@ -118,6 +134,23 @@ def attention_products(model: Model) -> Iterator[Product]:
     yield float(attended(model)), {"o_proj": h}
 
 
+def absent_targets(model: Model, adapter: Adapter | None, section: str = "train") -> list[str]:
+    """Return the targets that no linear layer of the model has. Raises SpecError if nothing would be trained."""
+    if adapter is None or adapter.targets == "all-linear":
+        return []
+    products = [product for each in model.by_attention for product in attention_products(each)]
+    products += [product for each in model.other_mixers for product in mixer_products(each, model.hidden_size)]
+    if model.feed_forward_layers("dense") or model.feed_forward_layers("experts"):
+        products += network_products(model, 1.0, 1.0)
+    names = dict.fromkeys(name for _inner, outer in products for name in outer)
+    absent = [name for name in adapter.targets if name not in names]
+    if len(absent) == len(adapter.targets):
+        problem = _("are no layers of the model: nothing would be trained")
+        fix = _("use some of {names}", names=", ".join(names))
+        raise SpecError(key=f"{section}.adapter.targets", value=absent, problem=problem, fix=fix)
+    return absent
+
+
 def divided(outer: Outer, ranks: FloatArray) -> Outer:
     """Return the outputs that each tensor-parallel rank computes."""
     return {name: width / ranks for name, width in outer.items()}
@@ -133,25 +166,6 @@ def network_products(model: Model, width: FloatArray | float, hidden: float) -> 
     """Yield the linear layers of a feed-forward network or of an expert with this inner and outer width."""
     yield hidden, {**({"gate_proj": width} if model.gated_linear_unit else {}), "up_proj": width}
     yield width, {"down_proj": hidden}
-
-
-def adapter_of(train: TrainSpec, model: Model) -> Adapter | None:
-    """Return the adapters of a job. Raises SpecError if no layer of the model has one, or for quantized weights in fp8.
-
-    Products with quantized weights have 16 bits: the weights are converted for each (arXiv 2305.14314, section 3).
-    """
-    mixers = (mixer_products(each, model.hidden_size) for each in model.other_mixers)
-    products = chain(
-        attention_products(model) if model.attention_layers else (), network_products(model, 1.0, 1.0), *mixers
-    )
-    names = {name: None for _, outer in products for name in outer}
-    if train.adapter and not has_adapter(train.adapter, *names):
-        problem, fix = "are in no layer of the model", f"use all-linear, or some of {', '.join(names)}"
-        raise SpecError(key="train.adapter.targets", value=list(train.adapter.targets), problem=problem, fix=fix)
-    if train.adapter and train.adapter.base and BYTES.get(train.precision, 2.0) < 2.0:
-        problem, fix = "does not apply to quantized weights, whose products have 16 bits", "use bf16"
-        raise SpecError(key="train.precision", value=train.precision, problem=problem, fix=fix)
-    return train.adapter
 
 
 def adapter_weights(train: Training, layout: Layout, mean: MeanLayer) -> tuple[FloatArray, FloatArray]:

@@ -143,7 +143,8 @@ class Options:
     layers in 16 bits, and with `wide_mtp`, multi-token prediction is in 16 bits. The products of `wide_modules` are in
     16 bits in all layers, those of `mxfp8_modules` in MXFP8; `Training.precision_of` lists the names. With
     `frees_mtp_logits`, the logits of multi-token prediction are freed before those of the model are computed. With
-    `in_place_loss`, the loss works in place on 16-bit logits.
+    `in_place_loss`, the loss works in place on 16-bit logits. With `rope_fusion`, transformer-engine's layers rotate
+    queries and keys by one kernel. With `one_by_one`, other operations on the sequences of a pack run on each of them.
     """
 
     schedule: str | None = None
@@ -188,6 +189,8 @@ class Options:
     cp_comm: str = "p2p"
     stores_core_copy: bool = False
     attention_kernel: str = ""
+    rope_fusion: bool = True
+    one_by_one: bool = False
     cuda_graph: str = ""
     cross_entropy_fusion: bool = False
     in_place_loss: bool = False

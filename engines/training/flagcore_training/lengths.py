@@ -6,8 +6,9 @@ one with the same number of tokens, padding included, and the same number of pai
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
@@ -17,7 +18,11 @@ import numpy as np
 
 from flagcore.domain.lengths import LONGEST, PACKED, Lengths
 from flagcore.domain.space import FloatArray
+from flagcore.domain.spec import TrainSpec
+from flagcore.i18n import _
 from flagcore.spec.plain_data import Notes
+from flagcore.spec.schema import LengthsSection, lengths_of
+from flagcore.spec.validate import Context
 from flagcore_training.layout import Layout, Training
 
 SIZES = 2.0 ** np.arange(11)
@@ -50,14 +55,47 @@ def best_fit(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 USUAL = 0.5
 """The mean length of samples as a share of the longest, which configurations of other tools do not say."""
+OFFLINE_MEAN = 400
+"""The usual mean length in tokens of samples that Megatron-Bridge packs before a run ("offline"). Packs of Tulu 3 have
+83.3 samples per 32,768 tokens and 21.6 per 8,192, which are 380 to 392 tokens each (@067f987d
+`examples/model_verification_cards`: gpt-oss-20b, moonlight-16b-a3b)."""
+PACKING = re.compile(
+    r"(?<![\w-])(?P<no>(?:no|not|non|without)[- _]+(?:sequence[- _]+)?)?(?:\w+_)?pack(?:ed|ing)\b"
+    r"(?!\W+(?:off|false|none)\b)",
+    re.IGNORECASE,
+)
+OFFLINE = re.compile(r"\boffline[- _]packing\b|packing\W+offline\b", re.IGNORECASE)
+"""What runs of Megatron-Bridge call samples that are packed before the run."""
+ASSUMED = "lengths"
+"""The name of the lengths among the settings that notes mention."""
 
 
-def assumed_lengths(longest: int, batching: str, notes: Notes) -> dict[str, Any]:
+def assumed_lengths(longest: int, batching: str, notes: Notes, *, offline: bool = False) -> dict[str, Any]:
     """Return `train.lengths` for a configuration of another tool, and add a note: the mean is assumed."""
-    mean = max(longest * USUAL, 1)
-    text = f"{mean:g} is half of seq_length: write the mean of your data, or its histogram"
+    half = max(longest * USUAL, 1)
+    mean = min(half, OFFLINE_MEAN) if offline else half
+    why = "half of seq_length" if mean == half else "usual of samples that are packed offline"
+    text = f"{mean:g} is {why}: write the mean of your data, or its histogram"
     notes.note("train.lengths.mean", text, "train.lengths")
     return {"mean": mean, "batching": batching}
+
+
+def noted_lengths(sequence: int, notes: str) -> Lengths | None:
+    """Return the lengths that are assumed for a published run whose notes say that samples are packed, or None."""
+    if not any(found["no"] is None for found in PACKING.finditer(notes)):
+        return None
+    section = assumed_lengths(sequence, PACKED, Notes(), offline=OFFLINE.search(notes) is not None)
+    return lengths_of(LengthsSection(**section), Context())
+
+
+def length_warnings(train: TrainSpec, noted: Collection[str]) -> list[str]:
+    """Return a line if the lengths of a job record are assumed. `noted`: the settings that its notes mention."""
+    if ASSUMED not in noted or not train.lengths:
+        return []
+    mean = round(float(np.mean(train.lengths.values)))
+    return [
+        _("packed samples are assumed to have {mean} tokens in the mean: give train.lengths of the data", mean=mean)
+    ]
 
 
 @lru_cache(maxsize=64)
@@ -72,6 +110,15 @@ def packs(lengths: Lengths, sequence: int) -> tuple[tuple[int, ...], ...]:
     if len(found) > 1:
         found.remove(min(found, key=sum))
     return tuple(map(tuple, found))
+
+
+def one_by_one(train: Training) -> float:
+    """Return the number of sequences of a pack on which operations run one by one; 0 if they run on all together."""
+    lengths = train.lengths
+    if not train.options.one_by_one or lengths is None or lengths.batching != PACKED:
+        return 0.0
+    found = packs(lengths, train.sequence)
+    return sum(map(len, found)) / len(found)
 
 
 @dataclass(frozen=True, slots=True)

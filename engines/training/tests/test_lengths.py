@@ -1,12 +1,16 @@
 """Jobs whose samples have several lengths."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from flagcore_training.lengths import attention_length, in_time, packs, slowest
 from flagcore_training.stages import model_flops
+from flagcore_training.time.layer import REORDER_LAUNCHES, layer_time
+from flagcore_training.time.passes import Seconds
 from flagcore_training.time.step import step_time
+from flagcore_vendorkit.transformer import mean_layer
 
 from engines.training.tests.candidates import layout, plain_costs
 from engines.training.tests.candidates import train as train_of
@@ -74,3 +78,21 @@ def test_replicas_wait_for_the_longest_samples_unless_samples_are_balanced() -> 
     balanced = replace(train, lengths=replace(lengths, balanced=True))
     assert (slowest(balanced, many, 1e-4, each_micro_batch=True) == 1.0).all()
     assert (seconds(lengths) >= seconds(replace(lengths, balanced=True))).all()
+
+
+def test_sequences_of_a_pack_that_are_taken_one_by_one_keep_the_host_busy() -> None:
+    train, two = replace(train_of(), transformer_engine=True), layout(context=[1, 2])
+
+    def forward(lengths: Lengths | None = MIXED, **options: Any) -> Seconds:
+        job = replace(train, lengths=lengths, options=replace(train.options, **options))
+        return layer_time(job, two, plain_costs(), mean_layer(job.model, experts=False)).forward
+
+    fused, whole = forward(one_by_one=True), forward(rope_fusion=False)
+    apart = forward(rope_fusion=False, one_by_one=True)
+    count = np.mean([len(each) for each in packs(MIXED, SEQUENCE)])
+    more = whole.launches - fused.launches
+    assert apart.launches - fused.launches == pytest.approx(more * count)
+    assert (fused.compute < whole.compute).all()
+    assert forward(None, rope_fusion=False, one_by_one=True).launches == pytest.approx(whole.launches)
+    reordered = forward(one_by_one=True, cp_comm="a2a").launches - fused.launches
+    assert reordered == pytest.approx([0.0, 4.0 * count * REORDER_LAUNCHES[0]])

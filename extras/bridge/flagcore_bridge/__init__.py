@@ -202,8 +202,10 @@ def _override(config: dict[str, Any], override: str, file: str) -> bool:
 
 DEVICES_PER_NODE = 8
 VIRTUAL, VIRTUAL_LAYERS = "virtual_pipeline_model_parallel_size", SIZES[4]
+_READ_APART = {"pipeline_schedule", LAYOUT, "fp8_recipe"}
 _IN_NAME = re.compile(r"_(\d+)gpu_([a-z]+\d+\w*?)(?=_|$)")
-_SETTING_NAMES = frozenset(setting.name for setting in SETTINGS) - {"pipeline_schedule", LAYOUT, "fp8_recipe"}
+_DEFAULTS = {setting.name: setting.neutral is True for setting in SETTINGS if setting.name not in _READ_APART}
+"""The settings that are read as they are, and the value that is their default: on or off."""
 
 
 def translate(
@@ -249,9 +251,10 @@ def translate(
     work = options(flags)
     work["settings"] = {**work.get("settings", {}), **settings}
     sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
-    specs = sections.get("dataset", {}).get("packed_sequence_specs")
+    dataset = sections.get("dataset", {})
+    specs = dataset.get("offline_packing_specs") or dataset.get("packed_sequence_specs")  # until June 2026
     if isinstance(specs, Mapping) and type(packed := specs.get("packed_sequence_size")) is int and packed > 0:
-        work["lengths"] = assumed_lengths(packed, PACKED, notes)
+        work["lengths"] = assumed_lengths(packed, PACKED, notes, offline=True)
     cluster, devices = _cluster(name, baseline, notes, chips)
     data = {"engine": "megatron", **sizes, **work}
     tuner: dict[str, Any] = {"baseline": baseline}
@@ -338,9 +341,9 @@ def _settings(
     found: dict[str, Any] = {}
     for section in TABLES["with_settings"]:
         for key, value in sections.get(section, {}).items():
-            if key in _SETTING_NAMES:
+            if key in _DEFAULTS:
                 used.setdefault(section, set()).add(key)
-                if not (value is None or value is False or value == []):  # these values mean "off", the default
+                if value is not None and value != [] and value is not _DEFAULTS[key]:
                     found[key] = TABLES["dtypes"].get(str(value), value) if key.endswith("dtype") else value
     found |= _images(sections)
     reduces_fp32 = sections.get("mixed_precision", {}).get(
@@ -422,7 +425,7 @@ def _note_others(
     for override in added:
         section, *keys = override.split(".")
         known = {*taken.get(section, ()), *used.get(section, ())}
-        known |= _SETTING_NAMES if section in TABLES["with_settings"] else {"rampup_batch_size"}
+        known |= _DEFAULTS.keys() if section in TABLES["with_settings"] else {"rampup_batch_size"}
         if section not in TABLES["used"] or (keys and keys[0] not in known):
             fix = _("correct it, or write +{key}=VALUE", key=override)
             notes.report(override, _("is not in the config, and predictions do not use it"), fix=fix)

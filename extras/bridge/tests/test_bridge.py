@@ -89,7 +89,10 @@ def test_adapters_lengths_and_precision() -> None:
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapter = {"kind": "lora", "rank": 8, "targets": targets}
     peft = imported("llama3_8b_peft.yaml").data["train"]
-    assert (peft["adapter"], peft["lengths"]) == (adapter, {"mean": 2048.0, "batching": "packed"})
+    assert (peft["adapter"], peft["lengths"]) == (adapter, {"mean": 400, "batching": "packed"})
+    overrides = "+dataset.offline_packing_specs.packed_sequence_size=512", "model.apply_rope_fusion=false"
+    packed = imported("llama3_8b.yaml", *overrides).data["train"]
+    assert (packed["lengths"]["mean"], packed["settings"]["apply_rope_fusion"]) == (256, False)
     train = imported("llama3_8b.yaml", "mixed_precision=bf16_with_fp8_current_scaling_mixed").data["train"]
     assert train["precision"] == "fp8"
     assert imported("llama3_8b.yaml", "mixed_precision=bf16_with_mxfp8_mixed").data["train"]["precision"] == "mxfp8"

@@ -54,8 +54,7 @@ def translate(
     chips: Callable[[], Sequence[Chip]] = tuple,
 ) -> Imported:
     """Translate a composed configuration without its `unresolved` keys, each with a reason. `chips` returns the chips
-    of all plugins. Raises SpecError.
-    """
+    of all plugins. Raises SpecError."""
     source = Source(tree, file=file)
     for key, why in unresolved:
         source.note(key, f"cannot be resolved ({why}){': dropped' if not key.startswith('train.') else ''}")

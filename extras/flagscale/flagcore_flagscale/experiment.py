@@ -95,8 +95,7 @@ def machines(source: Source) -> Machines:
 
 def _visible_devices(source: Source) -> tuple[str, int]:
     """Return the first variable that restricts the visible devices, and their number. The number is 0 if there is
-    none.
-    """
+    none."""
     envs = source.at("experiment.envs")
     for name, value in envs.items() if isinstance(envs, dict) else ():
         if name.endswith("_VISIBLE_DEVICES"):
@@ -107,8 +106,7 @@ def _visible_devices(source: Source) -> tuple[str, int]:
 
 def environment(source: Source, *, own_devices: bool) -> dict[str, str | int]:
     """Return the section `envs`. With `own_devices` trials choose their devices, so device variables are dropped. No
-    shell starts these trials, so variables that `before_start` exports are added to the section.
-    """
+    shell starts these trials, so variables that `before_start` exports are added to the section."""
     exports = _exports(source) if own_devices else {}
     variables, envs = exports | source.section("experiment.envs"), dict[str, Any]()
     for key, value in variables.items():

@@ -35,8 +35,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
 
 def export(job: ExportJob) -> Mapping[str, str]:
     """Return the top file of a configuration and its section file. Raises UsageError if FlagScale cannot start the
-    job.
-    """
+    job."""
     engine = job.platform.task.spec.work.engine
     if engine not in ("command", "megatron", *ENGINES.values()):
         raise UsageError(f"--to flagscale: FlagScale does not have the engine {engine}")
@@ -62,10 +61,7 @@ def export(job: ExportJob) -> Mapping[str, str]:
         kind = " type=TYPE" if job.platform.setups else ""
         text = f"# Set experiment.runner.hostfile to the file with the nodes, one `host slots=8{kind}` per line."
         comments.append(text)
-    return {
-        f"{section}.yaml": "\n".join([*comments, dump_yaml(top)]),
-        f"{section}/{job.name}.yaml": dump_yaml(content),
-    }
+    return {f"{section}.yaml": "\n".join([*comments, dump_yaml(top)]), f"{section}/{job.name}.yaml": dump_yaml(content)}
 
 
 def _experiment(job: ExportJob, section: str) -> dict[str, Any]:
@@ -93,8 +89,7 @@ def _experiment(job: ExportJob, section: str) -> dict[str, Any]:
 
 def _visible(support: EngineSupport, devices: int) -> dict[str, Any]:
     """Return the variable that selects the visible devices of a host: FlagScale's runner fails on a host file without
-    one (16a2dd5, `flagscale/runner/runner_train.py`, `run_node`).
-    """
+    one (16a2dd5, `flagscale/runner/runner_train.py`, `run_node`)."""
     names = [name for name in support.visible_devices[:1] if name.endswith("_VISIBLE_DEVICES")]
     return dict.fromkeys(names, ",".join(map(str, range(devices))))
 
@@ -167,8 +162,7 @@ def _serve(job: ExportJob) -> list[dict[str, Any]]:
 
 def _arguments(words: Sequence[str]) -> dict[str, Any]:
     """Return the flags of a command, with underscores in their names. A switch is True, and several values are a
-    list.
-    """
+    list."""
     arguments: dict[str, Any] = {}
     name = ""
     for word in words:

@@ -137,8 +137,7 @@ def _recompute_of(source: Source, flags: Flags, sizes: Sequence[Sizes]) -> Itera
 
 def _of_stages(rows: object) -> list[list[int]]:
     """Return the values of the micro-batches of each stage. A row such as `[stages, count, value, ...]` is for several
-    stages, and repeats each value for `count` micro-batches.
-    """
+    stages, and repeats each value for `count` micro-batches."""
     found: list[list[int]] = []
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, list) and len(row) >= 3 and all(type(each) is int for each in row):
@@ -238,8 +237,7 @@ def _mesh_names(hetero: Hetero) -> list[str]:
 
 def fixed_settings(source: Source, flags: Flags, hetero: Hetero, mtp_layers: int) -> dict[str, Any]:
     """Return the settings of all candidates: the tensor-parallel size of experts, and, if the auto-tuner has no space,
-    the layers of each stage.
-    """
+    the layers of each stage."""
     sizes, fixed = flags.get(EXPERT_SIZES), dict[str, Any]()
     if _are_sizes(sizes):
         fixed["expert_tensor_parallel_size"] = sizes[0]
@@ -271,15 +269,10 @@ def chip_names(source: Source, types: Sequence[str], chips: Sequence[Chip]) -> d
 
 
 def meshes_of_space(
-    source: Source,
-    hetero: Hetero,
-    cluster: Mapping[str, Any],
-    baseline: Mapping[str, Any],
-    lines: Sequence[HostLine],
+    source: Source, hetero: Hetero, cluster: Mapping[str, Any], baseline: Mapping[str, Any], lines: Sequence[HostLine]
 ) -> list[str] | str:
     """Return the meshes that the space allows on a `cluster`: `auto` if the planner chooses them, and empty if there is
-    only one node group.
-    """
+    only one node group."""
     entries = source.take(f"{SPACE}.{MESHES_KEY}")
     if "groups" not in cluster:
         return ""

@@ -113,8 +113,7 @@ def _table(path: Path) -> tuple[list[str], Sequence[tuple[int, list[str]]]]:
 
 def _records(text: str) -> Sequence[tuple[int, list[str]]]:
     """Return each non-empty record with the number of the line on which it ends. Python before 3.11 refuses NUL
-    characters.
-    """
+    characters."""
     size_limit = csv.field_size_limit(max(len(text), 1))  # the column `error` may contain a long log
     try:
         reader = csv.reader(io.StringIO(text.replace("\0", "\ufffd"), newline=""), escapechar="\\")

@@ -323,8 +323,7 @@ Arguments = dict[str, tuple[str, Any]]
 
 def engine_arguments(source: Source, item: dict[str, Any], engines: list[str]) -> dict[str, Arguments]:
     """Take the arguments of a model, and return the arguments of each engine. Specific arguments override common
-    ones.
-    """
+    ones."""
     common, specific = (
         source.mapping(f"serve[0].{key}", item.pop(key, None)) for key in ("engine_args", "engine_args_specific")
     )

@@ -88,8 +88,7 @@ class Source(Notes):
 
     def mapping(self, path: str, value: Any) -> dict[str, Any]:
         """Return a copy of `value`, which is at `path`. If it is not a mapping, add a note and return an empty
-        mapping.
-        """
+        mapping."""
         if isinstance(value, dict):
             return dict(value)
         if value is not None:
@@ -141,8 +140,7 @@ class Imported(ImportedSpec):
 
     def _key_of_argument(self, words: str) -> str:
         """Return the key of a flag or of the program in the configuration. Keys without a value are found in the
-        notes.
-        """
+        notes."""
         if not words.startswith("--"):
             return "experiment.task.entrypoint"
         name = flag_name(words.split()[0].lstrip("-"))

@@ -3,15 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flagcore_megatron.importing.arguments import (
-    RECOMPUTE,
-    SIZES,
-    Flags,
-    baseline_of,
-    baseline_problem,
-    options,
-    shape,
-)
+from flagcore_megatron.importing.arguments import RECOMPUTE, SIZES, Flags, baseline_of, baseline_problem, options, shape
 from flagcore_megatron.space.knobs import SPACE_KNOBS
 from flagcore_megatron.space.meshes import MESHES, SPLIT
 

@@ -1,4 +1,4 @@
-"""Trials on several hosts. A shell on this machine stands for the channel to each; agents and guards are real."""
+"""Trials and probes on several hosts. A shell here stands for the channel to each; agents and guards are real."""
 
 import contextlib
 import fcntl
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,14 @@ from extras.hosts.tests.cluster.bed import HOST, missing
 from flagcore import plugins
 from flagcore.api.commands.run import run_best
 from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.trial import Probe, TrialState
 from flagcore.errors import HostLost, LaunchError, NoDevice
 from flagcore.launchers import guard
 from flagcore.launchers.guarded import MARKER, START_SECONDS
+from flagcore.tuner.probe import probe
+from tests import tasks
 from tests.launchers.processes import ended, marked, within
+from tests.tuner.test_probe import CANDIDATE, LIMIT, METRICS, TASK, Rehearsal
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
@@ -523,3 +528,30 @@ def test_a_host_that_never_ends_its_trial_costs_only_its_trial(
     running = host_launcher.start(launch("true", tmp_path / "trial", hosts=("b",), timeout_seconds=1.0))
     exit_record = ended(running)
     assert (exit_record.ended_by, exit_record.lost_host) == ("host", "b")
+
+
+@pytest.mark.slow
+def test_ranks_run_on_separate_hosts_and_a_lost_host_proves_nothing(tmp_path: Path) -> None:
+    def channel(host: str) -> list[str]:
+        return ["sh", "-c", agent_command() if host != "lost" else "cat > /dev/null & sleep 1; exit 1"]
+
+    def on(*hosts: str) -> Probe:
+        cluster = replace(TASK.spec.cluster, hosts=hosts, nodes=2)
+        task = replace(TASK, spec=replace(TASK.spec, cluster=cluster, launcher="shell"))
+        launcher = HostsLauncher(name="shell", channel=channel)
+        program = f"open({str(tmp_path / 'metrics')!r}); open('metrics.json', 'w').write({METRICS!r})"
+        (tmp_path / "metrics").touch()
+        engine = Rehearsal(lambda rank: program)
+        engine.probe_launch = lambda platform, candidate, rank, folder, device=0: Launch(  # type: ignore[method-assign]
+            argv=(sys.executable, "-c", program), folder=folder
+        )
+        folder = str(tmp_path / hosts[-1])
+        return probe(
+            tasks.platform(task, engine=engine), launcher, CANDIDATE, folder, LIMIT, (0, 1, 2), finish=False, devices=1
+        )
+
+    found = on("a", "b")
+    assert [(rank.state, rank.inconclusive) for rank in found.ranks] == [(TrialState.MEASURED, False)] * 3
+    assert {rank.device for rank in found.ranks} == {0, 1}
+    with pytest.raises(HostLost):  # the search waits for the host, and probes the candidate again
+        on("a", "lost")

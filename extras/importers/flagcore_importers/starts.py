@@ -276,7 +276,6 @@ def _shell_text(words: Sequence[str]) -> Sequence[str]:
 
 def _readable(text: str) -> str:
     """Return the text of a script with `[words]` for its placeholders, whole lines in place of broken ones, and blocks
-    that write no file.
-    """
+    that write no file."""
     text = _BLOCK.sub(lambda m: f"{m[1]}> /dev/null", _BROKEN_LINE.sub("\\\n", text))
     return _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", text)

@@ -25,8 +25,7 @@ LEAST_REQUESTS = {"DYN_ROUTER_MODE": "least-loaded"}
 PREFIX_AWARE = {"DYN_ROUTER_MODE": "kv", "DYN_ROUTER_USE_KV_EVENTS": "false"}
 """Environment variables with which the frontend routes as trials do: to the worker with the fewest requests, or to the
 one that has the prefix. Without cache events from the workers, the frontend infers what their caches contain from the
-requests that it sent.
-"""
+requests that it sent."""
 HOST_FLAGS = ("nnodes", "node-rank", "master-addr", "master-port", "dist-init-addr")
 """Flags for several hosts, which the operator adds."""
 _RELEASE = re.compile(r":v?\d+\.\d+\.\d+")

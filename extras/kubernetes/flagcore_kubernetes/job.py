@@ -47,8 +47,7 @@ def _groups(pods: Pods, first_rank: str, other_rank: str) -> list[tuple[str, int
 
 def _final_codes(pods: Pods) -> list[int]:
     """Return the exit codes after which another start would end in the same way: a wrong command or no such program,
-    and those of `flag tune` for a wrong spec, no fitting candidate, no device, or only failed trials.
-    """
+    and those of `flag tune` for a wrong spec, no fitting candidate, no device, or only failed trials."""
     return [2, 3, 4, 5, 126, 127] if pods.tunes else [2, 126, 127]
 
 

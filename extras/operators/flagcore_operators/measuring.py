@@ -198,11 +198,7 @@ def _todo(
 
 
 def _time(
-    job: dict[str, Any],
-    todo: list[tuple[int, list[str]]],
-    environment: Mapping[str, str],
-    folder: Path,
-    seconds: float,
+    job: dict[str, Any], todo: list[tuple[int, list[str]]], environment: Mapping[str, str], folder: Path, seconds: float
 ) -> list[dict[str, Any]]:
     """Return the results of the benchmark. A process that crashes or hangs costs one implementation of one operator.
 

@@ -179,8 +179,7 @@ def _components(run: RunData, stages: Sequence[Prediction]) -> Table:
 
 def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
     """Return the maximum of the figures over the ranks of each stage and the runs that count. Ranks are ordered by
-    stage.
-    """
+    stage."""
     figures_by_stage: list[dict[str, float]] = [{} for _ in range(count)]
     for trial in run.counted(run.best) if run.best else ():
         ranks = run.metrics(trial).get("ranks") if trial.measurement else None

@@ -1,6 +1,5 @@
 """Sections on the search: trials with the ends of their logs, the best value over time, the rules that reduced the
-space, and predicted against measured times.
-"""
+space, and predicted against measured times."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace

@@ -26,8 +26,7 @@ UNITS = (
 
 def facts_by_hand(plugin: Subject) -> Iterator[str]:
     """Yield a line for each figure that looks wrong, two lines for the detector, and one for each of the first chips,
-    with the figures that could be half or twice as large without a failed check.
-    """
+    with the figures that could be half or twice as large without a failed check."""
     yield from _unlike_neighbours(plugin)
     yield from _unshared_levels(plugin)
     yield from _unusual_ratios(plugin)

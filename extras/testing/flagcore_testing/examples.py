@@ -41,8 +41,7 @@ def task_on(chip: Chip, engine: str = "megatron") -> Task:
 
 def example_calls(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield each hook that takes a chip or an engine, with its arguments. A hook that takes an engine is yielded per
-    engine.
-    """
+    engine."""
     group, task = group_of(chip), task_on(chip)
     yield "flagcore_topology", {"group": group}
     yield "flagcore_telemetry", {"device": Device(index=0, chip=chip.name)}
@@ -62,10 +61,7 @@ def mixed(model: Model, mixer: Attention | Mixer, number: int) -> Model:
     """Return `model` with another mixer in its first `number` layers."""
     dense = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
     layers = (
-        Layer(
-            mixer=mixer if layer < number else Attention(),
-            feed_forward="dense" if layer < dense else "experts",
-        )
+        Layer(mixer=mixer if layer < number else Attention(), feed_forward="dense" if layer < dense else "experts")
         for layer in range(model.num_layers)
     )
     return replace(model, layers=tuple(layers))

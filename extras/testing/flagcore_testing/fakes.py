@@ -117,8 +117,7 @@ def uncached() -> Iterator[None]:
 
 def ask(plugin: Subject, **variables: str) -> tuple[Device, ...]:
     """Return the devices that the plugin finds on this machine if `variables` are added to the environment. Raises the
-    plugin's exceptions, or BadPlugin.
-    """
+    plugin's exceptions, or BadPlugin."""
     answer = plugin.loaded.plugins[0].call("flagcore_devices", {"environment": {**os.environ, **variables}})
     return () if answer is None else several(Device)(answer)
 
@@ -167,8 +166,7 @@ class NoLimit(Exception):
 @contextmanager
 def with_short_timeouts(waited: dict[int, float], seconds: float = 0.2) -> Iterator[None]:
     """Limit every wait for a process to `seconds`, store its original timeout in `waited`, and raise NoLimit for a wait
-    without a timeout.
-    """
+    without a timeout."""
     wait, communicate = subprocess.Popen.wait, subprocess.Popen.communicate
 
     def limit(process: Any, timeout: float | None) -> float | None:

@@ -87,8 +87,7 @@ class Subject:
     @classmethod
     def of(cls, hooks: object, examples: Sequence[tuple[str, TrialState]] = ()) -> Subject:
         """Return the subject for `hooks`. It has the name of the entry point if the plugin is installed or in its
-        source folder.
-        """
+        source folder."""
         subject = cls(name="plugin_under_test", hooks=hooks, examples=examples)
         for name, points in installed(GROUP).items():
             if points[0].value == subject.entry:
@@ -171,8 +170,7 @@ class Subject:
 
     def shipped(self, file: str, read: Callable[[str], T]) -> T:
         """Return the content of a file of the plugin's package. Raises Skip if it does not exist, and SpecError if it
-        is invalid.
-        """
+        is invalid."""
         need((self.package_folder / file).is_file(), f"the plugin has no {file}")
         return read(self.package)
 
@@ -244,8 +242,7 @@ class Subject:
 
     def own_costs(self) -> list[tuple[Chip, KernelCosts]]:
         """Return the plugin's own kernel times, without the core's roofline for missing times. Raises Skip if there are
-        none.
-        """
+        none."""
 
         def own(chip: Chip) -> KernelCosts | None:
             if self.loaded.kernel_costs(chip, "megatron") is None:

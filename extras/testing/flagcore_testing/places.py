@@ -41,8 +41,7 @@ def place_of(message: str, folders: Sequence[Path]) -> str:
 
 def line_of_error(error: BaseException | None, folders: Sequence[Path]) -> str:
     """Return the last line of the plugin in the traceback of an error or of its causes, or an empty string if there is
-    none.
-    """
+    none."""
     found = ""
     while error is not None and not found and folders:
         for frame, line in traceback.walk_tb(error.__traceback__):

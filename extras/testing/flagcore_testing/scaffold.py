@@ -15,10 +15,7 @@ from flagcore_testing.package import joined_texts
 
 _NAME = (r"[a-z][a-z0-9_]*", "one word of lower-case letters, digits and '_' that begins with a letter")
 RULES = {
-    "vendor": (
-        r"[A-Za-z0-9][\w.+-]*( [\w.+-]+)*",
-        "words of Latin letters, digits, '-', '.', '+' and '_'",
-    ),
+    "vendor": (r"[A-Za-z0-9][\w.+-]*( [\w.+-]+)*", "words of Latin letters, digits, '-', '.', '+' and '_'"),
     "tool": (
         r"[A-Za-z][\w.+-]*( [\w.,:=+-]+)*",
         "a program on the PATH with its arguments, without quotes, such as 'acme-smi info'",

@@ -514,7 +514,7 @@ OF_DERIVATIONS = (
     Fault("figures_match_their_sources", CHIP, "{value: 1.6e+12, source: *made_up}", "{value: 1.6e+12, source: {kind: published, where: 'acme.example/a1: 0.8 TB/s'}}", "2 times as much"),
     Fault("pcie_rates_are_one_way", CHIP, "devices_per_node: 8", "host_bytes_per_second: {value: 3.2e+10, source: {kind: published, where: 'acme.example/a1: PCIe 5.0 x16'}}\ndevices_per_node: 8", "6.4e+10"),
     Fault("placeholders_agree_with_other_plugins", ENVIRONMENT, "", "  - {name: ACCL_IB_HCA, value: '{interface}', several_nodes: true, meaning: adapters, source: *made_up}\n", "'{adapters}'"),
-    Fault("contexts_are_above_idle_memory", "flagcore_acme/hooks.py", "1.2 * 2**30", "1.2 * 2**20", "device_used_bytes(0)"),
+    Fault("contexts_are_above_idle_memory", "flagcore_acme/hooks.py", "1.2 * 2**30", "1.2 * 2**20", "device_used_bytes(0)", ("constants_have_the_size_that_they_state",)),
     Fault("topology_command_is_known", DISCOVER, "vendor_variables", 'topology=("acme-smi", "topo", "-m"),\n    vendor_variables', "acme-smi topo -m"),
     Fault("devices_are_selected_by_an_own_variable", DISCOVER, "vendor_variables", 'own_variables=("ACMERT_",),\n    vendor_variables', "ACMERT_"),
     Fault("all_chips_are_read", SMI, "(\\d+)\\s+(\\S.*)", "(\\d+)\\s+(ACME A2.*)", "A1", ("*",)),

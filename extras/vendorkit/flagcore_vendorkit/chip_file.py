@@ -252,8 +252,7 @@ def read_provenance(text: str, file: str) -> Provenance:
 
 def read_kernels(text: str, file: str, reading: Reading) -> KernelSheet:
     """Return the kernels of a `kernels.jsonl`, with times corrected as by `Reading.kernel`. Raises SpecError with the
-    number of the invalid line.
-    """
+    number of the invalid line."""
     kernels = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():

@@ -133,8 +133,7 @@ def _against_best(snapshot: Snapshot, candidate: Candidate, seconds: float) -> s
 
 def _all_runs(subject: Subject) -> Iterator[str]:
     """Yield the median time over the candidate's runs that count, as text. If the best was repeated, also yield whether
-    the candidate may be as fast as the best.
-    """
+    the candidate may be as fast as the best."""
     state, best = subject.snapshot.search_state, subject.snapshot.search_state.best
     if len(subject.runs) > 1 and subject.measured_s:
         seconds = seconds_text(subject.snapshot.task.spec.objective, subject.measured_s)

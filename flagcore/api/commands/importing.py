@@ -1,6 +1,5 @@
 """Creates specs from the configuration of another tool, from an engine's command, or from a few values, and adds the
-trials of another tuner to a run.
-"""
+trials of another tuner to a run."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

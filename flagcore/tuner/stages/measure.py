@@ -305,8 +305,7 @@ def _predicted_step(trial: Trial) -> float | None:
 
 def early_stop_ratio(best: Trial) -> float:
     """Return the ratio above which a trial is stopped early. It is compared with the trial's fastest step time, divided
-    by the step time of `best`.
-    """
+    by the step time of `best`."""
     return max(EARLY_STOP_RATIO, 1.0 + NOISES * noise([best]))
 
 

@@ -83,9 +83,7 @@ def _entries(found: object) -> Iterator[Row | str]:
             yield f"GPU {index} has no name or no memory: it hangs, or the driver did not start it"
         elif is_amd(name):
             driver = _word(entry.get("driver"), "version", "driver_version")
-            yield Row(
-                device=Device(index=index, chip=name, memory_bytes=int(total), driver=driver),
-            )
+            yield Row(device=Device(index=index, chip=name, memory_bytes=int(total), driver=driver))
 
 
 def _reading(entry: Mapping[str, Any]) -> Mapping[str, float]:

@@ -1,6 +1,5 @@
 """Reads `npu-smi info`: a table with two lines per device, in the layouts of versions 23 to 26, and the list of
-processes.
-"""
+processes."""
 
 import re
 from collections.abc import Mapping
@@ -61,9 +60,6 @@ def _body(head: tuple[int, str, str, str], parts: list[str], after: list[str]) -
     return Row(
         device=Device(index=place, chip=name, memory_bytes=int(total) * UNITS["MiB"]),
         reading=reading(
-            used_bytes=float(used) * UNITS["MiB"],
-            watts=watts,
-            celsius=celsius,
-            percent=search(r"^(\d+) ", parts[2])[0],
+            used_bytes=float(used) * UNITS["MiB"], watts=watts, celsius=celsius, percent=search(r"^(\d+) ", parts[2])[0]
         ),
     )

@@ -34,8 +34,7 @@ class NewTensors(Roofline):
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
     """Kernel costs (`flagcore.contracts.KernelCosts`) from measured rates. Attention and element-wise kernels may be
-    fast in formats in which matrix products are slow, so they have separate rates. Calibrations correct `products`.
-    """
+    fast in formats in which matrix products are slow, so they have separate rates. Calibrations correct `products`."""
 
     products: NewTensors
     forward: Roofline
@@ -45,8 +44,7 @@ class MeasuredCosts:
     @classmethod
     def of(cls, chip: Chip, curve: Curve, rates: Rates) -> MeasuredCosts:
         """Return the costs of `chip`, whose facts are from `rates`. `curve` contains the shares of the rates at small
-        sizes.
-        """
+        sizes."""
         curve = replace(curve, launch_seconds=LAUNCH * rates.launch_s)
         roofline = NewTensors(chip=chip, curve=curve, page_s=rates.new_page_seconds)
         batch, heads, length, width = (np.array(float(each)) for each in ATTENTION)
@@ -101,8 +99,7 @@ q8_0: 0.48 on an AMD EPYC (Zen 4), 0.60 on an Intel Xeon (Sapphire Rapids). The 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCosts(Roofline):
     """Kernel costs (`flagcore.contracts.KernelCosts`) of a server with its own kernels, which compute all formats at
-    the same rate.
-    """
+    the same rate."""
 
     @classmethod
     def of(cls, chip: Chip, curve: Curve, processor: Processor | None) -> ServerCosts:

@@ -29,8 +29,7 @@ class MachineLoad:
 
     def read(self) -> Mapping[str, float]:
         """Return the memory in use in bytes and the load average of the last minute. From the second call on, also
-        return the mean figures that `flagcore.domain.chip.disturbances` reads.
-        """
+        return the mean figures that `flagcore.domain.chip.disturbances` reads."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._reading = self._read()

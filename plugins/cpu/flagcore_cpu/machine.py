@@ -1,6 +1,5 @@
 """The devices of this machine, one per core, and the rates of a core: measured, or else estimated from what the
-processor reports.
-"""
+processor reports."""
 
 from __future__ import annotations
 

@@ -52,8 +52,7 @@ Found = dict[str, Any]
 
 def usual(call: Callable[[], object], end: float) -> float:
     """Return the median processor time of `call`, which is repeated until the processor time `end`: once to warm up,
-    then at least twice.
-    """
+    then at least twice."""
     call()
     times: list[float] = []
     while len(times) < 2 or (now() < end and len(times) < 1000):
@@ -136,8 +135,7 @@ def products(torch: Any, name: str, end: float) -> float:
 
 def reduction(torch: Any, number: int, store: str, end: float) -> Found:
     """Measure all-reduces between two processes. Returns bytes and seconds: the processor time of both, as they take
-    turns.
-    """
+    turns."""
     dist = torch.distributed
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo resolves the name of this host
     limit = timedelta(seconds=10)

@@ -20,15 +20,13 @@ TOOLS = ("mx-smi", "ht-smi")
 
 def topology(option: str = "-m") -> str:
     """Return the matrix of links that the management tool prints: for devices (-m), or for devices and adapters
-    (-n).
-    """
+    (-n)."""
     return next((text for tool in TOOLS if (text := tool_output(tool, "topo", option))), "")
 
 
 def adapters(root: Path = Path("/")) -> float | None:
     """Return each device's share of the rate of this machine's network adapters in bytes per second, or None if
-    unknown.
-    """
+    unknown."""
     text = topology("-n")
     matrix = read_matrix(text)
     return adapter_share(matrix, text, root) if matrix else None
@@ -42,8 +40,7 @@ redhat/notes/2025/2025.12.metax.mccl.perf.debug.md."""
 
 def peer_memory_problem(root: Path = Path("/")) -> str:
     """Return why network adapters cannot access the devices' memory. It is empty if they can, or if there are no
-    devices.
-    """
+    devices."""
     if (root / PEER_MEMORY).exists() or not (root / DEVICE_FILE).exists():
         return ""
     return f"/{PEER_MEMORY} is missing: GPUDirect RDMA of MetaX is off, so nodes exchange data slowly"

@@ -8,15 +8,13 @@ from flagcore.physics.collective_costs import network_level
 ISLAND = 4
 """Devices of an island, if this machine is not a C500 node that shows it. The vendor's bridge joins two or four cards,
 and `mx-smi topo -m` shows MX within an island and NODE or SYS between islands. Every published matrix has islands of
-four.
-"""
+four."""
 
 BUS_BYTES_PER_SECOND = 65.1e9
 LATENCY_SECONDS = 10e-6
 """All-reduce over all eight devices: the bus bandwidth at 1 GiB, and the remaining part of the start-up, which is 14.6
 us for two devices. MCCL 2.32 on C500, published in wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md 3.1. The
-rate of one island is unpublished; it is at least this.
-"""
+rate of one island is unpublished; it is at least this."""
 
 BETWEEN_NODES_SECONDS = 34e-6
 """Additional start-up of an all-reduce over two nodes: 48.7 minus 14.6 us (same source, section 5.3)."""
@@ -24,8 +22,7 @@ BETWEEN_NODES_SECONDS = 34e-6
 
 def island_size(group: NodeGroup, topo: str | None) -> int:
     """Return the number of devices of a C500 node that a bridge joins. It is read from `topo`, the output of `mx-smi
-    topo -m`, or else 4. ht-smi calls the link HT.
-    """
+    topo -m`, or else 4. ht-smi calls the link HT."""
     return group_size(group, topo, "MX|HT", ISLAND)
 
 

@@ -52,8 +52,7 @@ def test_islands_come_from_this_machine_if_its_tool_works(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    "matrix",
-    ["", PAIRS.replace("MX", "SYS"), PAIRS.replace("NODE    MX      X", "NODE    ??      X")],
+    "matrix", ["", PAIRS.replace("MX", "SYS"), PAIRS.replace("NODE    MX      X", "NODE    ??      X")]
 )
 def test_without_islands_in_the_matrix_the_published_ones_are_used(matrix: str) -> None:
     assert island_size(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=4), matrix) == 4

@@ -1,6 +1,5 @@
 """Finds NVIDIA GPUs. Other vendors' torch also uses the device name cuda, and their drivers may contain an nvidia-smi,
-so PCI IDs and names identify the devices.
-"""
+so PCI IDs and names identify the devices."""
 
 from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.machine import TorchReport, query_tool, tool_output
@@ -12,8 +11,7 @@ from flagcore_nvidia import smi
 
 def _query(fields: tuple[str, ...], timeout_seconds: float) -> Listing:
     """Return the devices with `fields` from a CSV query, or the devices of the table if nvidia-smi does not support a
-    field.
-    """
+    field."""
     query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     found = query_tool(lambda text: smi.read(text, fields), *query, timeout_seconds=timeout_seconds) or Listing()
     if found.rows or not found.left_out:

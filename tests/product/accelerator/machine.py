@@ -40,8 +40,7 @@ SCAFFOLD = (
 
 def build() -> None:
     """Build the vendor's extension of torch, unless it is current. Without a compiler, the tests that need it are
-    skipped. With a release of torch that it is not written for, they fail.
-    """
+    skipped. With a release of torch that it is not written for, they fail."""
     for tool in ("c++", "ninja"):
         if shutil.which(tool) is None:
             pytest.skip(f"building the simulated device needs {tool}")

@@ -407,8 +407,7 @@ def test_an_exported_llama_server_really_answers(tmp_path: Path) -> None:
 PAIRS = "prefill_decode=2xtp1+1xtp2"
 DYNAMO = {**json.loads((EXPORTED / "dynamo.json").read_text()), "definitions": SCHEMAS["definitions"]}
 """The fields that exports may use, from `deploy/operator/api/v1beta1/*_types.go` of github.com/ai-dynamo/dynamo, from
-which its CRD is generated (commits 0fddc01b and 006b6e10, 2026).
-"""
+which its CRD is generated (commits 0fddc01b and 006b6e10, 2026)."""
 
 
 @pytest.mark.parametrize(

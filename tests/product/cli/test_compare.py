@@ -104,14 +104,9 @@ def test_illegal_candidate_and_unknown_run_are_reported(compared: Answer, flag: 
     comparison = compared("--spec", project.spec(), "best", "mbs=3")
     assert (comparison["gap"], comparison["certainty"], comparison["time"]) == (None, "unknown", {})
     assert comparison["because"][0].startswith("B is illegal: global_batch_size")
-    completed = flag("compare", "nowhere:best", "nothing")
-    assert (completed.code, completed.out) == (2, "")
-    assert "nowhere:best" in completed.err
+    flag("compare", "nowhere:best", "nothing").refused(2, "nowhere:best")
 
 
 def test_candidates_without_their_run_get_the_command_to_type(flag: Flag, project: Project) -> None:
     for words in ((project.spec(), "1", "2"), (str(project.folder), "best", "baseline"), ("first",)):
-        invalid = flag("compare", *words)
-        assert (invalid.code, invalid.out) == (2, "")
-        assert "`flag compare RUN:best RUN:baseline`" in invalid.err
-        assert "`flag compare --spec SPEC 1 2`" in invalid.err
+        flag("compare", *words).refused(2, "`flag compare RUN:best RUN:baseline`", "`flag compare --spec SPEC 1 2`")

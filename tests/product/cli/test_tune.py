@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.checks import books_balance
 from tests.launchers.processes import within
 from tests.product.cli.conftest import SERVER, Flag, Project, Ran
-from tests.run_checks import books_balance
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
@@ -61,10 +61,9 @@ def tune(flag: Flag, project: Project, **arguments: Any) -> Ran:
 
 def test_if_no_configuration_meets_the_slo_the_nearest_is_named(flag: Flag, project: Project) -> None:
     only = {"parallel": 4}
-    completed = tune(flag, project, serve={"slo": {"ttft_s": {"p99": 0.05}}}, space=only, baseline=only)
-    assert completed.code == 3, completed.err
-    assert "nearest" in completed.err
-    assert "parallel" in completed.err
+    tune(flag, project, serve={"slo": {"ttft_s": {"p99": 0.05}}}, space=only, baseline=only).refused(
+        3, "nearest", "parallel"
+    )
 
 
 def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported(flag: Flag, project: Project) -> None:

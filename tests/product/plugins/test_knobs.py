@@ -26,6 +26,7 @@ from flagcore.tuner.problem import build_problem, candidate_columns
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.predict import predict, predict_columns, predict_components
 from flagcore.tuner.stages.prune import prune, prune_by_trials
+from tests.checks import refuses
 from tests.plugins.conftest import Install
 from tests.product import tasks
 from tests.product.tasks import ENGINES
@@ -316,9 +317,8 @@ def test_serving_engines_have_knobs_of_plugins(install: Install, tmp_path: Path)
     assert found[True]["tpot_s"]["p50"] == pytest.approx(2 * found[False]["tpot_s"]["p50"])
     assert found[True]["output_tokens_per_s"] == pytest.approx(found[False]["output_tokens_per_s"] / 2)
     file.write_text(yaml.safe_dump(spec | {"auto_tuner": {"space": {"acme_slo": True}}}))
-    with pytest.raises(SpecError) as error:
+    with refuses("auto_tuner.space.acme_slo") as error:
         api.estimate(file)
-    assert error.value.key == "auto_tuner.space.acme_slo"
     assert "acme_slow" in error.value.fix
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore_training.commands import TORCHRUN_SWITCHES, UserCommand, environment, unknown_placeholders
+from flagcore_training.lengths import length_warnings
 from packaging.version import Version
 
 from flagcore.contracts import Platform
@@ -314,8 +315,9 @@ def _unused_settings(spec: Spec) -> list[str]:
 def job_warnings(
     task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
 ) -> list[str]:
-    """Return a line for each key of a job record that has no effect, and one if flagcore completed its layer split."""
-    lines, recompute_is_off = [], values.get("use_recompute") is False
+    """Return a line for each key of a job record that has no effect, and one each if flagcore completed its layer split
+    or its lengths."""
+    lines, recompute_is_off = length_warnings(task.spec.train, noted), values.get("use_recompute") is False
     if values.get("recompute_granularity") != "selective" or recompute_is_off:
         fix = "add recompute_granularity: selective"
         if value := settings.get("recompute_modules"):

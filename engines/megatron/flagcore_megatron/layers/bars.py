@@ -49,7 +49,7 @@ def _seconds(train: Training, layout: Layout, costs: Costs, parts: Parts) -> tup
 
     If times are unknown, all layers are equal, and the ends take no time.
     """
-    host, (kinds, total) = host_of(train, layout, costs), (layer_kinds(train.model), float(train.model.num_layers))
+    (host, *lags), kinds, total = host_of(train, layout, costs), layer_kinds(train.model), float(train.model.num_layers)
     zeros = np.zeros_like(layout.data)
     share = np.where(layout.uniform > 0, 1.0, np.minimum(layout.block * layout.virtual * layout.pipeline / total, 1.0))
 
@@ -57,7 +57,8 @@ def _seconds(train: Training, layout: Layout, costs: Costs, parts: Parts) -> tup
         forward, backward = block.forward, block.backward + Seconds.from_compute(block.weight)
         if isinstance(block, Block):
             backward = backward + block.forward * share + block.repeated * layout.selective
-        return sum((each.total + launch_wait(each.total, each.launches, *host) for each in (forward, backward)), zeros)
+        passes = zip((forward, backward), lags, strict=True)
+        return sum((each.total + launch_wait(each.total, each.launches, host, lag) for each, lag in passes), zeros)
 
     layers = np.tile(busy(parts.moe)[:, None], train.model.num_layers)
     if kinds is not None:
@@ -87,8 +88,7 @@ def _parts(layers: FloatArray, first: FloatArray, last: FloatArray, parts: IntAr
 
 def _filled(until: FloatArray, first: FloatArray, last: FloatArray, parts: IntArray, limit: FloatArray) -> FloatArray:
     """Return the number of layers of each part if no part takes longer than `limit`. Those of the first part are
-    negative if one does.
-    """
+    negative if one does."""
     too_long = np.zeros(parts.size, dtype=np.bool_)
     row, count = np.arange(parts.size), until.shape[1] - 1
     layers, taken = np.zeros((parts.size, int(parts.max()))), np.zeros(parts.size, dtype=np.int64)

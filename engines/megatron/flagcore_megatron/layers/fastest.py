@@ -26,8 +26,7 @@ SHORT = 8
 """Maximum number of stages of a pipeline whose layers are moved so that it fills faster."""
 GAIN = 0.01
 """Minimum share of a step that a move must save. Smaller gains are uncertain, because a third of the time of a
-micro-batch is assumed to be forward.
-"""
+micro-batch is assumed to be forward."""
 
 
 def split_layers(

@@ -167,7 +167,7 @@ class Paces(ArrayRecord):
         if not self.starts:
             return first
         group = StageGroups(self.starts, ()).group(place)
-        fields = ("blocks", "host", "lag")
+        fields = ("blocks", "host", "forward_lag", "lag")
         return replace(first, **{name: pick(group, [getattr(each, name) for each in self.groups]) for name in fields})
 
 

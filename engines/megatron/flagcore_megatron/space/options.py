@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flagcore_training.adapters import adapter_of
 from flagcore_training.layout import Options, Tower
 from flagcore_vendorkit.transformer import SCHEDULES
 
@@ -43,6 +42,12 @@ EXPERT_GROUPS_SINCE = ">=0.19"
 """Releases in which experts that are split otherwise than other layers have data-parallel groups of their own.
 
 Source: `use_expert_pgs` in megatron-core's `tensor_parallel/layers.py`. Until then only expert parallelism does it."""
+ONE_BY_ONE = "<0.20"
+"""Releases that take the sequences of a pack one by one, in rotary embeddings without a single kernel, and before and
+after the exchange of context parallelism with a2a.
+
+Sources: megatron-core `rope_utils.py` at core_v0.16 and @61f31145 (0.19), vectorized by @e4ba3a30 in August 2026;
+transformer-engine `context_parallel.py` until 2.17, a kernel since @70101184 (2.18, June 2026)."""
 SECOND_MOMENTS = {"sgd": "none", "muon": "others", "dist_muon": "others", "lion": "others"}
 """The parameters with a second moment, by optimizer. Muon and Lion update matrices, Adam all others.
 
@@ -108,7 +113,7 @@ def options(task: Task) -> Options:
         offload_modules=words(settings.get("offload_modules")) if settings.get(offloads) else frozenset(),
         offload_stages=numbers(settings.get("offload_stages")),
         offload_layers=int(settings.get("cpu_offloading_num_layers") or 0),
-        adapter=adapter_of(train, task.spec.model),
+        adapter=train.adapter,
         joint_adapters=True,
         sparse_kernels=settings.get("dsa_kernel_backend", "none") != "none",
         indexer_loss=bool(settings.get("dsa_indexer_loss_coeff")),
@@ -127,6 +132,9 @@ def options(task: Task) -> Options:
         mxfp8_modules=words(settings.get("modules_in_mxfp8")),
         frees_mtp_logits=in_versions(FREED_MTP_LOGITS_SINCE, version),
         attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
+        # hybrid models have no rotary embedding by default (megatron-core `hybrid_model.py`, position_embedding_type)
+        rope_fusion=bool(settings.get("apply_rope_fusion", True)) or is_hybrid(task.spec.model),
+        one_by_one=in_versions(ONE_BY_ONE, version),
         cuda_graph=graph(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )

@@ -14,7 +14,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from flagcore_training.adapters import noted_adapter
+from flagcore_training.adapters import as_noted
+from flagcore_training.lengths import OFFLINE
 
 from flagcore.contracts import Platform
 from flagcore.domain.engine import RefusedValues, ValueRule
@@ -199,9 +200,8 @@ def published(
 
     Raises SpecError for an invalid layout of stages.
     """
-    noted, train, values = read_notes(notes), task.spec.train, dict(values)
-    train = replace(train, adapter=train.adapter or noted_adapter(task.spec.model.name or "", notes))
-    task = replace(task, spec=replace(task.spec, work=train))
+    (task, assumed_lengths), noted, values = as_noted(task, notes), read_notes(notes), dict(values)
+    train = task.spec.train
     # Papers on schedules (arXiv 2104.04473, 2401.10241) used unfused attention: their reported memory confirms it.
     if "pipeline_schedule" in noted:
         train = replace(train, attention="unfused")
@@ -209,7 +209,8 @@ def published(
         task = replace(task, spec=replace(task.spec, work=train))
     kind = train.implementation or IMPLEMENTATION
     settings = {**noted, **train.settings}
-    settings = _defaults(task, kind, settings, values) | settings
+    fine_tuning = _fine_tuning(task) if OFFLINE.search(notes) else {}
+    settings = _defaults(task, kind, settings, values) | fine_tuning | settings
     stages = int(values.get("pipeline_model_parallel_size") or 1)
     layout = settings.get(LAYOUT)
     if layout:
@@ -223,7 +224,14 @@ def published(
             found = {PATTERN: pattern_text(task.spec.model, even_split(task.spec.model.num_layers, count))}
         settings |= found
     spec = replace(task.spec, work=replace(train, implementation=kind, settings=settings))
-    return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
+    return replace(task, spec=spec), values, assumed_lengths | (noted.keys() - train.settings.keys())
+
+
+def _fine_tuning(task: Task) -> dict[str, SettingValue]:
+    """Return the settings of fine-tuning recipes of Megatron-Bridge, as of @067f987d: of 200, 157 overlap no exchange
+    of gradients, and 5 set apply_rope_fusion, beside those of Llama, whose provider does (`models/llama`)."""
+    is_llama = "llama" in (task.spec.model.name or "").lower()
+    return {"apply_rope_fusion": is_llama, "overlap_grad_reduce": False, "overlap_param_gather": False}
 
 
 def _defaults(
@@ -328,8 +336,7 @@ def _parse_pair(name: str, text: str) -> Mapping[str, SettingValue]:
 
 def _settings_of_phrase(phrase_settings: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str, SettingValue]:
     """Return the settings that a phrase stands for. `{1}` is replaced by the match's first group; invalid values are
-    skipped.
-    """
+    skipped."""
     settings: dict[str, SettingValue] = {}
     for key, value in phrase_settings.items():
         if value != "{1}":

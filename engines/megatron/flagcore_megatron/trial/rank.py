@@ -38,14 +38,7 @@ from flagcore_megatron.trial.config import check_layers
 from flagcore_megatron.trial.device import init_fake_world, map_cuda_to_cpu
 from flagcore_megatron.trial.job import Probe, TrialJob
 from flagcore_megatron.trial.model import BuiltModel, build
-from flagcore_megatron.trial.training import (
-    Batch,
-    clear_gradients,
-    forward_backward,
-    memory_step,
-    microbatches,
-    train,
-)
+from flagcore_megatron.trial.training import Batch, clear_gradients, forward_backward, memory_step, microbatches, train
 
 _SCHEMA_VERSION = 1
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

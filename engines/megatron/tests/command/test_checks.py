@@ -1,13 +1,14 @@
-"""Warnings and errors about a user's command before its first trial."""
+"""Warnings and errors about a user's command before its first trial, and its arguments that are not predicted."""
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from flagcore_megatron.command.launch import model_arguments, reference_launch
 from flagcore_megatron.engine import ENGINE
-from flagcore_megatron.program.arguments import release_table
+from flagcore_megatron.program.arguments import known_releases, release_table
+from flagcore_megatron.program.unmodelled import SETTINGS, TABLES
 
 from engines.megatron.tests.command.scripts import LAUNCH, spec_of
 from flagcore.domain.spec import ClusterSpec, Spec
@@ -19,7 +20,7 @@ def spec(words: str, folder: Path, **changes: Any) -> Spec:
     (folder / "pretrain_gpt.py").touch()
     cluster = changes.pop("cluster", None) or ClusterSpec()
     found = spec_of(words.split(), folder, engine_version=changes.pop("release", "0.16.0"), **changes)
-    return dataclasses.replace(found, cluster=cluster)
+    return replace(found, cluster=cluster)
 
 
 def refused(words: str, folder: Path, **changes: Any) -> list[tuple[str, object]]:
@@ -123,7 +124,7 @@ def test_command_that_agrees_with_the_spec_only_warns_of_its_knobs(tmp_path: Pat
 
 
 def test_program_that_cannot_be_read_is_only_a_warning(tmp_path: Path) -> None:
-    task = dataclasses.replace(tasks.task(), spec=spec("make train", tmp_path))
+    task = replace(tasks.task(), spec=spec("make train", tmp_path))
     assert ENGINE.spec_warnings(task.spec) == []
     (line,) = ENGINE.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     assert "train.command" in line
@@ -131,7 +132,7 @@ def test_program_that_cannot_be_read_is_only_a_warning(tmp_path: Path) -> None:
 
 def test_environment_that_a_script_would_load_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"mkdir -p a\nmodule load cuda\n{LAUNCH}")
-    task = dataclasses.replace(tasks.task(), spec=spec("bash run.sh", tmp_path))
+    task = replace(tasks.task(), spec=spec("bash run.sh", tmp_path))
     (text,) = ENGINE.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     assert "module load cuda" in text
     assert "this shell" in text.splitlines()[-1]
@@ -139,7 +140,7 @@ def test_environment_that_a_script_would_load_is_reported(tmp_path: Path) -> Non
 
 def test_changes_are_printed_with_a_line_per_reason(tmp_path: Path) -> None:
     words = f"{LAUNCH} --save a --load b --bf16".replace("torchrun", "torchrun --master_port 29500")
-    task = dataclasses.replace(tasks.task(), spec=spec(words, tmp_path))
+    task = replace(tasks.task(), spec=spec(words, tmp_path))
     (text,) = ENGINE.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     (checkpoints,) = [line for line in text.splitlines() if "--save" in line]
     assert "--load b" in checkpoints
@@ -148,7 +149,7 @@ def test_changes_are_printed_with_a_line_per_reason(tmp_path: Path) -> None:
     assert ENGINE.command_changes(tasks.platform(tasks.task()), tasks.candidate(data_parallel_size=4)) == []
 
 
-LATENT = dataclasses.replace(tasks.EXPERTS, **tasks.LATENT, q_lora_rank=24, moe_first_dense_layers=1, mtp_num_layers=1)
+LATENT = replace(tasks.EXPERTS, **tasks.LATENT, q_lora_rank=24, moe_first_dense_layers=1, mtp_num_layers=1)
 
 
 @pytest.mark.parametrize("model", [tasks.DENSE, tasks.EXPERTS, LATENT])
@@ -169,3 +170,64 @@ def test_command_without_the_users_has_all_arguments_of_the_model(model: Any) ->
     assert found.get("multi_latent_attention", False) == model.multi_latent_attention
     assert ("moe_layer_freq" in found) == bool(model.moe_first_dense_layers)
     assert set(model_arguments(model)) <= set(words)
+
+
+pytestmark = pytest.mark.together("megatron-core, imported")
+
+NEWEST = (*known_releases()[-3:], f"{known_releases()[0]}+flagscale")
+
+
+def named(*words: str, envs: dict[str, str] | None = None, **settings: Any) -> list[str]:
+    """The names of what is not predicted in a job with these arguments."""
+    task = tasks.task(settings=settings)
+    work = replace(task.spec.train, command=("torchrun", "pretrain_gpt.py", *words)) if words else task.spec.train
+    task = replace(task, spec=replace(task.spec, work=work, envs=envs or {}))
+    return [each.name for each in ENGINE.unmodelled(task)]
+
+
+@pytest.mark.parametrize("release", NEWEST)
+def test_all_arguments_of_the_newest_releases_have_a_class(release: str) -> None:
+    flags = [flag.lstrip("-") for flag in release_table(release).by_flag]
+    assert SETTINGS.unclassed(flags) == []
+
+
+def test_only_arguments_with_a_cost_have_conditions() -> None:
+    names = [name for group in TABLES.values() for row in group.values() for name in row]
+    costs = {name.rstrip("*") for name in SETTINGS.costs}
+    assert [each for each in names if not any(cost.startswith(each.rstrip("*")) for cost in costs)] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--deterministic-mode", ["--deterministic-mode"]),
+        ("--optimizer muon", ["--optimizer"]),
+        ("--disable-mamba-mem-eff-path", []),
+        ("--disable-mamba-mem-eff-path --hybrid-layer-pattern M-M*", ["--disable-mamba-mem-eff-path"]),
+        ("--optimizer adam --adam-beta1 0.95 --lr 1e-4 --save here --log-interval 1", []),
+        ("--window-size 128,0 --linear-num-key-heads 8 --dsa-indexer-topk-freq 2", ["--dsa-indexer-topk-freq"]),
+        ("--rotary-base 500000 --mlp-chunks-for-training 1", []),
+        ("--no-masked-softmax-fusion --attention-softmax-in-fp32", []),
+        ("--no-masked-softmax-fusion --transformer-impl local", ["--no-masked-softmax-fusion"]),
+        ("--no-masked-softmax-fusion --transformer-impl local --use-flash-attn", []),
+        ("--no-bias-gelu-fusion --swiglu", []),
+        ("--megatron-fsdp-grad-comm-dtype bf16", []),
+        ("--megatron-fsdp-grad-comm-dtype bf16 --use-megatron-fsdp", ["--megatron-fsdp-grad-comm-dtype"]),
+        ("--moe-router-fusion", []),
+        ("--no-such-argument 4", ["--no-such-argument"]),
+        ("--use-fused-rmsnorm --reuse-fp32-param", ["--reuse-fp32-param"]),  # of MindSpeed-LLM
+        ("--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec --stage sft --lora-r 8", []),
+        ("--spec mindspeed_llm.tasks.models.spec.qwen3_next_spec layer_spec --stage dpo", ["--stage", "--spec"]),
+        ("--checkpoint-activations", ["--checkpoint-activations"]),
+        ("--sft --reset-attention-mask", ["--sft", "--reset-attention-mask"]),
+        ("--hierarchical-context-parallel-sizes 2 4", ["--hierarchical-context-parallel-sizes"]),
+    ],
+)
+def test_arguments_that_change_cost_are_named_where_they_do_something(words: str, expected: list[str]) -> None:
+    assert named(*words.split()) == expected
+
+
+def test_settings_and_variables_are_named() -> None:
+    assert named(optimizer="sgd", pipeline_schedule="zb-h1") == ["train.settings.optimizer"]
+    envs = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_DEBUG_LEVEL": "2", "FLA_TRIL_PRECISION": "tf32"}
+    assert named(envs=envs) == ["NVTE_FLASH_ATTN"]

@@ -1,6 +1,5 @@
 """Megatron's log lines, as its code writes them, and what a failed run's output means: the cause, not torchrun's
-error below it.
-"""
+error below it."""
 
 import time
 from pathlib import Path

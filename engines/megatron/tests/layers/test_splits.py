@@ -59,8 +59,7 @@ def slowest(work: Training, split: Layout, of: Costs) -> np.ndarray:
 def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
     """Return a candidate with each of its splits: a layer on each (virtual) stage, none needed on the last one and on
     the first of several virtual ones, and none on the last one and none needed before it where multi-token prediction
-    is early.
-    """
+    is early."""
     length, chunks = int(split.pipeline[0]), int(split.virtual[0])
     most = work.options.early_mtp and (length > 2 or chunks == 1)
     held = np.concatenate([_holdings(work, length, chunks, early) for early in range(1 + most)])

@@ -17,6 +17,7 @@ from flagcore.domain.model import Layer
 from flagcore.domain.spec import Adapter
 from flagcore.errors import NotModelled, SpecError
 from flagcore.tuner.stages.build import check
+from tests.checks import refuses
 from tests.product import tasks
 
 SHARDED = {"use_distributed_optimizer": True, "data_parallel_size": 4}
@@ -110,10 +111,7 @@ def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
         ({"optimizer": "lion", "use_torch_fsdp2": True}, "optimizer"),
         ({"optimizer": "sgd", "use_precision_aware_optimizer": True}, "use_precision_aware_optimizer"),
         ({"recompute_modules": "moe_act"}, "recompute_modules"),
-        (
-            {"recompute_modules": "moe", "overlap_moe_expert_parallel_comm": True},
-            "overlap_moe_expert_parallel_comm",
-        ),
+        ({"recompute_modules": "moe", "overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm"),
         (
             {"recompute_modules": "moe", "offload_modules": "moe_act", "fine_grained_activation_offloading": True},
             "offload_modules",
@@ -127,9 +125,8 @@ def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(SpecError) as refused:
+    with refuses(f"train.settings.{key}"):
         options_of(settings)
-    assert refused.value.key == f"train.settings.{key}"
 
 
 @pytest.mark.parametrize(("module", "needed"), [("mla_up_proj", {}), ("moe_act", {"moe_grouped_gemm": True})], ids=str)
@@ -241,6 +238,30 @@ def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
     adapter = published({}, model=dataclasses.replace(tasks.DENSE, name="some 70B LoRA r8")).adapter
     assert adapter == Adapter(rank=8, targets=("q_proj", "k_proj", "v_proj"))
     assert published({}, model=dataclasses.replace(tasks.DENSE, name="flora-7b")).adapter is None
+
+
+@pytest.mark.parametrize(
+    ("notes", "rank", "targets"),
+    [
+        ("LoRA", 32, "all-linear"),
+        ("LoRA; LoRA r8 on qkv+proj; packed", 8, ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("PEFT on fc1+fc2 only", 32, ("gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_notes_on_adapters_name_rank_and_layers(notes: str, rank: int, targets: object) -> None:
+    assert published({}, notes).adapter == Adapter(rank=rank, targets=targets)
+
+
+def test_published_run_that_packs_offline_has_the_settings_of_recipes_for_fine_tuning() -> None:
+    notes, values = "SFT; packed sequences (offline packing to 2048)", {"use_distributed_optimizer": True}
+    tuned, other = published(values, notes), published(values, "packing")
+    assert (tuned.rope_fusion, tuned.overlap_grad_reduce, tuned.one_by_one) == (False, False, True)
+    assert (other.rope_fusion, other.overlap_grad_reduce) == (True, True)
+    assert published(values, notes, settings={"apply_rope_fusion": True}).rope_fusion
+    assert published(values, notes, model=dataclasses.replace(tasks.DENSE, name="Llama-3.1-8B")).rope_fusion
+    assert not published(values, notes, engine_version="0.20.0").one_by_one
+    hybrid = dataclasses.replace(WIDE, num_layers=2, layers=(Layer(mixer=None, feed_forward="experts"),) * 2)
+    assert published(values, notes, model=hybrid).rope_fusion  # without rotary embeddings
 
 
 def test_notes_on_schedules_mention_unfused_attention_and_waits_for_messages() -> None:
@@ -384,6 +405,5 @@ def test_images_bring_the_vision_tower() -> None:
     ],
 )
 def test_images_need_a_tower_sizes_and_place(model: Any, settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(SpecError) as raised:
+    with refuses(f"train.settings.{key}"):
         options(tasks.task(model, settings=settings))
-    assert raised.value.key == f"train.settings.{key}"

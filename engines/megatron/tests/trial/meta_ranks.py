@@ -212,7 +212,6 @@ def stand_in() -> None:
     torch.optim.AdamW.__init__ = lambda self, *args, **named: make(self, *args, **{**named, "foreach": True})
 
     done = Done()
-    dist.P2POp = dist.batch_isend_irecv = None
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
         setattr(dist, name, done)
     for name in ("all_gather", "isend", "irecv", "barrier", "reduce_scatter"):

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from flagcore_training.adapters import noted_adapter
+from flagcore_training.adapters import absent_targets, as_noted
+from flagcore_training.lengths import length_warnings
 from flagcore_training.reading import FAILURES, program_progress, read_program
 from flagcore_training.start import installed, program_launch, shared_job
 
@@ -68,6 +69,7 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)
+        absent_targets(task.spec.model, task.spec.train.adapter)
         return space.rules(task)
 
     def _check_command(self, spec: Spec) -> None:
@@ -111,8 +113,8 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
         (`examples/llm_benchmark` @36044ad3: ep_size, DeepEP or HybridEP). Recipes of runs that do not fit otherwise
         recompute all layers.
         """
+        task, assumed_lengths = as_noted(task, notes)
         work = task.spec.train
-        work = replace(work, adapter=work.adapter or noted_adapter(task.spec.model.name or "", notes))
         others = [int(values.get(name) or 1) for name in (fs.REPLICATE, fs.TP, fs.CP, fs.PP)]
         shard = int(values.get(fs.SHARD) or max(task.cluster.devices // math.prod(others), 1))
         replicas = max(task.cluster.devices // (shard * math.prod(others[1:])), 1)
@@ -120,7 +122,8 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
         if count := task.spec.model.num_moe_experts:
             completed[fs.EP] = math.gcd(count, shard * others[2])
             work = replace(work, assumed={fs.DISPATCHER: "flex"})
-        task, noted = replace(task, spec=replace(task.spec, work=work)), {space.PIPELINE_LAYERS, space.ADAPTERS_ALONE}
+        noted = {space.PIPELINE_LAYERS, space.ADAPTERS_ALONE, *assumed_lengths}
+        task = replace(task, spec=replace(task.spec, work=work))
         values = {**completed, **values}
         limit = task.cluster.groups[0].chip.memory_bytes
         if fs.AC not in values and limit is not None:
@@ -136,7 +139,7 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
         train, layers, stages = task.spec.train, task.spec.model.num_layers, int(values.get(fs.PP) or 1)
         given = {"train.implementation": train.implementation, "train.attention": train.attention}
         unused = {name: value for name, value in given.items() if value not in (None, "flash")}
-        lines = _without_depths(task)
+        lines = [*_without_depths(task), *length_warnings(train, noted)]
         lines += [f"{name} = {value} does nothing: fsdp2 has torch's own layers" for name, value in unused.items()]
         if fs.AC in noted:
             lines.append(f"{fs.AC} = {values[fs.AC]} is assumed: the run would not fit otherwise")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from flagcore_training.adapters import adapter_of
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import InUse, in_use
@@ -154,7 +153,7 @@ def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedul
             schedule=schedule,
             attention_kernel="flash",
             gradient_fusion=False,
-            adapter=adapter_of(train, task.spec.model),
+            adapter=train.adapter,
             dispatcher=str(train.assumed.get(fs.DISPATCHER, "alltoall")),
             linked_devices=float(task.cluster.linked_devices),
         ),

@@ -6,20 +6,14 @@ from functools import partial, reduce
 from operator import add
 
 import numpy as np
-from flagcore_vendorkit.transformer import (
-    MeanLayer,
-    Share,
-    attended,
-    paired_layers,
-    widths,
-)
+from flagcore_vendorkit.transformer import MeanLayer, Share, attended, paired_layers, widths
 
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.model import Indexer, Mixer, Model
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import attention_products, divided, mixer_products, network_products
 from flagcore_training.layout import Layout, Training
-from flagcore_training.lengths import attention_length
+from flagcore_training.lengths import attention_length, one_by_one
 from flagcore_training.stages import padded_vocab
 from flagcore_training.time.adapters import adapted, adapter_launches
 from flagcore_training.time.passes import (
@@ -50,6 +44,16 @@ ROTATION = {True: (2.0, 2.0), False: (70.0, 35.0)}
 
 True is for transformer-engine's single kernel, False for torch, which needs many operations (slices, concatenations,
 products, copies)."""
+
+ROTATION_LAUNCHES, ROTATION_PASSES = (26.0, 22.0), (14.0, 18.0)
+"""Kernels that rotate queries and keys in transformer-engine's layers without its single kernel, and their memory
+passes, forward and backward. Counted with torch. If sequences of a pack are rotated one by one, each has so many
+kernels, and its backward copies the gradient of the whole tensor (megatron-core 0.16 to 0.19 `rope_utils.py`)."""
+
+REORDER_LAUNCHES = (40.0, 32.0)
+"""Kernels, and numbers that the host reads, for each chunk of a sequence of a pack before and after the exchanges of
+context parallelism with a2a: of queries, keys, values and outputs, and of their gradients. There are two chunks per
+rank. Counted with torch (transformer-engine until 2.17 `context_parallel.py`, reorder_seq_chunks)."""
 
 
 def layer_time(train: Training, layout: Layout, costs: Costs, mean: MeanLayer) -> Block:
@@ -135,8 +139,11 @@ def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCol
     products = qkv + latent + output
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
     tensor_bytes = unit * (query + key)
-    rotation_passes = ROTATION[train.transformer_engine]
-    rotation, rotation_back = (kernels.memory_seconds(times * tensor_bytes) for times in rotation_passes)
+    sequences = one_by_one(train) * layout.micro_batch
+    is_apart = train.transformer_engine and not train.options.rope_fusion  # other layers' figures have it
+    passes, passes_back = ROTATION_PASSES if is_apart else ROTATION[train.transformer_engine]
+    rotation = kernels.memory_seconds(passes * tensor_bytes)
+    rotation_back = kernels.memory_seconds((passes_back + is_apart * 2.0 * sequences) * tensor_bytes)
     if train.model.qk_layernorm:
         extra, extra_back = norm_seconds(kernels, tensor_bytes)
         rotation, rotation_back = rotation + extra, rotation_back + extra_back
@@ -151,14 +158,21 @@ def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCol
     element_back = norm_back + rotation_back + residual
     launches = np.full_like(layout.tensor, LAUNCHES[train.transformer_engine][0])
     launches = launches + adapter_launches(train, *attention_products(train.model))
+    is_a2a = train.transformer_engine and "a2a" in train.options.cp_comm
+    chunks = is_a2a * (layout.context > 1.0) * 2.0 * layout.context * sequences
+    rotations = is_apart * np.maximum(sequences, 1.0)
+    more, more_back = (
+        rotate * rotations + reorder * chunks
+        for rotate, reorder in zip(ROTATION_LAUNCHES, REORDER_LAUNCHES, strict=True)
+    )
     forward = Seconds.from_compute(
-        products.forward + core + element, tensor=tp.forward, context=ring_forward, launches=launches
+        products.forward + core + element, tensor=tp.forward, context=ring_forward, launches=launches + more
     )
     backward = Seconds.from_compute(
         products.input_gradient + core_back + element_back,
         tensor=tp.backward(qkv),
         context=ring_back,
-        launches=2.0 * launches,
+        launches=2.0 * launches + more_back,
     )
     repeats = {"core_attn": core, "layernorm": norm, "mla_up_proj": latent.forward + rotation}
     recomputed_modules = [repeats[name] for name in train.options.recompute_modules if name in repeats]

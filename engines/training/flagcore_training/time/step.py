@@ -19,7 +19,7 @@ from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.roofline import with_slowdown
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
-from flagcore_training.lengths import in_time, slowest
+from flagcore_training.lengths import in_time, one_by_one, slowest
 from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.memory.training import split_parameters, trained_parts
 from flagcore_training.mixes import layer_kinds
@@ -53,8 +53,9 @@ ranks measured on another accelerator (8)."""
 
 WAITING_NORM = 2.0
 """As `LAUNCH_NORM`, where each MoE layer waits for its numbers of tokens on the host, so that no launches are queued
-(megatron-core 0.16.1 `token_dispatcher.py`, cuda_sync_point). From a pair of published runs: 14% faster with graphs of
-router and dispatch (Megatron-MoE-ModelZoo, Qwen3-235B). Of the other published runs, it brings 9 nearer, 5 farther."""
+(megatron-core 0.16.1 `token_dispatcher.py`, cuda_sync_point), or the forward of attention for the lengths of sequences.
+From a pair of published runs: 14% faster with graphs of router and dispatch (Megatron-MoE-ModelZoo, Qwen3-235B). Of the
+other published runs, it brings 9 nearer, 5 farther."""
 
 LAYER_COUNTS = ("tensor", "context", "micro_batch", "sequence_parallel", "expert", "expert_tensor", "overlap_kind")
 """Fields of a layout that determine the time of a layer."""
@@ -400,27 +401,29 @@ def _stage_time(
     weight = total.weight + costs.kernels.memory_seconds(ACCUMULATION_BYTES[_fused(train)] * added)
     if train.options.adapter:
         weight = np.zeros_like(weight)
-    forward, backward, host = total.forward, total.backward, host_of(train, layout, costs)
+    forward, backward, (host, *lags) = total.forward, total.backward, host_of(train, layout, costs)
     busy = (backward + Seconds.from_compute(weight)).total
-    forward = forward + Seconds.from_compute(launch_wait(forward.total, forward.launches, *host))
-    backward = backward + Seconds.from_compute(launch_wait(busy, backward.launches, *host))
+    forward = forward + Seconds.from_compute(launch_wait(forward.total, forward.launches, host, lags[0]))
+    backward = backward + Seconds.from_compute(launch_wait(busy, backward.launches, host, lags[1]))
     forward = forward + Seconds.from_compute(_offload_wait(train, layout, costs, stage, forward.total))
     backward = backward + Seconds.from_compute(_offload_wait(train, layout, costs, stage, backward.total + weight))
     return StageTime(forward, backward, weight)
 
 
-def host_of(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray | float, float]:
-    """Return the seconds that the host needs for one kernel launch, and the exponent of `launch_wait`.
+def host_of(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray | float, float, float]:
+    """Return the seconds that the host needs for one kernel launch, and the exponents of `launch_wait` for forward and
+    backward.
 
-    Graphs of layers exclude full recompute.
+    Graphs of layers exclude full recompute. The lengths of sequences are read in forward only.
     """
     host: FloatArray | float = costs.kernels.launch_seconds()
     if train.options.cuda_graph == "layer":
         host = np.where(layout.uniform + layout.block > 0.0, host, host * LAUNCH_SHARE["layer"])
     else:
         host *= LAUNCH_SHARE[train.options.cuda_graph]
-    waits = train.model.num_moe_experts is not None and train.transformer_engine
-    return host, 1.0 if costs.synchronous else WAITING_NORM if waits else LAUNCH_NORM
+    backward = WAITING_NORM if train.model.num_moe_experts is not None and train.transformer_engine else LAUNCH_NORM
+    forward = WAITING_NORM if one_by_one(train) and not train.options.rope_fusion else backward
+    return (host, 1.0, 1.0) if costs.synchronous else (host, forward, backward)
 
 
 def launch_wait(
@@ -484,12 +487,13 @@ class _Blocks(ArrayRecord):
 class Pace:
     """A fast function from a stage's number of layers to its seconds per micro-batch, equal to `StageTime.busy`.
 
-    The search for splits calls it thousands of times. `host` and `lag` are the arguments of `launch_wait`, `depths` is
-    the number of MTP layers.
+    The search for splits calls it thousands of times. `host` and the `lag` of forward and backward are from `host_of`,
+    `depths` is the number of MTP layers.
     """
 
     blocks: _Blocks
     host: FloatArray | float
+    forward_lag: FloatArray | float
     lag: FloatArray | float
     depths: float
 
@@ -550,8 +554,9 @@ class Pace:
         return cls(passes_by_block, *host_of(train, layout, costs), depths)
 
     def __getitem__(self, rows: IntArray) -> Pace:
-        host, lag = (each[rows] if isinstance(each, np.ndarray) else each for each in (self.host, self.lag))
-        return replace(self, blocks=self.blocks[rows], host=host, lag=lag)
+        every = self.host, self.forward_lag, self.lag
+        host, forward, backward = (each[rows] if isinstance(each, np.ndarray) else each for each in every)
+        return replace(self, blocks=self.blocks[rows], host=host, forward_lag=forward, lag=backward)
 
     def on_stage(
         self, leading: FloatArray | int = 0, *, first: bool = False, mtp: bool = False, last: bool = False
@@ -561,8 +566,8 @@ class Pace:
         dense = blocks.leading_layer * np.float64(leading) if np.any(leading) else none
         ends = [blocks.embedding] * first + [blocks.head] * last + [blocks.mtp] * bool(mtp and self.depths)
         fixed = sum(ends[1:], ends[0]) if ends else none
-        others = np.asarray(self.depths * mtp - leading), blocks.once_s, blocks.recomputed_layers, self.host, self.lag
-        return StagePace(blocks.layer, dense, fixed, *others)
+        others = np.asarray(self.depths * mtp - leading), blocks.once_s, blocks.recomputed_layers
+        return StagePace(blocks.layer, dense, fixed, *others, self.host, self.forward_lag, self.lag)
 
     def seconds(self, layers: FloatArray, leading: FloatArray | int, **ends: bool) -> FloatArray:
         """Return the seconds of one micro-batch on a stage with `layers` layers, as `on_stage` describes it."""
@@ -587,6 +592,7 @@ class StagePace:
     once_s: FloatArray
     recomputed_layers: FloatArray
     host: FloatArray | float
+    forward_lag: FloatArray | float
     lag: FloatArray | float
 
     @classmethod
@@ -604,8 +610,9 @@ class StagePace:
         backward = total.backward + share * total.forward + self.once_s
         backward_launches = total.backward_launches + share * total.launches
         total = _Passes(total.forward, total.launches, backward, backward_launches) + self.ends
-        forward = total.forward + launch_wait(total.forward, total.launches, self.host, self.lag)
-        return forward + (total.backward + launch_wait(total.backward, total.backward_launches, self.host, self.lag))
+        forward = total.forward + launch_wait(total.forward, total.launches, self.host, self.forward_lag)
+        waits = launch_wait(total.backward, total.backward_launches, self.host, self.lag)
+        return forward + (total.backward + waits)
 
 
 def _stacked(values: Sequence[Any]) -> Any:

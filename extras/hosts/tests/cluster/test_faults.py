@@ -11,8 +11,8 @@ import pytest
 from extras.hosts.tests.cluster.bed import SSHD, Bed
 from extras.hosts.tests.cluster.conftest import Project, Tune
 from flagcore.launchers import guard
+from tests.checks import books_balance, check_kept_once
 from tests.product.cli.conftest import BEST, FLAG
-from tests.run_checks import books_balance, check_kept_once
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -11,8 +11,8 @@ from engines.megatron.tests.command.real import ARCHITECTURE, MEGATRON, needs_me
 from extras.hosts.tests.cluster.bed import NETWORK, SLURM, missing
 from extras.hosts.tests.cluster.conftest import Project, Tune
 from extras.hosts.tests.cluster.test_faults import FAULTS, all_clean, kill
+from tests.checks import books_balance, check_kept_once
 from tests.product.cli.conftest import FLAG
-from tests.run_checks import books_balance, check_kept_once
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200), needs_megatron_lm]
 TRAINING = "--train-iters 6 --lr-warmup-iters 1 --bf16 --clip-grad 1.0 --log-interval 1 --eval-iters 0"

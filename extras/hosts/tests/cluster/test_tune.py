@@ -11,8 +11,8 @@ from extras.hosts.tests.cluster.bed import SLURM, Bed, missing
 from extras.hosts.tests.cluster.conftest import SECRET, Project, Tune
 from extras.hosts.tests.cluster.test_faults import HOSTS_LOST, all_clean
 from flagcore.launchers import guard
+from tests.checks import books_balance, check_kept_once
 from tests.product.cli.conftest import BEST
-from tests.run_checks import books_balance, check_kept_once
 
 pytestmark = pytest.mark.slow
 
@@ -99,3 +99,26 @@ def shows_secret(folder: Path) -> list[Path]:
             if file.is_file() and file.stat().st_mode & stat.S_IROTH and SECRET in file.read_text(errors="ignore"):
                 found.append(file)
     return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_search_without_its_host_for_longer_than_it_waits_ends_with_an_error_and_is_resumed(project: Project) -> None:
+    (project.folder / "hosts.txt").write_text("h1 slots=1\nh2 slots=1\n")
+    project.write_spec(sleeps=0.5, trials=5, spares=0, wait_for_hosts=10)
+    tune = Tune(project)
+    tune.wait_for_a_trial(1)
+    project.bed.cut("h2")
+    assert tune.process.wait() == 6, tune.output()
+    assert "host h2: " in (output := tune.output())
+    assert "resume with `flag tune" in output
+    measured = project.result()["counts"]["measured"]
+    assert measured >= 1
+    assert all_clean(project.bed) == []
+    project.bed.restore("h2")
+    tune.resume()
+    result = tune.finish()
+    assert result["counts"]["measured"] == 5 > measured
+    assert all_clean(project.bed, everything=True) == []
+    assert books_balance(result)
+    check_kept_once(project.run_dir, result)

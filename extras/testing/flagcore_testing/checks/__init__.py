@@ -1,29 +1,16 @@
 """The checks of the kit, one function per check. The name of a check is a statement that is true for a valid plugin."""
 
+from importlib import import_module
 from types import ModuleType
 
-from flagcore_testing.checks import (
-    agreement,
-    answers,
-    chips,
-    costs,
-    derived,
-    detection,
-    engines,
-    entries,
-    environment,
-    figures,
-    measured,
-    module,
-    packaging,
-    parsing,
-    published,
-    second_entry,
-    sources,
-    spelling,
-    telemetry,
-)
 from flagcore_testing.kit import LOADS, SLOW, Check
+
+MODULES = (
+    *("module", "chips", "figures", "sources", "derived", "answers", "costs", "measured", "engines", "entries"),
+    *("environment", "spelling", "agreement", "telemetry", "detection", "parsing", "published", "packaging"),
+    "second_entry",
+)
+"""The modules with checks, in the order of execution."""
 
 
 def _checks(module: ModuleType) -> tuple[Check, ...]:
@@ -33,27 +20,6 @@ def _checks(module: ModuleType) -> tuple[Check, ...]:
     return (*(each for each in public if hasattr(each, "__wrapped__")), *getattr(module, "CHECKS", ()))
 
 
-MODULES = (
-    module,
-    chips,
-    figures,
-    sources,
-    derived,
-    answers,
-    costs,
-    measured,
-    engines,
-    entries,
-    environment,
-    spelling,
-    agreement,
-    telemetry,
-    detection,
-    parsing,
-    published,
-    packaging,
-    second_entry,
-)
-_ALL = [check for each in MODULES for check in _checks(each)]
+_ALL = [check for name in MODULES for check in _checks(import_module(f"{__name__}.{name}"))]
 CHECKS: tuple[Check, ...] = tuple(sorted(_ALL, key=lambda check: check.__name__ not in (LOADS, SLOW)))
 """The checks in order of execution. Checks whose failure skips the others come first."""

@@ -139,8 +139,7 @@ RANGES = {
     "tdp_watts": (1, 3000),
 }
 """Plausible figures of one device in base units. A figure in GB, TFLOP/s or Gb/s is far outside. The lower bounds are
-for one core of a small CPU.
-"""
+for one core of a small CPU."""
 
 BANDWIDTH, LINK, NIC = "memory_bandwidth_bytes_per_second", "link.bytes_per_second", "nic_bytes_per_second"
 HOST, PEAK = "host_bytes_per_second", "dense_flops_per_second."
@@ -264,8 +263,7 @@ def memory_bandwidth_is_plausible(chip: Chip) -> Problems:
 
 USUAL_OPERATIONS_PER_BYTE, MOST_OPERATIONS_PER_BYTE = 330.0, 460.0
 """Operations per byte of memory traffic in 16 bits. Few chips exceed the first figure, none the second, but most would
-with doubled (sparse) peaks.
-"""
+with doubled (sparse) peaks."""
 OVER_FP32 = 40.0
 """Maximum ratio of a 16-bit peak to fp32; 31 is the largest of a known chip."""
 SAME = (0.9, 1.25)

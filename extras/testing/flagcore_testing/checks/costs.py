@@ -22,8 +22,7 @@ MIN_BYTES = 2**20
 """Minimum number of bytes. A smaller figure is probably in MiB or GiB."""
 IDLE_SHARE, IDLE_BYTES = 0.25, 2**33
 """Maximum share of a device's memory, and maximum bytes, for context, libraries and collective buffers; known chips
-take up to 3.9 GiB.
-"""
+take up to 3.9 GiB."""
 CONTEXT_BYTES = 2.0**27
 """Minimum memory of a process's context, libraries and collective buffers; known chips take 0.5 to 3 GiB."""
 RESERVED = 1.15
@@ -340,8 +339,7 @@ def _costs(plugin: Subject) -> list[tuple[Chip, CollectiveCosts]]:
 
 def _curves(plugin: Subject) -> list[tuple[Chip, CollectiveTable, Curve, float]]:
     """Return each measured curve with its highest rate in bytes per second. Raises Skip if there are no usable
-    curves.
-    """
+    curves."""
     _costs(plugin)
 
     def table(chip: Chip) -> CollectiveTable | None:

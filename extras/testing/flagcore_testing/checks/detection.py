@@ -1,6 +1,5 @@
 """Checks of device detection: with the tool, without it, with a broken tool, and from transcripts. Fake tools are
-executables.
-"""
+executables."""
 
 import io
 import random

@@ -26,8 +26,7 @@ from flagcore_testing.kit import Problem, Problems, Subject, check, need
 
 FASTER, SLOWER = 1.1, 100.0
 """A measured kernel may be this much faster than the peaks allow, and a large one this much slower; known ones take up
-to 30 times as long.
-"""
+to 30 times as long."""
 LARGE_FLOPS, LARGE_BYTES = 1e11, 1e9
 SCHEMA = 1
 """The form of provenance.yaml."""

@@ -33,8 +33,7 @@ def _parsers(plugin: Subject) -> dict[Path, ast.Module]:
 @once
 def _reached(plugin: Subject) -> tuple[set[Place], dict[Place, set[str]]]:
     """Return the lines that detection and telemetry execute on the transcripts, and the arguments of each call of
-    `reading` that gave a figure above 0 which `reads` has.
-    """
+    `reading` that gave a figure above 0 which `reads` has."""
     lines, given, expected = set[Place](), dict[Place, set[str]](), dict[str, float]()
     with _traced(plugin.package_folder, lines), _recorded(plugin, given, expected):
         for each in (each for each in plugin.transcripts if each.tool):
