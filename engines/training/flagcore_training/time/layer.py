@@ -380,6 +380,10 @@ The first number is for router, permutation and dispatch, the second for one exp
 products), the third for the shared experts. Backward launches twice as many. Fitted to 13 measured ranks with 2 to 64
 experts each; the values of transformer-engine are estimates."""
 
+GROUPED_LAUNCHES = 2.0
+"""Kernels for each expert with grouped products, which are a product of cuBLAS per expert and linear layer, on several
+streams (transformer-engine 2.14 `cublaslt_gemm.cu`, multi_stream_cublas_gemm). Counted."""
+
 
 _BIAS_BYTES = {2.0: (12.0, 16.0), 4.0: (28.0, 40.0)}
 """The bytes per output element, forward and backward, of the biases of experts with a grouped product, by the bytes of
@@ -413,6 +417,7 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
     expert_launches = expert_launches + adapter_launches(train, *network_products(model, width, latent))
     launches = np.full_like(rows, router_launches) + expert_launches * (1.0 if is_grouped else local_experts)
+    launches = launches + is_grouped * GROUPED_LAUNCHES * local_experts
     bias = bias_back = np.zeros_like(copies)
     if model.moe_bias and is_grouped:
         weight_bytes = 4.0 if options.dispatcher == "flex" else 2.0
