@@ -15,6 +15,7 @@ from flagcore_serving.job import EngineArg
 from flagcore_serving.space.settings import TIERS
 
 from flagcore.errors import SpecError
+from flagcore_vllm import json_flags
 
 CONFIG = "kv-transfer-config"
 LMCACHE = ("LMCacheConnectorV1", "LMCacheMPConnector")
@@ -34,6 +35,7 @@ def check(value: EngineArg) -> None:
         fix = """write one such as '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'"""
         raise SpecError(key=f"serve.engine_args.{CONFIG}", value=value, problem="must be a JSON object", fix=fix)
     for each in connectors({CONFIG: str(value)}):
+        json_flags.check({f"{CONFIG}.{name}": of_name for name, of_name in each.items()})
         if not isinstance(each.get("kv_connector"), str | None):
             problem, fix = "must be a name", "write one, such as OffloadingConnector"
             raise SpecError(key=f"{CONFIG}.kv_connector", value=each["kv_connector"], problem=problem, fix=fix)

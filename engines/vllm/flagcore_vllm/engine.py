@@ -70,7 +70,7 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import N_, Message
-from flagcore_vllm import connectors
+from flagcore_vllm import connectors, json_flags
 
 NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""
@@ -157,11 +157,16 @@ class VllmProgram(Program):
             found: object = None
             with suppress(ValueError):
                 found = json.loads(text) if key in objects else None
+            is_object = key in objects & json_flags.KEYS.keys()
+            if is_object and not isinstance(found, Mapping) and not re.fullmatch(r".*\$.*|\d*|None", text):
+                problem, fix = "must be a JSON object", """write one such as '{"KEY": "VALUE"}'"""
+                raise SpecError(key=f"serve.engine_args.{name}", value=value, problem=problem, fix=fix)
             result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {SHORT.get(key, name): value}
         draft = str(result.get(self.draft_flag, "")).lower()
         if draft and DRAFTED_FLAG in result and METHOD not in result:
             heads = {"eagle-": "eagle", "eagle3": "eagle3"}  # as in `config/speculative.py` of 0.33
             result[METHOD] = next((word for part, word in heads.items() if part in draft), "draft_model")
+        json_flags.check(result)
         return result
 
     def effects(self, name: str, value: object, shown: str) -> Iterator[Unmodelled]:

@@ -1,3 +1,4 @@
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -6,6 +7,7 @@ from typing import Any
 import pytest
 from flagcore_serving.job import Load
 from flagcore_serving.trial.loads import shares
+from flagcore_vllm import json_flags
 from flagcore_vllm.engine import ENGINE as ENGINE
 
 from engines.serving.tests.engines.tasks import GIB, LOAD, figures, merged, planned, server, settings
@@ -323,3 +325,31 @@ def test_from_0_15_each_attention_rank_accepts_requests() -> None:
     serve = [{"engine": "vllm", "engine_version": each, "precision": "bf16", **load} for each in ("0.14.0", "0.15.0")]
     older, newer = api.estimate_jobs([{**job, "id": each["engine_version"], "serve": each} for each in serve])
     assert older["ttft_s"]["mean"] - newer["ttft_s"]["mean"] == pytest.approx(1000 * 2e-3 * 7 / 8)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "key"),
+    [
+        ("kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "both"}', ".kv_role"),
+        ("kv_transfer_config.kv_role", "both", ".kv_role"),
+        ("speculative-config", "ngram", ""),
+        ("speculative-config", '{"method": "ngrm", "num_speculative_tokens": 3}', ".method"),
+        ("compilation-config", '{"cudagraph_moed": "FULL"}', ".cudagraph_moed"),
+        ("compilation-config", '{"cudagraph_capture_sizes": [1, "a"]}', ".cudagraph_capture_sizes"),
+    ],
+)
+def test_json_flags_that_vllm_rejects_are_rejected(flag: str, value: str, key: str) -> None:
+    name = f"serve.engine_args.{flag.partition('.')[0]}{key}"
+    with pytest.raises(SpecError) as raised:
+        figures(cards(engine_args={flag: value}))
+    assert raised.value.key == name
+
+
+def test_json_flags_that_vllm_accepts_pass() -> None:
+    accepted = {
+        "kv-transfer-config": '{"kv_connector": "P2pNcclConnector", "kv_role": "kv_both", "kv_buffer_size": 8e9}',
+        "speculative-config": '{"method": "qwen3_next_mtp", "num_speculative_tokens": 2, "own_key": 1}',
+        "compilation-config": '{"cudagraph_capture_sizes": [1, 2, 4], "max_cudagraph_capture_size": 4}',
+    }
+    for flag, text in accepted.items():
+        json_flags.check({f"{flag}.{key}": value for key, value in json.loads(text).items()})

@@ -24,7 +24,7 @@ from flagcore.domain.engine import (
 )
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, Spec, Task
-from flagcore.errors import FlagError, NoDevice, SpecError, join_errors
+from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.devices import require_devices
@@ -237,13 +237,6 @@ def with_plugin_knobs(platform: Platform) -> Platform:
     for knob in chosen:
         _check_knob(spec, knob)
     task = replace(task, knobs=chosen)
-    try:
-        engine.axes(task.for_engine())
-    except SpecError as error:
-        hint = f"; knobs of plugins: {plugin_names}" if plugin_names else ""
-        raise join_errors(
-            [SpecError(key=e.key, value=e.value, problem=e.problem, fix=e.fix + hint) for e in error.problems]
-        ) from None
     searched = {name for knob in chosen for effect in knob.effects.values() for name in effect.environment}
     environment = {name: value for name, value in platform.environment.items() if name not in searched}
     return replace(platform, task=task, knobs=plugin_knobs, environment=environment)
