@@ -509,8 +509,7 @@ def with_overlay(loaded: LoadedPlugins, warn: Callable[[str], object]) -> Loaded
     An overlay is a subclass of LoadedPlugins. `warn`: called with its warnings.
     """
     kind = overlay()
-    found: LoadedPlugins = kind([*loaded.plugins, *loaded.failures], warn) if kind else loaded
-    return found
+    return kind([*loaded.plugins, *loaded.failures], warn) if kind else loaded
 
 
 def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:

@@ -313,8 +313,7 @@ def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:
         text = section.model_fields[name].description
         extra: dict[str, JsonValue] | None = {"default": {}} if name == "settings" else None
         fields[name] = (kind, Field(default, description=text, json_schema_extra=extra))
-    result: type[M] = create_model(section.__name__ + suffix, __base__=section, __doc__=section.__doc__, **fields)
-    return result
+    return create_model(section.__name__ + suffix, __base__=section, __doc__=section.__doc__, **fields)
 
 
 DEFAULTS: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}

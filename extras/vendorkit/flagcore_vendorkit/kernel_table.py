@@ -233,8 +233,7 @@ class Correction:
 
         def interpolate(axis: int, corner: IntArray | int) -> FloatArray:
             if axis == len(shares):
-                value: FloatArray = table.take(corner)
-                return value
+                return table.take(corner)
             low = interpolate(axis + 1, corner)
             result: FloatArray = low + shares[axis] * (interpolate(axis + 1, corner + strides[axis]) - low)
             return result
@@ -279,8 +278,7 @@ def learn_line(axis: GridAxis, sizes: FloatArray, residuals: FloatArray) -> Corr
 def octaves(sizes: FloatArray) -> FloatArray:
     """Return the positions of `sizes` on a logarithmic axis: log2 at powers of two, and linear between them."""
     bits = np.asarray(sizes, dtype=np.float64).view(np.int64)
-    power: FloatArray = bits.astype(np.float64) * (1.0 / (1 << MANTISSA)) - 1023.0
-    return power
+    return bits.astype(np.float64) * (1.0 / (1 << MANTISSA)) - 1023.0
 
 
 GEMM_AXES = (
