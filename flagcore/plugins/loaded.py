@@ -311,8 +311,7 @@ class LoadedPlugins:
 
     def topology(self, group: NodeGroup) -> Topology | None:
         """Return the topology of the first plugin that returns one, or None. The core then derives it from the chip."""
-        check = partial(validation.topology, group=group)
-        return self._first([group.chip], "flagcore_topology", check, group=group)
+        return self._first([group.chip], "flagcore_topology", partial(validation.topology, group=group), group=group)
 
     def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
         arguments = {"group": group, "engine": engine, "kind": kind_of(engine)}

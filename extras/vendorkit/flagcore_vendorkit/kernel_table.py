@@ -121,8 +121,7 @@ def _fit_rates(roofline: Roofline, sheet: KernelSheet) -> Roofline:
     }
     if fact is not None:
         for field, kind in (("memory_share", "copy"), ("elementwise_share", "elementwise")):
-            rate = _rate(sheet, kind, curve.kernel_seconds, getattr(curve, field) * fact.value)
-            changes[field] = rate / fact.value
+            changes[field] = _rate(sheet, kind, curve.kernel_seconds, getattr(curve, field) * fact.value) / fact.value
     if launches.size:
         changes["launch_seconds"] = float(np.median(launches))
     return replace(roofline, curve=replace(curve, **changes))
