@@ -300,7 +300,8 @@ def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
         return next(iter(once), None)
     waiting = [trial for trial in trials if done[trial.candidate] < minimum[trial.candidate]]
     if not waiting and control.repeats:
-        waiting = [trial for trial in search_state.contenders(control) if done[trial.candidate] < max_rounds]
+        contenders = search_state.contenders(control)
+        waiting = [trial for trial in contenders if done[trial.candidate] < max_rounds]
     return min(waiting or once, key=lambda trial: done.get(trial.candidate, 0), default=None)
 
 
