@@ -92,9 +92,10 @@ Not modelled: the trainer of Llama 3.1 405B on 16,384 devices shards gradients, 
 FINE_TUNING = """\
 Steps of fine-tuning on packed samples or with LoRA, published in 2026, by repository. Records name packing, LoRA and
 what else their source says in notes; lengths are assumed (see [job records](results.md#defaults-of-job-records)).
-No number is fitted to these runs. Those of Megatron-Bridge led to the causes that are modelled (kernels for each packed
-sample, settings of its recipes), so they are not unseen; the others are. *Weak* runs are functional tests, or leave
-open what matters, such as the exchange of context parallelism.
+No number is fitted to these runs, but they are not unseen: those of Megatron-Bridge led to the causes that are modelled
+(kernels for each packed sample and expert, settings of its recipes), and those of ms-swift decided that plain `packing`
+has the mean that imports assume. Only those of NeMo AutoModel changed nothing. *Weak* runs are functional tests, or
+leave open what matters, such as the exchange of context parallelism.
 
 Known to be wrong: pipelines of NeMo AutoModel, here written as runs of Megatron-LM without recompute (half of the
 time), and experts of transformers under ZeRO 3, which are gathered one by one (ms-swift, 4% of the time).

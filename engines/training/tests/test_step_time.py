@@ -9,9 +9,11 @@ from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_testing.examples import mixed
 from flagcore_training.layout import Layout, Options, Training, distinct
 from flagcore_training.stages import model_flops
+from flagcore_training.time.layer import layer_time
 from flagcore_training.time.step import rank_time, step_time
+from flagcore_vendorkit.transformer import mean_layer
 
-from engines.training.tests.candidates import LLAMA, TOPOLOGY
+from engines.training.tests.candidates import LLAMA, TOPOLOGY, plain_costs
 from engines.training.tests.candidates import layout as layout_of
 from engines.training.tests.candidates import train as train_of
 from flagcore.contracts import Costs
@@ -300,3 +302,16 @@ def test_sparse_attention_without_its_kernels_computes_all_scores() -> None:
     assert unfused > 1.5 * total(TRAIN)
     trained = with_options(replace(TRAIN, model=sparse), indexer_loss=True)
     assert total(trained) > 1.3 * unfused
+
+
+def test_grouped_products_launch_a_kernel_for_each_expert_and_linear_layer() -> None:
+    job, mean = replace(MOE, transformer_engine=True), mean_layer(MOE.model, experts=True)
+
+    def launches(adapter: Adapter | None = None) -> float:
+        given = replace(job, options=replace(job.options, adapter=adapter))
+        found = layer_time(given, layout_of(expert=[1, 4]), plain_costs(), mean).forward.launches
+        return float(found[0] - found[1])
+
+    fewer = 0.75 * (MOE.model.num_moe_experts or 0)
+    assert launches() == fewer * 2
+    assert launches(Adapter(targets=("down_proj",))) == fewer * (2 + 2)

@@ -382,7 +382,8 @@ experts each; the values of transformer-engine are estimates."""
 
 GROUPED_LAUNCHES = 2.0
 """Kernels for each expert with grouped products, which are a product of cuBLAS per expert and linear layer, on several
-streams (transformer-engine 2.14 `cublaslt_gemm.cu`, multi_stream_cublas_gemm). Counted."""
+streams (transformer-engine 2.14 `cublaslt_gemm.cu`, multi_stream_cublas_gemm). So are those of adapters, half of their
+kernels. Counted."""
 
 
 _BIAS_BYTES = {2.0: (12.0, 16.0), 4.0: (28.0, 40.0)}
@@ -415,9 +416,9 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     sorts = 2.0 * permute * (local_experts > 1.0) * (options.dispatcher == "alltoall")
     is_grouped = options.grouped_gemm and train.transformer_engine
     router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
-    expert_launches = expert_launches + adapter_launches(train, *network_products(model, width, latent))
-    launches = np.full_like(rows, router_launches) + expert_launches * (1.0 if is_grouped else local_experts)
-    launches = launches + is_grouped * GROUPED_LAUNCHES * local_experts
+    of_adapters = adapter_launches(train, *network_products(model, width, latent))
+    launches = (expert_launches + of_adapters) * (1.0 if is_grouped else local_experts) + router_launches
+    launches = launches + is_grouped * (GROUPED_LAUNCHES + of_adapters / 2.0) * local_experts
     bias = bias_back = np.zeros_like(copies)
     if model.moe_bias and is_grouped:
         weight_bytes = 4.0 if options.dispatcher == "flex" else 2.0
