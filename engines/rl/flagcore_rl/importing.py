@@ -18,7 +18,7 @@ from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes
 from flagcore_rl.commands import Dialect, Given, Row, dialect_of
 from flagcore_rl.roles import DEVICES, STALENESS
-from flagcore_rl.rules import FIRST, LAST, RDP, RTP
+from flagcore_rl.rules import ENDS, RDP, RTP
 
 ROLLOUTS = ("vllm", "sglang")
 """Rollouts that are predicted. Others are taken as the first one."""
@@ -26,7 +26,7 @@ USUAL = 0.5
 """The mean length of prompts and answers as a share of the longest, which commands do not say."""
 SETTINGS = (
     *("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"),
-    *("expert_tensor_parallel_size", FIRST, LAST),
+    *("expert_tensor_parallel_size", *ENDS),
 )
 """Settings of the trainer that commands have."""
 SHORT_PROMPT = 512
