@@ -144,6 +144,10 @@ def spec_of(
     notes, read = Notes(), Reading(name, start.words, directory)
     section = model_of(model, [read.value("model")], directory, notes)
     cluster, rollout_devices = _cluster(read, notes)
+    for key, value in read.dialect.refused.items():
+        if read.set.get(key) == value:
+            fix = "describe the training in a spec with engine: megatron"
+            notes.report(key, "generates no answers: it is no reinforcement learning", value=value, fix=fix)
     if notes.problems:
         raise join_errors(notes.problems)
     rl = {"engine": name, **_engines(read, notes), **_samples(read, cluster, notes)}
@@ -212,6 +216,12 @@ def _samples(read: Reading, cluster: Mapping[str, Any], notes: Notes) -> dict[st
                 "rl.prompts", f"{prompts}: those of an optimizer step, as the command has no other", "rl.prompts"
             )
     found: dict[str, Any] = {"algorithm": read.value("algorithm") or "grpo", "prompts": prompts, "samples": samples}
+    row = read.rows.get("algorithm")
+    given = (
+        next((read.set[key] for key in map(read.dialect.key, row.keys) if key in read.set), "grpo") if row else "grpo"
+    )
+    if row and given not in ("grpo", *row.words.values()):
+        notes.note("algorithm", f"{given} is predicted as {found['algorithm']}", "rl.algorithm")
     if found["algorithm"] == "ppo" and any(key.startswith("critic.") for key in read.set):
         notes.note("critic", "is predicted as a second policy, with its layout and micro-batches", "rl.algorithm")
     total = prompts * samples
