@@ -59,6 +59,7 @@ class Dialect:
     asynchronous: str = ""
     variants: str = ""
     nested: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
     presets: Mapping[str, Settings] = field(default_factory=dict)
     config: Sequence[str] = ()
     launcher: Sequence[str] = ()

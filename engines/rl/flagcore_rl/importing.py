@@ -18,13 +18,13 @@ from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes
 from flagcore_rl.commands import Dialect, Given, Row, dialect_of
 from flagcore_rl.roles import DEVICES, ROLLOUTS, STALENESS
-from flagcore_rl.rules import FIRST, LAST, RDP, RTP
+from flagcore_rl.rules import ENDS, RDP, RTP
 
 USUAL = 0.5
 """The mean length of prompts and answers as a share of the longest, which commands do not say."""
 SETTINGS = (
     *("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"),
-    *("expert_tensor_parallel_size", FIRST, LAST),
+    *("expert_tensor_parallel_size", *ENDS),
 )
 """Settings of the trainer that commands have."""
 SHORT_PROMPT = 512
@@ -142,6 +142,10 @@ def spec_of(
     notes, read = Notes(), Reading(name, start.words, directory)
     section = model_of(model, [read.value("model")], directory, notes)
     cluster, rollout_devices = _cluster(read, notes)
+    for key, value in read.dialect.refused.items():
+        if read.set.get(key) == value:
+            fix = "describe the training in a spec with engine: megatron"
+            notes.report(key, "generates no answers: it is no reinforcement learning", value=value, fix=fix)
     if notes.problems:
         raise join_errors(notes.problems)
     rl = {"engine": name, **_engines(read, notes), **_samples(read, cluster, notes)}
@@ -210,6 +214,12 @@ def _samples(read: Reading, cluster: Mapping[str, Any], notes: Notes) -> dict[st
                 "rl.prompts", f"{prompts}: those of an optimizer step, as the command has no other", "rl.prompts"
             )
     found: dict[str, Any] = {"algorithm": read.value("algorithm") or "grpo", "prompts": prompts, "samples": samples}
+    row = read.rows.get("algorithm")
+    given = (
+        next((read.set[key] for key in map(read.dialect.key, row.keys) if key in read.set), "grpo") if row else "grpo"
+    )
+    if row and given not in ("grpo", *row.words.values()):
+        notes.note("algorithm", f"{given} is predicted as {found['algorithm']}", "rl.algorithm")
     if found["algorithm"] == "ppo" and any(key.startswith("critic.") for key in read.set):
         notes.note("critic", "is predicted as a second policy, with its layout and micro-batches", "rl.algorithm")
     total = prompts * samples

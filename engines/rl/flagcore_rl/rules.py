@@ -21,6 +21,8 @@ ETP, FIRST, LAST = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
 )
+ENDS = (FIRST, LAST, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""What lets stages have different numbers of layers."""
 
 
 def check_settings(work: RlSpec) -> None:
@@ -67,11 +69,13 @@ def rules(task: Task) -> tuple[Rule, ...]:
         return np.maximum(trainers(columns) // (size(columns, TP) * size(columns, CP) * size(columns, PP)), 1)
 
     def uneven(columns: Columns) -> BoolArray:
-        own = np.add(columns.get(FIRST, 0), columns.get(LAST, 0)) + len({FIRST, LAST} & {*work.trainer.settings}) > 0
+        own = np.add(columns.get(FIRST, 0), columns.get(LAST, 0)) + len({*ENDS} & {*work.trainer.settings}) > 0
         return np.asarray((model.num_layers % size(columns, PP) != 0) & ~own)
 
     def experts(columns: Columns) -> BoolArray:
         ranks, expert = trainers(columns) // size(columns, PP), size(columns, EP) * size(columns, ETP)
+        if work.trainer.engine == "fsdp2":  # experts on the ranks that share weights
+            ranks = ranks // size(columns, TP)
         return np.asarray(
             (columns[EP] > 1) & (((model.num_moe_experts or 1) % size(columns, EP) != 0) | (ranks % expert != 0))
         )
@@ -110,7 +114,9 @@ def rules(task: Task) -> tuple[Rule, ...]:
             lambda c: (model.num_attention_heads % size(c, TP) != 0) | (model.num_attention_heads % size(c, RTP) != 0),
         ),
         rule("even_stages", (PP,), N_("PP must divide the layers, unless the ends have numbers of their own"), uneven),
-        rule("expert_groups", (DEVICES, PP, EP), N_("EP must divide the experts, and the ranks of a stage"), experts),
+        rule(
+            "expert_groups", (DEVICES, TP, PP, EP), N_("EP must divide the experts, and the ranks of a stage"), experts
+        ),
         rule(
             "whole_mini_batch",
             layout,

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from flagcore_models.public import model_of
-from flagcore_training.adapters import NAMES, TARGETS, absent_targets, adapter_section
+from flagcore_training.adapters import NAMES, TARGETS, absent_targets, adapter_section, layer_names
 from flagcore_training.commands import cluster_of, flat, parse, parse_flags
 from flagcore_training.lengths import assumed_lengths
 
@@ -240,8 +240,7 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
             selected = [name for name in (*TARGETS, *NAMES) if any(pattern.fullmatch(path + name) for path in PATHS)]
             targets = selected or targets
     section = adapter_section("dora" if read.is_on("dora") else kind, read.number("rank"), targets, base)
-    names = targets if isinstance(targets, list) else re.split(r"[\s,]+", str(targets)) if targets else ()
-    last = {str(name): str(name).rsplit(".", 1)[-1].strip("*") for name in names}
+    last = {name: name.rsplit(".", 1)[-1].strip("*") for name in layer_names(targets)}
     if other := [name for name, each in last.items() if not _ALL.fullmatch(name) and each not in (*NAMES, *TARGETS)]:
         text = "left out" if "targets" in section else "taken as all linear layers"
         notes.note("adapter", f"{', '.join(other)[:80]}: unknown layers, {text}", "train.adapter")
@@ -267,7 +266,7 @@ def _cluster(read: Reading, start: Start, notes: Notes) -> dict[str, Any]:
     replicas = read.size("shard") * read.size("replicate") * (experts if "apart" in read.row else 1)
     fewest = math.lcm(tensor * stages * context * replicas, stages * experts)
     is_alone = re.search(read.row.get("alone", "$^"), read.text)
-    if is_alone and not per_node and "," in visible:
+    if is_alone and per_node <= visible.count(",") > 0:
         text = "one process has all visible devices: layers that run on one after another are predicted as on one"
         notes.note("cluster", text, "cluster")
     if not per_node:

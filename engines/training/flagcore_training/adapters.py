@@ -6,7 +6,7 @@ AutoModel @36044ad3 `_peft/lora.py`.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, get_args
@@ -82,13 +82,18 @@ def noted_adapter(name: str, notes: str) -> Adapter | None:
     return Adapter(kind=kind, rank=rank, base=base, targets=targets or Adapter().targets)
 
 
+def layer_names(names: object) -> list[str]:
+    """Return the names of layers in a list or in text, which both may have commas."""
+    text = " ".join(map(str, names)) if isinstance(names, (list, tuple)) else str(names or "")
+    return re.findall(r"[^\s,]+", text)
+
+
 def adapter_section(kind: str, rank: object, names: object = None, base: str | None = None) -> dict[str, object]:
     """Return `train.adapter` of a spec for the settings of a framework. `names`: of layers, as a list or joined text.
 
     Paths and wildcards before a name are left out. Names of other layers than flagcore's are those of all.
     """
-    listed = re.split(r"[\s,]+", names) if isinstance(names, str) else names if isinstance(names, Sequence) else ()
-    last = [str(name).rsplit(".", 1)[-1].strip("*") for name in listed]
+    last = [name.rsplit(".", 1)[-1].strip("*") for name in layer_names(names)]
     targets = list(dict.fromkeys(each for name in last for each in NAMES.get(name, (name,)) if each in TARGETS))
     kind = "qlora" if base and kind != "dora" else kind if kind in ("dora", "qlora") else "lora"
     rank = {"rank": rank} if rank is not None else {}
