@@ -22,7 +22,7 @@ from flagcore.domain.space import (
     Pruned,
     Space,
 )
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import TIMED_STATES, Trial, TrialState
 
 CHUNK = 1 << 16
 """The number of candidates per call of a rule."""
@@ -81,7 +81,7 @@ def _by_prediction(
 
 
 def _by_trial(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool) -> Pruned:
-    """Remove the rows that cannot be better than a trial that was measured or ran out of memory.
+    """Remove the rows that cannot be better than a trial that was measured, stopped or ran out of memory.
 
     They do at least as much work, or need at least as much memory. `itself`: whether the candidate of the trial is
     removed, too.
@@ -92,7 +92,7 @@ def _by_trial(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool) -
         name, is_at_least, predicted = NEEDS_AS_MUCH_MEMORY, order.needs_at_least, predictions.device_used_bytes
     else:
         name, is_at_least, predicted = DOES_AS_MUCH_WORK, order.takes_at_least, predictions.step_time_s
-    if not rows.size or trial.state not in (TrialState.OUT_OF_MEMORY, TrialState.MEASURED):
+    if not rows.size or trial.state not in (TrialState.OUT_OF_MEMORY, *TIMED_STATES):
         return pruned
     columns = space.columns(rows)
     mask = is_at_least(columns, trial.candidate)

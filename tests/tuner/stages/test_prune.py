@@ -19,7 +19,7 @@ from flagcore.domain.space import (
     Pruned,
     Space,
 )
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import TIMED_STATES, Trial, TrialState
 from flagcore.tuner.search_state import count
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.learn import learn
@@ -100,14 +100,15 @@ def test_the_candidate_of_a_trial_is_not_pruned_by_its_own_trial() -> None:
         assert SPACE.find(one) in pruned([trial(one, state)]).open_rows.tolist()
 
 
-def test_more_work_than_a_measured_candidate_is_pruned_unless_less_time_is_predicted() -> None:
+@pytest.mark.parametrize("state", TIMED_STATES)
+def test_more_work_than_a_timed_candidate_is_pruned_unless_less_time_is_predicted(state: TrialState) -> None:
     one = tasks.candidate(data_parallel_size=4, micro_batch_size=1)
     recomputed = SPACE.find(tasks.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
-    assert recomputed in rows_of(pruned([trial(one, TrialState.MEASURED, 3)]), DOES_AS_MUCH_WORK)
+    assert recomputed in rows_of(pruned([trial(one, state, 3)]), DOES_AS_MUCH_WORK)
     predicted = predictions()
     faster = predicted.step_time_s.copy()
     faster[recomputed] = 0.5 * faster[SPACE.find(one)]
-    found = pruned([trial(one, TrialState.MEASURED)], of=replace(predicted, step_time_s=faster))
+    found = pruned([trial(one, state)], of=replace(predicted, step_time_s=faster))
     assert recomputed in found.open_rows.tolist()
 
 
@@ -141,9 +142,7 @@ def used(row: int, memory: float, number: int) -> Trial:
     return replace(done, measurement=replace(done.measurement, device_used_bytes=int(memory)))
 
 
-@pytest.mark.parametrize(
-    "state", [TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT, TrialState.INTERRUPTED, TrialState.STOPPED]
-)
+@pytest.mark.parametrize("state", [TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT, TrialState.INTERRUPTED])
 def test_other_trial_states_prove_nothing(state: TrialState) -> None:
     one = tasks.candidate(data_parallel_size=4, micro_batch_size=1)
     assert pruned([trial(one, state)]).open_rows.size == len(SPACE)
