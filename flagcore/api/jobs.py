@@ -272,8 +272,7 @@ def _observations(
 ) -> tuple[Observations, Observations]:
     """Return the observed step times and memory of the records `members`, which are runs of task `number`."""
     task = members[0][0]
-    group_costs = loaded.costs(task.cluster, task.spec.work.engine)
-    platform = Platform(task=task, engine=engine, costs=group_costs)
+    platform = Platform(task=task, engine=engine, costs=loaded.costs(task.cluster, task.spec.work.engine))
     legal = legality(platform)
     encoded = [candidate_columns(platform, candidate) for _, candidate, _ in members]
     columns = {knob: np.concatenate([one_row[knob] for one_row in encoded]) for knob in encoded[0]}

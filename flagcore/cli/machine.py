@@ -84,8 +84,7 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
 
     Maturity is the strongest evidence of a plugin: runs on hardware, recorded output of tools, or documents.
     """
-    rows = options.joined(api.plugin_table(without), form, "chips", " ")
-    options.show_records(rows, form, "plugins")
+    options.show_records(options.joined(api.plugin_table(without), form, "chips", " "), form, "plugins")
 
 
 @plugins_command.command("chips")

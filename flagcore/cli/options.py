@@ -419,5 +419,4 @@ def _wrapped(text: str, width: int | None) -> str:
     """Wrap lines that are longer than `width`. Paths are not broken."""
     if width is None:
         return text
-    lines = text.split("\n")
-    return "\n".join(each for line in lines for each in wrapped(line, max(width, 8), "    ", cut=False))
+    return "\n".join(each for line in text.split("\n") for each in wrapped(line, max(width, 8), "    ", cut=False))

@@ -114,8 +114,7 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         record = of_name[number] if number in of_name else estimate.candidates[number - 1]
         details = {"chip": estimate.chip, "devices": estimate.devices, **record, "model": list(estimate.model)}
         details |= {"notes": list(estimate.notes)} if estimate.notes else {}
-        titles = {PLAN: _("Recommended"), 0: _("Baseline")}
-        title = titles.get(number) or _("Candidate {number}", number=number)
+        title = {PLAN: _("Recommended"), 0: _("Baseline")}.get(number) or _("Candidate {number}", number=number)
         if form == "table":
             from flagcore.report.explanation import detail_text
 

@@ -52,8 +52,7 @@ def _name(trial: Trial) -> str:
 
 
 def _predicted(event: Event) -> str:
-    trial = event.trial
-    seconds = trial.expected_step_s
+    seconds = event.trial.expected_step_s
     if seconds is None:
         return ""
     value = f"{seconds:.3g} s"

@@ -168,8 +168,7 @@ class Predictions:
     def share_in_use(self) -> FloatArray:
         """The memory in use of each candidate as a share of the capacity. NaN if the capacity is unknown."""
         capacity = np.nan if self.capacity_bytes is None else self.capacity_bytes
-        share: FloatArray = self.device_used_bytes / capacity
-        return share
+        return self.device_used_bytes / capacity
 
     @property
     def fits(self) -> BoolArray:

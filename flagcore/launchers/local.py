@@ -57,8 +57,7 @@ class LocalLauncher(Launcher):
         added unless they are set. `launch.json` records the launch without secrets, `exit.json` its end. Raises
         LaunchError if the trial cannot be started.
         """
-        variables = network.fill(launch.environment, network.placeholders())
-        environment = {"MASTER_ADDR": "127.0.0.1", **variables}
+        environment = {"MASTER_ADDR": "127.0.0.1", **network.fill(launch.environment, network.placeholders())}
         if "MASTER_PORT" not in environment:
             with as_launch_error("no free TCP port on 127.0.0.1: set MASTER_PORT in the trial's environment; "):
                 environment["MASTER_PORT"] = str(network.free_port("127.0.0.1"))

@@ -131,8 +131,7 @@ class Templates:
         if template:
             try:
                 template.wait_until_ready()
-                spawn = functools.partial(template.fork, stdout, stderr)
-                return begin(spawn=spawn), template
+                return begin(spawn=functools.partial(template.fork, stdout, stderr)), template
             except OSError as problem:
                 LOG.info("the trial starts cold: %s", problem)
                 if not template.ready:

@@ -153,8 +153,7 @@ class Collectives:
         for outer in range(1, len(members)):
             transfer = self._crossing_seconds(kind, outer, payload_bytes, count, members)
             if outer > measured_level:
-                level_startup = self._crossing_startup(kind, outer, members)
-                startup = startup + smooth(level_startup, transfer) - transfer
+                startup = startup + smooth(self._crossing_startup(kind, outer, members), transfer) - transfer
             time = np.maximum(time, transfer)
         return time + startup
 

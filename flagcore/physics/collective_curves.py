@@ -244,10 +244,9 @@ def _interpolate(curve: Curve, base: FloatArray) -> FloatArray:
     high_times = base * seconds[-1] / np.interp(sizes[-1], SIZES, base)
     if len(sizes) > 1:
         high_times = seconds[-1] + (SIZES - sizes[-1]) * (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-    times: FloatArray = np.maximum.accumulate(
+    return np.maximum.accumulate(
         np.where(sizes[0] > SIZES, low_times, np.where(sizes[-1] < SIZES, high_times, measured_times))
     )
-    return times
 
 
 def _extrapolate(kind: str, level: Level, row: FloatArray, ranks: int, new_ranks: int) -> FloatArray:

@@ -235,8 +235,7 @@ def _smooth_max(first: FloatArray, second: FloatArray) -> FloatArray:
     It is close to their maximum, but larger if they are similar, because the two activities overlap only partly.
     """
     first, second = first * first, second * second
-    result: FloatArray = np.sqrt(np.sqrt(first * first + second * second))
-    return result
+    return np.sqrt(np.sqrt(first * first + second * second))
 
 
 C = TypeVar("C", KernelCosts, CollectiveCosts)

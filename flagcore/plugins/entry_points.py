@@ -423,8 +423,7 @@ def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
         raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
     try:
         found = load_only(points[name])
-        check = partial(check_protocol, protocol, found)
-        return cast(T, found if protocol is type else within(HOOK_SECONDS, check))
+        return cast(T, found if protocol is type else within(HOOK_SECONDS, partial(check_protocol, protocol, found)))
     except KeyboardInterrupt:
         raise
     except BaseException as error:

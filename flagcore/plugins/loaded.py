@@ -311,8 +311,7 @@ class LoadedPlugins:
 
     def topology(self, group: NodeGroup) -> Topology | None:
         """Return the topology of the first plugin that returns one, or None. The core then derives it from the chip."""
-        check = partial(validation.topology, group=group)
-        return self._first([group.chip], "flagcore_topology", check, group=group)
+        return self._first([group.chip], "flagcore_topology", partial(validation.topology, group=group), group=group)
 
     def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
         arguments = {"group": group, "engine": engine, "kind": kind_of(engine)}
@@ -509,8 +508,7 @@ def with_overlay(loaded: LoadedPlugins, warn: Callable[[str], object]) -> Loaded
     An overlay is a subclass of LoadedPlugins. `warn`: called with its warnings.
     """
     kind = overlay()
-    found: LoadedPlugins = kind([*loaded.plugins, *loaded.failures], warn) if kind else loaded
-    return found
+    return kind([*loaded.plugins, *loaded.failures], warn) if kind else loaded
 
 
 def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:

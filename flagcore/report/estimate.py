@@ -344,8 +344,7 @@ def _order_texts(mixing: Mixing) -> Iterator[str]:
             first = last + 1
         pipelines.append(", ".join(runs))
     if pipelines:
-        text = N_("Recommended mixed plan: {stages}.")
-        yield _(text, stages="; ".join(dict.fromkeys(pipelines)))
+        yield _("Recommended mixed plan: {stages}.", stages="; ".join(dict.fromkeys(pipelines)))
     if mixing.kinds:
         yield _("Hosts in the order of the ranks: {kinds}.", kinds=", ".join(mixing.kinds))
 

@@ -282,8 +282,7 @@ def interval_text(record: Mapping[str, Any], objective: str) -> str:
         return ""
     low, high = shown(interval["low"]), shown(interval["high"])
     text = N_("Candidate {number}: ~{value} (80%: {low} to {high}).")
-    value = objective_text(objective, interval["value"])
-    return _(text, number=record["number"], value=value, low=low, high=high)
+    return _(text, number=record["number"], value=objective_text(objective, interval["value"]), low=low, high=high)
 
 
 def figures_text(measured: Measurement, objective: str) -> str:

@@ -130,8 +130,7 @@ def read_job(line: Mapping[str, object], engines: Engines) -> JobRecord:
     knobs = knobs_of(engine, engines, f"{kind}.engine", kind=kind) if isinstance(engine, str) else ()
     record, fields = reader.read_record(line, data, section, knobs)
     cluster = {"chip", "devices", "devices_per_node", "nic_bytes_per_second", "cpus_per_node"}
-    facts = record.cluster.model_dump(include=cluster)
-    return JobRecord(id=record.id, model=record.model, **facts, **fields)
+    return JobRecord(id=record.id, model=record.model, **record.cluster.model_dump(include=cluster), **fields)
 
 
 ReadRecord = tuple[AnyRecord, dict[str, Any]]

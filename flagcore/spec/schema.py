@@ -18,7 +18,7 @@ from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Knob
 from flagcore.domain.lengths import Lengths
 from flagcore.domain.spec import Adapter, Control, Precision, Target, TrainSpec
-from flagcore.i18n import N_, _
+from flagcore.i18n import _
 from flagcore.spec.clusters import ClusterSection, cluster_of
 from flagcore.spec.knobs import baseline_section, candidate_of, settings_of, settings_section, space_of, space_section
 from flagcore.spec.models import ModelInput
@@ -229,8 +229,7 @@ class SearchSection(Section):
 def control_of(control: BudgetSection, _context: Context) -> Control:
     """Return the budgets and options that a section describes. Raises SpecError if they contradict each other."""
     if isinstance(control, ControlSection) and control.warmup_iters >= control.train_iters:
-        text = N_("must be below {name} = {value}")
-        problem = _(text, name="train_iters", value=control.train_iters)
+        problem = _("must be below {name} = {value}", name="train_iters", value=control.train_iters)
         fix = _("use {number} or fewer", number=control.train_iters - 1)
         raise spec_error("warmup_iters", problem, value=control.warmup_iters, fix=fix)
     return Control(**dict(control))
@@ -320,8 +319,7 @@ def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:
         text = section.model_fields[name].description
         extra: dict[str, JsonValue] | None = {"default": {}} if name == "settings" else None
         fields[name] = (kind, Field(default, description=text, json_schema_extra=extra))
-    result: type[M] = create_model(section.__name__ + suffix, __base__=section, __doc__=section.__doc__, **fields)
-    return result
+    return create_model(section.__name__ + suffix, __base__=section, __doc__=section.__doc__, **fields)
 
 
 DEFAULTS: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}

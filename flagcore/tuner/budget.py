@@ -393,5 +393,4 @@ def _shorter_steps(context: SearchContext, row: int, step: float, fits: float) -
     task, candidate = context.task.for_engine(), engine_candidate(context.task, context.space.candidate(row))
     if optional(context.problem.engine, Shortening).shorter_batch(task, candidate, fits / step) is None:
         return None
-    text = N_("auto_tuner.control.max_step_time: {seconds:.2g} (steps of fewer micro-batches)")
-    return Message(text, seconds=fits)
+    return Message("auto_tuner.control.max_step_time: {seconds:.2g} (steps of fewer micro-batches)", seconds=fits)

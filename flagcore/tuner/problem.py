@@ -239,8 +239,7 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
     """
     task, engine, baseline = platform.task, platform.engine, platform.task.spec.baseline
     if baseline is None:
-        usual = _usual_space(engine, task.for_engine())
-        usual_task = replace(task, spec=replace(task.spec, space=usual))
+        usual_task = replace(task, spec=replace(task.spec, space=_usual_space(engine, task.for_engine())))
         predictions = None
         for searched in (legality(replace(platform, task=usual_task)), legal):
             if not len(built := build(searched.axes, searched.rules, searched.merges)):

@@ -23,6 +23,7 @@ from flagcore.errors import NoDevice
 from flagcore.physics.roofline import PlainMemory, Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.plugins.limits import within
+from tests.checks import given
 from tests.physics.test_roofline import LimitedCosts
 from tests.tasks import plugin
 
@@ -266,8 +267,7 @@ def test_an_object_that_fails_later_is_reported_with_its_plugin_and_fix() -> Non
 def test_telemetry_asks_for_the_device_of_a_chip_by_alias() -> None:
     own = plugin(telemetry=lambda: SimpleNamespace(sample=lambda: {"own": 1.0}), **chips_of(CHIP))
     add_on = plugin(telemetry=lambda device: SimpleNamespace(sample=lambda: {"add-on": 1.0}))
-    reading = LoadedPlugins.of({"a": own, "b": add_on}).telemetry(Device(index=0, chip="Example X1"))
-    assert reading is not None
+    reading = given(LoadedPlugins.of({"a": own, "b": add_on}).telemetry(Device(index=0, chip="Example X1")))
     assert reading.sample() == {"add-on": 1.0}
 
 
@@ -334,8 +334,7 @@ def test_an_answer_whose_check_does_not_end_is_given_up(
 
 def test_a_method_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = LoadedPlugins.of({"a": plugin(memory_model=lambda: SlowMemory(capacity=3.0))})
-    model = loaded.memory_model(group_of(CHIP), "toy")
-    assert model is not None
+    model = given(loaded.memory_model(group_of(CHIP), "toy"))
     monkeypatch.setattr("flagcore.plugins.loaded.HOOK_SECONDS", 0.05)
     with pytest.raises(NoDevice, match=r"plugin a: reserved_bytes of SlowMemory .* did not end within 0.05 s"):
         model.reserved_bytes(np.ones(3))
@@ -358,8 +357,7 @@ def test_threads_that_a_hook_leaves_do_not_keep_the_process_alive() -> None:
 def test_a_reading_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flagcore.plugins.loaded.SAMPLE_SECONDS", 0.05)
     loaded = LoadedPlugins.of({"a": plugin(telemetry=lambda: SimpleNamespace(sample=sleeping))})
-    reader = loaded.telemetry(Device(index=0, chip="X1"))
-    assert reader is not None
+    reader = given(loaded.telemetry(Device(index=0, chip="X1")))
     with pytest.raises(NoDevice, match=r"plugin a: sample of .* did not end within 0.05 s"):
         reader.sample()
 
@@ -416,8 +414,7 @@ def test_memory_that_becomes_unknown_is_refused() -> None:
             return np.where(allocated > 2.0**40, np.nan, allocated)
 
     loaded = LoadedPlugins.of({"a": plugin(memory_model=lambda: Model(capacity=2.0**36))})
-    model = loaded.memory_model(group_of(CHIP), "toy")
-    assert model is not None
+    model = given(loaded.memory_model(group_of(CHIP), "toy"))
     assert model.reserved_bytes(np.array([1.0])).tolist() == [1.0]
     with pytest.raises(NoDevice, match="plugin a: reserved_bytes of Model raised returned NaN"):
         model.reserved_bytes(np.array([2.0**41]))

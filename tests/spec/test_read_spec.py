@@ -11,7 +11,7 @@ from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import spec_as_data
-from tests.checks import refuses
+from tests.checks import given, refuses
 from tests.spec.conftest import TRAIN, read_spec
 from tests.tasks import ENGINES, SHAPE
 
@@ -230,8 +230,7 @@ def test_lengths_of_samples_become_quantiles(
 ) -> None:
     (tmp_path / "lengths.txt").write_text("9\n7\n")
     (tmp_path / "lengths.jsonl").write_text('{"text": "a", "length": 9}\n{"length": 7}\n')
-    lengths = read(train=TRAIN.replace("}", f", lengths: {json.dumps(section)}}}", 1)).train.lengths
-    assert lengths is not None
+    lengths = given(read(train=TRAIN.replace("}", f", lengths: {json.dumps(section)}}}", 1)).train.lengths)
     assert [(each, lengths.values.count(each)) for each in sorted(set(lengths.values))] == values
 
 
@@ -258,8 +257,7 @@ def test_lengths_without_one_readable_source_are_refused(
 
 
 def test_keys_of_a_histogram_are_numbers_without_quotes(read: Read, read_error: ReadError) -> None:
-    lengths = read(train=TRAIN.replace("}", ", lengths: {histogram: {100: 3, 300: 1}}}", 1)).train.lengths
-    assert lengths is not None
+    lengths = given(read(train=TRAIN.replace("}", ", lengths: {histogram: {100: 3, 300: 1}}}", 1)).train.lengths)
     assert set(lengths.values) == {100, 300}
     wrong = read_error(train=TRAIN.replace("}", ", lengths: {histogram: {0: 1}}}", 1))
     assert (wrong.key, wrong.value) == ("train.lengths.histogram", {"0": 1})

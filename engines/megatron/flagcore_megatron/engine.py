@@ -251,8 +251,7 @@ def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
 
 def _recompute_level(columns: Columns) -> IntArray:
     """Return a code for each candidate: 0 for no recompute, 1 for selective and 2 for full recompute."""
-    level: IntArray = columns["use_recompute"] * columns["recompute_granularity"]
-    return level
+    return columns["use_recompute"] * columns["recompute_granularity"]
 
 
 ENGINE = Megatron()

@@ -63,8 +63,8 @@ kernels (the same runs without the fitted curves), and for ranks that share a CP
 Those of models with mixers and with sparse attention hold 21 published runs of 2026 and two, of which none was fitted.
 """
 PACKED_INTERVAL = (0.80, 2.40)
-"""As `MIXER_INTERVAL`, of fine-tuning on packed samples: it holds 16 of 19 published runs of 2026, with assumed lengths,
-none fitted. Experts of real data have unequal loads, and programs were not tuned."""
+"""As `MIXER_INTERVAL`, of fine-tuning on packed samples: it holds 16 of 19 published runs of 2026, with assumed
+lengths, none fitted. Experts of real data have unequal loads, and programs were not tuned."""
 NETWORK_PARTS = ("cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_exposed_s")
 """The parts of a step that may use the network between hosts. Their times widen the interval if its rate is assumed."""
 

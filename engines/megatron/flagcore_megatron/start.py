@@ -120,8 +120,7 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
     if (for_real or train.command is not None) and shares(platform.task, candidate):
         raise LaunchError(f"{MESHES} = {candidate.as_dict()[MESHES]} {data_problem()}")
     if train.command is not None:
-        mixed = hetero.mixed_job(platform, candidate)
-        return own_launch(platform, values, folder, mixed, for_real=for_real)
+        return own_launch(platform, values, folder, hetero.mixed_job(platform, candidate), for_real=for_real)
     if for_real:
         for key, value in train.settings.items():
             _require_in_megatron(key, value)

@@ -57,6 +57,9 @@ class Dialect:
     harmless: str
     bare: bool = False
     asynchronous: str = ""
+    variants: str = ""
+    nested: bool = False
+    presets: Mapping[str, Settings] = field(default_factory=dict)
     config: Sequence[str] = ()
     launcher: Sequence[str] = ()
     usual_config: str = ""
@@ -74,7 +77,7 @@ class Dialect:
 
     def key(self, name: str) -> str:
         """Return a key as it is written in `commands.yaml`, but without the mark of a new one."""
-        return name.lstrip("+") if self.style == "hydra" else name.lstrip("-").replace("-", "_")
+        return name.lstrip("+") if self.style == "hydra" else name.lstrip("-!").replace("-", "_")
 
 
 @cache
@@ -122,6 +125,9 @@ class Given:
             files += [str(own_file)] if (self.directory / own_file).is_file() else []
         content: Settings = {}
         for file in files:
+            if file in self.dialect.presets:
+                content |= self.dialect.presets[file]
+                continue
             content |= {self.dialect.key(key): value for key, value in flat(_chain(self.directory / file))}
         content |= own
         return {key: _resolved(value, content) for key, value in content.items()}

@@ -14,7 +14,7 @@ from flagcore.spec.knobs import baseline_section, candidate_of, space_of, space_
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import AdapterSection, CommonSection, Count, Length, TunerSection, adapter_of, with_fields
-from flagcore.spec.validate import Context, Folder, NoSize, Section, Size, Text, Wait, Word, rule
+from flagcore.spec.validate import Context, Folder, Section, Size, Text, Wait, Word, rule
 from flagcore_rl.job import SPREAD, Lengths, RlSpec, RolloutRole, TrainerRole
 
 Scalar = bool | int | float | Text | None
@@ -133,7 +133,7 @@ class RlJob(Section):
     """Whether a critic of the policy's size is trained; null: with ppo."""
     reward: Annotated[RewardSection, rule(lambda section, _: section.model)] | None = None
     """The reward model, which the trainer's devices compute; null: rewards are computed by functions."""
-    staleness: NoSize = 0
+    staleness: Annotated[int, Field(ge=0, le=1000)] = 0
     """Steps by which the rollout's weights may lag; 0: on-policy. Above 0, generation and training may overlap."""
     packing: bool = True
     """Whether micro-batches are packed up to a number of tokens; otherwise they have a number of samples."""
@@ -170,7 +170,17 @@ def rl_of(section: RlSection, context: Context) -> RlSpec:
     """Return the job that a section describes. By default, the user's command runs in the spec's folder."""
     command = tuple(section.command) if section.command else None
     directory = str((context.base / (section.directory or ".")).resolve()) if command else None
-    return work_of(section, command=command, directory=directory, engine_version=section.engine_version)
+    more = {"directory": directory, "engine_version": section.engine_version, "context": _context_of(context)}
+    return work_of(section, command=command, **more)
+
+
+def _context_of(context: Context) -> int | None:
+    """Return the context length of the spec's model in tokens, or None if it is unknown."""
+    from flagcore_serving.space.weights import context_at  # late: it loads tables that inline shapes do not need
+
+    model = context.given("model")
+    path = context.base / model if isinstance(model, str) else None
+    return context_at(str(path if path.exists() else model)) if path else None
 
 
 class RlDocument(CommonSection):

@@ -11,12 +11,13 @@ from flagcore_training.knobs import divisors, read_knobs
 from flagcore_vendorkit.settings import UNKNOWN_TIME
 
 from flagcore.contracts import Costs
-from flagcore.contracts.capabilities import Advice, JobRecords, RuleOfThumb
+from flagcore.contracts.capabilities import Advice, JobRecords, Pruning, RuleOfThumb
 from flagcore.domain.engine import UNKNOWN, Unmodelled
-from flagcore.domain.knob import Knob
+from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Axis, Columns, KnobValue, Rule
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, Task
+from flagcore.i18n import _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_rl.job import job_of
 from flagcore_rl.predict import Framework, predict
@@ -61,9 +62,19 @@ KNOBS = tuple(
     replace(knob, auto=AUTOS.get(knob.name, knob.auto)) for knob in read_knobs(__package__, scope=["space"], flag="")
 )
 BY_NAME = {knob.name: knob for knob in KNOBS}
+RECOMPUTE = "activation_checkpointing"
+MORE_MEMORY = {RECOMPUTE: -1} | {knob.name: knob.memory_order for knob in KNOBS if knob.memory_order}
+"""The knobs whose larger values need more memory, or less for -1."""
 
 
-class RlEngine(UserCommand, JobRecords, RuleOfThumb):
+def _differs_only(columns: Columns, candidate: Candidate, order: Mapping[str, int]) -> BoolArray:
+    """Return which of `columns` differ from `candidate` only by larger values of knobs in `order`, smaller for -1."""
+    more = {name: columns[name] - BY_NAME[name].axis(()).encode(value) for name, value in candidate.items}
+    signed = [each * order[name] >= 0 if name in order else each == 0 for name, each in more.items()]
+    return np.asarray(np.logical_and.reduce(signed))
+
+
+class RlEngine(UserCommand, JobRecords, Pruning, RuleOfThumb):
     """A framework of reinforcement learning."""
 
     kind = "rl"
@@ -84,12 +95,19 @@ class RlEngine(UserCommand, JobRecords, RuleOfThumb):
     def rules(self, task: Task) -> tuple[Rule, ...]:
         return (*rules(task), *super().rules(task))
 
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        return _differs_only(columns, candidate, MORE_MEMORY)
+
+    def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return which of `columns` differ from `candidate` only by more recompute."""
+        return _differs_only(columns, candidate, {RECOMPUTE: 1})
+
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return colocated, on-policy layouts with full recompute and micro-batches of the longest sample."""
         neutral: dict[str, str | tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in self.knobs}
         longest = (job_of(task).longest if job_of(task).packing else None,)
         layout = dict.fromkeys((RTP, TP, PP, EP), AUTO)
-        return {**neutral, **layout, "activation_checkpointing": ("full",), "micro_batch_tokens": longest}
+        return {**neutral, **layout, RECOMPUTE: ("full",), "micro_batch_tokens": longest}
 
     def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
         """Return the row with the smallest TP x PP of the trainer that fits, then PP and EP, then TP of the rollout."""
@@ -102,6 +120,26 @@ class RlEngine(UserCommand, JobRecords, RuleOfThumb):
             knob.name: np.array([knob.axis(()).encode(values.get(knob.name, knob.neutral))], dtype=np.int64)
             for knob in self.knobs
         }
+
+    def task_warnings(self, task: Task) -> Sequence[str]:
+        """Return warnings of unknown releases, and of staleness and lengths that do not mean what they say."""
+        work = job_of(task)
+        lines = unknown_release("rl.engine_version", self.name, work.engine_version, self.framework.releases)
+        role, rollout = serve_task(task, task.cluster.devices), engine_of(work.rollout.engine, "rl.rollout.engine")
+        own = rollout.spec_warnings(role.spec) if isinstance(rollout, Advice) else ()
+        lines += [each.replace("serve.", "rl.rollout.") for each in own if each.startswith("serve.engine_version")]
+        if work.staleness > 1:
+            steps = work.staleness
+            lines.append(_("rl.staleness = {steps} is predicted as 1: as much overlaps with more", steps=steps))
+        if work.context and work.longest > work.context:
+            text = _(
+                "the longest prompt and answer have {longest} tokens, more than the model's context of {context}: "
+                "the rollout ends such answers before; shorten rl.answer_len, unless your command extends the context",
+                longest=work.longest,
+                context=work.context,
+            )
+            lines.append(text)
+        return lines
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         """Return the settings of both roles that their engines do not predict."""

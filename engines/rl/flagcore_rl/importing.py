@@ -18,9 +18,15 @@ from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes
 from flagcore_rl.commands import Dialect, Given, Row, dialect_of
 from flagcore_rl.roles import DEVICES, ROLLOUTS, STALENESS
+from flagcore_rl.rules import FIRST, LAST, RDP, RTP
 
 USUAL = 0.5
 """The mean length of prompts and answers as a share of the longest, which commands do not say."""
+SETTINGS = (
+    *("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"),
+    *("expert_tensor_parallel_size", FIRST, LAST),
+)
+"""Settings of the trainer that commands have."""
 SHORT_PROMPT = 512
 """The longest prompt where a command only limits the sum of prompt and answer."""
 
@@ -71,11 +77,11 @@ class Reading:
         return int(value) if type(value) in (int, float) and value >= least else None
 
     def is_on(self, name: str) -> bool:
-        """Return whether any key of a setting is neither off nor 0."""
+        """Return whether any key of a setting is neither off nor 0, or with ! before it, is."""
         row = self.rows.get(name)
-        keys = [self.dialect.key(key) for key in row.keys] if row else []
-        given = [self.set[key] for key in keys if self.set.get(key) is not None]
-        return any(given or [self.dialect.defaults.get(key) for key in keys])
+        keys = [(self.dialect.key(key), key.startswith("!")) for key in row.keys] if row else []
+        given = [bool(self.set[key]) != negated for key, negated in keys if self.set.get(key) is not None]
+        return any(given or [bool(self.dialect.defaults.get(key)) != negated for key, negated in keys])
 
     def baseline(self, knobs: Sequence[Knob]) -> dict[str, Any]:
         """Return the values of knobs."""
@@ -83,12 +89,19 @@ class Reading:
         packs = self.packs
         for knob in knobs:
             value = self.value(knob.name)
+            if knob.name in SETTINGS:
+                continue
             is_idle = knob.name in (("micro_batch_size", "logprob_batch_size") if packs else TOKENS)
             if value is None or is_idle or (knob.kind == "int" and (type(value) is not int or value < 1)):
                 continue
             if self.rows[knob.name].per_rank:
                 value *= self.number("context_parallel_size") or 1
             found[knob.name] = f"{value:g}" if knob.kind == "share" else value
+        tensor, experts, data = (int(found.get(name) or 1) for name in (RTP, "rollout_expert_parallel_size", RDP))
+        if self.dialect.nested and tensor % data == 0 and data > 1:
+            found[RTP] = tensor // data
+        elif experts > tensor * data and not experts % tensor:  # attention of the ranks beyond TP is data-parallel
+            found[RDP] = experts // tensor
         return found
 
     @property
@@ -133,6 +146,10 @@ def spec_of(
         raise join_errors(notes.problems)
     rl = {"engine": name, **_engines(read, notes), **_samples(read, cluster, notes)}
     baseline = read.baseline(knobs)
+    ranks = cluster["nodes"] * (read.number("devices_per_node") or 1) // (read.number("context_parallel_size") or 1)
+    for size in ("micro_batch_size", "logprob_batch_size"):
+        if (whole := read.number(f"whole_{size}")) and size not in baseline and not read.packs:
+            baseline[size] = max(whole // max(ranks, 1), 1)
     if rollout_devices:
         baseline[DEVICES] = rollout_devices
     program = read.dialect.asynchronous
@@ -140,6 +157,8 @@ def spec_of(
         rl["staleness"] = baseline[STALENESS] = read.number("lag") or 1
     for key, value in read.unread().items():
         notes.note(key, f"is not in the predictions ({str(value)[:60]})", "rl.command")
+    if own := re.search(read.dialect.variants or "$^", " ".join(start.words)):
+        notes.note("command", f"{own[0]} is predicted as if it were the framework's PPO trainer", "rl.command")
     rl |= {"command": list(start.words), "directory": str(directory)}
     return {"model": section, "cluster": cluster, "rl": rl, "auto_tuner": {"baseline": baseline}}, notes.notes
 
@@ -160,6 +179,8 @@ def _engines(read: Reading, notes: Notes) -> dict[str, Any]:
         trainer["offload"] = trainer["offload"] if read.is_on("offload_states") else "none"
     if uses_own:
         trainer["offload"] = "none"
+    if settings := {name: value for name in SETTINGS if (value := read.value(name)) not in (None, False)}:
+        trainer["settings"] = settings
     if read.is_on("adapter") if "adapter" in read.rows else read.number("rank"):
         trainer["adapter"] = adapter_section("lora", read.number("rank"), read.value("targets"), read.value("base"))
     found: dict[str, Any] = {"trainer": trainer, "rollout": {"engine": rollout}}
@@ -232,6 +253,8 @@ def _cluster(read: Reading, notes: Notes) -> tuple[dict[str, Any], int]:
     if per_node is None:
         notes.note("cluster.devices_per_node", "is not in the command; auto is the number on this machine", "cluster")
         return {"chip": "auto", "nodes": nodes, "devices_per_node": "auto"}, 0
+    if "processes" in read.rows and not {*map(read.dialect.key, read.rows["processes"].keys)} & read.set.keys():
+        notes.note("cluster", f"{per_node} process, as the command has no number: add --num_processes N", "cluster")
     more = 0
     if "colocated" not in read.rows or not read.is_on("colocated"):
         more = read.number("more_devices") or 0

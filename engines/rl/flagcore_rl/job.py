@@ -95,6 +95,7 @@ class RlSpec(Work):
     own samples.
     `packing`: whether micro-batches are packed up to a number of tokens. Otherwise they have a number of samples.
     `reward_s`: the seconds of a step for rewards that overlap with nothing. None means those of the engine.
+    `context`: the model's context length in tokens. None means an unknown one.
     """
 
     kind: ClassVar[str] = "rl"
@@ -130,6 +131,7 @@ class RlSpec(Work):
     staleness: int = 0
     packing: bool = True
     reward_s: float | None = None
+    context: int | None = None
     flags: tuple[str, ...] = ()
 
     @property
@@ -186,7 +188,8 @@ class RlSpec(Work):
         if self.reward:
             shape = {name: getattr(self.reward, name) for name in Shape.model_fields}
             values["reward"] = {"model": {name: value for name, value in shape.items() if value is not None}}
-        return {name: value for name, value in values.items() if name not in ("command", "directory", "flags")}
+        unwritten = ("command", "directory", "flags", "context")
+        return {name: value for name, value in values.items() if name not in unwritten}
 
 
 def job_of(task: Task) -> RlSpec:

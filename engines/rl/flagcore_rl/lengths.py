@@ -50,8 +50,11 @@ def tokens_of(samples: Samples) -> IntArray:
 
 
 @lru_cache(maxsize=256)
-def packs(samples: Samples, number: int, most: int) -> int:
-    """Return into how many micro-batches of at most `most` tokens best fit packs `number` of the samples."""
+def packs(samples: Samples, number: int, most: int) -> tuple[int, int]:
+    """Return into how many micro-batches of at most `most` tokens best fit packs `number` of the samples, and the
+    tokens of the longest one.
+    """
     tokens = np.sort(tokens_of(samples))[::-1]
     picked = tokens[np.linspace(0, tokens.size - 1, number).round().astype(np.int64)]
-    return len(best_fit(picked.tolist(), most))
+    found = best_fit(picked.tolist(), most)
+    return len(found), max(map(sum, found))

@@ -60,8 +60,10 @@ class Framework:
     - `refit_rate`, `apart_rate`: bytes of all weights per second that a refit of a colocated rollout, and of one on
       other devices, reaches at most.
     - `interval`: an 80% interval of measured over predicted seconds of a step.
-    - `rollout`: overheads of the serving engine that differ in the framework, by name, in seconds.
-    - `hosts`: factors on `rollout` for hosts that are slower, by chip.
+    - `rollout`: overheads of the serving engine that differ in the framework, by name, in seconds; those that a plugin
+      gives for a chip and the framework replace them.
+    - `pads_stages`: whether packed micro-batches are padded to the longest one where there are several pipeline stages.
+    - `releases`: the releases whose keys and logs are known.
     """
 
     title: str
@@ -74,7 +76,8 @@ class Framework:
     apart_rate: float
     interval: tuple[float, float]
     rollout: Mapping[str, float]
-    hosts: Mapping[str, float]
+    pads_stages: bool
+    releases: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +133,16 @@ def predict(
         each["tensor_model_parallel_size"] = int(each.get("tensor_model_parallel_size") or 1) * int(
             each.pop(THREADS, 1) or 1
         )
-    trained = _once(candidates, lambda values: not values.startswith("rollout_") or values == DEVICES, _train, task)
+    trained = _once(
+        candidates,
+        lambda values: not values.startswith("rollout_") or values == DEVICES,
+        lambda task, found: _train(task, found, framework),
+        task,
+    )
     rolled = _once(
         candidates,
         lambda values: values.startswith("rollout_"),
-        lambda task, found: _roll(task, found, framework),
+        lambda task, found: _roll(task, found, costs, framework),
         task,
     )
     parts: dict[str, FloatArray] = {}
@@ -182,27 +190,29 @@ def _stacked(engine: Any, task: Task, candidates: list[Values]) -> Columns:
 
 
 def batches(
-    work: RlSpec, values: Mapping[str, Any], samples: int, replicas: int, *, forward: bool
+    work: RlSpec, values: Mapping[str, Any], samples: int, replicas: int, *, forward: bool, pads_stages: bool = False
 ) -> tuple[int, int, int]:
     """Return the tokens of a sequence, the sequences of a micro-batch, and all sequences of `samples` samples.
 
-    Sequences are as long as the mean sample of a micro-batch. Replicas have equally many micro-batches.
+    Sequences are as long as the mean sample of a micro-batch. Replicas have equally many micro-batches. With
+    `pads_stages` and several pipeline stages, packed micro-batches are as long as the longest of them.
     """
     prefix = "logprob_batch" if forward else "micro_batch"
     tokens = float(tokens_of(work.drawn).mean()) * samples
     size = int(values.get(f"{prefix}_size") or values.get("micro_batch_size") or 1)
     if work.packing:
         most = int(values.get(f"{prefix}_tokens") or values.get("micro_batch_tokens") or work.longest)
-        number = packs(work.drawn, samples, max(most, work.longest))
+        number, padded = packs(work.drawn, samples, max(most, work.longest))
     else:
-        number = -(-samples // size)
+        number, padded = -(-samples // size), 0
     number = replicas * -(-number // replicas)
     held = max(round(samples / number), 1)
-    return max(round(tokens / number / held), 1), held, number * held
+    is_padded = pads_stages and padded and int(values.get("pipeline_model_parallel_size") or 1) > 1
+    return max(round((padded if is_padded else tokens / number) / held), 1), held, number * held
 
 
 @keys_of("rl.trainer.")
-def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
+def _train(task: Task, candidates: list[Values], framework: Framework) -> list[_Trained]:
     work = job_of(task)
     engine = engine_of(work.trainer.engine, "rl.trainer.engine")
     groups: dict[tuple[int, int, int, int, bool], list[int]] = {}
@@ -211,8 +221,8 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
     steps = work.epochs * -(-work.step_samples // work.optimizer_samples)
     for row, values in enumerate(candidates):
         devices = task.cluster.devices - int(values.get(DEVICES) or 0)
-        sizes = ("tensor_model", "pipeline_model", "context")
-        tensor, pipeline, context = (int(values.get(f"{name}_parallel_size") or 1) for name in sizes)
+        names = ("tensor_model", "pipeline_model", "context")
+        tensor, pipeline, context = (int(values.get(f"{name}_parallel_size") or 1) for name in names)
         replicas = max(devices // (tensor * pipeline * context), 1)
         expert = max(int(values.get("expert_model_parallel_size") or 1) / tensor, 1.0)
         sharded = any(knob.name == SHARD for knob in engine.knobs)
@@ -220,7 +230,8 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
         found[4, row] = (weights - experts + experts / expert) / found[6, row]
         for forward in (False, True):
             samples = work.step_samples if forward else work.optimizer_samples
-            key = (devices, *batches(work, values, samples, replicas, forward=forward), forward)
+            sizes = batches(work, values, samples, replicas, forward=forward, pads_stages=framework.pads_stages)
+            key = (devices, *sizes, forward)
             groups.setdefault(key, []).append(row)
     for (devices, sequence, held, batch, forward), members in groups.items():
         part = train_task(task, devices, sequence, batch, None if forward else work.trainer.adapter)
@@ -238,7 +249,7 @@ def _train(task: Task, candidates: list[Values]) -> list[_Trained]:
 
 
 @keys_of("rl.rollout.")
-def _roll(task: Task, candidates: list[Values], framework: Framework) -> list[_Rolled]:
+def _roll(task: Task, candidates: list[Values], costs: Costs, framework: Framework) -> list[_Rolled]:
     work = job_of(task)
     engine = engine_of(work.rollout.engine, "rl.rollout.engine")
     groups: dict[int, list[int]] = {}
@@ -249,9 +260,7 @@ def _roll(task: Task, candidates: list[Values], framework: Framework) -> list[_R
     for devices, members in groups.items():
         part = serve_task(task, devices)
         own = costs_of(part)
-        slower = framework.hosts.get(task.cluster.groups[0].chip.name, 1.0)
-        host = {name: slower * seconds for name, seconds in framework.rollout.items()}
-        own = replace(own, overheads={**host, **own.overheads})
+        own = replace(own, overheads={**framework.rollout, **costs.overheads, **own.overheads})
         rows = [serve_values(engine, candidates[row], devices, framework.memory_share) for row in members]
         for start in range(0, len(rows), 64):  # so that all are simulated
             chosen = members[start : start + 64]

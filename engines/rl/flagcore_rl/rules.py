@@ -67,7 +67,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
         return np.maximum(trainers(columns) // (size(columns, TP) * size(columns, CP) * size(columns, PP)), 1)
 
     def uneven(columns: Columns) -> BoolArray:
-        own = np.add(columns.get(FIRST, 0), columns.get(LAST, 0)) > 0
+        own = np.add(columns.get(FIRST, 0), columns.get(LAST, 0)) + len({FIRST, LAST} & {*work.trainer.settings}) > 0
         return np.asarray((model.num_layers % size(columns, PP) != 0) & ~own)
 
     def experts(columns: Columns) -> BoolArray:

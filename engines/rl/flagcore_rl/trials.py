@@ -25,6 +25,7 @@ from flagcore_rl.commands import Row, dialect_of
 from flagcore_rl.importing import Reading
 from flagcore_rl.job import RlSpec, job_of
 from flagcore_rl.roles import DEVICES, ROLLOUT, THREADS
+from flagcore_rl.rules import RDP, RTP
 
 ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 LONGEST_LINE = 1 << 16
@@ -121,6 +122,8 @@ class UserCommand(Engine, Advice, Commands, Steps):
         found: dict[str, Any] = {name: values[name] for name in free if values[name] is not None}
         for name in found.keys() & {*importing.TOKENS}:
             found[name] //= context if read.rows[name].per_rank else 1
+        if dialect_of(self.name).nested and RTP in found:
+            found[RTP] *= int(values.get(RDP) or 1)
         if "memory_share" in "".join(found):
             found["rollout_memory_share"] = float(found["rollout_memory_share"])
         if "processes" in read.rows:

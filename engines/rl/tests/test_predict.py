@@ -5,13 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flagcore_rl.engine import NEMO_RL
 from flagcore_rl.job import Lengths
 from flagcore_rl.lengths import quantiles
+from flagcore_rl.predict import batches
 
 from flagcore import api
 from flagcore.api.inputs import open_spec
+from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
 
 MODEL = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 8, "ffn_hidden_size": 4096, "vocab_size": 32000}
@@ -162,6 +165,22 @@ def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
     assert {"rl.trainer.settings.foo", "rl.rollout.engine_args.bar"} == names
 
 
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"engine_version": "99"}, "rl.engine_version = 99 is not a release of nemo-rl"),
+        ({"rollout": {"engine": "vllm", "engine_version": "99"}}, "rl.rollout.engine_version = 99 is not a release"),
+        ({"staleness": 900}, "rl.staleness = 900 is predicted as 1"),
+        ({"answer_len": {"mean": 900.0, "longest": 41000}}, "41128 tokens, more than the model's context of 40960"),
+        ({"engine_version": "0.6.0", "staleness": 1}, ""),
+    ],
+)
+def test_odd_values_are_named(changes: Mapping[str, Any], warning: str) -> None:
+    data = {**spec(**changes), "model": "Qwen/Qwen3-8B"}
+    found = NEMO_RL.task_warnings(open_spec(data, plan=True).problem.platform.task)
+    assert [warning in each for each in found] == [True] * bool(warning)
+
+
 def test_a_new_spec_is_complete() -> None:
     new = api.new_spec("verl", "Qwen/Qwen3-8B", {"chip": "H100-SXM"}, api.defaults_of("verl"))
     work: Any = open_spec(new.data).spec.work
@@ -195,12 +214,34 @@ def test_experts_are_grouped_unless_the_trainer_says_otherwise() -> None:
     assert usual["time"]["training_s"] < 0.8 * slow["time"]["training_s"]
 
 
-def test_slower_hosts_generate_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = {**record(), "cluster": {"chip": "GB200", "devices": 8, "devices_per_node": 4}}
-    slow = predicted(job)[0]
-    monkeypatch.setattr(NEMO_RL, "framework", replace(NEMO_RL.framework, hosts={}))
-    fast = predicted(job)[0]
-    assert fast["time"]["generation_s"] < 0.7 * slow["time"]["generation_s"]
+def test_a_plugin_gives_slower_hosts() -> None:
+    data = {**spec(), "cluster": {"chip": "GB200", "nodes": 2, "devices_per_node": 4}}
+    platform = open_spec(data, plan=True).problem.platform
+    columns = NEMO_RL.columns(platform.task, {})
+    costs = (platform.costs, replace(platform.costs, overheads={}))
+    slow, fast = (NEMO_RL.predict(platform.task, columns, each).time_s["generation_s"][0] for each in costs)
+    assert fast < 0.7 * slow
+
+
+@pytest.mark.parametrize(("stages", "pads", "tokens"), [(1, True, 864), (2, False, 864), (2, True, 1137)])
+def test_stages_pad_packed_micro_batches_to_the_longest(stages: int, pads: bool, tokens: int) -> None:
+    answers = {"mean": 800.0, "longest": 1024, "spread": 0.1}
+    work: Any = open_spec(spec(answer_len=answers)).spec.work
+    values = {"pipeline_model_parallel_size": stages}
+    assert batches(work, values, 128, 1, forward=False, pads_stages=pads) == (tokens, 1, 128)
+
+
+def test_more_recompute_takes_as_long_and_larger_micro_batches_need_as_much_memory() -> None:
+    found = {"micro_batch_size": 4, "activation_checkpointing": "selective"}
+    others = [{**found, "micro_batch_size": 8}, {**found, "activation_checkpointing": "none"}]
+    others += [{**found, "activation_checkpointing": "full"}, {**found, "rollout_devices": 4}]
+    task = open_spec(spec(), plan=True).problem.platform.task
+    neutral = {knob.name: knob.neutral for knob in NEMO_RL.knobs if knob.searchable}
+    rows = [NEMO_RL.columns(task, {**neutral, **each}) for each in others]
+    columns = {name: np.concatenate([row[name] for row in rows]) for name in neutral}
+    candidate = Candidate.of({**neutral, **found})
+    assert NEMO_RL.needs_at_least(columns, candidate).tolist() == [True, True, False, False]
+    assert NEMO_RL.takes_at_least(columns, candidate).tolist() == [False, False, True, False]
 
 
 def test_a_reward_model_takes_a_forward_pass_and_memory() -> None:

@@ -181,6 +181,8 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
         own, baseline = _on_deepspeed(read, shape.hidden_size, notes)
     else:
         own, baseline = _on_fsdp(read, replicas)
+        if read.is_on("pure") and precision == "bf16" and not ("adapter" in train or read.is_on("fsdp")):
+            baseline |= {fs.STATES: "bf16", fs.REDUCE: "bf16"}  # the optimizer has the weights themselves
         if devices > 1 and not read.is_on("fsdp"):
             notes.note("ddp", "replicas with different experts are predicted as if they shared weights", "train.engine")
     if "command" not in own:
@@ -194,8 +196,9 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
         text += f"the step of a spec with global_batch_size: {micro * replicas} is nearer"
         notes.note(read.keys["micro_batch_size"][0], text, "train.global_batch_size")
     tuner: dict[str, Any] = {"baseline": {**baseline, "micro_batch_size": of_stage or micro}}
-    if own["engine"] == "deepspeed":  # what no trial changes
-        tuner["space"] = {name: [baseline[name]] for name in (fs.AC, fs.TP, fs.CP) if name in baseline}
+    names = {"deepspeed": (fs.AC, fs.TP, fs.CP), "fsdp2": (fs.STATES, fs.REDUCE)}.get(own["engine"], ())
+    if fixed := {name: [baseline[name]] for name in names if name in baseline}:  # what no trial changes
+        tuner["space"] = fixed
     return {"model": section, "cluster": cluster, "train": {**own, **train}, "auto_tuner": tuner}, notes.notes
 
 

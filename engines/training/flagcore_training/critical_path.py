@@ -145,8 +145,7 @@ def _running(function: np.ufunc, stages: FloatArray) -> FloatArray:
 
 def _stages_after(stages: FloatArray) -> FloatArray:
     """Return the number of stages after each stage, as a column."""
-    column: FloatArray = np.arange(len(stages) - 1.0, -1.0, -1.0)[:, None]
-    return column
+    return np.arange(len(stages) - 1.0, -1.0, -1.0)[:, None]
 
 
 def _with_sends(times: StageTimes, v: FloatArray | float, *, with_w: bool = True) -> tuple[FloatArray, FloatArray]:

@@ -392,8 +392,7 @@ class Layout(ArrayRecord):
         return np.where(self._has_expert_groups(), group, dense).clip(min=1.0)
 
     def _has_expert_groups(self) -> BoolArray:
-        has_groups: BoolArray = (self.expert > 1.0) | (self.expert_groups > 0.0)
-        return has_groups
+        return (self.expert > 1.0) | (self.expert_groups > 0.0)
 
     def communicators(self) -> FloatArray:
         """Return the number of communicators of a rank.

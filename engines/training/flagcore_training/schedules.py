@@ -61,8 +61,7 @@ def in_flight(
         count = np.where(virtual > 1, chunks / virtual, later + 1.0)
     elif schedule != "gpipe":
         count = _HELD[schedule](later, pipeline) if schedule in _HELD else later + 1.0
-    result: FloatArray = np.minimum(np.where(pipeline > 1, count, 1.0), microbatches)
-    return result
+    return np.minimum(np.where(pipeline > 1, count, 1.0), microbatches)
 
 
 _HELD: dict[str, Callable[[FloatArray, FloatArray], FloatArray]] = {
@@ -253,8 +252,7 @@ def _with_sends(times: StageTimes) -> tuple[FloatArray, FloatArray, FloatArray, 
 
 def _sum_before(stages: FloatArray) -> FloatArray:
     """Return, for each stage, the sum of the values in `stages` over all stages before it."""
-    total: FloatArray = np.cumsum(stages, axis=0) - stages
-    return total
+    return np.cumsum(stages, axis=0) - stages
 
 
 def _fill_and_drain(

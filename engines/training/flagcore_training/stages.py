@@ -287,8 +287,7 @@ def layers_before_last(model: Model, layout: Layout) -> FloatArray:
 
     These virtual stages have as many layers as in an even split.
     """
-    even = np.ceil(model.num_layers / (layout.pipeline * layout.virtual))
-    return even * (layout.virtual - 1.0)
+    return np.ceil(model.num_layers / (layout.pipeline * layout.virtual)) * (layout.virtual - 1.0)
 
 
 def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flight: FloatArray) -> FloatArray:
@@ -571,8 +570,7 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
         norm = model.hidden_size + model.residual_weights
         parts.append(ModelPart(mixer.label, sum(mixer.weights(model.hidden_size)) + norm, number))
     if moe_layers:
-        moe_weights = _layer_weights(plain, layout, moe=True)[1]
-        parts.append(ModelPart("MoE", moe_weights, moe_layers))
+        parts.append(ModelPart("MoE", _layer_weights(plain, layout, moe=True)[1], moe_layers))
     if dense_layers:
         parts.append(ModelPart("MLP", ffn, dense_layers))
     if model.mtp_num_layers:

@@ -120,8 +120,7 @@ def take_command(source: Source, arguments: list[str], nodes: int, devices: int,
     location = {"directory": str(root)} if root else {"engine_version": TABLES["engine_version"]}
     before_start = source.take("experiment.cmds.before_start")
     prefix = ["bash", "-c", f'{before_start}\nexec "$@"', "before_start"] if before_start else []
-    command = [*prefix, *_torchrun(source, nodes, devices, host), entrypoint, *arguments]
-    return {"command": command, **location}
+    return {"command": [*prefix, *_torchrun(source, nodes, devices, host), entrypoint, *arguments], **location}
 
 
 def _torchrun(source: Source, nodes: int, devices: int, host: str) -> list[str]:

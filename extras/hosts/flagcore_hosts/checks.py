@@ -209,8 +209,7 @@ def port_problems(launcher: HostTrials, hosts: Sequence[str], variables: Mapping
         return {first: _("port {port} cannot be used: {reason}", port=port, reason=reason)}
     if reasons.keys() == set(others):
         port, reason = reasons[others[0]]
-        text = _("the other hosts cannot connect to port {port}: {reason}", port=port, reason=reason)
-        return {first: text}
+        return {first: _("the other hosts cannot connect to port {port}: {reason}", port=port, reason=reason)}
     return {
         host: _("cannot connect to port {port} of {first}: {reason}", port=port, first=first, reason=reason)
         for host, (port, reason) in reasons.items()

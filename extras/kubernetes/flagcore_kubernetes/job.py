@@ -108,8 +108,7 @@ def _volcano(pods: Pods) -> dict[str, Any]:
         "policies": [{"event": event, "action": "RestartJob"} for event in ("PodEvicted", "PodFailed")],
         "tasks": [task(*group) for group in _groups(pods, "0", "$((VC_TASK_INDEX + 1))")],
     }
-    metadata = {"name": pods.name}
-    return {"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": metadata, "spec": spec}
+    return {"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": {"name": pods.name}, "spec": spec}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

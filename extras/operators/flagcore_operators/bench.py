@@ -43,8 +43,7 @@ def main(file: str) -> None:
                         expected = _results(library, call, library.reference_of(call["implementations"]), bench)
                     if not expected:
                         raise TypeError("there are no tensors to compare")
-                    found = _results(library, call, implementation, bench)
-                    record["wrong"] = difference(found, expected)
+                    record["wrong"] = difference(_results(library, call, implementation, bench), expected)
                     if not record["wrong"]:
                         with library.using(operator, implementation):
                             record["seconds"] = bench.time(_made(library, call, bench), SECONDS).seconds

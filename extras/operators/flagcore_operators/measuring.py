@@ -86,8 +86,7 @@ def calibrate_operators(
                 "threads": 1 if place.support.shared_devices else 0,
                 "calls": calls,
             }
-            selected = device_variables(place.support, place.devices[:1])
-            environment = {**place.environment, **spec.envs, **selected}
+            environment = {**place.environment, **spec.envs, **device_variables(place.support, place.devices[:1])}
             rows = _time(job, _todo(calls, used, in_effect, reasons), environment, Path(folder), seconds)
         except KeyboardInterrupt:
             raise Interrupted(_("interrupted; nothing was saved")) from None

@@ -93,8 +93,7 @@ class Subject:
             if points[0].value == subject.entry:
                 return cls(name=name, hooks=hooks, distribution=points[0].dist, examples=examples)
         with suppress(Skip):
-            values = subject.packaged.points
-            subject.name = next(name for name, value in values.items() if value == subject.entry)
+            subject.name = next(name for name, value in subject.packaged.points.items() if value == subject.entry)
         return subject
 
     @cached_property

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.chip import Chip, Source, normalize_name
-from flagcore.domain.files import data_folder, read_regular, save
+from flagcore.domain.files import data_folder, save
 from flagcore.domain.knob import WHOLE_STEP, Effect, Factor, Knob, Requirement
-from flagcore.errors import RunError, SpecError
 from flagcore.hooks import hookimpl
-from flagcore_vendorkit.fields import build
+from flagcore_vendorkit.fields import read_record
 
 SCHEMA = 1
 CALIBRATED = "calibrated"
@@ -73,22 +72,12 @@ class Choice:
 
 def choices() -> tuple[tuple[Path, Choice], ...]:
     """Return all saved choices with their paths. Raises RunError if a file cannot be read."""
-    return tuple((path, _read(path)) for path in sorted(_folder().glob("*.json")))
+    files = sorted(_folder().glob("*.json"))
+    return tuple((path, read_record(Choice, path, SCHEMA, "choice", "measure it again")) for path in files)
 
 
 def _folder() -> Path:
     return data_folder() / "choices"
-
-
-def _read(path: Path) -> Choice:
-    try:
-        data = json.loads(read_regular(path))
-        if data.pop("schema") != SCHEMA:
-            raise ValueError(f"the schema is not {SCHEMA}")
-        choice: Choice = build(Choice, data, str(path))
-    except (SpecError, OSError, ValueError, KeyError, AttributeError) as error:
-        raise RunError(f"cannot read the choice {path} ({error}); measure it again, or delete the file") from None
-    return choice
 
 
 @hookimpl

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from flagcore.domain.chip import Chip
+from flagcore.domain.files import read_regular
 from flagcore.domain.knob import in_versions
-from flagcore.errors import SpecError, join_errors
+from flagcore.errors import RunError, SpecError, join_errors
 from flagcore.spec.plain_data import parse_yaml
 
 SOURCE_KEYS = {"measured": "how", "datasheet": "document", "published": "where", "estimated": "method"}
@@ -91,6 +93,18 @@ def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str
         return built
     keys = {field: key for key, field in (names or {}).items()}
     raise join_errors([_problem(each, file, path, keys) for each in problems])
+
+
+def read_record(kind: type[T], path: Path, schema: int, what: str, fix: str) -> T:
+    """Return a record that flagcore saved as JSON, a dataclass `kind`. Raises RunError, which has `what` it is."""
+    try:
+        data = json.loads(read_regular(path))
+        if data.pop("schema") != schema:
+            raise ValueError(f"the schema is not {schema}")
+        record: T = build(kind, data, str(path))
+        return record
+    except (SpecError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunError(f"cannot read the {what} {path} ({error}); {fix}, or delete the file") from None
 
 
 @cache

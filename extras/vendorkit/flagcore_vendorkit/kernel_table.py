@@ -121,8 +121,7 @@ def _fit_rates(roofline: Roofline, sheet: KernelSheet) -> Roofline:
     }
     if fact is not None:
         for field, kind in (("memory_share", "copy"), ("elementwise_share", "elementwise")):
-            rate = _rate(sheet, kind, curve.kernel_seconds, getattr(curve, field) * fact.value)
-            changes[field] = rate / fact.value
+            changes[field] = _rate(sheet, kind, curve.kernel_seconds, getattr(curve, field) * fact.value) / fact.value
     if launches.size:
         changes["launch_seconds"] = float(np.median(launches))
     return replace(roofline, curve=replace(curve, **changes))
@@ -233,8 +232,7 @@ class Correction:
 
         def interpolate(axis: int, corner: IntArray | int) -> FloatArray:
             if axis == len(shares):
-                value: FloatArray = table.take(corner)
-                return value
+                return table.take(corner)
             low = interpolate(axis + 1, corner)
             result: FloatArray = low + shares[axis] * (interpolate(axis + 1, corner + strides[axis]) - low)
             return result
@@ -279,8 +277,7 @@ def learn_line(axis: GridAxis, sizes: FloatArray, residuals: FloatArray) -> Corr
 def octaves(sizes: FloatArray) -> FloatArray:
     """Return the positions of `sizes` on a logarithmic axis: log2 at powers of two, and linear between them."""
     bits = np.asarray(sizes, dtype=np.float64).view(np.int64)
-    power: FloatArray = bits.astype(np.float64) * (1.0 / (1 << MANTISSA)) - 1023.0
-    return power
+    return bits.astype(np.float64) * (1.0 / (1 << MANTISSA)) - 1023.0
 
 
 GEMM_AXES = (

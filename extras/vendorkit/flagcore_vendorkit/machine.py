@@ -205,8 +205,7 @@ def query_torch(
     if importlib.util.find_spec("torch") is None:
         return None
     query = (sys.executable, "-c", _QUERY_TORCH, kind, *attributes)
-    printed = tool_output(*query, timeout_seconds=timeout_seconds, environment=environment)
-    return read_torch(printed or "")
+    return read_torch(tool_output(*query, timeout_seconds=timeout_seconds, environment=environment) or "")
 
 
 def read_torch(printed: str) -> TorchReport | None:

@@ -74,8 +74,7 @@ class Settings:
 
     @cached_property
     def _classes(self) -> Mapping[str, Cost | None]:
-        known = dict.fromkeys((*self.modelled.split(), *self.harmless.split()))
-        return {**known, **self.costs}
+        return {**dict.fromkeys((*self.modelled.split(), *self.harmless.split())), **self.costs}
 
     @cached_property
     def _by_key(self) -> Mapping[str, Cost | None]:

@@ -12,6 +12,7 @@ from flagcore_testing import fakes
 from flagcore_vendorkit.calibration import measuring as calibration
 from flagcore_vendorkit.calibration.overlay import busy
 from flagcore_vendorkit.calibration.store import Calibration, Calibrations, collective_table, kernel_table
+from flagcore_vendorkit.choices import choices
 
 from flagcore.domain.chip import Chip, Device, Fact, Source
 from flagcore.errors import RunError
@@ -85,10 +86,17 @@ def test_two_processors_of_one_chips_name_are_distinguished(calibrations: Calibr
     ],
     ids=["empty", "list", "no rows", "newer", "rows of numbers", "endless devices", "deep"],
 )
-def test_an_invalid_calibration_file_is_reported_with_its_fix(calibrations: Calibrations, text: str) -> None:
+def test_an_invalid_file_is_reported_with_its_fix(
+    calibrations: Calibrations, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calibrations.save(MADE).write_text(text)
     with pytest.raises(RunError, match=r"flag calibrate.*or delete the file"):
         calibrations.find(X1)
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))
+    (tmp_path / "choices").mkdir()
+    (tmp_path / "choices" / "a.json").write_text(text)
+    with pytest.raises(RunError, match=r"measure it again, or delete the file"):
+        choices()
 
 
 def test_a_folder_that_cannot_be_written_is_reported_with_its_fix(tmp_path: Path) -> None:

@@ -58,8 +58,7 @@ def export(
     name in the form of `explain_candidate`. `options`: see `ExportJob`. `output`: by default, `NAME-TARGET` in
     the working directory. Raises the errors of `flagcore.errors`.
     """
-    place = Path(where)
-    job_id = job_name(place.stem) if name is None else checked_name(name)
+    job_id = job_name(Path(where).stem) if name is None else checked_name(name)
     snapshot = load_snapshot(where, chip, without)
     chosen = legal_candidate(snapshot.problem, named_columns(snapshot, candidate)[0])
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")

@@ -162,8 +162,7 @@ def _evaluate(context: SearchContext) -> _Evaluation:
     features = context.features(rows)
     observed = observed_times(context)
     observations = Observations.join((context.past.time, observed, expected_times(context, observed)))
-    ratios = Ratios(observations, features, time_scales(context.predictions))
-    posterior = ratios.posterior(features)
+    posterior = Ratios(observations, features, time_scales(context.predictions)).posterior(features)
     log_predicted = np.log(predicted[rows])
     log_time = log_predicted + posterior.mean
     fits, success = _fit_probability(context, rows, features), success_probability(context, rows)

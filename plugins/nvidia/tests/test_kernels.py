@@ -12,6 +12,7 @@ from flagcore_vendorkit.kernel_table import KernelArrays, KernelSheet, with_meas
 from flagcore.contracts import AttentionShape, KernelCosts
 from flagcore.domain.chip import Chip
 from flagcore.physics.roofline import RUNS_AS, Roofline
+from tests.checks import given
 
 COSTS = files("flagcore_nvidia").joinpath("costs").joinpath("h200")
 FOLDS = 8
@@ -43,9 +44,7 @@ def chip_named(name: str) -> Chip:
 
 
 def costs_of(name: str) -> KernelCosts:
-    costs = plugin.flagcore_kernel_costs(chip_named(name), "megatron")
-    assert costs is not None
-    return costs
+    return given(plugin.flagcore_kernel_costs(chip_named(name), "megatron"))
 
 
 def modelled(costs: KernelCosts, kind: str, rows: KernelArrays) -> np.ndarray:

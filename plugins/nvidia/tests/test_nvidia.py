@@ -15,7 +15,7 @@ from flagcore.contracts import CollectiveCosts
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import KnobValue
 from flagcore.plugins import LoadedPlugins
-from tests.checks import refuses
+from tests.checks import given, refuses
 
 
 class TestNvidia(PluginConformance):
@@ -39,8 +39,7 @@ def test_collective_buffers_are_counted_for_more_than_one_device() -> None:
 
 def collectives(chip: str, nodes: int = 1, devices_per_node: int = 8) -> CollectiveCosts:
     loaded = LoadedPlugins.of({"nvidia": plugin})
-    known = loaded.find_chip(chip)
-    assert known is not None
+    known = given(loaded.find_chip(chip))
     costs = loaded.collective_costs(NodeGroup(chip=known, nodes=nodes, devices_per_node=devices_per_node), "megatron")
     assert costs is not None
     return costs

@@ -27,8 +27,7 @@ def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_requeste
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_nvlink_joins_all_devices_and_each_has_an_adapter(name: str) -> None:
-    matrix = read_matrix(TEXTS[name])
-    assert matrix is not None
+    matrix = given(read_matrix(TEXTS[name]))
     assert islands(matrix, r"NV\d+") == (tuple(range(8)),)
     assert all(len(near) == 1 for near in near_adapters(matrix).values())
     assert set(devices_per_adapter(matrix).values()) == {1}

@@ -12,6 +12,7 @@ import yaml
 from flagcore import api
 from flagcore.api.inputs import fixed_task, open_spec
 from flagcore.report.estimate import ChipPlan, Mixing, mixing_text, verdict
+from tests.checks import given
 from tests.product.cli.conftest import Flag, Project
 
 LARGE = {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB", "nic_bytes_per_second": 1.0e9}
@@ -39,9 +40,7 @@ def mixing(spec: Callable[..., str]) -> Callable[..., Mixing]:
     """Return the comparison of a mixed plan with each kind alone."""
 
     def compared(*groups: dict[str, Any], **sections: Any) -> Mixing:
-        found = api.estimate(spec(*groups, **sections)).mixing
-        assert found is not None
-        return found
+        return given(api.estimate(spec(*groups, **sections)).mixing)
 
     return compared
 

@@ -98,9 +98,8 @@ def test_other_names_are_unknown(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8C", "Qwen3-8B", "/nowhere/Qwen3-8B-FP8"])
 def test_a_misspelled_name_and_a_path_that_does_not_exist_get_the_nearest_name(name: str, tmp_path: Path) -> None:
-    with refuses("model", name) as caught:
+    with refuses("model", name, match="Qwen/Qwen3-8B"):
         model_from(name, base=tmp_path)
-    assert "Qwen/Qwen3-8B" in str(caught.value)
 
 
 def test_a_directory_wins_over_a_public_name(tmp_path: Path) -> None:

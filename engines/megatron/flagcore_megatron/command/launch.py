@@ -109,8 +109,7 @@ def trial_command(
     limited = limit_to_trial(with_knobs.command, table, task.spec.control.train_iters, run)
     nodes = sum(group.nodes for group in groups)
     devices = SLOTS if len(groups) > 1 else groups[0].devices_per_node
-    on_each_host = task.spec.on_each_host
-    launched = set_launch_options(limited.command, devices, nodes, folder, on_each_host=on_each_host)
+    launched = set_launch_options(limited.command, devices, nodes, folder, on_each_host=task.spec.on_each_host)
     return ChangedCommand(command=launched.command, changes=(*with_knobs.changes, *limited.changes, *launched.changes))
 
 

@@ -88,8 +88,7 @@ def baseline_of(flags: Flags, has_experts: bool, *, on_meshes: bool = False) -> 
     baseline["use_distributed_optimizer"] = bool(flags.get("use_distributed_optimizer"))
     if sequence := flags.get("sequence_parallel"):
         if baseline.get("tensor_model_parallel_size", 1) == 1 and not on_meshes:
-            text = "off in the baseline: it needs tensor parallelism"
-            flags.note("sequence_parallel", text, "auto_tuner.baseline")
+            flags.note("sequence_parallel", "off in the baseline: it needs tensor parallelism", "auto_tuner.baseline")
         else:
             baseline["sequence_parallel"] = True
     elif sequence is not None:

@@ -142,8 +142,7 @@ def _recompute(task: Task, values: Mapping[str, KnobValue], meshes: Sequence[Mes
         yield from ("--recompute-granularity", "selective")
         return
     used = next(code for code in codes if code != none)
-    methods = list(METHODS)
-    yield from ("--recompute-granularity", "full", "--recompute-method", methods[used[2] - 1])
+    yield from ("--recompute-granularity", "full", "--recompute-method", list(METHODS)[used[2] - 1])
     yield from ("--recompute-num-layers", str(used[3]))
     if len(set(codes)) == 1:
         return

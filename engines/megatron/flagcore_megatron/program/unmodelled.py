@@ -23,8 +23,7 @@ Given = Mapping[str, tuple[str, Any]]
 def unmodelled(spec: Spec) -> list[Unmodelled]:
     """Return the arguments, settings and variables of a spec that predictions do not include."""
     train, command = spec.train, readable_command(spec)
-    table = release_table(None)
-    arguments, problems = table.parse([*program_arguments(spec), *train.flags])
+    arguments, problems = release_table(None).parse([*program_arguments(spec), *train.flags])
     sizes = {"num-experts": spec.model.num_moe_experts, "lengths": train.lengths is not None}
     sizes |= {"linear-attention-freq": len(spec.model.other_mixers)}
     given: dict[str, tuple[str, Any]] = {name: ("", size) for name, size in sizes.items()}

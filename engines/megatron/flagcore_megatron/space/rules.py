@@ -206,8 +206,7 @@ def _pipeline_rules(task: Task) -> Iterator[Rule]:
     split, batch = Split.from_task(task), task.spec.train.global_batch_size
 
     def interleaved(c: Columns) -> BoolArray:
-        is_interleaved: BoolArray = (split.virtual(c) > 1) | (c[LAYERS_PER_VIRTUAL] > 0)
-        return is_interleaved
+        return (split.virtual(c) > 1) | (c[LAYERS_PER_VIRTUAL] > 0)
 
     whole = is_hybrid(task.spec.model) and not takes_layouts(task.spec)
     yield Rule(name="pipeline_stages", knobs=(PP, SPLIT), message=_split_message(split), broken=split.uneven)
@@ -488,8 +487,7 @@ def _schedule_rule(setting: SettingValue, split: Split, batch: int) -> Rule:
             wrong |= microbatches < 2 * c[PP]
             if name == "dualpipe":
                 wrong |= (c[PP] % 2 != 0) | (microbatches % 2 != 0)
-        result: BoolArray = (c[PP] > 1) & wrong
-        return result
+        return (c[PP] > 1) & wrong
 
     knobs = (PP, SPLIT, LAYERS_PER_VIRTUAL, DP, MBS) if is_dual else (PP, SPLIT, LAYERS_PER_VIRTUAL)
     return Rule(name="pipeline_schedule", knobs=knobs, message=message, broken=broken)

@@ -8,6 +8,7 @@ from flagcore_megatron.program.user_command import user_command
 from flagcore_training.commands import UserCommand
 
 from flagcore.domain.spec import Control, Spec
+from tests.checks import given
 from tests.product import tasks
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 8"
@@ -26,6 +27,4 @@ def read(text: str, folder: Path, *arguments: str, **envs: str) -> UserCommand:
     """What a script starts. Raises SpecError."""
     (folder / "run.sh").write_text(text)
     (folder / "pretrain_gpt.py").touch()
-    found = user_command(spec_of(("bash", "run.sh", *arguments), folder, envs=envs))
-    assert found is not None
-    return found
+    return given(user_command(spec_of(("bash", "run.sh", *arguments), folder, envs=envs)))

@@ -140,9 +140,8 @@ def test_only_the_trial_program_runs_data_splits(tmp_path: Path) -> None:
     require_runnable(job)
     command = replace(job.spec.train, command=("torchrun", "train_gpt.py", "--enable-hetero"))
     assert isinstance(command, TrainSpec)
-    with refuses(f"auto_tuner.space.{MESHES}") as caught:
+    with refuses(f"auto_tuner.space.{MESHES}", match="replicas_release"):
         with_meshes(tasks.platform(replace(job, spec=replace(job.spec, work=command)), costs=pair()), plan=False)
-    assert "replicas_release" in str(caught.value)
     values = {**dict.fromkeys(SIZES.values(), 1), "micro_batch_size": 1, MESHES: UNEVEN}
     with pytest.raises(LaunchError, match="replicas_release"):
         ENGINE.launch(tasks.platform(job, costs=pair()), Candidate.of(values), str(tmp_path), for_real=True)

@@ -17,7 +17,7 @@ from flagcore.domain.model import Layer
 from flagcore.domain.spec import Adapter
 from flagcore.errors import NotModelled, SpecError
 from flagcore.tuner.stages.build import check
-from tests.checks import refuses
+from tests.checks import given, refuses
 from tests.product import tasks
 
 SHARDED = {"use_distributed_optimizer": True, "data_parallel_size": 4}
@@ -386,8 +386,7 @@ SEEING = dataclasses.replace(tasks.DENSE, vision=tasks.VISION)
 
 def test_images_bring_the_vision_tower() -> None:
     task = tasks.task(SEEING, settings={**SEEN, "freeze_vision_model": True})
-    tower = training(task).tower
-    assert tower is not None
+    tower = given(training(task).tower)
     assert (tower.images, tower.tokens, tower.frozen, tower.frozen_mergers) == (2.0, 6, True, False)
     assert training(tasks.task(SEEING)).tower is None
     for each, named in ((task, False), (tasks.task(SEEING), True)):

@@ -98,6 +98,11 @@ def context_limit(spec: Spec) -> int | None:
     names = {strip_dashes(key) for key in spec.serve.engine_args}
     if weights is None or names & set(_LONGER) or any(name in spec.envs for name in _ALLOWED):
         return None
+    return context_at(weights)
+
+
+def context_at(weights: str) -> int | None:
+    """Return the context length of the model at a path or with a public name in tokens, or None if it is unknown."""
     if os.path.isfile(weights) and not weights.endswith(".json"):
         try:
             return context_length(weights)

@@ -210,8 +210,7 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
 def _kept(train: Training, stage: Stage) -> FloatArray:
     """Return the share of a stage's layers that are on the device. The last layer is needed again at once."""
     away = np.minimum(float(train.options.offload_layers), np.maximum(stage.layers - 1.0, 0.0))
-    kept: FloatArray = 1.0 - away / np.maximum(stage.layers, 1.0)
-    return kept
+    return 1.0 - away / np.maximum(stage.layers, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,5 +28,4 @@ def with_tower(entry: Module, train: Training, tower: Tower, layout: Layout) -> 
     if not tower.frozen:
         stored = stored + count * (repeated * sizes.hidden + (1.0 - repeated) * layer.stored)
         work = layer.above(count) + (repeated > 0) * layer.stored
-    tensors = {**entry.tensors, "vision": stored}
-    return replace(entry, tensors=tensors, work=np.maximum(entry.work, work))
+    return replace(entry, tensors={**entry.tensors, "vision": stored}, work=np.maximum(entry.work, work))

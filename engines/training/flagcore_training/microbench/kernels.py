@@ -377,8 +377,7 @@ class _Scale(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Return `value` times the weight."""
-        result: torch.Tensor = _Product.apply(value, self.weight)
-        return result
+        return _Product.apply(value, self.weight)
 
 
 def launches(bench: Bench) -> list[Row]:

@@ -457,8 +457,7 @@ def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: Tens
     launches = np.full_like(tokens, MOE_LAUNCHES[train.transformer_engine][2])
     launches = launches + adapter_launches(train, *network_products(train.model, width, 1.0))
     forward = Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
-    exposed = tp.backward(up)
-    backward = Seconds.from_compute(products.input_gradient + back, tensor=exposed, launches=2.0 * launches)
+    backward = Seconds.from_compute(products.input_gradient + back, tensor=tp.backward(up), launches=2.0 * launches)
     is_recomputed = train.options.recompute_modules & {"shared_experts", "moe"}
     repeated = forward if is_recomputed else Seconds.from_compute(np.zeros_like(tokens))
     return Block(forward, backward, products.weight_gradient, repeated)

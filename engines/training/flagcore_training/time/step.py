@@ -439,8 +439,7 @@ def launch_wait(
         return np.zeros_like(device)
     busy = np.maximum(device, MIN_SECONDS)
     ratio = launches * host / busy
-    wait: FloatArray = busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0)
-    return wait
+    return busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0)
 
 
 def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, window: FloatArray) -> FloatArray:

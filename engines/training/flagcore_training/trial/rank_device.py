@@ -122,8 +122,7 @@ class Accelerator:
     def memory(self) -> dict[str, int | None]:
         """Return the allocator's peaks, and the memory that all processes currently use on the device, in bytes."""
         free, total = self._module.mem_get_info()
-        peak = max(self._peak_allocated, self.peak_bytes())
-        return _memory(peak, self._module.max_memory_reserved(), total - free)
+        return _memory(max(self._peak_allocated, self.peak_bytes()), self._module.max_memory_reserved(), total - free)
 
 
 RankDevice: TypeAlias = Cpu | Accelerator

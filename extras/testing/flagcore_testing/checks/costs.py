@@ -343,8 +343,7 @@ def _curves(plugin: Subject) -> list[tuple[Chip, CollectiveTable, Curve, float]]
     _costs(plugin)
 
     def table(chip: Chip) -> CollectiveTable | None:
-        about = {"group": group_of(chip), "engine": "megatron"}
-        answer = plugin.ask("flagcore_collective_costs", about)
+        answer = plugin.ask("flagcore_collective_costs", {"group": group_of(chip), "engine": "megatron"})
         return answer if isinstance(answer, CollectiveTable) else None
 
     return [

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.chip import Chip
-from flagcore.domain.files import HOME_FIX, data_folder, read_regular, save, writable
-from flagcore.errors import RunError, SpecError
+from flagcore.domain.files import HOME_FIX, data_folder, save, writable
+from flagcore.errors import RunError
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.collective_curves import Curve as CollectiveCurve
 from flagcore.physics.roofline import Roofline
 from flagcore_vendorkit.chip_file import Reading, read_kernel
-from flagcore_vendorkit.fields import build
+from flagcore_vendorkit.fields import read_record
 from flagcore_vendorkit.kernel_table import KernelSheet, with_measured
 
 SCHEMA = 1
@@ -113,23 +113,10 @@ class Calibrations:
         readable, unreadable = [], []
         for path in files:
             try:
-                readable.append((path, read(path)))
+                readable.append((path, read_record(Calibration, path, SCHEMA, "calibration", "run `flag calibrate`")))
             except RunError as error:
                 unreadable.append((path, error))
         return tuple(sorted(readable, key=lambda pair: pair[1].date, reverse=True)), tuple(unreadable)
-
-
-def read(path: Path) -> Calibration:
-    """Read a calibration from a file. Raises RunError if the file is invalid."""
-    try:
-        data = json.loads(read_regular(path))
-        if data.pop("schema") != SCHEMA:
-            raise ValueError(f"the schema is not {SCHEMA}")
-        calibration: Calibration = build(Calibration, data, str(path))
-        return calibration
-    except (SpecError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fix = "run `flag calibrate`, or delete the file"
-        raise RunError(f"cannot read the calibration {path} ({error}); {fix}") from None
 
 
 def _is_file_of(path: Path, chip: Chip) -> bool:
