@@ -78,7 +78,9 @@ def _counted(path: Path, section: LengthsSection) -> Mapping[int, float]:
         counts = Counter(index(row["length"] if isinstance(row, dict) else row) for row in rows)
     except (OSError, ValueError, LookupError, TypeError) as error:
         problem = _("cannot be read ({why})", why=getattr(error, "strerror", None) or error)
-        raise spec_error("file", problem, value=section.file, fix=_("give one length on each line")) from None
+        raise spec_error(
+            "file", problem, value=section.file, fix=_("give a number, or an object with length, on each line")
+        ) from None
     if not counts or min(counts) < 1 or max(counts) > MOST:
         raise spec_error("file", _("has no lengths, or some outside of 1 to {most}", most=MOST), value=section.file)
     return counts
@@ -94,6 +96,8 @@ def lengths_of(section: LengthsSection, context: Context, number: int = QUANTILE
     if len(given) != 1:
         problem = _("needs exactly one of mean, histogram and file")
         raise spec_error(given[1] if given else "mean", problem, fix=_("give one of them"))
+    if section.mean is None and "spread" in section.model_fields_set:
+        raise spec_error("spread", _("is only for a mean"), value=section.spread, fix=_("remove it"))
     places = (np.arange(number) + 0.5) / number
     if section.mean:
         found = np.exp([section.spread * NormalDist().inv_cdf(each) for each in places])
@@ -233,6 +237,9 @@ def control_of(control: BudgetSection, _context: Context) -> Control:
 
 def train_of(train: TrainSection, context: Context) -> TrainSpec:
     """Return the training job that a section describes. By default, the user's command runs in the spec's folder."""
+    if train.adapter and train.adapter.base and train.precision in ("fp8", "mxfp8", "nvfp4"):
+        problem = _("does not apply to quantized weights: their products have 16 bits")
+        raise spec_error("precision", problem, value=train.precision, fix=_("use bf16"))
     fields = {**dict(train), "command": None, "directory": None}
     if train.command:
         directory = context.base / (train.directory or ".")

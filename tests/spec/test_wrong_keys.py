@@ -66,6 +66,22 @@ def test_unknown_key_or_wrong_value_is_reported_with_rule_and_fix(
 
 
 @pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ("precision: fp8, adapter: {kind: qlora}", "precision"),
+        ("precision: bf16, lengths: {histogram: {8: 1}, spread: 0.5}", "lengths.spread"),
+        ("precision: bf16, lengths: {file: lengths.txt}", "lengths.file"),
+    ],
+)
+def test_keys_of_fine_tuning_that_do_not_fit_are_refused(
+    read_error: ReadError, tmp_path: Path, more: str, key: str
+) -> None:
+    (tmp_path / "lengths.txt").write_text('{"length": 8}\n{"tokens": 9}\n')
+    train = f"train: {{engine: toy, seq_length: 128, global_batch_size: 8, {more}}}\n"
+    assert read_error("", train=train).key == f"train.{key}"
+
+
+@pytest.mark.parametrize(
     ("value", "key", "fix"),
     [
         ("atuo", "", "did you mean auto?"),

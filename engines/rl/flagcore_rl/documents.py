@@ -46,7 +46,9 @@ def lengths_of(section: LengthsSection, context: Context) -> Lengths:
 
     Raises SpecError for several sources or none, an unreadable file, and a mean without or above the longest.
     """
-    given = {name: getattr(section, name) for name in ("mean", "histogram", "file")}
+    given = {
+        name: getattr(section, name) for name in {"mean", "histogram", "file"} | section.model_fields_set & {"spread"}
+    }
     values = schema.lengths_of(schema.LengthsSection(**given), context, QUANTILES).values
     longest = section.longest or (values[-1] if section.mean is None else None)
     if longest is None:
