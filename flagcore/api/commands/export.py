@@ -67,7 +67,7 @@ def export(
     require_startable(snapshot.problem, chosen, elsewhere=True)
     work = snapshot.problem.task.spec.work
     if work.missing:
-        fix = N_("set the path or the name of the model that the servers load")
+        fix = N_("set it: a prediction does without it, a start does not")
         raise SpecError(key=f"{work.kind}.{work.missing}", problem="is missing", fix=fix)
     with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
         exporters = _exporters(work.engine)
