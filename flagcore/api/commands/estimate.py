@@ -88,7 +88,9 @@ def estimate(
         raise NothingFits(nothing_fits_text(problem, change))
     published = published_runs(problem, loaded, None if evidence else NEAREST)
     place = recommended(problem, order)
-    target = first_target(snapshot_of(opened), problem.space.candidate(int(order[place]))) if start else ""
+    candidate = problem.space.candidate(int(order[place]))
+    can_run = not task.spec.work.missing
+    target = first_target(snapshot_of(opened), candidate) if start and can_run else ""
     if on_page is not None:
         on_page(plan_report(problem, spec, start(target) if start and target else ""))
     expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[place]]), loaded)
@@ -125,7 +127,7 @@ def estimate(
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
         unmodelled=tuple(each.name for each in problem.platform.unmodelled),
-        search=search_time(problem),
+        search=search_time(problem) if can_run else None,
         mixing=mixing,
         knobs=problem.knobs,
         labels=optional(problem.engine, Details).labels,

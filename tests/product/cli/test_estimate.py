@@ -55,6 +55,20 @@ def test_candidates_are_numbered_and_report_their_bottleneck(flag: Flag, answer:
     assert table.err.count("(80%: ") == 1
 
 
+def test_a_job_that_can_only_be_predicted_has_no_command_that_runs_it(flag: Flag, tmp_path: Path) -> None:
+    model = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+    train = {"engine": "megatron", "seq_length": 64, "global_batch_size": 4, "precision": "bf16"}
+
+    def said(**lengths: Any) -> tuple[bool, bool]:
+        data = {"model": model, "cluster": {"chip": "cpu", "devices_per_node": 2}, "train": {**train, **lengths}}
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(data))
+        text = flag("estimate", str(tmp_path / "job.yaml")).worked().err
+        return "flag tune" in text, "flag export" in text
+
+    assert said() == (True, True)
+    assert said(lengths={"mean": 16}) == (False, False)
+
+
 def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, answer: Answer, project: Project) -> None:
     spec = project.spec()
     second = answer("estimate", spec, "--all")[1]
