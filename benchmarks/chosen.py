@@ -70,6 +70,8 @@ def _jobs() -> Iterator[Mapping[str, Any]]:
         records = [each for each in loaded.published_runs() if each.get("unseen") or "unseen" not in sys.argv]
     fastest: dict[str, Mapping[str, Any]] = {}
     for record in records:
+        if record["kind"] != "train" or {"lengths", "adapter"} & record["train"].keys():
+            continue
         train, cluster = record["train"], record["cluster"]
         lengths = [train[key] for key in ("seq_length", "global_batch_size", "precision")]
         key = repr((record["model"], cluster["chip"], cluster["devices"], lengths))

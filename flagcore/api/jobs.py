@@ -332,7 +332,9 @@ def expected_seconds(
     has_experts = spec.model.num_moe_experts is not None
 
     def is_like(job: JobRecord) -> bool:
-        return job.work.engine == spec.work.engine and (job.model.num_moe_experts is not None) == has_experts
+        is_whole = isinstance(job.work, TrainSpec) and not (job.work.lengths or job.work.adapter)
+        is_same_engine = job.work.engine == spec.work.engine
+        return is_whole and is_same_engine and (job.model.num_moe_experts is not None) == has_experts
 
     here = any(is_like(job) for job, _ in problem.published)
     known = here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True))

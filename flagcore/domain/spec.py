@@ -176,7 +176,11 @@ class TrainSpec(Work):
 
     def distance(self, other: Any) -> float:
         scale: float = abs(math.log2(self.seq_length / other.seq_length))
-        return float(self.precision != other.precision) + float(self.adapter != other.adapter) + scale / 4
+        other_lengths, other_weights = (
+            (mine is None) != (others is None)
+            for mine, others in ((self.lengths, other.lengths), (self.adapter, other.adapter))
+        )
+        return float(self.precision != other.precision) + 2.0 * other_lengths + 3.0 * other_weights + scale / 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

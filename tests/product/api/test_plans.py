@@ -283,6 +283,9 @@ def test_a_plan_comes_with_the_nearest_published_runs(estimate: Estimate) -> Non
     assert len(estimate.published) < len(api.estimate(SPEC, evidence=True, on_first=lines.append).published)
     assert ["s/step" in line for line in lines] == [True]  # before the whole space is predicted
     assert not api.estimate(SPEC, chip="910B1").published
+    adapted = api.estimate({**SPEC, "train": {**SPEC["train"], "adapter": {"rank": 16}}}).published
+    assert "LoRA" in adapted[0].run
+    assert not any("LoRA" in each.run for each in estimate.published)
 
 
 def test_of_equally_fast_candidates_layouts_of_near_published_runs_are_recommended_and_then_the_simplest() -> None:
