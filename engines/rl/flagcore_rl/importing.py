@@ -61,13 +61,13 @@ class Reading:
 
     def value(self, name: str) -> Any:
         """Return the first value of a setting's keys, in the words of specs; None if neither command nor framework
-        has one."""
+        has one. Keys of a section with `enabled: false` do not count."""
         row = self.rows.get(name)
         if row is None:
             return None
         for values in (self.set, self.dialect.defaults):
             for key in (each for each in map(self.dialect.key, row.keys) if not each.startswith("critic.")):
-                if values.get(key) is not None:
+                if values.get(key) is not None and self.set.get(f"{key.rpartition('.')[0]}.enabled") is not False:
                     return _in_words(row, values[key])
         return None
 

@@ -46,6 +46,8 @@ FORWARD_PARTS = {"compute_s": FORWARD, "pp_bubble_s": FORWARD} | dict.fromkeys(
     ("tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_comm_s"), 0.5
 )
 """The same for each part of a trainer's step that forward passes have. Backward repeats each collective of forward."""
+MEMORY = ("static_bytes", "peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
+"""The bytes of a device that a role's engine predicts. Used are also the contexts of processes, and libraries."""
 AWAKE_BYTES = 2.0 * 2**30
 """What a rollout that sleeps keeps on a device: its context, and graphs. vLLM states 1 to 3 GiB (sleep mode)."""
 
@@ -84,13 +86,12 @@ class Framework:
 class _Trained:
     """Seconds of training and of one pass of log-probabilities, bytes of a device, and operations of training.
 
-    `shares`: the number of devices that divide the weights.
+    `memory`: as named in `MEMORY`. `shares`: the number of devices that divide the weights.
     """
 
     training_s: float
     forward_s: float
-    used: float
-    static: float
+    memory: FloatArray
     weights: float
     flops: float
     shares: float
@@ -98,10 +99,10 @@ class _Trained:
 
 @dataclass(frozen=True, slots=True)
 class _Rolled:
-    """Seconds of generation, and bytes of a device."""
+    """Seconds of generation, and bytes of a device. `memory`: as named in `MEMORY`."""
 
     generation_s: float
-    used: float
+    memory: FloatArray
     weights: float
 
 
@@ -146,7 +147,7 @@ def predict(
         task,
     )
     parts: dict[str, FloatArray] = {}
-    memory = np.zeros((4, rows))
+    memory = np.zeros((len(MEMORY), rows))
     for row, values in enumerate(candidates):
         times, bytes_of = _step(task, values, trained[row], rolled[row], costs, framework)
         memory[:, row] = bytes_of
@@ -154,7 +155,7 @@ def predict(
             parts.setdefault(name, np.zeros(rows))[row] = seconds
     generation = parts.pop("whole_generation_s")
     total: FloatArray = np.sum(list(parts.values()), axis=0)
-    static, peak, used, _rest = memory
+    static, peak, reserved, used = memory
     capacity = costs.memory.capacity_bytes()
     tokens = work.step_tokens / total / task.cluster.devices
     return Predictions(
@@ -165,7 +166,7 @@ def predict(
         static_bytes=static,
         activation_bytes=peak - static,
         peak_allocated_bytes=peak,
-        reserved_bytes=peak,
+        reserved_bytes=reserved,
         device_used_bytes=used,
         worst_stage=np.zeros(rows, dtype=np.int64),
         capacity_bytes=capacity,
@@ -216,7 +217,7 @@ def _train(task: Task, candidates: list[Values], framework: Framework) -> list[_
     work = job_of(task)
     engine = engine_of(work.trainer.engine, "rl.trainer.engine")
     groups: dict[tuple[int, int, int, int, bool], list[int]] = {}
-    found = np.full((7, len(candidates)), np.nan)
+    found, memory = np.full((5, len(candidates)), np.nan), np.full((len(MEMORY), len(candidates)), np.nan)
     weights, experts = (2.0 * number for number in sizes_of(task.spec.model))
     steps = work.epochs * -(-work.step_samples // work.optimizer_samples)
     for row, values in enumerate(candidates):
@@ -226,8 +227,8 @@ def _train(task: Task, candidates: list[Values], framework: Framework) -> list[_
         replicas = max(devices // (tensor * pipeline * context), 1)
         expert = max(int(values.get("expert_model_parallel_size") or 1) / tensor, 1.0)
         sharded = any(knob.name == SHARD for knob in engine.knobs)
-        found[6, row] = tensor * pipeline * (min(int(values.get(SHARD) or replicas), replicas) if sharded else 1)
-        found[4, row] = (weights - experts + experts / expert) / found[6, row]
+        found[4, row] = tensor * pipeline * (min(int(values.get(SHARD) or replicas), replicas) if sharded else 1)
+        found[2, row] = (weights - experts + experts / expert) / found[4, row]
         for forward in (False, True):
             samples = work.step_samples if forward else work.optimizer_samples
             sizes = batches(work, values, samples, replicas, forward=forward, pads_stages=framework.pads_stages)
@@ -243,9 +244,12 @@ def _train(task: Task, candidates: list[Values], framework: Framework) -> list[_
             found[1, members] = np.sum(passes, axis=0) if passes else FORWARD * predictions.step_time_s
         else:
             found[0, members] = steps * predictions.step_time_s
-            found[5, members] = steps * predictions.model_flops
-            found[2, members], found[3, members] = predictions.device_used_bytes, predictions.static_bytes
-    return [_Trained(*map(float, found[:, row])) for row in range(len(candidates))]
+            found[3, members] = steps * predictions.model_flops
+            memory[:, members] = [getattr(predictions, name) for name in MEMORY]
+    return [
+        _Trained(training, forward, memory[:, row], *rest)
+        for row, (training, forward, *rest) in enumerate(found.T.tolist())
+    ]
 
 
 @keys_of("rl.rollout.")
@@ -269,7 +273,7 @@ def _roll(task: Task, candidates: list[Values], costs: Costs, framework: Framewo
                 seconds = work.step_samples / predictions.figures["requests_per_s"][place]
                 found[row] = _Rolled(
                     float(seconds),
-                    float(predictions.device_used_bytes[place]),
+                    np.array([getattr(predictions, name)[place] for name in MEMORY]),
                     float(predictions.static_bytes[place] - predictions.figures["kv_cache_bytes"][place]),
                 )
     return [found[row] for row in range(len(candidates))]
@@ -277,8 +281,9 @@ def _roll(task: Task, candidates: list[Values], costs: Costs, framework: Framewo
 
 def _step(
     task: Task, values: Mapping[str, Any], trained: _Trained, rolled: _Rolled, costs: Costs, framework: Framework
-) -> tuple[dict[str, float], tuple[float, float, float, float]]:
-    """Return the seconds of the parts of a step, and the static, peak and used bytes of the fuller device."""
+) -> tuple[dict[str, float], FloatArray]:
+    """Return the seconds of the parts of a step, and bytes as in `MEMORY`: static ones of the trainer, and others of
+    the fuller device or phase."""
     work = job_of(task)
     passes = work.old_logprobs + work.reference + work.critic
     apart, staleness = values.get(DEVICES), int(values.get(STALENESS) or 0)
@@ -290,11 +295,12 @@ def _step(
         work.reference and not work.trainer.adapter
     ):  # the policy moves to the host, the reference to the device, and the policy back
         logprobs += 3.0 * float(np.nan_to_num(costs.kernels.host_copy_seconds(np.array([trained.weights]))[0]))
-    swap, states = 0.0, max(trained.static - trained.weights, 0.0)
-    stays = trained.static
+    static, _peak, reserved, used = trained.memory
+    swap, states = 0.0, max(static - trained.weights, 0.0)
+    stays = static
     if not apart:
-        moved = {"none": 0.0, "optimizer": states, "all": trained.static}[work.trainer.offload]
-        stays = trained.static - moved
+        moved = {"none": 0.0, "optimizer": states, "all": static}[work.trainer.offload]
+        stays = static - moved
         asleep = rolled.weights if work.rollout.sleeps else 0.0
         seconds = costs.kernels.host_copy_seconds(np.array([moved, asleep]))
         swap = 2.0 * (1 + work.critic) * float(np.nan_to_num(seconds[0])) + float(np.nan_to_num(seconds[1]))
@@ -308,12 +314,13 @@ def _step(
     if apart and staleness:
         exposed = max(0.0, rolled.generation_s - logprobs - training - rewards)
     times = {"generation_s": exposed, **times, "whole_generation_s": rolled.generation_s}
-    if apart:
-        used = max(trained.used + judge + critic, rolled.used)
-    else:
-        sleeping = AWAKE_BYTES if work.rollout.sleeps else rolled.used
-        used = max(trained.used + sleeping, rolled.used + stays) + judge + critic
-    return times, (trained.static + judge + critic, used, used, 0.0)
+    only_used = np.array([0.0, 0.0, 0.0, 1.0])
+    training_phase, rollout_phase = trained.memory + judge + critic, rolled.memory
+    if not apart:  # the trainer's process keeps its context, and a rollout that sleeps its own
+        training_phase = training_phase + (only_used * AWAKE_BYTES if work.rollout.sleeps else rolled.memory)
+        rollout_phase = rollout_phase + stays + judge + critic + only_used * (used - reserved)
+    fuller = max(training_phase, rollout_phase, key=lambda memory: float(memory[-1]))
+    return times, np.array([static + judge + critic, *fuller[1:]])
 
 
 def _refit(task: Task, weights: float, costs: Costs, framework: Framework, *, apart: bool) -> float:
