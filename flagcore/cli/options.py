@@ -66,13 +66,15 @@ quiet = _adding(_quiet, QUIET)
 """Adds `--quiet` to a command without `--format`."""
 
 
-def job_words() -> list[str]:
-    """Return the words of the current command that describe its job: SPEC, or the options that replace or change it."""
+def job_words(changes: Sequence[str] = ()) -> list[str]:
+    """Return the words of the current command that describe its job: SPEC, or the options that replace or change it.
+    `changes` are KEY=VALUE for further `--set`, which replace those of the same keys."""
     given = click.get_current_context().params
     words = [given["spec"]] if given["spec"] else []
     for name in ("model", "engine", "nodes", "devices", "chip", "ttft_p99"):
         words += [f"--{name.replace('_', '-')}", str(given[name])] if given.get(name) else []
-    pairs = {"--slo": given["slo"], "--set": given["settings"]}
+    settings = {each.partition("=")[0]: each for each in (*given["settings"], *changes)}
+    pairs = {"--slo": given["slo"], "--set": settings.values()}
     return words + [word for option, values in pairs.items() for each in values for word in (option, each)]
 
 

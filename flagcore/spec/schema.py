@@ -6,7 +6,6 @@ Validation replaces each section with a record of `flagcore.domain`.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from operator import index
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Literal
@@ -49,7 +48,7 @@ from flagcore.spec.validate import (
 _CONTROL = Control()
 
 MOST = 2**31
-Length = Annotated[int, Field(ge=1, le=MOST, strict=False)]
+Length = Annotated[int, Field(le=MOST, strict=False)]
 Count = Annotated[float, Field(gt=0, le=10**12)]
 
 
@@ -73,17 +72,23 @@ class LengthsSection(Section):
 
 def _counted(path: Path, section: LengthsSection) -> Mapping[int, float]:
     """Return how often each length is in a file. Raises SpecError."""
+    counts, number, problem = Counter[int](), 0, _("has no lengths")
     try:
-        rows = map(load_json, filter(str.strip, read_regular(path).decode().splitlines()))
-        counts = Counter(index(row["length"] if isinstance(row, dict) else row) for row in rows)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        problem = _("cannot be read ({why})", why=getattr(error, "strerror", None) or error)
-        raise spec_error(
-            "file", problem, value=section.file, fix=_("give a number, or an object with length, on each line")
-        ) from None
-    if not counts or min(counts) < 1 or max(counts) > MOST:
-        raise spec_error("file", _("has no lengths, or some outside of 1 to {most}", most=MOST), value=section.file)
-    return counts
+        for number, line in enumerate(read_regular(path).split(b"\n"), 1):  # noqa: B007
+            if line.strip():
+                row = load_json(line.decode())
+                length = row["length"] if isinstance(row, dict) else row
+                if type(length) is not int or not 1 <= length <= MOST:
+                    raise ValueError
+                counts[length] += 1
+        if counts:
+            return counts
+    except OSError as error:
+        problem = _("cannot be read ({why})", why=error.strerror)
+    except (ValueError, LookupError):
+        problem = _("has no whole number from 1 to {most} in line {number}", most=MOST, number=number)
+    fix = _("give a number, or an object with length, on each line")
+    raise spec_error("file", problem, value=section.file, fix=fix)
 
 
 QUANTILES = 256
@@ -94,8 +99,11 @@ def lengths_of(section: LengthsSection, context: Context, number: int = QUANTILE
     """Return `number` lengths for those of a section. Raises SpecError for an unreadable file, or several sources."""
     given = [name for name in ("mean", "histogram", "file") if getattr(section, name) is not None]
     if len(given) != 1:
-        problem = _("needs exactly one of mean, histogram and file")
-        raise spec_error(given[1] if given else "mean", problem, fix=_("give one of them"))
+        names = ", ".join(given) or _("none")
+        problem = _("needs exactly one of mean, histogram and file, but has {names}", names=names)
+        raise spec_error("", problem, fix=_("give one of them"))
+    if section.histogram and (least := min(section.histogram)) < 1:
+        raise spec_error("histogram", _("has a length of {least}, but lengths are at least 1", least=least))
     if section.mean is None and "spread" in section.model_fields_set:
         raise spec_error("spread", _("is only for a mean"), value=section.spread, fix=_("remove it"))
     places = (np.arange(number) + 0.5) / number

@@ -8,9 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 
+import click
 import pytest
 
 from flagcore import api
+from flagcore.cli import options
 from flagcore.cli.main import OWN
 from flagcore.plugins import IMPORTERS, command_readers, importer, names
 from tests.cli.conftest import FLAG, Project, Ran
@@ -95,3 +97,10 @@ def test_a_bad_setting_is_one_message(text: str, flag: Callable[..., Ran], proje
     assert (completed.code, completed.out) == (2, "")
     assert len(completed.err.splitlines()) == 1
     assert text.partition("=")[0] in completed.err or "--set" in completed.err
+
+
+def test_a_command_to_run_next_sets_each_key_once() -> None:
+    context = click.Context(click.Command("size"))
+    context.params = {"spec": "a.yaml", "settings": ("k=1", "j=2"), "slo": ()}
+    with context:
+        assert options.job_words(["k=3", "l=4"]) == ["a.yaml", "--set", "k=3", "--set", "j=2", "--set", "l=4"]

@@ -235,29 +235,47 @@ def test_lengths_of_samples_become_quantiles(
 
 
 @pytest.mark.parametrize(
-    ("section", "key"),
+    ("section", "key", "problem"),
     [
-        ({}, "train.lengths.mean"),
-        ({"mean": 10, "file": "lengths.txt"}, "train.lengths.file"),
-        ({"file": "missing.txt"}, "train.lengths.file"),
-        ({"file": "lengths.txt"}, "train.lengths.file"),
-        ({"file": "lengths.jsonl"}, "train.lengths.file"),
-        ({"file": "long.txt"}, "train.lengths.file"),
-        ({"histogram": {"100": 0}}, "train.lengths.histogram['100']"),
+        ({}, "", "has none"),
+        ({"mean": 10, "file": "lengths.txt"}, "", "has mean, file"),
+        ({"file": "missing.txt"}, ".file", "No such file"),
+        ({"histogram": {"100": 0}}, ".histogram['100']", "must be"),
     ],
 )
 def test_lengths_without_one_readable_source_are_refused(
-    read_error: ReadError, tmp_path: Path, section: dict[str, object], key: str
+    read_error: ReadError, section: dict[str, object], key: str, problem: str
 ) -> None:
-    (tmp_path / "lengths.txt").write_text("7\nseven\n")
-    (tmp_path / "lengths.jsonl").write_text('{"tokens": 7}\n')
-    (tmp_path / "long.txt").write_text("7\n99999999999999999999\n")
     error = read_error(train=TRAIN.replace("}", f", lengths: {json.dumps(section)}}}", 1))
-    assert error.key == key
+    assert error.key == f"train.lengths{key}"
+    assert problem in error.problem
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("7\n\nseven\n", "in line 3"),
+        ('{"length": 7}\n{"tokens": 7}\n', "in line 2"),
+        ('{"length": 5.5}\n', "in line 1"),
+        ('{"length": true}\n', "in line 1"),
+        ("[7]\n", "in line 1"),
+        ("7\n99999999999999999999\n", "in line 2"),
+        ("0\n", "in line 1"),
+        ("\n", "has no lengths"),
+    ],
+)
+def test_files_of_lengths_are_refused_by_the_number_of_the_line(
+    read_error: ReadError, tmp_path: Path, text: str, line: str
+) -> None:
+    (tmp_path / "lengths.txt").write_text(text)
+    error = read_error(train=TRAIN.replace("}", ", lengths: {file: lengths.txt}}", 1))
+    assert error.key == "train.lengths.file"
+    assert error.problem.endswith(line)
 
 
 def test_keys_of_a_histogram_are_numbers_without_quotes(read: Read, read_error: ReadError) -> None:
     lengths = given(read(train=TRAIN.replace("}", ", lengths: {histogram: {100: 3, 300: 1}}}", 1)).train.lengths)
     assert set(lengths.values) == {100, 300}
     wrong = read_error(train=TRAIN.replace("}", ", lengths: {histogram: {0: 1}}}", 1))
-    assert (wrong.key, wrong.value) == ("train.lengths.histogram", {"0": 1})
+    assert (wrong.key, wrong.value) == ("train.lengths.histogram", None)
+    assert "at least 1" in wrong.problem

@@ -147,7 +147,7 @@ def _explain(found: Sizing, run: Path | None) -> None:
         return
     replica = {"chip": best.chip, "nodes": best.nodes, "devices_per_node": best.devices_per_replica // best.nodes}
     changes = ["serve.profile.request_rate=auto", *(f"cluster.{key}={value}" for key, value in replica.items())]
-    words = ["flag", "tune", *options.job_words(), *(word for each in changes for word in ("--set", each))]
+    words = ["flag", "tune", *options.job_words(changes)]
     options.say(_("Confirm one replica by trials: {command}", command=shlex.join([*words, "--run-dir", REPLICA])))
     options.say(
         _("Then size by its measured rate: {command}", command=f"flag size --run {REPLICA} --rate {found.rate:g}")

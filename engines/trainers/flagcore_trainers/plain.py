@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.activations import stored_scores
+from flagcore_training.memory.adapters import PEFT_STORED
 from flagcore_training.memory.training import states_of
 from flagcore_training.stages import stage, stage_parameters
 
@@ -66,6 +67,8 @@ def moments(train: Training, layout: Layout) -> Moments:
         schedule=np.zeros_like(ones, dtype=np.int64),
         fused_norm=False,
         split_tokens=layout.sequence_parallel > 0,
+        adapter=train.options.adapter,
+        dora_stored=PEFT_STORED,
     )
     act = memory.activations(job)
     rows = job.tokens / layout.tensor
@@ -73,12 +76,13 @@ def moments(train: Training, layout: Layout) -> Moments:
     extra = 2.0 * norm + stored_scores(train, layout) - 4.0 * model.num_attention_heads * rows
     is_kept = job.checkpointing == 0
     stored = act.stored + np.where(is_kept, extra, 0.0) * model.num_layers
-    matrix = u * model.hidden_size * model.ffn_hidden_size / layout.tensor
+    trained = u * model.hidden_size * (train.options.adapter is None)  # frozen weights have no gradients
+    matrix = trained * model.ffn_hidden_size / layout.tensor
     at_gate, after_ffn = act.backward
     if not job.expert_layers:  # each gradient of a weight is reduced or added up before the next one
         after_ffn = after_ffn - (1.0 + model.gated_linear_unit) * matrix
     layer = stored + np.where(is_kept, 0.0, extra) + np.maximum(at_gate, after_ffn)
-    table = u * model.vocab_size * model.hidden_size / layout.tensor
+    table = trained * model.vocab_size / layout.tensor
     logits = job.tokens * model.vocab_size / layout.tensor
     at_head = stored + act.head_input + norm
     states = states_of(train, layout, stage_parameters(train, layout, stage(model, layout, np.zeros_like(ones))))

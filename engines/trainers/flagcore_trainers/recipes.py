@@ -185,6 +185,9 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
             baseline |= {fs.STATES: "bf16", fs.REDUCE: "bf16"}  # the optimizer has the weights themselves
         if devices > 1 and not read.is_on("fsdp"):
             notes.note("ddp", "replicas with different experts are predicted as if they shared weights", "train.engine")
+    if offloaded := [each for each in read.values("checkpointing") if str(each).startswith("offload")]:
+        text = f"{offloaded[0]}: predicted as full, with checkpoints on the device and without their copies"
+        notes.note(read.keys["checkpointing"][0], text, "auto_tuner.baseline")
     if "command" not in own:
         text = f"trials of {own['engine']} do not start it: the spec is for `flag estimate`"
         notes.note("command", text, "train.engine")

@@ -22,6 +22,7 @@ from flagcore_trainers.deepspeed import (
 from flagcore_trainers.fully_shard import AC
 from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.trainer import Trainer
+from flagcore_training.adapters import attention_products, network_products
 
 from flagcore import api
 from flagcore.contracts import Platform
@@ -291,6 +292,18 @@ def test_frozen_weights_have_no_gradients_to_hold_or_exchange() -> None:
     shares = lora.time_s["dp_comm_exposed_s"] / full.time_s["dp_comm_exposed_s"]
     assert (shares[:3] < 0.8).all()
     assert 0.3 < shares[3] <= 1.0  # weights are gathered
+
+
+def test_dora_stores_two_outputs_of_each_layer_as_peft_does() -> None:
+    columns = {name: np.full(1, code) for name, code in ((MICRO, 1), (OFFLOAD, 1), (OVERLAP, 0), (BUCKET, 1000))}
+    columns |= {ZERO: np.full(1, 3)}
+    own = {"engine": "deepspeed", "command": ("x",), "seq_length": 4096}
+    jobs = [task(adapter=Adapter(kind=each), **own) for each in ("lora", "dora")]
+    lora, dora = (DEEPSPEED.predict(job, columns, costs(job)).activation_bytes for job in jobs)
+    model, tokens = jobs[0].spec.model, jobs[0].spec.train.seq_length
+    products = [*attention_products(model), *network_products(model, float(model.ffn_hidden_size), model.hidden_size)]
+    outputs = sum(sum(outer.values()) for _inner, outer in products) * model.num_layers
+    assert dora - lora == pytest.approx(2.0 * 2.0 * tokens * outputs, rel=0.01)
 
 
 def test_layers_are_recomputed_where_the_space_says_so() -> None:

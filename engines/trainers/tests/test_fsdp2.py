@@ -287,6 +287,7 @@ def test_memory_of_experts_and_gates_is_what_torch_counts(shape: dict[str, Any],
         (Adapter(rank=16), {"checkpointing": "full"}, "bf16"),
         (Adapter(rank=64), {"reshard_after_forward": False}, "fp32"),
         (Adapter(kind="dora", targets=("q_proj", "v_proj")), {}, "bf16"),
+        (Adapter(kind="dora"), {}, "bf16"),
     ],
 )
 def test_memory_of_adapters_is_what_torch_counts(adapter: Adapter, candidate: dict[str, Any], precision: str) -> None:

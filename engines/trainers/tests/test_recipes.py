@@ -208,6 +208,12 @@ def test_a_configuration_says_model_layout_and_lengths(name: str, folder: Path) 
     assert found | {each: found[each] for each in baseline} == found | baseline
 
 
+def test_checkpoints_on_the_host_are_noted(folder: Path) -> None:
+    (folder / "own.yaml").write_text(AXOLOTL + "gradient_checkpointing: offload\n")
+    notes = {note.key: note for note in api.read_command(None, ["own.yaml"], chip="H100-SXM").notes}
+    assert "offload" in str(notes["gradient_checkpointing"])
+
+
 def test_trials_start_a_command_with_a_file_of_deepspeed(folder: Path) -> None:
     (folder / "own.yaml").write_text(FACTORY + "deepspeed: ds.json\n")
     words = ["env NPROC_PER_NODE=4 llamafactory-cli train own.yaml per_device_train_batch_size=1"]

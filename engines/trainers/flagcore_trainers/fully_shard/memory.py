@@ -60,6 +60,7 @@ class MemoryInputs:
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
     `split_tokens`: whether tensor-parallel ranks divide the tokens between blocks.
     `adapter`: the adapters that are trained; the other weights are then frozen, in the format of activations.
+    `dora_stored`: outputs that DoRA stores.
     `sends_stay`: whether a send keeps its tensor until the schedule drops it, as Gloo's does. NCCL frees what is sent.
     """
 
@@ -83,6 +84,7 @@ class MemoryInputs:
     split_tokens: BoolArray | bool = True
     sends_stay: bool = False
     adapter: Adapter | None = None
+    dora_stored: float = DORA_STORED
     main_bytes: FloatArray | float = MAIN_BYTES
 
     @property
@@ -583,11 +585,12 @@ def _adapter_bytes(job: MemoryInputs, kind: Layer, adapter: Adapter, whole: Floa
     if kind.feed_forward and kind.feed_forward != EXPERTS and not has_adapter(adapter, "down_proj"):
         unused = unused + u * model.ffn_hidden_size * job.tokens / job.tensor
     products = [*attention_products(model)] if isinstance(kind.mixer, Attention) else []
-    products += [*network_products(model, float(model.ffn_hidden_size), 1.0)] if kind.feed_forward else []
+    if kind.feed_forward not in ("", EXPERTS):
+        products += network_products(model, float(model.ffn_hidden_size), float(model.hidden_size))
     found = [chosen(adapter, outer, joint=False) for _, outer in products]
     width = sum(len(each) * adapter.rank for each in found)
     if adapter.kind == "dora":
-        return u * job.tokens * (width + DORA_STORED * sum(map(sum, found)) / job.tensor) - unused
+        return u * job.tokens * (width + job.dora_stored * sum(map(sum, found)) / job.tensor) - unused
     return u * job.tokens * width - unused
 
 

@@ -22,9 +22,10 @@ from flagcore_training.adapters import (
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.modules import Module, Sizes
 
-DORA_STORED, DORA_COPIES = 1.0, 3.0
-"""Outputs that DoRA stores for the gradient of its magnitude (Megatron-Bridge @067f987d `peft/dora_layers.py`; PEFT and
-NeMo AutoModel store two), and copies of a matrix while it computes its norm."""
+DORA_STORED, PEFT_STORED, DORA_COPIES = 1.0, 2.0, 3.0
+"""Outputs that DoRA stores for the gradient of its magnitude (Megatron-Bridge @067f987d `peft/dora_layers.py`), those
+that PEFT and NeMo AutoModel store (PEFT @0a6cd5a4 `tuners/lora/dora.py`: of the layer and of the adapter), and copies
+of a matrix while it computes its norm."""
 INPUTS: Mapping[str, Sequence[str]] = {
     "qkv_linear": ("q_proj", "k_proj", "v_proj"),
     "mixer_linear": ("in_proj",),
