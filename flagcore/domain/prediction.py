@@ -310,7 +310,7 @@ def components_of_row(components: Components, row: int) -> dict[str, dict[str, f
 class Passes:
     """The pass times of a pipeline: seconds per micro-batch on each stage, summed over virtual stages.
 
-    `schedule`: a name in `flagcore_vendorkit.transformer.SCHEDULES`.
+    `schedule`: a name in `SCHEDULES`.
     `microbatches`: the number of micro-batches of a step.
     `virtual`: the number of virtual stages per device.
     `backward_s`: the time of the backward pass, with recomputation and the gradients of activations and weights.

@@ -8,7 +8,6 @@ import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.predict import components, layout_of, predict, training
 from flagcore_megatron.space.knobs import candidate_columns
-from flagcore_vendorkit.transformer import SCHEDULES
 
 from engines.training.tests.candidates import LLAMA
 from engines.training.tests.simulation import step_seconds
@@ -17,6 +16,7 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import components_of_row
+from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.physics.roofline import PlainMemory

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeAlias, get_args
 
 import numpy as np
-from flagcore_vendorkit.transformer import MeanLayer, attended, latent_widths, own_key_width, widths
+from flagcore_models.shapes import MeanLayer, attended, latent_widths, own_key_width, widths
 
 from flagcore.domain.model import Mixer, Model
 from flagcore.domain.space import FloatArray

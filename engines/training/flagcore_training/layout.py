@@ -122,7 +122,7 @@ def _joined(first: FloatArray, second: FloatArray) -> FloatArray:
 class Options:
     """The settings of a job that the formulas need. Each engine derives them from its own settings.
 
-    `schedule` is a name in `flagcore_vendorkit.transformer`; None means 1F1B, or interleaved 1F1B with virtual stages.
+    `schedule` is a name in `SCHEDULES`; None means 1F1B, or interleaved 1F1B with virtual stages.
     `splits` are the splits to which `Layout.split` refers. With `early_mtp`, derived splits may place multi-token
     prediction on the stage before the last.
 

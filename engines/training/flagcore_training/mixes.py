@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from flagcore_vendorkit.transformer import MeanLayer, Schedule
+from flagcore_models.shapes import MeanLayer
 
 from flagcore.domain.model import Attention, Model
+from flagcore.domain.schedule import Schedule
 from flagcore.domain.space import FloatArray
 from flagcore_training.layout import distinct
 

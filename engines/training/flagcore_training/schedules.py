@@ -14,8 +14,8 @@ and if all stages differ.
 from collections.abc import Callable
 
 import numpy as np
-from flagcore_vendorkit.transformer import SCHEDULES
 
+from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import FloatArray
 from flagcore_training import critical_path
 from flagcore_training.critical_path import StageTimes

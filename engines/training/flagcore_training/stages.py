@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from flagcore_vendorkit.transformer import (
-    SCHEDULES,
+from flagcore_models.shapes import (
     MeanLayer,
     attended,
     latent_widths,
@@ -22,6 +21,7 @@ from flagcore_vendorkit.transformer import (
 
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import ModelPart
+from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training import schedules
 from flagcore_training.adapters import adapter_weights

@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import TypeAlias
 
-from flagcore_vendorkit.transformer import SCHEDULES
-
 from flagcore.domain.prediction import Passes
+from flagcore.domain.schedule import SCHEDULES
 
 Pass: TypeAlias = tuple[str, int, int]
 """A pass: its kind, its part of the model and its micro-batch. The kinds are F for a forward pass, B for the gradients

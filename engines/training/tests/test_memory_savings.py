@@ -12,7 +12,6 @@ from flagcore_training import stages as pipeline
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.memory.stored_activations import Kinds
 from flagcore_training.memory.training import component_table
-from flagcore_vendorkit.transformer import SCHEDULES
 
 from engines.training.tests.candidates import (
     DEEPSEEK_16B,
@@ -27,6 +26,7 @@ from engines.training.tests.candidates import (
     training_memory,
 )
 from flagcore.domain.model import Model
+from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.spec import Adapter
 
 pytestmark = pytest.mark.slow

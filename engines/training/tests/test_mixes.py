@@ -10,10 +10,10 @@ from flagcore_training.layout import Options, StageLayers, Training
 from flagcore_training.mixes import layer_kinds, mix
 from flagcore_training.stages import layer_input_bytes, parts_of_model, placed, stage, stage_parameters, stages
 from flagcore_training.time.step import passes
-from flagcore_vendorkit.transformer import SCHEDULES
 
 from engines.training.tests.candidates import LLAMA, layout, plain_costs, rank_memory, train
 from flagcore.domain.model import Attention, Layer, Model
+from flagcore.domain.schedule import SCHEDULES
 
 MAMBA = Mamba2(num_heads=128, head_dim=64, state_size=128)
 FULL, WINDOW, STATE = (Layer(mixer=each) for each in (Attention(), Attention(window=128), MAMBA))

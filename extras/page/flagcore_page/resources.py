@@ -6,11 +6,10 @@ Sections on serving: throughput against latency with the Pareto front, limits, a
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flagcore_vendorkit.transformer import SCHEDULES
-
 from flagcore.domain.metrics import PER_DEVICE, STATISTICS, load_text
 from flagcore.domain.prediction import Passes, Prediction
 from flagcore.domain.records import read_prediction
+from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.trial import Trial
 from flagcore.i18n import N_, _
 from flagcore.report.blocks import Table, Text, cell, percent, table

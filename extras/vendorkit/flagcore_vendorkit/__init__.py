@@ -2,6 +2,6 @@
 
 SDK = (
     *("chip_file", "choices", "detection", "engines", "fields", "kernel_table", "machine", "plugin", "programs"),
-    *("rows", "settings", "transformer"),
+    *("rows", "settings"),
 )
 """The modules that other distributions may import."""

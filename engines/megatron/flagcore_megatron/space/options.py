@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagcore_training.layout import Options, Tower
-from flagcore_vendorkit.transformer import SCHEDULES
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.model import Model
+from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import NotModelled, SpecError
 from flagcore.spec.plain_data import package_yaml

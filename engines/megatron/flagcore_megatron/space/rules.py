@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
-from flagcore_vendorkit.transformer import SCHEDULES
 
 from flagcore.domain.knob import in_versions
+from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.i18n import N_, Message

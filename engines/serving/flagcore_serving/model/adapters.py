@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from flagcore_vendorkit.transformer import attended, own_key_width, widths
+from flagcore_models.shapes import attended, own_key_width, widths
 
 from flagcore.contracts import Costs, KernelCosts
 from flagcore.domain.model import Model

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from flagcore_vendorkit.transformer import attended, own_key_width, paired_layers, read_layers, widths
+from flagcore_models.shapes import attended, own_key_width, paired_layers, read_layers, widths
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import Mixer

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_vendorkit.transformer import (
+from flagcore_models.shapes import (
     attended,
     cached_layers,
     cached_widths,

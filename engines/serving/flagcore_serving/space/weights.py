@@ -12,14 +12,8 @@ from typing import Any
 from flagcore_models.config import context_of, format_of_weights
 from flagcore_models.gguf import context_length
 from flagcore_models.public import find_public
+from flagcore_models.shapes import attended, cached_layers, cached_widths, layer_embeddings, projection_weights
 from flagcore_vendorkit.programs import strip_dashes
-from flagcore_vendorkit.transformer import (
-    attended,
-    cached_layers,
-    cached_widths,
-    layer_embeddings,
-    projection_weights,
-)
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task

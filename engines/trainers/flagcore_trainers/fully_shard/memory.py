@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from flagcore_models.shapes import attended, latent_widths, widths
 from flagcore_training.adapters import (
     BASE_BYTES,
     Product,
@@ -24,7 +25,6 @@ from flagcore_training.adapters import (
 )
 from flagcore_training.memory.adapters import DORA_STORED
 from flagcore_training.memory.training import Memory
-from flagcore_vendorkit.transformer import attended, latent_widths, widths
 
 from flagcore.domain.model import Attention, Layer, Mixer, Model
 from flagcore.domain.space import BoolArray, FloatArray, IntArray

@@ -10,7 +10,7 @@ and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busies
 from dataclasses import dataclass
 
 import numpy as np
-from flagcore_vendorkit.transformer import attended, latent_widths, widths
+from flagcore_models.shapes import attended, latent_widths, widths
 
 from flagcore.domain.model import Mixer
 from flagcore.domain.space import BoolArray, FloatArray

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_vendorkit.transformer import attended
+from flagcore_models.shapes import attended
 
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore_training.layout import Layout, Training

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_vendorkit.transformer import attended, projection_weights, widths
+from flagcore_models.shapes import attended, projection_weights, widths
 
 from flagcore.contracts import Costs, MemoryModel, communicator_bytes
 from flagcore.domain.space import FloatArray, IntArray

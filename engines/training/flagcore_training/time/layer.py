@@ -6,7 +6,7 @@ from functools import partial, reduce
 from operator import add
 
 import numpy as np
-from flagcore_vendorkit.transformer import MeanLayer, Share, attended, paired_layers, widths
+from flagcore_models.shapes import MeanLayer, Share, attended, paired_layers, widths
 
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.model import Indexer, Mixer, Model

@@ -7,10 +7,11 @@ from functools import reduce
 from itertools import pairwise
 
 import numpy as np
-from flagcore_vendorkit.transformer import SCHEDULES, widths
+from flagcore_models.shapes import widths
 
 from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
 from flagcore.domain.model import Model
+from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training.adapters import has_adapter
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training

@@ -12,7 +12,7 @@ from operator import add
 from typing import Any
 
 import numpy as np
-from flagcore_vendorkit.transformer import mean_layer
+from flagcore_models.shapes import mean_layer
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes

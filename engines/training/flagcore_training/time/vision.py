@@ -1,6 +1,6 @@
 """Time of the vision tower for the images of one micro-batch. Its patch embedding is left out."""
 
-from flagcore_vendorkit.transformer import mean_layer
+from flagcore_models.shapes import mean_layer
 
 from flagcore.contracts import Costs
 from flagcore_training.layout import Layout, Tower, Training
