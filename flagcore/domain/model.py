@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import numpy as np
+
+from flagcore.domain.space import FloatArray
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
@@ -74,53 +78,135 @@ class Vision:
         return self.layer_weights + self.merger_weights + self.channels * self.patch_size**2 * self.hidden_size
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A part of a product's outputs that checkpoints store as a linear layer of its own.
+
+    `name`: that of the layer, which adapters target. `width`: its outputs. `units`: the heads of which each
+    tensor-parallel rank has at least one. 0: ranks divide the width.
+    """
+
+    name: str
+    width: int
+    units: int = 0
+
+    def on(self, ranks: FloatArray | float) -> FloatArray | float:
+        """Return the outputs of one of `ranks` tensor-parallel ranks, of which several may have the same head."""
+        if not self.units:
+            return self.width / ranks
+        return np.maximum(self.units / ranks, 1.0) * (self.width / self.units)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A matrix product Y[tokens, outputs] = X[tokens, inputs] W[inputs, outputs] of a layer.
+    """A matrix product Y[tokens, outputs] = X[tokens, inputs] W[inputs, outputs] of a layer, which one kernel computes.
 
     `split`: the size that tensor-parallel ranks divide, "outputs" or "inputs". Empty if each rank computes the whole
     product.
+    `name`: what engines with a kernel of their own for it call it. Most products have none.
+    `joined`: the linear layers that it joins. By default it is one.
+    `bias`: whether its outputs have biases.
+    `copies`: how many of them a layer has: one for each expert.
+    `component`: the part of a layer to which memory and time of training count it.
+    `group`: the part of a model whose weights a checkpoint quantizes alike. Empty: they keep 16 bits.
     """
 
     inputs: int
     outputs: int
     split: str = "outputs"
+    name: str = ""
+    joined: tuple[Output, ...] = ()
+    bias: bool = False
+    copies: int = 1
+    component: str = "mixers"
+    group: str = "attention"
+
+    @property
+    def weights(self) -> int:
+        """The number of weights of all copies, without biases."""
+        return self.copies * self.inputs * self.outputs
+
+    @property
+    def biases(self) -> int:
+        return self.bias * self.copies * self.outputs
+
+    @property
+    def layers(self) -> tuple[Output, ...]:
+        """The linear layers that the product joins, or the only one, by its place."""
+        return self.joined or (Output("out_proj" if self.split == "inputs" else "in_proj", self.outputs),)
+
+    def inner(self, ranks: FloatArray | float) -> FloatArray | float:
+        """Return the inputs on one of `ranks` tensor-parallel ranks."""
+        return self.inputs / ranks if self.split == "inputs" else self.inputs + 0.0 * ranks
+
+    def outer(self, ranks: FloatArray | float) -> FloatArray | float:
+        """Return the outputs on one of `ranks` tensor-parallel ranks, of which several may have the same heads."""
+        if self.split != "outputs":
+            return self.outputs + 0.0 * ranks
+        return sum((each.on(ranks) for each in self.joined), 0.0 * ranks) if self.joined else self.outputs / ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixer:
-    """How the layers of one kind mix tokens. Subclasses are one file each, with the sources of their formulas.
+class Part:
+    """A part of a layer, between two residual streams: a mixer or a feed-forward network.
 
-    All numbers are for one layer of the whole model: tensor-parallel ranks divide all of them but products without a
-    split. The defaults are those of a layer without a cache, a state or scores.
+    Subclasses are one file each, with the sources of their formulas. All numbers are for one layer of the whole model.
     """
 
     label: ClassVar[str] = ""
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        """Return the matrix products of a layer between residual streams of `hidden_size` elements."""
+        raise NotImplementedError
+
+    @property
+    def other_weights(self) -> int:
+        """The number of weights in no product that tensor-parallel ranks divide: convolutions, decays, their norms."""
+        return 0
+
+    @property
+    def norm_weights(self) -> int:
+        """The number of weights of norms inside the part, which each rank has. The norm before it is not included."""
+        return 0
+
+    def weights(self, hidden_size: int) -> tuple[int, int]:
+        """Return the number of weights that tensor-parallel ranks divide, and of those that each rank has whole.
+
+        Biases and norms are not included.
+        """
+        products = self.products(hidden_size)
+        split = sum(each.weights for each in products if each.split)
+        return split + self.other_weights, sum(each.weights for each in products if not each.split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network(Part):
+    """A feed-forward network. `kind` is "dense" or "experts", `gated` whether its activation function has a gate."""
+
+    kind: ClassVar[str] = "dense"
+
+    width: int
+    gated: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixer(Part):
+    """How the layers of one kind mix tokens.
+
+    Tensor-parallel ranks divide all numbers but products without a split. The defaults are those of a layer without a
+    cache, a state or scores.
+    """
+
     chunk: ClassVar[int] = 64
     """Tokens between two states that kernels store, where they process a sequence in chunks."""
 
     recurrent: ClassVar[bool] = True
     """Whether the state holds all tokens before, so that it cannot be cut. Otherwise it is the cache of a window."""
 
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
-        """Return the matrix products of a layer between residual streams of `hidden_size` elements."""
-        raise NotImplementedError
-
-    def weights(self, hidden_size: int) -> tuple[int, int]:
-        """Return the number of weights that tensor-parallel ranks divide, and of those that each rank has whole."""
-        products = self.products(hidden_size)
-        split = sum(each.inputs * each.outputs for each in products if each.split)
-        return split + self.other_weights, sum(each.inputs * each.outputs for each in products if not each.split)
-
     @property
     def heads(self) -> int:
         """The number of heads, which tensor-parallel ranks must divide."""
         raise NotImplementedError
-
-    @property
-    def other_weights(self) -> int:
-        """The number of weights that are in no product: convolutions, decays, norms."""
-        return 0
 
     @property
     def moved(self) -> float:

@@ -1,0 +1,210 @@
+"""The layers of a model: what every engine counts weights, memory, operations and caches from.
+
+A layer is a mixer and a feed-forward network, each with its list of products. `layers_of` gives those of any `Model`;
+the other functions are sums over them.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from flagcore.domain import model as domain
+from flagcore.domain.model import Mixer, Model, Network, Part, Product
+from flagcore_models.mixers.attention import Attention
+from flagcore_models.mixers.latent_attention import LatentAttention
+from flagcore_models.networks.dense import Dense
+from flagcore_models.networks.experts import Experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer: its mixer and its feed-forward network. None: it has none.
+
+    `repeats`: whether it runs the weights of an earlier layer again, with a cache of its own.
+    """
+
+    mixer: Mixer | None
+    network: Network | None
+    repeats: bool = False
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The mixer and the network, each of which has a norm before it and a residual sum after it."""
+        return tuple(each for each in (self.mixer, self.network) if each is not None)
+
+
+def attention_of(model: Model, kind: domain.Attention | None = None) -> Attention:
+    """Return the attention of a model's layers of a kind. Sizes that `kind` leaves open are those of the model."""
+    kind = kind or domain.Attention()
+    heads = kind.heads or model.num_attention_heads
+    shared: dict[str, Any] = {
+        "num_heads": heads,
+        "window": kind.window,
+        "indexer": kind.indexer,
+        "gate": model.attention_output_gate,
+        "qk_norm": model.qk_layernorm,
+    }
+    value_dim = kind.value_dim or model.v_head_dim or kind.head_dim or model.kv_channels
+    if model.multi_latent_attention:
+        nope, rope = kind.head_dim or model.qk_head_dim or 0, model.qk_pos_emb_head_dim or 0
+        rank = kind.latent_rank or model.kv_lora_rank or 0
+        return LatentAttention(
+            groups=heads,
+            head_dim=nope + rope,
+            value_dim=value_dim,
+            latent_rank=rank,
+            query_rank=model.q_lora_rank or 0,
+            nope_dim=nope,
+            rope_dim=rope,
+            **shared,
+        )
+    return Attention(
+        groups=kind.groups or model.num_query_groups,
+        head_dim=kind.head_dim or model.kv_channels,
+        value_dim=value_dim,
+        projections=min(kind.projections, model.key_value_projections),
+        bias=model.add_qkv_bias,
+        **shared,
+    )
+
+
+def dense_of(model: Model) -> Dense:
+    """Return the feed-forward network of a model's dense layers."""
+    return Dense(width=model.ffn_hidden_size, gated=model.gated_linear_unit)
+
+
+def experts_of(model: Model) -> Experts | None:
+    """Return the mixture of experts of a model's layers that have one. None for a model without experts."""
+    if model.num_moe_experts is None:
+        return None
+    return Experts(
+        width=model.moe_ffn_hidden_size or model.ffn_hidden_size,
+        gated=model.gated_linear_unit,
+        count=model.num_moe_experts,
+        chosen=model.moe_router_topk,
+        shared=model.moe_shared_expert_intermediate_size or 0,
+        latent=model.moe_latent_size or 0,
+        groups=model.moe_router_num_groups,
+        chosen_groups=model.moe_router_group_topk,
+        bias=model.moe_bias,
+    )
+
+
+def network_of(model: Model, kind: str) -> Network | None:
+    """Return the network of a kind, "dense", "experts" or "" (none)."""
+    return dense_of(model) if kind == "dense" else experts_of(model) if kind else None
+
+
+@lru_cache(maxsize=256)
+def layers_of(model: Model) -> tuple[Layer, ...]:
+    """Return all layers of a model, in order."""
+    dense, experts = dense_of(model), experts_of(model)
+    if not model.layers:
+        attention = attention_of(model)
+        leading = model.num_layers if experts is None else model.moe_first_dense_layers
+        first, rest = (Layer(mixer=attention, network=each) for each in (dense, experts))
+        return (first,) * leading + (rest,) * (model.num_layers - leading)
+    known: dict[domain.Layer, Layer] = {}
+    for each in {*model.layers}:
+        mixer = attention_of(model, each.mixer) if isinstance(each.mixer, domain.Attention) else each.mixer
+        known[each] = Layer(mixer=mixer, network=network_of(model, each.feed_forward), repeats=each.repeats)
+    return tuple(known[each] for each in model.layers)
+
+
+def own_layers(model: Model) -> tuple[Layer, ...]:
+    """Return the layers that have weights of their own: all but those that repeat others."""
+    return tuple(each for each in layers_of(model) if not each.repeats)
+
+
+@lru_cache(maxsize=256)
+def layer_counts(model: Model) -> Mapping[Layer, int]:
+    """Return the distinct layers of a model in order, with the number of each."""
+    return Counter(layers_of(model))
+
+
+@lru_cache(maxsize=256)
+def mixer_counts(model: Model) -> Mapping[Mixer, int]:
+    """Return the distinct mixers of a model in order, with the number of layers of each."""
+    return Counter(each.mixer for each in layers_of(model) if each.mixer is not None)
+
+
+@lru_cache(maxsize=256)
+def network_counts(model: Model) -> Mapping[Network, int]:
+    """Return the distinct feed-forward networks of a model in order, with the number of layers of each."""
+    return Counter(each.network for each in layers_of(model) if each.network is not None)
+
+
+def attention_counts(model: Model) -> Mapping[Attention, int]:
+    """Return the distinct kinds of softmax attention of a model, with the number of layers of each."""
+    return {each: number for each, number in mixer_counts(model).items() if isinstance(each, Attention)}
+
+
+def depth_layer(model: Model) -> Layer:
+    """Return the layer of a depth of multi-token prediction: with the last attention, if any, and the experts."""
+    mixers = [each.mixer for each in layers_of(model) if each.mixer is not None]
+    mixer = next((each for each in reversed(mixers) if isinstance(each, Attention)), mixers[-1] if mixers else None)
+    experts = None if model.mtp_dense else experts_of(model)
+    return Layer(mixer=mixer, network=experts or dense_of(model))
+
+
+def depth_weights(model: Model) -> int:
+    """Return the weights of a depth of multi-token prediction besides its layer: the product of the last output and of
+    the next embedding, and the norms of both and of the output (DeepSeek-V3, arXiv 2412.19437)."""
+    return 2 * model.hidden_size**2 + 3 * model.hidden_size
+
+
+def layer_embeddings(model: Model) -> tuple[Product, ...]:
+    """Return the products of the embeddings that each layer has of its own, of all layers together.
+
+    The first one is a table. Source: transformers 5.24 `models/gemma3n` (`embed_tokens_per_layer`,
+    `per_layer_model_projection`, `per_layer_input_gate`, `per_layer_projection`).
+    """
+    width, layers, hidden = model.layer_embedding_size, model.num_layers, model.hidden_size
+    if not width:
+        return ()
+    part = partial(Product, component="embedding", group="")
+    return (
+        part(inputs=model.vocab_size, outputs=layers * width),
+        part(inputs=hidden, outputs=layers * width),
+        part(inputs=hidden, outputs=width, copies=layers),
+        part(inputs=width, outputs=hidden, split="inputs", copies=layers),
+    )
+
+
+def table_weights(model: Model) -> int:
+    """Return the weights of the embedding, of the output head unless it is tied, and of the layers' own embeddings."""
+    tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * model.hidden_size
+    return tables + sum(each.weights for each in layer_embeddings(model))
+
+
+def connections(model: Model) -> int:
+    """Return the number of mixers and networks with weights, each of which reads and writes the residual streams."""
+    return sum(len(each.parts) for each in own_layers(model))
+
+
+def weights_by_group(model: Model) -> dict[str, int]:
+    """Return the weights of the parts that a checkpoint may quantize alike, by group of `Product`.
+
+    "": those that stay in 16 bits: tables, routers, residual connections. Biases and norms, below 0.1% of a model, and
+    multi-token prediction are not included.
+    """
+    found: Counter[str] = Counter({"": table_weights(model) + connections(model) * model.residual_weights})
+    for layer in own_layers(model):
+        for part in layer.parts:
+            for product in part.products(model.hidden_size):
+                found[product.group] += product.weights
+            found["attention"] += part.other_weights
+    return found
+
+
+def parameters(model: Model) -> int:
+    """Return the number of weights of a model without multi-token prediction, biases and norms."""
+    return sum(weights_by_group(model).values())
+
+
+def without_repeats(model: Model) -> Model:
+    """Return this model with all weights once: without the layers that repeat others."""
+    layers = tuple(each for each in model.layers if not each.repeats)
+    return model if len(layers) == len(model.layers) else replace(model, num_layers=len(layers), layers=layers)

@@ -1,0 +1,72 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are compressed together."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from flagcore.domain.model import Output, Product
+from flagcore.domain.space import FloatArray
+from flagcore_models.mixers.attention import Attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Attention):
+    """Queries are projected over `query_rank` elements (0: at once), keys and values over `latent_rank`.
+
+    `nope_dim`, `rope_dim`: the parts of a query or key head without and with the position, which are `head_dim`. All
+    heads share the part of the key with the position. `qk_norm`: whether the compressed tensors have norms.
+    """
+
+    label = "MLA"
+
+    latent_rank: int
+    query_rank: int = 0
+    nope_dim: int
+    rope_dim: int
+
+    @property
+    def key_width(self) -> int:
+        return self.query_width
+
+    @property
+    def value_width(self) -> int:
+        return self.attended
+
+    @property
+    def rotated(self) -> int:
+        return (self.num_heads + 1) * self.rope_dim
+
+    @property
+    def expanded(self) -> int:
+        """The total width of keys without their rotary part and of values, to which latents expand."""
+        return self.num_heads * (self.nope_dim + self.value_dim)
+
+    @property
+    def norm_weights(self) -> int:
+        return (self.query_rank + self.latent_rank) * self.qk_norm
+
+    def inputs(self, hidden_size: int) -> tuple[Product, ...]:
+        rank = self.query_rank
+        queries = Output("q_proj", self.query_width + self.gate * self.attended)
+        low = ((Output("q_proj", rank),) if rank else ()) + (Output("k_proj", self.latent_rank + self.rope_dim),)
+        part = partial(Product, component="qkv_proj")
+        return (
+            part(
+                inputs=hidden_size,
+                outputs=rank + self.latent_rank + self.rope_dim,
+                split="",
+                name="compression",
+                joined=low,
+            ),
+            part(inputs=rank or hidden_size, outputs=queries.width, name="queries", joined=(queries,)),
+            part(
+                inputs=self.latent_rank,
+                outputs=self.expanded,
+                name="expansion",
+                joined=(Output("v_proj", self.expanded),),
+            ),
+            *self._index(hidden_size, rank or hidden_size),
+        )
+
+    def cached_on(self, ranks: FloatArray | float) -> FloatArray | float:
+        """The compressed key with the value, and the rotary part of the key, which each rank has whole."""
+        return float(self.latent_rank + self.rope_dim) + 0.0 * ranks

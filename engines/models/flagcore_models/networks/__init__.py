@@ -1,0 +1,1 @@
+"""Kinds of feed-forward networks. Each module is one kind."""
