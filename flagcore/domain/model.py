@@ -107,6 +107,7 @@ class Product:
     `joined`: the linear layers that it joins. By default it is one.
     `bias`: whether its outputs have biases.
     `copies`: how many of them a layer has: one for each expert.
+    `adapts`: whether low-rank adapters may be beside it.
     `component`: the part of a layer to which memory and time of training count it.
     `group`: the part of a model whose weights a checkpoint quantizes alike. Empty: they keep 16 bits.
     """
@@ -118,6 +119,7 @@ class Product:
     joined: tuple[Output, ...] = ()
     bias: bool = False
     copies: int = 1
+    adapts: bool = True
     component: str = "mixers"
     group: str = "attention"
 
@@ -148,12 +150,13 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a layer, between two residual streams: a mixer or a feed-forward network.
+    """A part of a layer, between two residual streams: a mixer or a feed-forward network (`kind`: "dense", "experts").
 
     Subclasses are one file each, with the sources of their formulas. All numbers are for one layer of the whole model.
     """
 
     label: ClassVar[str] = ""
+    kind: ClassVar[str] = "mixer"
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
         """Return the matrix products of a layer between residual streams of `hidden_size` elements."""
@@ -181,7 +184,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Network(Part):
-    """A feed-forward network. `kind` is "dense" or "experts", `gated` whether its activation function has a gate."""
+    """A feed-forward network of `width` elements. `gated`: whether its activation function has a gate."""
 
     kind: ClassVar[str] = "dense"
 

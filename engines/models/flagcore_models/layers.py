@@ -164,7 +164,7 @@ def layer_embeddings(model: Model) -> tuple[Product, ...]:
     width, layers, hidden = model.layer_embedding_size, model.num_layers, model.hidden_size
     if not width:
         return ()
-    part = partial(Product, component="embedding", group="")
+    part = partial(Product, adapts=False, component="embedding", group="")
     return (
         part(inputs=model.vocab_size, outputs=layers * width),
         part(inputs=hidden, outputs=layers * width),

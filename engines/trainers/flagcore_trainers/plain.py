@@ -7,6 +7,7 @@ nothing but queries and keys, as cosines and sines need no gradient.
 from dataclasses import dataclass, replace
 
 import numpy as np
+from flagcore_models.layers import attention_of
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.activations import stored_scores
 from flagcore_training.memory.adapters import PEFT_STORED
@@ -73,7 +74,7 @@ def moments(train: Training, layout: Layout) -> Moments:
     act = memory.activations(job)
     rows = job.tokens / layout.tensor
     norm = NORM_BYTES * act.hidden / u
-    extra = 2.0 * norm + stored_scores(train, layout) - 4.0 * model.num_attention_heads * rows
+    extra = 2.0 * norm + stored_scores(train, layout, attention_of(model)) - 4.0 * model.num_attention_heads * rows
     is_kept = job.checkpointing == 0
     stored = act.stored + np.where(is_kept, extra, 0.0) * model.num_layers
     trained = u * model.hidden_size * (train.options.adapter is None)  # frozen weights have no gradients

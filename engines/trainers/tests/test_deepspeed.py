@@ -20,9 +20,9 @@ from flagcore_trainers.deepspeed import (
     ZERO,
 )
 from flagcore_trainers.fully_shard import AC
+from flagcore_trainers.fully_shard.linear_layers import attention_products, network_products
 from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.trainer import Trainer
-from flagcore_training.adapters import attention_products, network_products
 
 from flagcore import api
 from flagcore.contracts import Platform

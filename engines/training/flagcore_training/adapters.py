@@ -8,23 +8,23 @@ AutoModel @36044ad3 `_peft/lora.py`.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias, get_args
 
 import numpy as np
-from flagcore_models.shapes import MeanLayer, attended, latent_widths, own_key_width, widths
+from flagcore_models.layers import layers_of
 
-from flagcore.domain.model import Mixer, Model
+from flagcore.domain.model import Model, Product
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Adapter, Target, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_training.layout import Layout, Training
 from flagcore_training.lengths import ASSUMED, noted_lengths
+from flagcore_training.mixes import MeanLayer
 
 Outer: TypeAlias = Mapping[str, FloatArray | float]
 """The widths of the outputs that a linear layer computes from one input, by the name of the target."""
-Product: TypeAlias = tuple[FloatArray | float, Outer]
+Linear: TypeAlias = tuple[FloatArray | float, Outer]
 """The inner width of a linear layer, and its outputs."""
 
 BASE_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / 64 / 256, "int8": 1.0}
@@ -111,43 +111,33 @@ def chosen(adapter: Adapter | None, outer: Outer, *, joint: bool) -> list[FloatA
     return [sum(outer.values())] if found and joint else found
 
 
-def weights_beside(adapter: Adapter, products: Iterable[Product], *, joint: bool = False) -> FloatArray | float:
+def weights_beside(adapter: Adapter, layers: Iterable[Linear], *, joint: bool = False) -> FloatArray | float:
     """Return the number of weights of the adapters beside these linear layers."""
     total: FloatArray | float = 0.0
-    for inner, outer in products:
+    for inner, outer in layers:
         found = chosen(adapter, outer, joint=joint)
         total = total + adapter.rank * (len(found) * inner + sum(found)) + sum(found) * (adapter.kind == "dora")
     return total
 
 
-def attention_products(model: Model) -> Iterator[Product]:
-    """Yield the inner width and the outputs of the linear layers of attention, the output projection last.
-
-    Those of latent attention are the joint compression, queries, and keys with values.
-    """
-    h, query = float(model.hidden_size), float(widths(model)[0])
-    if model.multi_latent_attention:
-        q_rank, kv_rank, rope = latent_widths(model)
-        heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
-        yield h, {**({"q_proj": q_rank} if q_rank else {}), "k_proj": kv_rank + rope}
-        yield float(q_rank or h), {"q_proj": query}
-        yield float(kv_rank), {"v_proj": heads}
-    else:
-        keys = model.num_query_groups * own_key_width(model)
-        gate = model.attention_output_gate * query
-        yield h, {"q_proj": query + gate, **({"k_proj": keys / 2.0, "v_proj": keys / 2.0} if keys else {})}
-    yield float(attended(model)), {"o_proj": h}
+def linears(products: Iterable[Product]) -> Iterator[Linear]:
+    """Yield the linear layers beside which adapters may be, of one of several copies."""
+    for each in products:
+        if each.adapts:
+            yield float(each.inputs), {layer.name: float(layer.width) for layer in each.layers}
 
 
 def absent_targets(model: Model, adapter: Adapter | None, section: str = "train") -> list[str]:
     """Return the targets that no linear layer of the model has. Raises SpecError if nothing would be trained."""
     if adapter is None or adapter.targets == "all-linear":
         return []
-    products = [product for each in model.by_attention for product in attention_products(each)]
-    products += [product for each in model.other_mixers for product in mixer_products(each, model.hidden_size)]
-    if model.feed_forward_layers("dense") or model.feed_forward_layers("experts"):
-        products += network_products(model, 1.0, 1.0)
-    names = dict.fromkeys(name for _inner, outer in products for name in outer)
+    products = (
+        product
+        for layer in dict.fromkeys(layers_of(model))
+        for part in layer.parts
+        for product in part.products(model.hidden_size)
+    )
+    names = dict.fromkeys(name for _inner, outer in linears(products) for name in outer)
     absent = [name for name in adapter.targets if name not in names]
     if len(absent) == len(adapter.targets):
         problem = _("are no layers of the model: nothing would be trained")
@@ -156,37 +146,16 @@ def absent_targets(model: Model, adapter: Adapter | None, section: str = "train"
     return absent
 
 
-def divided(outer: Outer, ranks: FloatArray) -> Outer:
-    """Return the outputs that each tensor-parallel rank computes."""
-    return {name: width / ranks for name, width in outer.items()}
-
-
-def mixer_products(mixer: Mixer, hidden: int) -> Iterator[Product]:
-    """Yield the linear layers of another mixer than attention."""
-    for each in mixer.products(hidden):
-        yield float(each.inputs), {"out_proj" if each.split == "inputs" else "in_proj": float(each.outputs)}
-
-
-def network_products(model: Model, width: FloatArray | float, hidden: float) -> Iterator[Product]:
-    """Yield the linear layers of a feed-forward network or of an expert with this inner and outer width."""
-    yield hidden, {**({"gate_proj": width} if model.gated_linear_unit else {}), "up_proj": width}
-    yield width, {"down_proj": hidden}
-
-
 def adapter_weights(train: Training, layout: Layout, mean: MeanLayer) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of weights of the adapters of a layer on a rank: of dense layers, and of routed experts.
 
     Tensor parallelism splits both matrices. Each expert has an adapter of its own (without `share_expert_adapters`).
     """
-    model, adapter = train.model, train.options.adapter
+    adapter, counts = train.options.adapter, {False: np.zeros(()), True: np.zeros(())}
     assert adapter is not None
-
-    weights = partial(weights_beside, adapter, joint=train.options.joint_adapters)
-    h, shared = float(model.hidden_size), float(model.moe_shared_expert_intermediate_size or 0)
-    dense = sum((share * weights(attention_products(each)) for each, share in mean.attentions), np.zeros(()))
-    dense = dense + sum(share * weights(mixer_products(each, model.hidden_size)) for each, share in mean.mixers)
-    dense = dense + mean.dense * weights(network_products(model, float(model.ffn_hidden_size), h))
-    dense = dense + mean.experts * weights(network_products(model, shared, h)) * (shared > 0)
-    of_expert = weights(network_products(model, float(model.moe_ffn_hidden_size or 0), float(model.expert_hidden_size)))
-    experts = mean.experts * (model.num_moe_experts or 0) * of_expert / (layout.expert * layout.expert_tensor)
-    return dense / layout.tensor, experts
+    for part, share in mean.parts:
+        for product in part.products(train.model.hidden_size):
+            found = weights_beside(adapter, linears([product]), joint=train.options.joint_adapters)
+            is_routed = product.component == "experts"
+            counts[is_routed] = counts[is_routed] + share * product.copies * found
+    return counts[False] / layout.tensor, counts[True] / (layout.expert * layout.expert_tensor)

@@ -280,13 +280,16 @@ class Training:
         return min(self.options.wide_layers / self.model.num_layers, 1.0)
 
     @property
-    def mtp_layer(self) -> Training:
-        """The inputs for the layer of multi-token prediction. These inputs themselves, if it is like other layers."""
-        model = self.model.mtp_layer
-        if model is self.model and not self.options.wide_mtp:
+    def of_depths(self) -> Training:
+        """The inputs for the layer of multi-token prediction, which may have another precision."""
+        if not self.options.wide_mtp:
             return self
-        precision = self.unquantised if self.options.wide_mtp else self.precision
-        return replace(self, model=model, precision=precision, options=replace(self.options, wide_layers=0))
+        return replace(self, precision=self.unquantised, options=replace(self.options, wide_layers=0))
+
+    @property
+    def has_plain_depths(self) -> bool:
+        """Whether the layer of multi-token prediction has the parts of the last layers."""
+        return not (self.model.layers or self.model.mtp_dense)
 
     @property
     def weight_share(self) -> float:
@@ -359,9 +362,12 @@ class Layout(ArrayRecord):
         sequence_shards: FloatArray = 1.0 + self.sequence_parallel * (self.tensor - 1.0)
         return self.tokens(sequence) / sequence_shards
 
-    def expert_tokens(self, model: Model, sequence: int) -> FloatArray:
-        """Return the number of token copies that the experts of one rank process if routing is balanced."""
-        return model.moe_router_topk * self.token_rows(sequence) * self.expert_tensor
+    def expert_tokens(self, chosen: int, sequence: int) -> FloatArray:
+        """Return the number of token copies that the experts of one rank process if routing is balanced.
+
+        `chosen`: the number of experts that a token chooses.
+        """
+        return chosen * self.token_rows(sequence) * self.expert_tensor
 
     def shards(self) -> FloatArray:
         """Return the number of ranks that shard the optimizer state of a dense weight."""

@@ -4,27 +4,78 @@ A kind is a mixer or a feed-forward network: those of a layer are predicted alon
 bytes add up. Other models, and stages that no candidate's split determines, have the mean of the model's layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
-from flagcore_models.shapes import MeanLayer
+from flagcore_models.layers import dense_of, layers_of, mixer_counts, network_counts
 
-from flagcore.domain.model import Attention, Model
+from flagcore.domain.model import Mixer, Model, Network, Part
 from flagcore.domain.schedule import Schedule
 from flagcore.domain.space import FloatArray
 from flagcore_training.layout import distinct
+
+Share: TypeAlias = FloatArray | float
+"""A share of layers: of all candidates, or of each one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanLayer:
+    """The mixers and networks of several layers, each with the share of these layers that have it.
+
+    All shares of a plain layer are 1.
+    """
+
+    mixers: tuple[tuple[Mixer, Share], ...] = ()
+    networks: tuple[tuple[Network, Share], ...] = ()
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[tuple[Part, Share]]) -> "MeanLayer":
+        """Return the mean of layers of which these shares have each part."""
+        pairs = list(parts)
+        return cls(
+            mixers=tuple((part, share) for part, share in pairs if isinstance(part, Mixer)),
+            networks=tuple((part, share) for part, share in pairs if isinstance(part, Network)),
+        )
+
+    @property
+    def parts(self) -> tuple[tuple[Part, Share], ...]:
+        return *self.mixers, *self.networks
+
+    def share(self, kind: str) -> Share:
+        """Return the share of layers with a feed-forward network of one kind, "dense" or "experts"."""
+        return sum(share for network, share in self.networks if network.kind == kind)
+
+
+def mean_layer(model: Model, *, experts: bool) -> MeanLayer:
+    """Return the mean of a model's layers, of a model with `experts` that of the layers after the leading dense ones.
+
+    The mixers are the mean of all layers.
+    """
+    mixers = tuple((mixer, number / model.num_layers) for mixer, number in mixer_counts(model).items())
+    counts = dict(network_counts(model))
+    has_experts = any(network.kind == "experts" for network in counts)
+    if has_experts and not experts:
+        return MeanLayer(mixers=mixers, networks=((dense_of(model), 1.0),))
+    leading = model.moe_first_dense_layers if has_experts else 0
+    if leading:
+        counts[dense_of(model)] -= leading
+    rest = float(model.num_layers - leading)
+    networks = tuple((network, number / rest) for network, number in counts.items() if number)
+    return MeanLayer(mixers=mixers, networks=networks)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
     """The kinds of layers of a model.
 
-    `parts`: one layer of each kind. `counts`: how many of the first n layers have it, of shape (kinds, layers + 1).
+    `parts`: the mixer or the network of each kind. `counts`: how many of the first n layers have it, of shape (kinds,
+    layers + 1).
     """
 
-    parts: tuple[MeanLayer, ...]
+    parts: tuple[Part, ...]
     counts: FloatArray
 
     def between(self, start: FloatArray, end: FloatArray) -> tuple[FloatArray, ...]:
@@ -32,36 +83,21 @@ class LayerKinds:
         places = np.arange(self.counts.shape[1])
         return tuple(np.interp(end, places, each) - np.interp(start, places, each) for each in self.counts)
 
-    def mean(self, shares: Sequence[FloatArray | float]) -> MeanLayer:
+    def mean(self, shares: Sequence[Share]) -> MeanLayer:
         """Return the mean of layers of which these `shares` have each kind."""
-        pairs = list(zip(self.parts, shares, strict=True))
-        return MeanLayer(
-            attentions=tuple((each, share) for part, share in pairs for each, _ in part.attentions),
-            mixers=tuple((each, share) for part, share in pairs for each, _ in part.mixers),
-            dense=next((share for part, share in pairs if part.dense), 0.0),
-            experts=next((share for part, share in pairs if part.experts), 0.0),
-        )
+        return MeanLayer.of_parts(zip(self.parts, shares, strict=True))
 
 
 @lru_cache(maxsize=64)
 def layer_kinds(model: Model) -> LayerKinds | None:
     """Return the kinds of layers of a model. None if all its layers after the leading dense ones are alike."""
-    if len({*model.layers[model.moe_first_dense_layers :]}) < 2:
+    layers = layers_of(model)
+    if len({(each.mixer, each.network) for each in layers[model.moe_first_dense_layers :]}) < 2:
         return None
-    parts, has = list[MeanLayer](), list[list[bool]]()
-    for mixer in model.mixers:
-        has.append([each.mixer == mixer for each in model.layers])
-        if isinstance(mixer, Attention):
-            parts.append(MeanLayer(attentions=((model.with_attention(mixer), 1.0),)))
-        else:
-            parts.append(MeanLayer(attentions=(), mixers=((mixer, 1.0),)))
-    networks = {"dense": MeanLayer(attentions=(), dense=1.0), "experts": MeanLayer(attentions=(), experts=1.0)}
-    for name, part in networks.items():
-        if model.feed_forward_layers(name):
-            has.append([each.feed_forward == name for each in model.layers])
-            parts.append(part)
+    parts = (*mixer_counts(model), *sorted(network_counts(model), key=lambda each: each.kind))
+    has = [[part in (each.mixer, each.network) for each in layers] for part in parts]
     counts = np.cumsum(np.pad(np.array(has, dtype=np.float64), ((0, 0), (1, 0))), axis=1)
-    return LayerKinds(tuple(parts), counts)
+    return LayerKinds(parts, counts)
 
 
 def mix(

@@ -8,18 +8,21 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from flagcore_models.shapes import (
-    MeanLayer,
-    attended,
-    latent_widths,
+from flagcore_models.layers import (
+    depth_layer,
+    depth_weights,
+    experts_of,
     layer_embeddings,
-    mean_layer,
-    paired_layers,
-    projection_weights,
-    widths,
+    mixer_counts,
+    network_counts,
+    own_layers,
+    without_repeats,
 )
+from flagcore_models.mixers.attention import Attention
+from flagcore_models.networks.experts import Experts
 
-from flagcore.domain.model import Model
+from flagcore.domain.model import Mixer, Model
+from flagcore.domain.model import Part as LayerPart
 from flagcore.domain.prediction import ModelPart
 from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import FloatArray, IntArray
@@ -36,7 +39,7 @@ from flagcore_training.layout import (
     distinct,
     pick,
 )
-from flagcore_training.mixes import layer_kinds, mix, mixes_of
+from flagcore_training.mixes import MeanLayer, Share, layer_kinds, mean_layer, mix, mixes_of
 from flagcore_training.vision import tower_flops, tower_weights
 
 MTP = 5
@@ -106,7 +109,7 @@ def _distinct_stages(model: Model, layout: Layout, options: Options) -> list[Flo
     """Return the indices of the first and the second stage, and of each stage that differs from the previous one."""
     end, number = layout.pipeline - 1.0, layout.split.astype(np.int64)
     even = [np.zeros_like(end), np.minimum(end, 1.0)]
-    if model.num_moe_experts is not None and model.moe_first_dense_layers:
+    if experts_of(model) is not None and model.moe_first_dense_layers:
         chunk = _chunk_layers(model, layout, options)
         even.append(np.minimum(end, np.ceil(model.moe_first_dense_layers / np.maximum(chunk, 1.0))))
     if options.splits is None or not number.any():
@@ -167,20 +170,21 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     return replace(found, mix=kinds)
 
 
-def stage_shares(model: Model, stage: Stage, *, moe: bool) -> tuple[FloatArray | float, ...]:
+def stage_shares(model: Model, stage: Stage, *, moe: bool) -> tuple[Share, ...]:
     """Return which share of the layers of a stage that has a `mix` are of each kind.
 
     `moe`: of those after the leading dense ones, in a model with experts. The mixers are the mean of both.
     """
-    kinds, has_experts = layer_kinds(model), model.num_moe_experts is not None
-    layers, shares = np.maximum(stage.layers, 1.0), list[FloatArray | float]()
+    kinds, has_experts = layer_kinds(model), experts_of(model) is not None
+    layers, shares = np.maximum(stage.layers, 1.0), list[Share]()
     for part, count in zip(kinds.parts if kinds else (), stage.mix, strict=True):
-        if not has_experts or part.attentions or part.mixers:
+        dense = 1.0 if part.kind == "dense" else 0.0
+        if not has_experts or isinstance(part, Mixer):
             shares.append(count / layers)
         elif moe:
-            shares.append(np.maximum(count - stage.dense * part.dense, 0.0) / np.maximum(stage.moe, 1.0))
+            shares.append(np.maximum(count - stage.dense * dense, 0.0) / np.maximum(stage.moe, 1.0))
         else:
-            shares.append(part.dense)
+            shares.append(dense)
     return tuple(shares)
 
 
@@ -209,7 +213,7 @@ def stage_of(
         last=1.0 * (index == last),
         final_norm=1.0 * (index == (last if norm is None else norm)),
         layers=layers,
-        dense=layers if train.model.num_moe_experts is None else leading + np.zeros_like(layers),
+        dense=layers if experts_of(train.model) is None else leading + np.zeros_like(layers),
         mtp=1.0 * (index == (last if mtp is None else mtp)) * train.model.mtp_num_layers,
     )
     return stage_with(part, train.model, layout, index, train.options)
@@ -268,7 +272,7 @@ def _contents(model: Model, stages: Sequence[StageLayers], length: int) -> tuple
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
     leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
-    if model.num_moe_experts is None:
+    if experts_of(model) is None:
         leading = table[:, 2]
     norm = table[:, 1]
     if model.mtp_num_layers:
@@ -321,7 +325,7 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
     layers = np.where(first > 0, head, np.where(last > 0, tail, middle))
     layers = np.where(end > 0, layers, float(model.num_layers))
     dense = layers
-    if model.num_moe_experts is not None:
+    if experts_of(model) is not None:
         dense = np.minimum(_leading_dense(model, layout, index, head, chunk), layers)
     if options.schedule and SCHEDULES[options.schedule].folded:
         last = first
@@ -375,59 +379,43 @@ def padded_vocab(model: Model, tensor: FloatArray) -> FloatArray:
 
 
 def layer_parameters(train: Training, layout: Layout, *, moe: bool, stage: Stage | None = None) -> Parts:
-    """Return the number of weights of one layer on one rank, by component: of a model's mean layer, or of a stage's.
+    """Return the number of weights of one layer on one rank, by component: of a model's mean layer, or of a stage's."""
+    mean = mean_layer(train.model, experts=moe) if stage is None else stage_layer(train.model, stage, moe=moe)
+    return mean_parameters(train, layout, mean)
 
-    Source: megatron-core 0.16 (`attention.py`, `multi_latent_attention.py`, `mlp.py`, `moe/`).
+
+def mean_parameters(train: Training, layout: Layout, mean: MeanLayer) -> Parts:
+    """Return the number of weights of a mean layer on one rank, by component.
+
+    Tensor-parallel ranks have whole the products without a split. Of those that compress the input of latent attention,
+    this holds for transformer-engine's layers only. Each part has a norm before it. Source: megatron-core 0.16
+    (`attention.py`, `multi_latent_attention.py`, `mlp.py`, `moe/`).
     """
     model, tensor = train.model, layout.tensor
-    h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
-    mean = mean_layer(model, experts=moe) if stage is None else stage_layer(model, stage, moe=moe)
     parts = dict.fromkeys(("qkv_proj", "out_proj"), np.zeros_like(tensor))
-    norms: FloatArray | float = 0.0
-    for each, share in mean.attentions:
-        qkv, norm = _attention_weights(each, tensor, compressed=train.transformer_engine)
-        parts["qkv_proj"] = parts["qkv_proj"] + share * qkv
-        parts["out_proj"] = parts["out_proj"] + share * (h * attended(each) / tensor)
-        norms += share * norm
-    norm_share = mean.attention + sum(share for _, share in mean.mixers) + mean.feed_forward
-    parts["norms"] = np.full_like(tensor, norms + norm_share * (h + model.residual_weights))
-    if mean.mixers:
-        mixers = [(share, *mixer.weights(h)) for mixer, share in mean.mixers]
-        weights = (share * (split / tensor + whole) for share, split, whole in mixers)
-        parts["mixers"] = sum(weights, np.zeros_like(tensor))
-    if np.any(mean.dense):
-        parts["ffn"] = mean.dense * (matrices * h * model.ffn_hidden_size / tensor)
+    norms: Share = 0.0
+    for part, share in mean.parts:
+        norms = norms + share * (model.hidden_size + model.residual_weights + part.norm_weights)
+        add_parts(parts, part_weights(train, layout, part), share)
+    parts["norms"] = norms + np.zeros_like(tensor)
     if train.options.adapter:
         parts["adapters"], parts["expert_adapters"] = adapter_weights(train, layout, mean)
-    if not np.any(mean.experts):
-        return parts
-    experts = model.num_moe_experts or 0
-    parts["router"] = np.full_like(tensor, mean.experts * (h * experts))
-    width, latent = model.moe_ffn_hidden_size or 0, model.expert_hidden_size
-    expert_weights = mean.experts * (matrices * latent * width + model.moe_bias * ((matrices - 1) * width + latent))
-    parts["experts"] = expert_weights * experts / (layout.expert * layout.expert_tensor)
-    if model.moe_shared_expert_intermediate_size:
-        shared = mean.experts * (matrices * h * model.moe_shared_expert_intermediate_size)
-        parts["shared_experts"] = shared / tensor
-    if model.moe_latent_size:
-        parts["router"] = parts["router"] + mean.experts * (2 * h * model.moe_latent_size)
     return parts
 
 
-def _attention_weights(model: Model, tensor: FloatArray, *, compressed: bool) -> tuple[FloatArray, int]:
-    """Return the numbers of weights of the input projections of an attention layer on a rank, and of its own norms.
-
-    `compressed`: whether each rank has the projections that compress the input for latent attention.
-    """
-    compression, projection = projection_weights(model)
-    gate = model.attention_output_gate * model.hidden_size * attended(model)
-    if model.multi_latent_attention:
-        qkv = compression / (np.ones_like(tensor) if compressed else tensor) + (projection + gate) / tensor
-        norms = sum(latent_widths(model)[:2]) * model.qk_layernorm
-    else:
-        qkv = (projection + gate + model.add_qkv_bias * sum(widths(model))) / tensor
-        norms = 2 * model.kv_channels * model.qk_layernorm
-    return qkv + _indexer_weights(model), norms
+def part_weights(train: Training, layout: Layout, part: LayerPart) -> Parts:
+    """Return the number of weights of a part of a layer on one rank, by component, without its norms."""
+    tensor, weights = layout.tensor, Parts()
+    for each in part.products(train.model.hidden_size):
+        ranks = tensor if each.split else np.ones_like(tensor)
+        if each.component in EXPERT_PARTS:
+            ranks = layout.expert * layout.expert_tensor
+        elif each.name == "compression" and not train.transformer_engine:
+            ranks = tensor
+        add_parts(weights, {each.component: (each.weights + each.biases) / ranks})
+    if part.other_weights:
+        add_parts(weights, {"mixers": part.other_weights / tensor})
+    return weights
 
 
 def edge_parameters(
@@ -452,19 +440,23 @@ def edge_parameters(
     head = last if model.untie_embeddings_and_output_weights else last - is_only_stage
     copies = np.maximum(first, mtp)
     norms = model.hidden_size * (last if norm is None else norm)
-    own = layer_embeddings(model) * first / layout.tensor
+    own = sum(each.weights for each in layer_embeddings(model)) * first / layout.tensor
     parts = {"embedding": table * copies + own, "output_head": table * head, "norms": norms}
     if train.tower is not None:
         parts["vision"] = tower_weights(train.tower, layout)[0] * first
     return parts
 
 
+def depth_mean(model: Model) -> MeanLayer:
+    """Return the layer of a depth of multi-token prediction."""
+    return MeanLayer.of_parts((part, 1.0) for part in depth_layer(model).parts)
+
+
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
     """Return the number of weights of all multi-token prediction depths, by component. Source: megatron-core 0.16."""
     model, depths = train.model, train.model.mtp_num_layers
-    own = replace(train, model=model.mtp_layer)
-    layer = layer_parameters(own, layout, moe=own.model.num_moe_experts is not None)
-    extra_weights = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size
+    layer = mean_parameters(train, layout, depth_mean(model))
+    extra_weights = (depth_weights(model) - 3 * model.hidden_size) / layout.tensor + 3 * model.hidden_size
     dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS + ADAPTER_PARTS), extra_weights)
     depths = 1 if model.mtp_use_repeated_layer else depths
     return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}  # without adapters
@@ -472,7 +464,7 @@ def mtp_parameters(train: Training, layout: Layout) -> Parts:
 
 def own_share(model: Model) -> float:
     """Return the share of layers that have weights of their own. The others repeat them, alike on all stages."""
-    return model.once.num_layers / model.num_layers
+    return len(own_layers(model)) / model.num_layers
 
 
 def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
@@ -482,7 +474,7 @@ def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
         train, layout, first=stage.first, last=stage.last, mtp=(stage.mtp > 0).astype(np.float64), norm=stage.final_norm
     )
     add_parts(parts, layer_parameters(train, layout, moe=False, stage=stage), stage.dense * copies)
-    if model.num_moe_experts is not None:
+    if experts_of(model) is not None:
         add_parts(parts, layer_parameters(train, layout, moe=True, stage=stage), stage.moe * copies)
     if model.mtp_num_layers:
         add_parts(parts, mtp_parameters(train, layout), stage.mtp / model.mtp_num_layers)
@@ -506,32 +498,28 @@ def model_flops(train: Training) -> float:
         samples = train.lengths.cut(train.sequence).astype(np.float64)
         alike = replace(train, sequence=round(float((samples**2).sum() / samples.sum())), lengths=None)
         return model_flops(alike) / alike.sequence * train.lengths.tokens(train.sequence)
-    model = train.model
-    h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
-    scores, attentions, attention = 0.0, 0.0, 0.0
-    for number, each in enumerate(model.by_attention):  # multi-token prediction has the last kind of attention
-        is_last = number == len(model.by_attention) - 1
-        layers_of_scores = paired_layers(each, float(train.sequence)) + is_last * model.mtp_num_layers
-        scores += layers_of_scores * train.sequence / 2 * (widths(each)[0] + attended(each))
-        attention = sum(projection_weights(each)) + attended(each) * h + _indexer_weights(each)
-        attention += model.attention_output_gate * h * attended(each)
-        attentions += each.attention_layers * attention
-    ffn = matrices * h * model.ffn_hidden_size
-    active = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
-    moe = matrices * h * active
-    if model.moe_latent_size:
-        routed = model.moe_router_topk * (model.moe_ffn_hidden_size or 0)
-        moe += matrices * (model.moe_latent_size - h) * routed + 2 * h * model.moe_latent_size
-    dense_layers, depths = model.feed_forward_layers("dense"), model.mtp_num_layers
-    layers = attentions + dense_layers * ffn + model.feed_forward_layers("experts") * moe
-    for mixer, number in model.other_mixers.items():
-        layers += number * sum(mixer.weights(h))
-        scores = scores + number * mixer.core_flops(float(train.sequence)) / 2.0
-    mtp = depths * (attention + (ffn if model.mtp_layer.num_moe_experts is None else moe) + 2 * h * h + 3 * h)
-    weights = layers + mtp + h * model.vocab_size * (1 + depths)
+    model, sequence = train.model, float(train.sequence)
+    mixers, networks = mixer_counts(model), network_counts(model)
+    layers = sum(number * _used_weights(model, part) for part, number in (*mixers.items(), *networks.items()))
+    scores = sum(number * mixer.core_flops(sequence) for mixer, number in mixers.items()) / 2.0
+    depths, depth = model.mtp_num_layers, depth_layer(model)
+    if depth.mixer is not None:
+        scores += depths * depth.mixer.core_flops(sequence) / 2.0
+    mtp = depths * (sum(_used_weights(model, part) for part in depth.parts) + depth_weights(model))
+    weights = layers + mtp + model.hidden_size * model.vocab_size * (1 + depths)
     flops_per_weight = 4.0 if train.options.adapter else 6.0
     of_tower = 0.0 if train.tower is None else train.global_batch * tower_flops(train.tower)
     return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores) + of_tower
+
+
+def _used_weights(model: Model, part: LayerPart) -> float:
+    """Return the weights of a part that a token uses: of routed experts, those that it chooses. Routers do not
+    count."""
+    total, chosen = float(part.other_weights), part.chosen if isinstance(part, Experts) else 1
+    for each in part.products(model.hidden_size):
+        if each.name != "router":
+            total += each.inputs * each.outputs * (chosen if each.component in EXPERT_PARTS else 1)
+    return total
 
 
 def add_parts(total: Parts, parts: Parts, factor: FloatArray | float = 1.0) -> None:
@@ -540,54 +528,33 @@ def add_parts(total: Parts, parts: Parts, factor: FloatArray | float = 1.0) -> N
         total[name] = total[name] + value * factor if name in total else value * factor
 
 
-_EXPERTS = ("experts", "shared_experts", "router")
-
-
 def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[ModelPart, ...]:
     """Return the parts of a model, with the number of weights of each and how often it occurs.
 
-    A part is a layer of one kind, for example. A norm belongs to the attention or FFN that follows it, the final norm
-    to the output head. `layout`: one device that holds the whole model.
+    A part is a mixer or a network of one kind, for example. The norm before it belongs to it, the final norm to the
+    output head. `layout`: one device that holds the whole model.
     """
-    model, one = train.model, np.ones(1)
+    one = np.ones(1)
     tower, train = train.tower, replace(train, tower=None)
     if layout is None:
         sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
         off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
         layout = Layout(**{**sizes, **dict.fromkeys((*off, "split", "expert_groups"), np.zeros(1))})
-    train = replace(train, model=(model := model.once), options=replace(train.options, adapter=None))
-    dense_layers, moe_layers = model.feed_forward_layers("dense"), model.feed_forward_layers("experts")
+    model = without_repeats(train.model)
+    train = replace(train, model=model, options=replace(train.options, adapter=None))
     edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
-    plain = replace(train, model=replace(model, layers=()))
-    ffn = _layer_weights(plain, layout, moe=False)[1]
-    parts = [ModelPart("Vision tower", tower.vision.weights, 1)] if tower else []
-    parts.append(ModelPart("Embedding", edges["embedding"], 1))
-    name = "MLA" if model.multi_latent_attention else "Attention"
-    for each in model.by_attention:
-        attention = _layer_weights(replace(train, model=replace(each, layers=())), layout, moe=False)[0]
-        parts.append(ModelPart(name, attention + _indexer_weights(each), each.attention_layers))
-    for mixer, number in model.other_mixers.items():
-        norm = model.hidden_size + model.residual_weights
-        parts.append(ModelPart(mixer.label, sum(mixer.weights(model.hidden_size)) + norm, number))
-    if moe_layers:
-        parts.append(ModelPart("MoE", _layer_weights(plain, layout, moe=True)[1], moe_layers))
-    if dense_layers:
-        parts.append(ModelPart("MLP", ffn, dense_layers))
+    found = [ModelPart("Vision tower", tower.vision.weights, 1)] if tower else []
+    found.append(ModelPart("Embedding", edges["embedding"], 1))
+    mixers = sorted(mixer_counts(model).items(), key=lambda each: not isinstance(each[0], Attention))
+    networks = sorted(network_counts(model).items(), key=lambda each: each[0].kind, reverse=True)
+    counts: dict[tuple[str, float], int] = {}  # windows differ in no weights
+    for part, number in (*mixers, *networks):
+        weights = sum(float(each[0]) for each in part_weights(train, layout, part).values())
+        key = part.label, weights + model.hidden_size + model.residual_weights + part.norm_weights
+        counts[key] = counts.get(key, 0) + number
+    found += [ModelPart(name, weights, number) for (name, weights), number in counts.items()]
     if model.mtp_num_layers:
         mtp_weights = sum(float(each[0]) for each in mtp_parameters(train, layout).values())
-        parts.append(ModelPart("MTP", mtp_weights / model.mtp_num_layers, model.mtp_num_layers))
-    parts.append(ModelPart("Output", sum(edges.values()) - edges["embedding"], 1))
-    return tuple(parts)
-
-
-def _indexer_weights(model: Model) -> int:
-    return model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size) if model.indexer else 0
-
-
-def _layer_weights(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:
-    """Return the numbers of weights of a layer's attention and of its feed-forward network, each with its norm."""
-    parts = {name: float(value[0]) for name, value in layer_parameters(train, layout, moe=moe).items()}
-    ffn = float(train.model.hidden_size + train.model.residual_weights) + sum(
-        value for name, value in parts.items() if name in (*_EXPERTS, "ffn")
-    )
-    return sum(parts.values()) - ffn, ffn
+        found.append(ModelPart("MTP", mtp_weights / model.mtp_num_layers, model.mtp_num_layers))
+    found.append(ModelPart("Output", sum(edges.values()) - edges["embedding"], 1))
+    return tuple(found)

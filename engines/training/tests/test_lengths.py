@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_models.shapes import mean_layer
 from flagcore_training.lengths import attention_length, in_time, packs, slowest
+from flagcore_training.mixes import mean_layer
 from flagcore_training.stages import model_flops
 from flagcore_training.time.layer import REORDER_LAUNCHES, layer_time
 from flagcore_training.time.passes import Seconds

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.layers import attention_of
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_testing.examples import mixed
 from flagcore_training import stages as pipeline
@@ -131,8 +132,8 @@ def test_the_measured_peak_of_one_rank_is_predicted() -> None:
 @pytest.mark.parametrize("tensor", [1, 4])
 def test_fused_attention_stores_a_number_per_row_and_unfused_attention_the_probabilities(tensor: int) -> None:
     rows, split = 4096 * LLAMA.num_attention_heads / tensor, layout(tensor=tensor)
-    assert stored_scores(train(), split)[0] == 4 * rows
-    assert stored_scores(train(flash=False), split)[0] == 2 * rows * 4096
+    assert stored_scores(train(), split, attention_of(LLAMA))[0] == 4 * rows
+    assert stored_scores(train(flash=False), split, attention_of(LLAMA))[0] == 2 * rows * 4096
 
 
 def test_plain_memory_distinguishes_allocated_reserved_and_used() -> None:

@@ -90,7 +90,7 @@ class Attention(Mixer):
         """Return the products of the indexer, if the layer has one: of its queries, and of its keys with weights."""
         if (index := self.indexer) is None or not index.heads:
             return ()
-        part = partial(Product, split="", name="index", component="qkv_proj")
+        part = partial(Product, split="", name="index", adapts=False, component="qkv_proj")
         return (
             part(inputs=query_rank, outputs=index.heads * index.head_dim),
             part(inputs=hidden_size, outputs=index.head_dim + index.heads),

@@ -57,10 +57,11 @@ class Experts(Network):
 
     def routing(self, hidden_size: int) -> tuple[Product, ...]:
         """Return the products of the router, and those between the residual stream and latent experts."""
-        router = Product(inputs=hidden_size, outputs=self.count, split="", name="router", component="router", group="")
+        part = partial(Product, split="", adapts=False, component="router")
+        router = part(inputs=hidden_size, outputs=self.count, name="router", group="")
         if not self.latent:
             return (router,)
-        latent = partial(Product, split="", name="latent", component="router", group="shared experts")
+        latent = partial(part, name="latent", group="shared experts")
         return (
             router,
             latent(inputs=hidden_size, outputs=self.latent),

@@ -15,12 +15,8 @@ import numpy as np
 from flagcore_models.shapes import attended, latent_widths, widths
 from flagcore_training.adapters import (
     BASE_BYTES,
-    Product,
-    attention_products,
     chosen,
     has_adapter,
-    mixer_products,
-    network_products,
     weights_beside,
 )
 from flagcore_training.memory.adapters import DORA_STORED
@@ -30,6 +26,12 @@ from flagcore.domain.model import Attention, Layer, Mixer, Model
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.domain.spec import Adapter
 from flagcore_trainers.fully_shard import DUALPIPEV, INTERLEAVED, ZBV
+from flagcore_trainers.fully_shard.linear_layers import (
+    Product,
+    attention_products,
+    mixer_products,
+    network_products,
+)
 
 MAIN_BYTES = 4.0
 """Bytes per sharded weight in fp32. A sharded gradient and each of both moments of Adam have the same format."""

@@ -10,9 +10,11 @@ and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busies
 from dataclasses import dataclass
 
 import numpy as np
-from flagcore_models.shapes import attended, latent_widths, widths
+from flagcore_models.mixers.attention import Attention
+from flagcore_models.mixers.latent_attention import LatentAttention
+from flagcore_models.networks.experts import Experts
 
-from flagcore.domain.model import Mixer
+from flagcore.domain.model import Mixer, Network
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.modules import Module, Sizes
@@ -24,15 +26,19 @@ DROPOUT_FACTOR = 2.5
 They are the probabilities before and after dropout, and a mask of one byte (arXiv 2205.05198, equation 1)."""
 
 
-def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
+def attention(train: Training, layout: Layout, sizes: Sizes, mixer: Attention) -> list[Module]:
     """Return the modules of self-attention: norm, QKV projection, attention core, and output projection."""
-    model, unit, local = train.model, sizes.unit, sizes.local
-    h, width, output_width = model.hidden_size, sum(widths(model)), attended(model)
-    tensors = _latent_projections(train, layout, sizes) if model.multi_latent_attention else {}
-    heads = (_latent_heads if model.multi_latent_attention else _standard_heads)(train, layout, sizes)
-    if model.attention_output_gate:  # the gate, and the output before it
-        heads = heads + unit * local * (widths(model)[0] + output_width)
-        width += widths(model)[0]
+    unit, local, h, output_width = sizes.unit, sizes.local, train.model.hidden_size, mixer.attended
+    width = mixer.query_width + mixer.key_width + mixer.value_width
+    tensors: dict[str, FloatArray] = {}
+    if isinstance(mixer, LatentAttention):
+        tensors = _latent_projections(train, sizes, layout, mixer)
+        heads = _latent_heads(train, layout, sizes, mixer)
+    else:
+        heads = _standard_heads(train, layout, sizes, mixer)
+    if mixer.gate:  # the gate, and the output before it
+        heads = heads + unit * local * (mixer.query_width + output_width)
+        width += mixer.query_width
     tensors["qkv_linear"] = sizes.linear * h * sizes.rows
     gathered = sizes.gathered * train.transformer_engine
     work = unit * local * width + sizes.whole + sizes.scattered + gathered + sizes.weight * h * width / layout.tensor
@@ -43,12 +49,12 @@ def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     core = {
         "qkv": heads,
         "context": context * np.where(stores_copy & (layout.context > 1), 2.0, 1.0),
-        "scores": stored_scores(train, layout),
+        "scores": stored_scores(train, layout, mixer),
     }
     return [
         norm("attn_norm", sizes),
         Module("qkv_proj", tensors, sizes.hidden + work),
-        Module("core_attention", core, sizes.hidden + context + _core_work(train, layout, sizes)),
+        Module("core_attention", core, sizes.hidden + context + _core_work(train, layout, sizes, mixer)),
         Module("out_proj", {"attn_proj": quantised_input + _dropout_mask(train, sizes)}, sizes.hidden + output_work),
     ]
 
@@ -61,8 +67,7 @@ def mixer(train: Training, layout: Layout, sizes: Sizes, mixer: Mixer) -> list[M
     outputs = sizes.unit * sizes.local * mixer.saved
     inputs = sizes.linear * train.model.hidden_size * sizes.rows
     work = sizes.hidden + outputs + sizes.whole + sizes.scattered + sizes.gathered * train.transformer_engine
-    weights = [each.inputs * each.outputs for each in mixer.products(train.model.hidden_size)]
-    work = work + sizes.weight * max(weights) / layout.tensor
+    work = work + sizes.weight * max(each.weights for each in mixer.products(train.model.hidden_size)) / layout.tensor
     return [norm("attn_norm", sizes), Module("mixers", {"mixer_linear": inputs, "mixer": outputs}, work)]
 
 
@@ -73,28 +78,37 @@ def norm(name: str, sizes: Sizes) -> Module:
     return Module("norms", {name: sizes.hidden + 4.0 * sizes.rows + streams}, 2.0 * sizes.hidden)
 
 
-def ffn(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
+def ffn(train: Training, layout: Layout, sizes: Sizes, network: Network) -> list[Module]:
     """Return the modules of a dense layer's FFN, with the norm before it."""
-    first, last, work = dense_products(train, sizes, train.model.ffn_hidden_size / layout.tensor)
+    first, last, work = dense_products(train, sizes, network, network.width / layout.tensor)
     input_bytes = sizes.linear * train.model.hidden_size * sizes.rows
     tensors = {"mlp_input": input_bytes, "mlp_first": first, "mlp_act": last, "mlp_mask": _dropout_mask(train, sizes)}
     return [norm("mlp_norm", sizes), Module("ffn", tensors, sizes.hidden + work)]
 
 
-def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+def dense_products(
+    train: Training, sizes: Sizes, network: Network, width: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return the bytes that an FFN stores before its activation function, the bytes after it, and its workspace.
 
     `width` is the inner width of the FFN. The workspace is the bytes that its backward needs, besides the gradient of
     its output.
     """
-    first, last, moments = products(train, sizes, sizes.tokens, width)
+    first, last, moments = products(train, sizes, sizes.tokens, width, network.gated, train.model.hidden_size)
     input_copies = sizes.whole + sizes.scattered + sizes.gathered * train.transformer_engine
     work = np.maximum(moments[0] + sizes.gathered, np.maximum(moments[1], moments[2] + input_copies))
     return first, last, work
 
 
 def products(
-    train: Training, sizes: Sizes, tokens: FloatArray, width: FloatArray, *, is_weighted: bool = False
+    train: Training,
+    sizes: Sizes,
+    tokens: FloatArray,
+    width: FloatArray,
+    gated: bool,
+    outer: float,
+    *,
+    is_weighted: bool = False,
 ) -> tuple[FloatArray, FloatArray, tuple[FloatArray, FloatArray, FloatArray]]:
     """Return the bytes that an FFN stores before and after its activation function, and the peaks of its backward.
 
@@ -103,46 +117,45 @@ def products(
     `is_weighted`, each token's row is multiplied by a number, as in experts. An unfused gated activation function
     stores the silu of the gate, the other half, and their product.
     """
-    h = train.model.expert_hidden_size if is_weighted else train.model.hidden_size
-    factor = 2.0 if train.model.gated_linear_unit else 1.0
+    factor = 2.0 if gated else 1.0
     size, gate = sizes.unit * tokens * width, np.zeros(())
     first = factor * size
-    if train.model.gated_linear_unit and not train.fused_activation:
+    if gated and not train.fused_activation:
         first, gate = (5.0 if is_weighted else 4.0) * size, size
     last = sizes.linear / sizes.unit * size
-    weight = sizes.weight * width * h
+    weight = sizes.weight * width * outer
     return first, last, (size + weight, (1.0 + factor) * size + gate - last, factor * (size + weight) - first - last)
 
 
-def stored_scores(train: Training, layout: Layout) -> FloatArray:
+def stored_scores(train: Training, layout: Layout, mixer: Attention) -> FloatArray:
     """Return the bytes that the attention core stores in addition to its inputs and output.
 
     A fused core stores one fp32 number per row (log-sum-exp; Dao 2023, arXiv 2307.08691). An unfused core stores the
     attention probabilities or, with dropout, `DROPOUT_FACTOR` times as many bytes.
     """
-    rows = layout.tokens(train.sequence) * train.model.num_attention_heads / layout.tensor
-    if train.model.indexer and not train.options.sparse_kernels:  # scores in 32 bits, and in 16 for the values
+    rows = layout.tokens(train.sequence) * mixer.num_heads / layout.tensor
+    if mixer.indexer and not train.options.sparse_kernels:  # scores in 32 bits, and in 16 for the values
         return (4.0 + train.value_bytes) * rows * train.sequence
     if train.flash:
         return 4.0 * rows
     return train.value_bytes * rows * train.sequence * (DROPOUT_FACTOR if train.options.dropout else 1.0)
 
 
-def _standard_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
+def _standard_heads(train: Training, layout: Layout, sizes: Sizes, mixer: Attention) -> FloatArray:
     """Return the bytes of stored queries, keys and values of multi-head or grouped-query attention.
 
     megatron-core's own layers store rotated copies of queries and keys, the cosine and sine of each position for both,
     and the joint projection, because the values are a view of it. Transformer-engine copies the values and frees the
     projection. Norms of queries and keys store their inputs.
     """
-    model, unit, local = train.model, sizes.unit, sizes.local
-    query, key, value = (unit * width * local for width in widths(model))
-    is_grouped, has_norm = model.num_query_groups < model.num_attention_heads, model.qk_layernorm
-    norms = 4.0 * local * (model.num_attention_heads + model.num_query_groups) * has_norm
+    unit, local = sizes.unit, sizes.local
+    query, key, value = (unit * width * local for width in (mixer.query_width, mixer.key_width, mixer.value_width))
+    is_grouped, has_norm = mixer.groups < mixer.num_heads, mixer.qk_norm
+    norms = 4.0 * local * (mixer.num_heads + mixer.groups) * has_norm
     if train.transformer_engine:
         return query + key + value + norms + has_norm * (query + key)
-    tables = 4.0 * unit * train.sequence / layout.context * model.kv_channels
-    queries = query * (has_norm & is_grouped & (layout.tensor < model.num_query_groups))
+    tables = 4.0 * unit * train.sequence / layout.context * mixer.head_dim
+    queries = query * (has_norm & is_grouped & (layout.tensor < mixer.groups))
     total = 2.0 * (query + key) + value + norms + queries + tables
     if not train.gathered_keys:
         return total
@@ -150,14 +163,14 @@ def _standard_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray
     return np.where(layout.context > 1, copies + has_norm * (query + key + value) + norms + queries + tables, total)
 
 
-def _latent_projections(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArray]:
+def _latent_projections(train: Training, sizes: Sizes, layout: Layout, mixer: LatentAttention) -> dict[str, FloatArray]:
     """Return the bytes that the down-projections of latent attention store, by tensor.
 
     These are the compressed queries and keys before and after their norms. megatron-core's own layers keep the
     compressed queries gathered over the tensor-parallel ranks.
     """
-    model, unit, rows = train.model, sizes.unit, sizes.rows
-    q_rank, kv_rank, rope = latent_widths(model)
+    unit, rows = sizes.unit, sizes.rows
+    q_rank, kv_rank, rope = mixer.query_rank, mixer.latent_rank, mixer.rope_dim
     norm_bytes = sizes.linear * rows * (q_rank + kv_rank) + 4.0 * rows * (1 + (q_rank > 0))
     if train.transformer_engine:
         return {"latent": norm_bytes + unit * rows * (q_rank + kv_rank + rope)}
@@ -165,13 +178,14 @@ def _latent_projections(train: Training, layout: Layout, sizes: Sizes) -> dict[s
     return {"latent": norm_bytes + unit * (sizes.tokens * q_rank + rows * kv_rank + (1.0 - is_split) * rows * rope)}
 
 
-def _latent_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
+def _latent_heads(train: Training, layout: Layout, sizes: Sizes, mixer: LatentAttention) -> FloatArray:
     """Return the bytes of stored queries, keys and values of latent attention."""
-    rotary_tables = 4.0 * sizes.unit * train.sequence / layout.context * (train.model.qk_pos_emb_head_dim or 0)
-    return sizes.unit * sizes.local * sum(widths(train.model)) + rotary_tables * (not train.transformer_engine)
+    rotary_tables = 4.0 * sizes.unit * train.sequence / layout.context * mixer.rope_dim
+    width = mixer.query_width + mixer.key_width + mixer.value_width
+    return sizes.unit * sizes.local * width + rotary_tables * (not train.transformer_engine)
 
 
-def _core_work(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
+def _core_work(train: Training, layout: Layout, sizes: Sizes, mixer: Attention) -> FloatArray:
     """Return the bytes that the attention core's backward needs in addition to the gradient of its output.
 
     All cores need the gradients of queries, keys and values. A fused core adds an fp32 sum of the queries' gradients
@@ -179,12 +193,13 @@ def _core_work(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
     adds two pairs of buffers for other ranks' keys, values and their gradients. An unfused core adds the gradients of
     probabilities and scores.
     """
-    query, key, value = (width * sizes.local for width in widths(train.model))
+    widths = mixer.query_width, mixer.key_width, mixer.value_width
+    query, key, value = (width * sizes.local for width in widths)
     gradients = sizes.unit * (query + key + value)
     if not train.flash:
-        rows = layout.tokens(train.sequence) * train.model.num_attention_heads / layout.tensor
+        rows = layout.tokens(train.sequence) * mixer.num_heads / layout.tensor
         return gradients + 2.0 * train.value_bytes * rows * train.sequence
-    shared_gradients = 2.0 * sizes.unit * query * (widths(train.model)[0] != widths(train.model)[1])
+    shared_gradients = 2.0 * sizes.unit * query * (mixer.query_width != mixer.key_width)
     context_buffers = 4.0 * sizes.unit * (key + value) * (layout.context > 1)
     return gradients + 4.0 * query + shared_gradients + context_buffers
 
@@ -201,31 +216,29 @@ For each expert: a 16-bit probability and two flags. For each chosen expert: the
 after sorting. Both were counted in the source."""
 
 
-def mixture(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
+def mixture(train: Training, layout: Layout, sizes: Sizes, network: Experts) -> list[Module]:
     """Return the modules of an MoE layer: norm, router, shared experts and routed experts."""
-    model = train.model
-    routing = (MAP_BYTES * (model.num_moe_experts or 0) + CHOICE_BYTES * model.moe_router_topk) * sizes.rows
-    inputs = sizes.unit * (model.hidden_size + (model.moe_latent_size or 0)) * sizes.rows
+    routing = (MAP_BYTES * network.count + CHOICE_BYTES * network.chosen) * sizes.rows
+    inputs = sizes.unit * (train.model.hidden_size + network.latent) * sizes.rows
     router = Module("router", {"mlp_input": inputs, "routing": routing}, 3.0 * sizes.hidden)
     modules = [norm("mlp_norm", sizes), router]
-    if shared_width := model.moe_shared_expert_intermediate_size:
-        first, last, work = dense_products(train, sizes, shared_width / layout.tensor)
+    if network.shared:
+        first, last, work = dense_products(train, sizes, network, network.shared / layout.tensor)
         tensors = {"shared_first": first, "shared_act": last}
         modules.append(Module("shared_experts", tensors, 2.0 * sizes.hidden + work))
-    return [*modules, routed(train, layout, sizes)]
+    return [*modules, routed(train, layout, sizes, network)]
 
 
-def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
+def routed(train: Training, layout: Layout, sizes: Sizes, network: Experts) -> Module:
     """Return the routed experts of one rank, including the dispatch of their tokens and the return of their outputs."""
-    model, options = train.model, train.options
-    h, load = model.expert_hidden_size, options.expert_imbalance
-    local_experts = np.maximum((model.num_moe_experts or 0) / layout.expert, 1.0)
+    options, h = train.options, network.expert_width(train.model.hidden_size)
+    load, local_experts = options.expert_imbalance, np.maximum(network.count / layout.expert, 1.0)
     is_grouped = options.grouped_gemm and train.transformer_engine
     groups = np.ones_like(local_experts) if is_grouped else local_experts
-    copies = layout.expert_tokens(model, train.sequence) * load
-    width = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
-    first, last, moments = products(train, sizes, copies / groups, width, is_weighted=True)
-    traffic = sizes.unit * h * model.moe_router_topk * sizes.rows * load
+    copies = layout.expert_tokens(network.chosen, train.sequence) * load
+    width = network.width / layout.expert_tensor
+    first, last, moments = products(train, sizes, copies / groups, width, network.gated, h, is_weighted=True)
+    traffic = sizes.unit * h * network.chosen * sizes.rows * load
     inputs = sizes.unit * h * copies
     # several experts hold the gradient of their output until all are done; a single expert frees it
     last_gradient = inputs * (groups > 1.0)
@@ -239,7 +252,7 @@ def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
         dispatch = np.maximum(2.0 * traffic, np.maximum((traffic + inputs) * is_split, 2.0 * inputs * has_many))
         forward = _dispatch_bytes(layout, traffic, inputs, has_many, is_split)
     backward = sizes.hidden + np.maximum(dispatch, np.maximum(inputs + moments[0], expert_backward))
-    held_tensors = (layout.pipeline > 1) * 1.0 + (model.moe_shared_expert_intermediate_size is not None)
+    held_tensors = (layout.pipeline > 1) * 1.0 + (network.shared > 0)
     # the pipeline still references a gradient, and the shared experts their output
     forward = forward + sizes.hidden * held_tensors
     tensors = {"expert_fc1": sizes.linear * h * copies, "moe_first": first * groups, "moe_act": last * groups}

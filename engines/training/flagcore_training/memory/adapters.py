@@ -10,15 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.model import Mixer
-from flagcore_training.adapters import (
-    Product,
-    attention_products,
-    chosen,
-    has_adapter,
-    mixer_products,
-    network_products,
-)
+from flagcore.domain.model import Part
+from flagcore_training.adapters import chosen, has_adapter, linears
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.modules import Module, Sizes
 
@@ -39,35 +32,27 @@ INPUTS: Mapping[str, Sequence[str]] = {
 the attention core its output."""
 
 
-def frozen(
-    train: Training, layout: Layout, sizes: Sizes, modules: Sequence[Module], mixer: Mixer | None = None
-) -> list[Module]:
-    """Return the modules of a layer, of which adapters and not weights are trained. `mixer`: that of the layer, if any.
+def frozen(train: Training, layout: Layout, sizes: Sizes, modules: Sequence[Module], part: Part) -> list[Module]:
+    """Return the modules of a part of a layer, of which adapters and not weights are trained.
 
     An adapter of a joint projection stores its input as gathered over the tensor-parallel ranks, the output of its
     first matrix, and with DoRA the outputs. Workspaces have the matrix that is converted, or whose norm is computed.
     """
-    adapter, model = train.options.adapter, train.model
+    adapter = train.options.adapter
     if adapter is None:
         return list(modules)
-    h, latent = float(model.hidden_size), float(model.expert_hidden_size)
-    *inputs, output = attention_products(model)
-    widths_of = {"ffn": model.ffn_hidden_size, "shared_experts": model.moe_shared_expert_intermediate_size or 0}
-    networks = {name: [*network_products(model, float(width), h)] for name, width in widths_of.items()}
-    networks["experts"] = [*network_products(model, float(model.moe_ffn_hidden_size or 0), latent)]
-    mixers = [*mixer_products(mixer, model.hidden_size)] if mixer else []
-    products: dict[str, list[Product]]
-    products = {"qkv_proj": inputs, "out_proj": [output], "mixers": mixers, **networks}
+    products = part.products(train.model.hidden_size)
     gathers = sizes.tokens / sizes.rows if train.options.joint_adapters else 1.0
     result = []
     for each in modules:
         tensors, work, tokens, split = dict(each.tensors), each.work, sizes.tokens, layout.tensor
         if each.component == "experts":
-            tokens, split = tensors["expert_fc1"] / (sizes.linear * latent), layout.expert_tensor
+            width = next(product.inputs for product in products if product.component == each.component)
+            tokens, split = tensors["expert_fc1"] / (sizes.linear * width), layout.expert_tensor
         for name in tensors.keys() & INPUTS.keys() if each.component != "router" else ():
             is_whole = name in ("qkv_linear", "mixer_linear", "mlp_input")
             tensors[name] = tensors[name] * has_adapter(adapter, *INPUTS[name]) * (gathers if is_whole else 1.0)
-        for inner, outer in products.get(each.component, ()):
+        for inner, outer in linears(product for product in products if product.component == each.component):
             found = chosen(adapter, outer, joint=train.options.joint_adapters)
             stored = len(found) * adapter.rank + DORA_STORED * sum(found) / split * (adapter.kind == "dora")
             tensors["adapters"] = tensors.get("adapters", 0.0) + sizes.unit * tokens * stored

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_models.shapes import attended
+from flagcore_models.layers import attention_of, experts_of
+from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore_training.layout import Layout, Training
@@ -158,14 +159,14 @@ def recomputed_tensors(train: Training, sizes: Sizes, modules: Mapping[str, Floa
     stored (megatron-core 0.16 `tensor_parallel/random.py`). Norms are recomputed when backward reaches the next block.
     Transformer-engine's layers that fuse norm and projection never store the norm's output.
     """
-    model, hidden = train.model, sizes.hidden
-    context = sizes.unit * sizes.local * attended(model)
+    attention, experts, hidden = attention_of(train.model), experts_of(train.model), sizes.hidden
+    context = sizes.unit * sizes.local * attention.attended
     separate = not train.transformer_engine
     stores_norm = {
-        "qkv_linear": separate or model.multi_latent_attention,
-        "mlp_input": separate or model.num_moe_experts,
+        "qkv_linear": separate or isinstance(attention, LatentAttention),
+        "mlp_input": separate or experts is not None,
     }
-    block, moe = "ffn" if model.num_moe_experts is None else "experts", modules.get("moe", 0.0)
+    block, moe = "ffn" if experts is None else "experts", modules.get("moe", 0.0)
 
     def of_module(name: str, mask: FloatArray) -> list[RecomputedTensors]:
         if name == "layernorm":

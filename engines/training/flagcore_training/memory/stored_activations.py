@@ -6,17 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_models.shapes import MeanLayer, mean_layer
+from flagcore_models.layers import experts_of
 
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore_training.layout import Layout, Training
-from flagcore_training.memory.activations import attention, depths, embedding, ffn, head, mixer, mixture
-from flagcore_training.memory.adapters import frozen
+from flagcore_training.memory.activations import depths, embedding, head
 from flagcore_training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
+from flagcore_training.memory.parts import modules_of, part_modules
 from flagcore_training.memory.vision import with_tower
-from flagcore_training.mixes import layer_kinds
+from flagcore_training.mixes import Share, layer_kinds, mean_layer
 from flagcore_training.schedules import in_flight
-from flagcore_training.stages import Parts, Stage, add_parts, depths_received, stage_shares
+from flagcore_training.stages import Parts, Stage, add_parts, depth_mean, depths_received, stage_shares
 
 PRODUCTS = (
     "qkv_linear",
@@ -66,17 +66,16 @@ class Kinds:
         sizes, options = Sizes.from_layout(train, layout), train.options
         recomputed: Mapping[str, FloatArray] = {}
         means = (mean_layer(train.model, experts=moe) for moe in _with_experts(train))
-        rows, found = tuple(_layer_modules(train, layout, sizes, each) for each in means), layer_kinds(train.model)
-        parts = tuple(_layer_modules(train, layout, sizes, each) for each in (found.parts if found else ()))
+        rows, found = tuple(modules_of(train, layout, sizes, each) for each in means), layer_kinds(train.model)
+        parts = tuple(part_modules(train, layout, sizes, each) for each in (found.parts if found else ()))
         if layout.selective.any():
             recomputed = dict.fromkeys(sorted(options.recompute_modules), layout.selective)
         offloaded = {name for module in options.offload_modules for name in OFFLOADED.get(module, ())}
         layers = _layers(train, sizes, rows, recomputed, () if options.offload_stages else offloaded)
-        own, mtp = train.mtp_layer, layers[-1]
-        if own.model is not train.model:
-            experts = own.model.num_moe_experts is not None
-            layer = _layer_modules(own, layout, sizes, mean_layer(own.model, experts=experts))
-            (mtp,) = _layers(own, sizes, [layer], recomputed, ())
+        mtp = layers[-1]
+        if train.model.mtp_num_layers and not train.has_plain_depths:
+            layer = modules_of(train.of_depths, layout, sizes, depth_mean(train.model))
+            (mtp,) = _layers(train, sizes, [layer], recomputed, ())
         head_row = head(train, layout, sizes)
         entry = embedding(train, layout, sizes)
         if train.tower is not None:
@@ -119,7 +118,7 @@ class Kinds:
         if not depth:
             return self.head
         last = self.stored_layers()[1] if self.offloaded and self.mtp is self.moe else self.mtp
-        layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
+        layers = (stage.moe if experts_of(train.model) else stage.dense) * stage.in_flight
         layers = layers * (not self.offloaded)
         above = last.above(depth + layers, self.crossed(stage))
         row = [*depths(train, self.layout, self.sizes, last.stored, above, layers), *self.head_row]
@@ -160,27 +159,12 @@ class Kinds:
 
 def _with_experts(train: Training) -> tuple[bool, ...]:
     """Return whether a layer has experts, for each kind of layer of `Kinds`."""
-    return (False,) if train.model.num_moe_experts is None else (False, True)
+    return (False,) if experts_of(train.model) is None else (False, True)
 
 
-def _mixed(parts: Sequence[list[Module]], shares: Sequence[FloatArray | float]) -> list[Module]:
+def _mixed(parts: Sequence[list[Module]], shares: Sequence[Share]) -> list[Module]:
     """Return the modules of the mean of layers of which these `shares` have each part."""
     return [module.shared(share) for modules, share in zip(parts, shares, strict=True) for module in modules]
-
-
-def _layer_modules(train: Training, layout: Layout, sizes: Sizes, mean: MeanLayer) -> list[Module]:
-    """Return the modules of a mean layer."""
-    wide = replace(sizes, linear=sizes.unit) if "attention" in train.options.wide_modules else sizes
-    inputs = [(share, replace(train, model=each)) for each, share in mean.attentions]
-    parts = [(share, frozen(each, layout, wide, attention(each, layout, wide))) for share, each in inputs]
-    parts += [
-        (share, frozen(train, layout, sizes, mixer(train, layout, sizes, each), each)) for each, share in mean.mixers
-    ]
-    if np.any(mean.dense):
-        parts.append((mean.dense, frozen(train, layout, sizes, ffn(train, layout, sizes))))
-    if np.any(mean.experts):
-        parts.append((mean.experts, frozen(train, layout, sizes, mixture(train, layout, sizes))))
-    return [module.shared(share) for share, modules in parts for module in modules]
 
 
 def _layers(
@@ -241,7 +225,7 @@ def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
     """
     train, layout, sizes = kinds.train, kinds.layout, kinds.sizes
     in_flight_ratio = kinds.in_flight(stage) / stage.in_flight
-    if train.model.num_moe_experts is not None:
+    if experts_of(train.model) is not None:
         stage = replace(stage, dense=np.minimum(stage.dense * in_flight_ratio, stage.layers))
     work = _Work.from_stage(stage, kinds)
     full = (layout.uniform > 0) | (work.block > 0)

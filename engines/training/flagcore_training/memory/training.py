@@ -12,15 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_models.shapes import attended, projection_weights, widths
+from flagcore_models.layers import attention_of, dense_of, experts_of
+from flagcore_models.mixers.attention import Attention
+from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.contracts import Costs, MemoryModel, communicator_bytes
+from flagcore.domain.model import Part
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training.adapters import BASE_BYTES
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
 from flagcore_training.memory.activations import gathered_tokens
 from flagcore_training.memory.modules import Sizes
 from flagcore_training.memory.stored_activations import Kinds, activation_parts, stage_activations
+from flagcore_training.mixes import Share
 from flagcore_training.stages import (
     ADAPTER_PARTS,
     EXPERT_PARTS,
@@ -165,13 +169,18 @@ def _wide_parts(train: Training) -> tuple[str, ...]:
 
 def _largest_matrix(train: Training, layout: Layout, params: Parts, *, experts: bool) -> FloatArray:
     """Return the number of elements of the largest matrix of a linear layer on a rank: dense, or of an expert."""
-    model, factor = train.model, train.model.hidden_size * (2.0 if train.model.gated_linear_unit else 1.0)
+    hidden, network, attention = train.model.hidden_size, experts_of(train.model), attention_of(train.model)
     if experts:
-        return factor * (model.moe_ffn_hidden_size or 0) / layout.expert_tensor * (params.get("experts", 0.0) > 0)
-    width = attended(model) if model.multi_latent_attention else sum(widths(model))
-    ffn = model.ffn_hidden_size * (params.get("ffn", np.zeros(())) > 0)
-    shared = model.moe_shared_expert_intermediate_size or 0
-    largest: FloatArray = np.maximum(factor * np.maximum(ffn, shared), model.hidden_size * width) / layout.tensor
+        of_experts = max(each.inputs * each.outputs for each in network.routed(hidden)) if network else 0.0
+        return of_experts / layout.expert_tensor * (params.get("experts", 0.0) > 0)
+    width = attention.query_width + attention.key_width + attention.value_width
+    if isinstance(attention, LatentAttention):
+        width = attention.attended
+    dense = dense_of(train.model)
+    factor = hidden * (2.0 if dense.gated else 1.0)
+    ffn = dense.width * (params.get("ffn", np.zeros(())) > 0)
+    shared = network.shared if network else 0
+    largest: FloatArray = np.maximum(factor * np.maximum(ffn, shared), hidden * width) / layout.tensor
     return largest
 
 
@@ -190,7 +199,7 @@ def workspaces(train: Training) -> float:
     """
     if not train.transformer_engine:
         return 2.0
-    return 3.0 + 4.0 * (train.model.num_moe_experts is not None and train.options.grouped_gemm)
+    return 3.0 + 4.0 * (experts_of(train.model) is not None and train.options.grouped_gemm)
 
 
 def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> FloatArray:
@@ -200,10 +209,11 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
     into which megatron-core's own linear layers gather their input under sequence parallelism; and transformer-engine's
     placeholders for gradients that its kernels accumulate.
     """
-    model = train.model
-    is_latent = model.multi_latent_attention
-    angle_bytes = 4.0 * train.sequence * ((model.qk_pos_emb_head_dim or 0) if is_latent else model.kv_channels)
-    rotary_bytes = angle_bytes * (stage.layers + stage.mtp if is_latent else layout.virtual)
+    attention = attention_of(train.model)
+    if isinstance(attention, LatentAttention):
+        rotary_bytes = 4.0 * train.sequence * attention.rope_dim * (stage.layers + stage.mtp)
+    else:
+        rotary_bytes = 4.0 * train.sequence * attention.head_dim * layout.virtual
     if train.options.adapter and train.options.adapter.base:  # into which the weights of a product are converted
         largest = _largest_matrix(train, layout, {"ffn": stage.dense}, experts=False)
         rotary_bytes = rotary_bytes + train.value_bytes * largest
@@ -221,7 +231,7 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
 
 def _gather_buffer(train: Training, layout: Layout, stage: Stage, sizes: Sizes, gathered: FloatArray) -> FloatArray:
     """Return the bytes of the buffer for gathered tokens, which linear layers share with the allgather dispatcher."""
-    if train.model.num_moe_experts is None or train.options.dispatcher != "allgather":
+    if experts_of(train.model) is None or train.options.dispatcher != "allgather":
         return gathered
     return np.maximum(gathered, gathered_tokens(layout, sizes) * (stage.moe + stage.mtp > 0))
 
@@ -236,8 +246,8 @@ def bytes_held_after_step(
     are recomputed if any layer is.
     """
     model, inputs = train.model, layout.virtual - (stage.index == 0) + depths_received(train.model, stage)
-    routing = np.zeros(())
-    if model.num_moe_experts is not None:
+    routing, experts = np.zeros(()), experts_of(model)
+    if experts is not None:
         block = np.clip(layout.block * layout.virtual - stage.dense, 0.0, stage.moe)
         recomputes_all = (layout.uniform > 0) | ((layout.block > 0) & at_most)
         layers = np.where(recomputes_all, stage.moe, block)
@@ -247,8 +257,8 @@ def bytes_held_after_step(
             inputs = inputs + (stage.moe + stage.mtp) * layout.selective
         uniform = np.where(layout.uniform > 0, 2.0, (layout.block > 0) * 1.0) if at_most else 2.0 * (layout.uniform > 0)
         inputs = inputs + stage.mtp * uniform  # each MTP depth also holds its own input
-        moe = stage.moe * stage_layer(model, stage, moe=True).experts + stage.mtp
-        routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * moe
+        moe = stage.moe * stage_layer(model, stage, moe=True).share("experts") + stage.mtp
+        routing = (3.0 * experts.count + 8.0 * experts.chosen) * sizes.rows * moe
     held_bytes: FloatArray = 2.0 * sizes.between * inputs + routing
     return held_bytes
 
@@ -261,7 +271,7 @@ def gathered_bytes(train: Training, layout: Layout, dense: State, experts: State
     """
     if not train.options.fsdp:
         return np.zeros(())
-    kinds = (False,) if train.model.num_moe_experts is None else (False, True)
+    kinds = (False,) if experts_of(train.model) is None else (False, True)
     layers = [sum(layer_parameters(train, layout, moe=moe).values(), np.zeros(())) for moe in kinds]
     table = padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
     largest_layer: FloatArray = np.maximum(np.max(np.stack(layers), axis=0), table)
@@ -292,25 +302,20 @@ def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: Floa
 def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> FloatArray:
     """Return the bytes of the placeholders for gradients: one 16-bit tensor for each distinct weight shape."""
     model, tensor, h = train.model, layout.tensor, train.model.hidden_size
-    gate_factor = 2.0 if model.gated_linear_unit else 1.0
+    dense, experts = dense_of(model), experts_of(model)
+    shares: dict[Part, Share] = {dense: stage.dense}
+    for mixer, share in stage_layer(model, stage, moe=experts is not None).mixers:
+        kind = replace(mixer, window=None) if isinstance(mixer, Attention) else mixer
+        shares[kind] = shares.get(kind, 0.0) + share
     weights = np.zeros_like(tensor)
-    mean = stage_layer(model, stage, moe=model.num_moe_experts is not None)
-    for each in model.by_attention:
-        alike = [share for kind, share in mean.attentions if replace(kind, layers=each.layers) == each]
-        compression, projection = projection_weights(each)
-        weights = weights + (h * attended(each) / tensor + compression + projection / tensor) * (
-            sum(alike, np.zeros(())) > 0
-        )
-    for mixer, share in mean.mixers:
-        split, whole = mixer.weights(h)
-        weights = weights + (split / tensor + whole) * (share > 0)
-    weights = weights + (1.0 + gate_factor) * h * model.ffn_hidden_size / tensor * (stage.dense > 0)
-    if model.num_moe_experts is not None:
-        expert = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
-        shared = (model.moe_shared_expert_intermediate_size or 0) / tensor
-        narrow = model.expert_hidden_size / h
-        experts = expert * narrow + shared * ((shared != expert) | (narrow != 1.0))
-        weights = weights + (1.0 + gate_factor) * h * experts * (stage.moe > 0)
+    for part, share in shares.items():
+        products = sum(each.weights / (tensor if each.split else 1.0) for each in part.products(h))
+        weights = weights + (products + part.other_weights / tensor) * (share > 0)
+    if experts is not None:
+        expert = sum(each.inputs * each.outputs for each in experts.routed(h)) / layout.expert_tensor
+        shared = sum(each.weights for each in experts.always(h)) / tensor
+        is_same = (experts.shared / tensor == experts.width / layout.expert_tensor) & (experts.expert_width(h) == h)
+        weights = weights + (expert + shared * ~is_same) * (stage.moe > 0)
     weights = weights + stage.last * padded_vocab(model, tensor) / tensor * h
     return 2.0 * (weights + 2.0 * h * h / tensor * (stage.mtp > 0))
 
@@ -396,7 +401,7 @@ def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, St
     linear = _linear(params, experts=False) + of_matrices * extra
     wide = sum((params[name] for name in _wide_parts(train) if name in params), np.zeros(()))
     total = state(train, layout, dense + extra, experts=False, linear=linear, wide=wide)
-    if train.model.num_moe_experts is None:
+    if experts_of(train.model) is None:
         none = np.zeros(())
         return total, State(none, none, none, none)
     extra = padding(train, layout, params, experts=True)
@@ -545,7 +550,7 @@ class _Estimate:
         """Return whether recompute may leave more bytes allocated after a step than less recompute would. This is the
         case in mixture-of-experts models, for full recompute and for recompute of the module `moe`."""
         options, layout = self.kinds.train.options, self.kinds.layout
-        if self.kinds.train.model.num_moe_experts is None:
+        if experts_of(self.kinds.train.model) is None:
             return False
         recomputes_layers = np.any(layout.uniform + layout.block > 0)
         return bool(recomputes_layers or ("moe" in options.recompute_modules and layout.selective.any()))

@@ -1,19 +1,21 @@
 """Time of one layer for one micro-batch, dense or with experts: kernels and collectives, forward and backward."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from operator import add
 
 import numpy as np
-from flagcore_models.shapes import MeanLayer, Share, attended, paired_layers, widths
+from flagcore_models.mixers.attention import Attention
+from flagcore_models.mixers.latent_attention import LatentAttention
+from flagcore_models.networks.experts import Experts
 
 from flagcore.contracts import AttentionShape, Costs
-from flagcore.domain.model import Indexer, Mixer, Model
+from flagcore.domain.model import Indexer, Mixer, Network, Part, Product
 from flagcore.domain.space import FloatArray
-from flagcore_training.adapters import attention_products, divided, mixer_products, network_products
+from flagcore_training.adapters import linears
 from flagcore_training.layout import Layout, Training
 from flagcore_training.lengths import attention_length, one_by_one
+from flagcore_training.mixes import MeanLayer
 from flagcore_training.stages import padded_vocab
 from flagcore_training.time.adapters import adapted, adapter_launches
 from flagcore_training.time.passes import (
@@ -67,12 +69,19 @@ def layer_time(train: Training, layout: Layout, costs: Costs, mean: MeanLayer) -
         wide = layer_time(replace(narrow, precision=train.unquantised), layout, costs, mean)
         return layer_time(narrow, layout, costs, mean) * (1.0 - share) + wide * share
     tp = TensorCollectives.from_layout(train, layout, costs)
-    blocks: list[tuple[Share, Callable[[Training, Layout, Costs, TensorCollectives], Block]]] = []
-    blocks += [(share, partial(_attention_of, model)) for model, share in mean.attentions]
-    blocks += [(share, partial(mixer_block, mixer)) for mixer, share in mean.mixers]
-    blocks += [(mean.dense, ffn_block)] if np.any(mean.dense) else []
-    blocks += [(mean.experts, moe_block)] if np.any(mean.experts) else []
-    return reduce(add, (block(train, layout, costs, tp) * share for share, block in blocks))
+    return reduce(add, (part_block(part, train, layout, costs, tp) * share for part, share in mean.parts))
+
+
+def part_block(part: Part, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+    """Return the time of a mixer or a network, with its norm and its residual sum."""
+    if isinstance(part, Attention):
+        return attention_block(part, train, layout, costs, tp)
+    if isinstance(part, Mixer):
+        return mixer_block(part, train, layout, costs, tp)
+    if isinstance(part, Experts):
+        return moe_block(part, train, layout, costs, tp)
+    assert isinstance(part, Network)
+    return ffn_block(part, train, layout, costs, tp)
 
 
 CORE_SHARE, CORE_BACKWARD = 0.3, 2.5
@@ -88,17 +97,10 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
     0.16 `ssm/mamba_context_parallel.py`).
     """
     kernels, unit, tensor = costs.kernels, float(train.value_bytes), layout.tensor
-    tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
-    products, width, tp = None, 0.0, tp.beside(train, "out_proj")
-    for each in mixer.products(train.model.hidden_size):
-        inputs = each.inputs / (tensor if each.split == "inputs" else 1.0)
-        outputs = each.outputs / (tensor if each.split == "outputs" else 1.0)
-        precision = train.precision_of("mixer_output") if each.split == "inputs" else train.precision
-        named = {"out_proj" if each.split == "inputs" else "in_proj": outputs}
-        product = adapted(train, kernels, precision, tokens if each.split else rows, inputs, named)
-        products = product if products is None else products + product
-        width += each.outputs * (each.split == "outputs")
-    assert products is not None
+    tokens = layout.tokens(train.sequence)
+    tp, described = tp.beside(train, "out_proj"), mixer.products(train.model.hidden_size)
+    products = reduce(add, (_product(train, layout, costs, each) for each in described))
+    width = float(sum(each.outputs for each in described if each.split == "outputs"))
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
     square = np.full_like(tokens, SQUARE)
     per_flop = kernels.gemm_seconds(square, square, square, train.unquantised) / (2.0 * SQUARE**3)
@@ -109,7 +111,7 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
     payload = unit * width * tokens / tensor
     exchange = collective(costs, "all_to_all", payload, layout.context, tensor) * (layout.context > 1.0)
     launches = np.full_like(tensor, LAUNCHES[train.transformer_engine][0])
-    launches = launches + adapter_launches(train, *mixer_products(mixer, train.model.hidden_size))
+    launches = launches + adapter_launches(train, *linears(described))
     forward = Seconds.from_compute(
         products.forward + core + norm + residual, tensor=tp.forward, context=exchange, launches=launches
     )
@@ -127,28 +129,24 @@ SQUARE = 8192.0
 """Rows and columns of a large matrix product."""
 
 
-def _attention_of(model: Model, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
-    return attention_block(replace(train, model=model), layout, costs, tp)
-
-
-def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+def attention_block(mixer: Attention, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of attention: norm, projections, attention core and residual sum."""
     kernels, unit = costs.kernels, float(train.value_bytes)
-    query, key, _ = (width * layout.tokens(train.sequence) / layout.tensor for width in widths(train.model))
-    (qkv, latent, output), tp = _projections(train, layout, costs), tp.beside(train, "o_proj")
+    rotated = (mixer.query_width + mixer.key_width) * layout.tokens(train.sequence) / layout.tensor
+    (qkv, latent, output), tp = _projections(mixer, train, layout, costs), tp.beside(train, "o_proj")
     products = qkv + latent + output
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
-    tensor_bytes = unit * (query + key)
+    tensor_bytes = unit * rotated
     sequences = one_by_one(train) * layout.micro_batch
     is_apart = train.transformer_engine and not train.options.rope_fusion  # other layers' figures have it
     passes, passes_back = ROTATION_PASSES if is_apart else ROTATION[train.transformer_engine]
     rotation = kernels.memory_seconds(passes * tensor_bytes)
     rotation_back = kernels.memory_seconds((passes_back + is_apart * 2.0 * sequences) * tensor_bytes)
-    if train.model.qk_layernorm:
+    if mixer.qk_norm:
         extra, extra_back = norm_seconds(kernels, tensor_bytes)
         rotation, rotation_back = rotation + extra, rotation_back + extra_back
-    core, core_back = _attention_core(train, layout, costs)
-    ring = context_collective(train, layout, costs)
+    core, core_back = _attention_core(mixer, train, layout, costs)
+    ring = context_collective(mixer, train, layout, costs)
     is_ring = train.options.cp_comm == "p2p"
     # a transfer overlaps the attention of the chunk before it; nothing is left to overlap the last chunk
     overlap = is_ring * (1.0 - 1.0 / layout.context)
@@ -157,7 +155,7 @@ def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCol
     element = norm + rotation + residual
     element_back = norm_back + rotation_back + residual
     launches = np.full_like(layout.tensor, LAUNCHES[train.transformer_engine][0])
-    launches = launches + adapter_launches(train, *attention_products(train.model))
+    launches = launches + adapter_launches(train, *linears(mixer.products(train.model.hidden_size)))
     is_a2a = train.transformer_engine and "a2a" in train.options.cp_comm
     chunks = is_a2a * (layout.context > 1.0) * 2.0 * layout.context * sequences
     rotations = is_apart * np.maximum(sequences, 1.0)
@@ -181,15 +179,16 @@ def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCol
     return Block(forward, backward, products.weight_gradient, repeated)
 
 
-def ffn_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+def ffn_block(network: Network, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of a dense layer's FFN: norm, both products, activation function and residual sum."""
-    tokens, width = layout.tokens(train.sequence), train.model.ffn_hidden_size / layout.tensor
-    (up, down), tp = _ffn_products(train, costs, tokens, width), tp.beside(train, "down_proj")
+    tokens, width = layout.tokens(train.sequence), network.width / layout.tensor
+    described, tp = network.products(train.model.hidden_size), tp.beside(train, "down_proj")
+    up, down = (_product(train, layout, costs, each) for each in described)
     products = up + down
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
-    activation, activation_back = activation_seconds(train, costs.kernels, train.value_bytes * width * tokens)
+    activation, activation_back = activation_seconds(train, network, costs.kernels, train.value_bytes * width * tokens)
     launches = np.full_like(tokens, LAUNCHES[train.transformer_engine][1])
-    launches = launches + adapter_launches(train, *network_products(train.model, width, 1.0))
+    launches = launches + adapter_launches(train, *linears(described))
     forward = Seconds.from_compute(
         products.forward + norm + activation + residual, tensor=tp.forward, launches=launches
     )
@@ -255,58 +254,68 @@ def _norm_and_residual(train: Training, layout: Layout, costs: Costs) -> tuple[F
     return norm, back, kernels.memory_seconds(unit * 3.0 * h * rows)
 
 
-def _ffn_products(
-    train: Training, costs: Costs, tokens: FloatArray, width: FloatArray, hidden: float | None = None
-) -> tuple[Linear, Linear]:
-    """Return the times of the two linear layers of an FFN whose inner width on each rank is `width`.
+_MODULES = {"qkv_proj": "attention", "out_proj": "attention", "mixers": "mixer_output"}
+"""The modules of `Training.precision_of` by component, of the mixers only for their output projections."""
 
-    `hidden` is its outer width, by default that of the model.
+
+def _product(
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    product: Product,
+    rows: FloatArray | None = None,
+    ranks: FloatArray | None = None,
+) -> Linear:
+    """Return the time of one copy of a product, with the adapters beside it.
+
+    `ranks`: those that divide it, by default the tensor-parallel ranks. `rows`: by default all tokens of their group if
+    they divide it, otherwise those of one rank.
     """
-    h = hidden or float(train.model.hidden_size)
-    up, down = (
-        adapted(train, costs.kernels, train.precision, tokens, inner, outer)
-        for inner, outer in network_products(train.model, width, h)
-    )
-    return up, down
+    ranks = layout.tensor if ranks is None else ranks
+    if rows is None:
+        rows = layout.tokens(train.sequence) if product.split else layout.token_rows(train.sequence)
+    inner = product.inputs / (ranks if product.split == "inputs" else 1.0)
+    if not product.adapts:
+        precision = train.precision_of("latent") if product.name == "latent" else train.unquantised
+        return linear(costs.kernels, rows, inner, float(product.outputs), precision)
+    outer = {each.name: each.width / (ranks if product.split == "outputs" else 1.0) for each in product.layers}
+    module = "" if product.component == "mixers" and product.split != "inputs" else product.component
+    return adapted(train, costs.kernels, train.precision_of(_MODULES.get(module, "")), rows, inner, outer)
 
 
-def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
-    """Return the linear layers of attention: input projections, latent up-projections, output projection."""
-    tokens, rows, tensor = layout.tokens(train.sequence), layout.token_rows(train.sequence), layout.tensor
-    *inputs, (inner, outer) = attention_products(train.model)
-    product = partial(adapted, train, costs.kernels, train.precision_of("attention"))
-    output = product(tokens, inner / tensor, outer)
-    if not train.model.multi_latent_attention:
-        qkv = product(tokens, inputs[0][0], divided(inputs[0][1], tensor))
-        return qkv, qkv * 0.0, output
-    down = product(rows, *inputs[0])
-    queries, up = (product(tokens, inner, divided(outer, tensor)) for inner, outer in inputs[1:])
-    return (down, up + queries, output) if train.model.q_lora_rank else (down + queries, up, output)
+def _projections(mixer: Attention, train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
+    """Return the linear layers of attention: input projections, latent up-projections, output projection.
+
+    Those of an indexer are left out.
+    """
+    products = (each for each in mixer.products(train.model.hidden_size) if each.name != "index")
+    times = {each.name: _product(train, layout, costs, each) for each in products}
+    if not isinstance(mixer, LatentAttention):
+        return times["qkv"], times["qkv"] * 0.0, times["output"]
+    down, queries, up = (times[name] for name in ("compression", "queries", "expansion"))
+    return (down, up + queries, times["output"]) if mixer.query_rank else (down + queries, up, times["output"])
 
 
-def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray]:
+def _attention_core(mixer: Attention, train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of the attention core, forward and backward, as a mean over layers with and without windows.
 
     An unfused core computes all scores, twice as many as a causal kernel. It moves them through memory seven times in
     forward (write of the product, read and write of masked softmax and of dropout with its mask, read of the second
     product) and 9.5 times in backward.
     """
-    model, length = train.model, float(train.sequence)
-    heads = model.num_attention_heads / layout.tensor
-    groups = np.maximum(model.num_query_groups / layout.tensor, 1.0)
-    size = (widths(model)[0] + attended(model)) / 2 / model.num_attention_heads
-    if model.multi_latent_attention:
-        groups = heads
+    length, heads = float(train.sequence), mixer.num_heads / layout.tensor
+    groups = np.maximum(mixer.groups / layout.tensor, 1.0)
+    size = (mixer.query_width + mixer.attended) / 2 / mixer.num_heads
     precision = train.unquantised
     width = np.full_like(heads, size)
-    if model.indexer and not train.options.sparse_kernels:
-        return _unfused_sparse_core(train, layout, costs, model.indexer, heads, size)
+    if mixer.indexer and not train.options.sparse_kernels:
+        return _unfused_sparse_core(train, layout, costs, mixer.indexer, heads, size)
     if train.flash:
         lengths = np.zeros_like(heads) + attention_length(train, layout.micro_batch)
         kernel, sizes = train.options.attention_kernel, {"queries": lengths, "keys": lengths, "head_dim": width}
         batch = layout.micro_batch * length / lengths
         shape = AttentionShape(batch=batch, heads=heads, groups=groups, kernel=kernel, **sizes)
-        return _fused_core(train, layout, costs, shape, precision)
+        return _fused_core(mixer, train, layout, costs, shape, precision)
     scores = train.value_bytes * layout.micro_batch * heads * length**2 / layout.context
     score_rows = layout.micro_batch * heads * length / layout.context
     lengths = np.full_like(heads, length)
@@ -353,7 +362,7 @@ def _unfused_sparse_core(
 
 
 def _fused_core(
-    train: Training, layout: Layout, costs: Costs, shape: AttentionShape, precision: str
+    mixer: Attention, train: Training, layout: Layout, costs: Costs, shape: AttentionShape, precision: str
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of fused attention over context-parallel ranks, forward and backward.
 
@@ -365,7 +374,7 @@ def _fused_core(
     share = train.core_share
     if share is None:
         length = float(shape.queries.mean()) if shape.queries.size else 1.0
-        share = paired_layers(train.model, length) / train.model.attention_layers
+        share = mixer.pairs(length)
     ring = (context - 1.0) * (train.options.cp_comm == "p2p")
     output = train.value_bytes * shape.batch * shape.heads * shape.queries / context * shape.head_dim
     rescaling = ring * kernels.memory_seconds(3.0 * output)
@@ -392,40 +401,39 @@ the router's weights. The biases are scaled by these and added expert by expert,
 cast if the weights have 4 bytes, as with the flex dispatcher (megatron-core 0.16 `moe/experts.py`, `_apply_bias`)."""
 
 
-def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of an MoE block: norm, router, dispatch, experts, combine, shared experts and residual sum.
 
     The busiest expert rank processes `expert_imbalance` times the mean number of token copies, and the other ranks wait
     for it. With several local experts, the alltoall dispatcher also sorts the copies by expert, and back (Megatron-LM
     @0014f137 `token_dispatcher.py`). With `overlap_expert_comm`, the dispatch overlaps another micro-batch's layer.
     """
-    model, kernels, options, unit = train.model, costs.kernels, train.options, float(train.value_bytes)
-    h, rows, experts_total = model.hidden_size, layout.token_rows(train.sequence), model.num_moe_experts or 1
-    copies = layout.expert_tokens(model, train.sequence) * options.expert_imbalance
-    local_experts, width = experts_total / layout.expert, (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
-    latent = float(model.expert_hidden_size)
-    up, down = _ffn_products(train, costs, copies / local_experts, width, latent)
+    kernels, options, unit = costs.kernels, train.options, float(train.value_bytes)
+    h = train.model.hidden_size
+    copies = layout.expert_tokens(network.chosen, train.sequence) * options.expert_imbalance
+    local_experts, width = network.count / layout.expert, network.width / layout.expert_tensor
+    latent, routed = float(network.expert_width(h)), network.routed(h)
+    up, down = (_product(train, layout, costs, each, copies / local_experts, layout.expert_tensor) for each in routed)
     experts = (up + down) * local_experts
-    activation, activation_back = activation_seconds(train, kernels, train.value_bytes * width * copies)
-    router = linear(kernels, rows, h, float(experts_total), train.unquantised)
-    if model.moe_latent_size:
-        router = router + linear(kernels, rows, h, latent, train.precision_of("latent"))
-        router = router + linear(kernels, rows, latent, h, train.precision_of("latent"))
+    activation, activation_back = activation_seconds(train, network, kernels, train.value_bytes * width * copies)
+    router = reduce(add, (_product(train, layout, costs, each) for each in network.routing(h)))
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
     permute = kernels.memory_seconds(unit * 2.0 * latent * copies)
     sorts = 2.0 * permute * (local_experts > 1.0) * (options.dispatcher == "alltoall")
     is_grouped = options.grouped_gemm and train.transformer_engine
     router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
-    of_adapters = adapter_launches(train, *network_products(model, width, latent))
+    of_adapters = adapter_launches(train, *linears(routed))
     launches = (expert_launches + of_adapters) * (1.0 if is_grouped else local_experts) + router_launches
     launches = launches + is_grouped * (GROUPED_LAUNCHES + of_adapters / 2.0) * local_experts
     bias = bias_back = np.zeros_like(copies)
-    if model.moe_bias and is_grouped:
+    if network.bias and is_grouped:
         weight_bytes = 4.0 if options.dispatcher == "flex" else 2.0
         bias, bias_back = (kernels.memory_seconds(each * latent * copies) for each in _BIAS_BYTES[weight_bytes])
         launches = launches + 2.0 * local_experts
     shares = {1.0, options.dispatch_share, options.combine_gradient_share}
-    exchange = {share: options.expert_imbalance * expert_dispatch(train, layout, costs, share) for share in shares}
+    exchange = {
+        share: options.expert_imbalance * expert_dispatch(network, train, layout, costs, share) for share in shares
+    }
     sent, returned = (exchange[1.0] + exchange[s] for s in (options.dispatch_share, options.combine_gradient_share))
 
     element = norm + 2.0 * permute + sorts + residual + activation + bias
@@ -441,22 +449,24 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     elif "moe_act" in options.recompute_modules:
         repeated = repeated + Seconds.from_compute(activation)
     block = Block(forward, backward, experts.weight_gradient + router.weight_gradient, repeated)
-    if model.moe_shared_expert_intermediate_size:
-        block = block + _shared_expert_block(train, layout, costs, tp)
+    if network.shared:
+        block = block + _shared_expert_block(network, train, layout, costs, tp)
     if not options.overlap_expert_comm:
         return block
     share = costs.collectives.compute_share(as_integers(layout.expert), as_integers(layout.expert_tensor))
-    return _overlap_dispatch(block, layout.pairs(model) * (1.0 - share))
+    return _overlap_dispatch(block, layout.pairs(train.model) * (1.0 - share))
 
 
-def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
-    tokens = layout.tokens(train.sequence)
-    width = (train.model.moe_shared_expert_intermediate_size or 0) / layout.tensor
-    (up, down), tp = _ffn_products(train, costs, tokens, width), tp.beside(train, "down_proj")
+def _shared_expert_block(
+    network: Experts, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives
+) -> Block:
+    tokens, width = layout.tokens(train.sequence), network.shared / layout.tensor
+    described, tp = network.always(train.model.hidden_size), tp.beside(train, "down_proj")
+    up, down = (_product(train, layout, costs, each) for each in described)
     products = up + down
-    activation, back = activation_seconds(train, costs.kernels, train.value_bytes * width * tokens)
+    activation, back = activation_seconds(train, network, costs.kernels, train.value_bytes * width * tokens)
     launches = np.full_like(tokens, MOE_LAUNCHES[train.transformer_engine][2])
-    launches = launches + adapter_launches(train, *network_products(train.model, width, 1.0))
+    launches = launches + adapter_launches(train, *linears(described))
     forward = Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
     backward = Seconds.from_compute(products.input_gradient + back, tensor=tp.backward(up), launches=2.0 * launches)
     is_recomputed = train.options.recompute_modules & {"shared_experts", "moe"}

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from flagcore_models.layers import attention_of, experts_of
+from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.space import FloatArray, IntArray
@@ -82,12 +84,15 @@ def optimizer_time(
 
     Norms, Adam and copies cost memory traffic, and each tensor costs kernel launches.
     """
-    model, shards, expert_shards = train.model, layout.shards(), layout.expert_shards()
-    layer_tensors = 6.0 + 2.0 * model.qk_layernorm + 2.0 * model.multi_latent_attention
+    shards, expert_shards = layout.shards(), layout.expert_shards()
+    attention, experts = attention_of(train.model), experts_of(train.model)
+    layer_tensors = 6.0 + 2.0 * attention.qk_norm + 2.0 * isinstance(attention, LatentAttention)
     ends = 0.0 if train.options.adapter else stage.first + 2.0 * stage.last  # a layer has about as many adapters
     tensors = stage.layers * layer_tensors + ends
-    moe = stage.moe * stage_layer(model, stage, moe=True).experts if model.layers else stage.moe
-    expert_tensors = moe * 2.0 * (model.num_moe_experts or 0) / layout.expert
+    expert_tensors = np.zeros_like(tensors)
+    if experts is not None:
+        moe = stage.moe * stage_layer(train.model, stage, moe=True).share("experts")
+        expert_tensors = moe * 2.0 * experts.count / layout.expert
     owned_count = params[0] / shards + params[1] / expert_shards
     is_sharded = layout.sharded_optimizer > 0
     device_count = (1.0 - train.options.optimizer_offload_fraction) * owned_count
@@ -100,7 +105,7 @@ def optimizer_time(
         transfer_s = transfer_s + HOST_ADAM_BYTES * host_count / HOST_BYTES_PER_SECOND
     own_tensors = tensors / shards + expert_tensors / expert_shards
     launches = np.where(is_sharded, SHARDED_LAUNCHES, STATE_LAUNCHES) * own_tensors
-    launches = launches + STEP_LAUNCHES + EXPERT_STEP_LAUNCHES * (model.num_moe_experts is not None)
+    launches = launches + STEP_LAUNCHES + EXPERT_STEP_LAUNCHES * (experts is not None)
     launch_share = 0.0 if train.options.cuda_graph == "iteration" else 1.0
     return costs.kernels.memory_seconds(traffic) + transfer_s + launches * costs.kernels.launch_seconds() * launch_share
 
@@ -130,7 +135,7 @@ def gradient_time(
         weight_bytes = BASE_BYTES[adapter.base]
     reduce_s, gather_s, scatter_s, share = (np.zeros_like(layout.data) for _ in range(4))
     kinds = [(layout.data * layout.context, layout.tensor)]
-    if train.model.num_moe_experts is not None:
+    if experts_of(train.model) is not None:
         kinds.append((layout.expert_replicas(), layout.expert * layout.expert_tensor))
     for index, (ranks, stride) in enumerate(kinds):
         ring = (as_integers(ranks), as_integers(stride))

@@ -7,10 +7,11 @@ from functools import reduce
 from itertools import pairwise
 
 import numpy as np
-from flagcore_models.shapes import widths
+from flagcore_models.mixers.attention import Attention
+from flagcore_models.networks.experts import Experts
 
 from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
-from flagcore.domain.model import Model
+from flagcore.domain.model import Network
 from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training.adapters import has_adapter
@@ -90,14 +91,14 @@ def norm_seconds(kernels: KernelCosts, tensor_bytes: FloatArray) -> tuple[FloatA
 
 
 def activation_seconds(
-    train: Training, kernels: KernelCosts, tensor_bytes: FloatArray
+    train: Training, network: Network, kernels: KernelCosts, tensor_bytes: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of an FFN's activation function, forward and backward.
 
     `tensor_bytes` is the size of one tensor of the FFN's width. A single fused kernel reads two tensors and writes one;
     in backward it reads three and writes two.
     """
-    forward, backward = ACTIVATION_PASSES[train.transformer_engine, train.model.gated_linear_unit]
+    forward, backward = ACTIVATION_PASSES[train.transformer_engine, network.gated]
     return kernels.memory_seconds(forward * tensor_bytes), kernels.memory_seconds(backward * tensor_bytes)
 
 
@@ -189,36 +190,37 @@ class TensorCollectives:
         return found + self.adapter
 
 
-def context_collective(train: Training, layout: Layout, costs: Costs) -> FloatArray:
+def context_collective(mixer: Attention, train: Training, layout: Layout, costs: Costs) -> FloatArray:
     """Return the seconds to pass all keys and values around the context-parallel ranks once (ring attention).
 
     With `cp_comm` a2a, queries, keys, values and outputs are redistributed between splits by tokens and by heads
     (DeepSpeed Ulysses, arXiv 2309.14509). Source of ring attention: arXiv 2310.01889.
     """
-    query, key, value = widths(train.model)
+    keys = mixer.key_width + mixer.value_width
     tokens = layout.micro_batch * train.sequence / layout.tensor
     if train.options.cp_comm == "a2a":
-        payload = train.value_bytes * (2.0 * query + key + value) * tokens / layout.context
+        payload = train.value_bytes * (2.0 * mixer.query_width + keys) * tokens / layout.context
         return collective(costs, "all_to_all", payload, layout.context, layout.tensor)
-    payload = train.value_bytes * (key + value) * tokens
+    payload = train.value_bytes * keys * tokens
     return collective(costs, "all_gather", payload, layout.context, layout.tensor)
 
 
-def expert_dispatch(train: Training, layout: Layout, costs: Costs, share: float = 1.0) -> FloatArray:
+def expert_dispatch(network: Experts, train: Training, layout: Layout, costs: Costs, share: float = 1.0) -> FloatArray:
     """Return the seconds to dispatch `share` of the bytes of the tokens to the expert-parallel ranks, or to combine.
 
-    A rank sends each token to `topk` experts. The flex dispatcher sends a token once to each node, whose devices
-    forward it to each rank once (DeepEP, `docs/legacy.md`), see `_distinct`. The allgather dispatcher gathers all
-    tokens.
+    A rank sends each token to the experts that it chooses. The flex dispatcher sends a token once to each node, whose
+    devices forward it to each rank once (DeepEP, `docs/legacy.md`), see `_distinct`. The allgather dispatcher gathers
+    all tokens.
     """
     options, ranks, stride = train.options, layout.expert, layout.expert_tensor
-    width = train.model.expert_hidden_size / (train.model.hidden_size * train.model.residual_streams)
-    tokens, topk = share * width * layer_input_bytes(train, layout), float(train.model.moe_router_topk)
-    copies = sent = np.full_like(ranks, topk)
+    tokens = (
+        share * train.value_bytes * network.expert_width(train.model.hidden_size) * layout.token_rows(train.sequence)
+    )
+    copies = sent = np.full_like(ranks, float(network.chosen))
     near = ranks
     if options.dispatcher == "flex":
         near = np.minimum(ranks, np.maximum(np.floor(options.linked_devices / stride), 1.0))
-        sent, copies = (_distinct(train.model, n) for n in (ranks / near, ranks))
+        sent, copies = (_distinct(network, n) for n in (ranks / near, ranks))
     dispatch = collective(costs, "all_to_all", copies * tokens, near, stride)
     if options.dispatcher == "allgather":
         dispatch = collective(costs, "all_gather", tokens * ranks, ranks, stride)
@@ -227,16 +229,16 @@ def expert_dispatch(train: Training, layout: Layout, costs: Costs, share: float 
     return dispatch + collective(costs, "all_gather", copies * tokens * stride, stride)
 
 
-def _distinct(model: Model, n: FloatArray) -> FloatArray:
+def _distinct(network: Experts, n: FloatArray) -> FloatArray:
     """Return on how many of the n ranks or nodes that share the experts a token's experts are, in the mean.
 
     With random routing to k experts, these are n (1 - (1 - 1/n)^k) (derived). With groups of experts, a token's experts
     are in a few groups (DeepSeek-V3, arXiv 2412.19437), so on the ranks that have these.
     """
-    if model.moe_router_num_groups:
-        chosen, all_groups = float(model.moe_router_group_topk), float(model.moe_router_num_groups)
+    if network.groups:
+        chosen, all_groups = float(network.chosen_groups), float(network.groups)
         n = np.where(n < all_groups, n * (1.0 - (1.0 - 1.0 / n) ** chosen), n * (chosen / all_groups))
-    return np.minimum(n * (1.0 - (1.0 - 1.0 / np.maximum(n, 1.0)) ** model.moe_router_topk), model.moe_router_topk)
+    return np.minimum(n * (1.0 - (1.0 - 1.0 / np.maximum(n, 1.0)) ** network.chosen), network.chosen)
 
 
 @dataclass(frozen=True, slots=True)

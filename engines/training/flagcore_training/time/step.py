@@ -12,7 +12,7 @@ from operator import add
 from typing import Any
 
 import numpy as np
-from flagcore_models.shapes import mean_layer
+from flagcore_models.layers import experts_of
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
@@ -22,11 +22,13 @@ from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training,
 from flagcore_training.lengths import in_time, one_by_one, slowest
 from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.memory.training import split_parameters, trained_parts
-from flagcore_training.mixes import layer_kinds
+from flagcore_training.mixes import MeanLayer, layer_kinds, mean_layer
 from flagcore_training.stages import (
     Stage,
+    depth_mean,
     edge_parameters,
     layer_parameters,
+    mean_parameters,
     model_flops,
     mtp_parameters,
     own_share,
@@ -124,15 +126,19 @@ class Blocks:
 
 def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
     dense = _layer_block(train, layout, costs, moe=False)
-    moe = _layer_block(train, layout, costs, moe=True) if train.model.num_moe_experts is not None else dense
-    own, mtp = train.mtp_layer, moe
-    if train.model.mtp_num_layers and own is not train:
-        mtp = _layer_block(own, layout, costs, moe=own.model.num_moe_experts is not None)
+    moe = _layer_block(train, layout, costs, moe=True) if experts_of(train.model) is not None else dense
+    own, mtp = train.of_depths, moe
+    if train.model.mtp_num_layers and not (own is train and train.has_plain_depths):
+        mean = depth_mean(train.model)
+        weights = _total(mean_parameters(own, layout, mean))
+        mtp = _with_sums(own, costs, layer_time(own, layout, costs, mean), weights)
     ends = embedding_time(train, layout, costs), head_time(train, layout, costs)
     tower = None if train.tower is None else tower_block(train, train.tower, layout, costs)
     embedding, head = (StageTime(end.forward, end.backward, end.weight) for end in ends)
     found = layer_kinds(train.model)
-    kinds = tuple(layer_time(train, layout, costs, each) for each in (found.parts if found else ()))
+    kinds = tuple(
+        layer_time(train, layout, costs, MeanLayer.of_parts([(each, 1.0)])) for each in (found.parts if found else ())
+    )
     return Parts(dense, moe, mtp, embedding, head, tower, kinds)
 
 
@@ -382,7 +388,7 @@ def _stage_time(
             backward = backward + extra * times if times.any() else backward
         return StageTime(block.forward, backward, block.weight)
 
-    experts = train.model.num_moe_experts is not None
+    experts = experts_of(train.model) is not None
     depths = stage.mtp * (parts.mtp is parts.moe)  # those that are like other layers
     routed, plain = stage.moe + depths * experts, stage.dense + depths * (not experts)
     total = layers(_stage_block(train, layout, costs, parts, stage, moe=False)) * plain
@@ -421,7 +427,7 @@ def host_of(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray |
         host = np.where(layout.uniform + layout.block > 0.0, host, host * LAUNCH_SHARE["layer"])
     else:
         host *= LAUNCH_SHARE[train.options.cuda_graph]
-    backward = WAITING_NORM if train.model.num_moe_experts is not None and train.transformer_engine else LAUNCH_NORM
+    backward = WAITING_NORM if experts_of(train.model) is not None and train.transformer_engine else LAUNCH_NORM
     forward = WAITING_NORM if one_by_one(train) and not train.options.rope_fusion else backward
     return (host, 1.0, 1.0) if costs.synchronous else (host, forward, backward)
 
@@ -504,7 +510,7 @@ class Pace:
         """
         zeros, depths = np.zeros_like(layout.data), float(train.model.mtp_num_layers)
         rows, index, parts = blocks.combinations[group], blocks.index[group], blocks.parts[group]
-        has_experts = train.model.num_moe_experts is not None
+        has_experts = experts_of(train.model) is not None
         one, none = np.ones_like(rows.data), np.zeros_like(rows.data)
         dense_weights = _layer_weights(train, rows, moe=False)
         layer_weights = _layer_weights(train, rows, moe=True) if has_experts else dense_weights

@@ -1,9 +1,8 @@
 """Time of the vision tower for the images of one micro-batch. Its patch embedding is left out."""
 
-from flagcore_models.shapes import mean_layer
-
 from flagcore.contracts import Costs
 from flagcore_training.layout import Layout, Tower, Training
+from flagcore_training.mixes import mean_layer
 from flagcore_training.time.layer import layer_time
 from flagcore_training.time.passes import Block, Seconds, StageTime, linear
 from flagcore_training.vision import tower_layout, tower_repeats, tower_training
