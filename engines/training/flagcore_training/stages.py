@@ -150,10 +150,11 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     say so. If there is no even split, all stages but the last one have the number rounded up, as in usual layouts.
     """
     number = layout.split.astype(np.int64)
+    place = np.where(number > 0, index, 0.0).astype(np.int64)  # other candidates may have longer pipelines
     if options.splits is None or not number.any():
         part = _even(model, layout, index, options)
     else:
-        fields = options.splits.contents[number, index.astype(np.int64)]
+        fields = options.splits.contents[number, place]
         part = Part(*fields.T)
         if not number.all():
             part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
@@ -165,7 +166,7 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     before = np.where(index > 0, np.minimum(head + (index - 1.0) * middle, model.num_layers), 0.0)
     kinds = mix(model, before, part.layers, layout.virtual, SCHEDULES[options.schedule or "interleaved"])
     if options.splits is not None and number.any():
-        own = options.splits.mixes[number, index.astype(np.int64)].T
+        own = options.splits.mixes[number, place].T
         kinds = tuple(np.where(number > 0, *each) for each in zip(own, kinds, strict=True))
     return replace(found, mix=kinds)
 

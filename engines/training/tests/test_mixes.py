@@ -125,3 +125,15 @@ def test_an_explicit_split_and_the_stages_that_stand_for_others() -> None:
     indices = [each.index.tolist() for each in stages(MIXED, long)]
     assert [6.0, 2.0] in indices  # the first with attention
     assert len(indices) < 12
+
+
+def test_candidates_without_a_split_may_have_longer_pipelines_than_those_with_one() -> None:
+    four, stages_of_two = (
+        layout(pipeline=[4.0, 2.0]),
+        (StageLayers(embedding=1, layers=6), StageLayers(layers=6, loss=1)),
+    )
+    job, options = placed(MIXED, four, Options(), stages_of_two)
+    assert job.split.tolist() == [0.0, 1.0]
+    found = stages(MIXED, job, options)
+    assert sum(each.layers[0] for each in found) == 12.0
+    assert found[-1].layers[1] == 6.0
