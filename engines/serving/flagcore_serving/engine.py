@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 from flagcore_models.public import find_public
-from flagcore_vendorkit.programs import release
 
 from flagcore.contracts import Costs, Engine, Platform, PruningRule
 from flagcore.contracts.capabilities import (
@@ -49,6 +48,7 @@ from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import Message, _
+from flagcore.launchers.programs import release
 from flagcore.spec.models import model_from
 from flagcore_serving.launch import importing
 from flagcore_serving.launch.start import EngineProfile

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from flagcore_vendorkit.programs import release
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
+from flagcore.launchers.programs import release
 from flagcore_serving.job import Load
 from flagcore_serving.space.weights import ATTENTION
 
