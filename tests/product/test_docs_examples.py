@@ -17,6 +17,7 @@ import yaml
 from flagcore_testing.examples import FOREIGN_CHIP, task_on
 from flagcore_vendorkit.engines import Quirks
 
+from docs.site import vendor_pages
 from docs.site.docstrings import HOOKS as SPECS
 from flagcore.contracts import Engine
 from flagcore.domain.cluster import NodeGroup
@@ -135,7 +136,7 @@ LOADED = re.compile(r'<(?:script|img|iframe|link)[^>]*\s(?:src|href)="?(?:https?
 
 def test_each_page_is_in_the_navigation_once() -> None:
     docs = ROOT / "docs"
-    pages = {str(file.relative_to(docs)) for file in docs.rglob("*.md")} | JOINED
+    pages = {str(file.relative_to(docs)) for file in docs.rglob("*.md")} | JOINED | vendor_pages.pages().keys()
     assert sorted(_pages(SITE["nav"])) == sorted(pages)
 
 
