@@ -25,7 +25,8 @@ JOINED = {
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
     "LICENSE": "LICENSE",
-    "benchmarks/README.md": "lab-notes.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/LOG.md": "lab-log.md",
 }
 """Pages of other folders, and their names on the site."""
 SCHEMA = "spec.schema.json"
@@ -49,6 +50,9 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, name, content=text))
     for path, name in JOINED.items():
         text = (ROOT / path).read_text(encoding="utf-8").replace("](docs/", "](").replace("](../docs/", "](")
+        for other in JOINED:
+            if Path(other).parent == Path(path).parent:
+                text = text.replace(f"]({Path(other).name}", f"]({JOINED[other]}")
         files.append(File.generated(config, name, content=text))
     files.append(File.generated(config, SCHEMA, content=json.dumps(json_schema(engines()), indent=2)))
     return files

@@ -454,7 +454,7 @@ def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
 
 DEEP = 5
 """Unusual properties of a pipeline on devices that need none: together about the median error of predictions, which are
-too fast for pipelines in most published pairs (benchmarks/README.md)."""
+too fast for pipelines in most published pairs (benchmarks/LOG.md)."""
 
 CERTAIN_SHARE = 0.4
 """A limit below this share of the prediction is certain to be missed: only 1.3% of 152 published times to the first

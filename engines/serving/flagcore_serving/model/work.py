@@ -1,6 +1,6 @@
 """Inputs to the predictions that all candidates share: the model, and the overheads of an engine by release.
 
-`benchmarks/README.md` lists the measured points of the fits. `benchmarks/serving_fit.py` prints most overheads;
+`benchmarks/LOG.md` lists the measured points of the fits. `benchmarks/serving_fit.py` prints most overheads;
 `request`, `entry`, `receive` and `reserve` were chosen so that the simulated TTFT matches the same points.
 """
 
