@@ -156,7 +156,7 @@ build/sglang: | setup-vllm
 	$(PIP) --no-deps --target $@.new sglang==0.5.23 gguf
 	mv $@.new $@
 
-# All that the documentation takes from the code: tables of options, keys, knobs and rules, and vendor pages; and the JSON
+# All that the pages in docs take from the code: tables of options, keys, knobs and rules; and the JSON
 # Schema that editors use.
 reference: setup
 	$(BIN)/python docs/site/generate.py

@@ -1,7 +1,7 @@
 """Measures the overhead of `flag tune` on thousands of simulated hosts, with the real loop and launcher.
 
 `python benchmarks/many_hosts.py --hosts 4096` prints one JSON object. With `--channels 4096` it instead starts 4096
-real processes that only echo, in place of `ssh`. See benchmarks/README.md.
+real processes that only echo, in place of `ssh`. See benchmarks/LOG.md.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Writes all that the documentation takes from the code: `python docs/site/generate.py`, or `make reference`.
 
-These are the blocks between `<!-- NAME ARGUMENTS -->` and `<!-- end -->` on the pages, the pages of the vendors, and
-the picture of a report. The results are committed; a test compares them with the code.
+These are the blocks between `<!-- NAME ARGUMENTS -->` and `<!-- end -->` on the pages. The results are committed; a
+test compares them with the code.
 """
 
 import re
@@ -40,9 +40,9 @@ def without_blocks(text: str) -> str:
 
 
 def files() -> dict[Path, str]:
-    """Return the current text of every file that is generated, or that has generated blocks."""
+    """Return the current text of every file that has generated blocks."""
     pages = {file: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md"))}
-    return {**{file: filled(text) for file, text in pages.items() if BLOCK.search(text)}, **vendor_pages.pages()}
+    return {file: filled(text) for file, text in pages.items() if BLOCK.search(text)}
 
 
 def _block(found: re.Match[str]) -> str:
@@ -52,5 +52,4 @@ def _block(found: re.Match[str]) -> str:
 
 if __name__ == "__main__":
     for path, text in files().items():
-        path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

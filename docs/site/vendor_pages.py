@@ -1,8 +1,7 @@
-"""The pages docs/vendors/*.md and the table of docs/vendors.md, from the files of the plugins."""
+"""The pages of the vendors on the site, and the table of docs/vendors.md, from the files of the plugins."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
 
 from flagcore_vendorkit.chip_file import load_chips
 from flagcore_vendorkit.engines import (
@@ -22,7 +21,6 @@ from flagcore.domain.chip import Chip, Fact, Source, Support
 from flagcore.domain.engine import EngineSupport, Stack
 from flagcore.domain.knob import Factor
 
-DOCS = Path(__file__).parents[1]
 VENDORS = {
     "nvidia": "NVIDIA",
     "amd": "AMD",
@@ -50,15 +48,19 @@ STATUS = {
 }
 
 
-def pages() -> dict[Path, str]:
-    """Return the text of every generated page by its file."""
-    return {DOCS / "vendors" / f"{name}.md": _page(name) for name in VENDORS}
+def pages() -> dict[str, str]:
+    """Return the text of the page of each vendor by its place on the site."""
+    return {f"vendors/{name}.md": _page(name) for name in VENDORS}
 
 
 def render_overview(_mark: str) -> str:
     """Return the table of all vendors with the maturity of their plugins and the number of their chips."""
     rows = [
-        [f"[{shown}](vendors/{name}.md)", _maturity_of(f"flagcore_{name}").word, str(len(chips(f"flagcore_{name}")))]
+        [
+            f"[{shown}](../plugins/{name}/README.md)",
+            _maturity_of(f"flagcore_{name}").word,
+            str(len(chips(f"flagcore_{name}"))),
+        ]
         for name, shown in VENDORS.items()
     ]
     return table(["vendor", "maturity", "chips"], rows)

@@ -317,7 +317,7 @@ NEAREST = 8
 CHOSEN = {False: (1.08, 0.90, 1.27), True: (1.17, 0.82, 1.56)}
 """Measured over planned seconds of the fastest published runs of 89 dense jobs, and of 55 with experts (True): the
 geometric mean (of 38 dense jobs that no fit has used), and an interval that contains 80%. `benchmarks/chosen.py`
-measures those of the table, `benchmarks/README.md` has all."""
+measures those of the table, `benchmarks/LOG.md` has all."""
 
 
 def expected_seconds(

@@ -144,7 +144,8 @@ class Engine(ABC):
     """Whether the plan of a model uses this engine if the user names none. If this is true for several engines, the
     first one is used."""
     start_seconds: float = START_SECONDS
-    """The time limit in seconds for the start of a trial. For a server, it includes the time of the load."""
+    """The time limit in seconds for the start of a trial. For a server, it includes the time of the load. 0: the engine
+    predicts only, and `ready` says so."""
 
     # The search space
 

@@ -267,7 +267,7 @@ def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
 
     The finalists run again in rotation, `min_repeats` times each. The total number of repeats is also limited, because
     the best and its rivals may change. At the end, each trial that ran once and was faster than the best runs again.
-    More rounds choose no better in simulated races (benchmarks/README.md).
+    More rounds choose no better in simulated races (benchmarks/LOG.md).
     """
     trials, minimum = search_state.repeated, min_repeats(control, search_state)
     done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}

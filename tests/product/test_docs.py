@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 from flagcore_serving.engine import ServingEngine
 from flagcore_training.reading import STEPS
-from flagcore_vendorkit.programs import METRICS
 
-from docs.site import cli_page, generate
+from docs.site import cli_page, generate, vendor_pages
 from flagcore import errors
 from flagcore.cli.main import OWN, flag, others
+from flagcore.launchers.programs import METRICS
 from flagcore.plugins import ENGINES, find_engine, names
 from tests.product.doc_pages import FENCE, PAGES, ROOT, TEXT, prose
 
@@ -86,6 +86,15 @@ def test_pages_that_code_names_exist() -> None:
 def test_generated_files_and_blocks_are_current() -> None:
     stale = [file.name for file, text in generate.files().items() if file.read_text(encoding="utf-8") != text]
     assert not stale, "run `make reference`"
+
+
+def test_pages_of_vendors_name_existing_sections_extras_and_commands() -> None:
+    explained = section("docs/vendors.md", "## How to read the pages")
+    headings = set(re.findall(r"^- \*\*(.*?)\*\*", explained, re.MULTILINE))
+    for name, text in vendor_pages.pages().items():
+        assert {"Chips", "Engines"} <= set(re.findall(r"^## (.*)$", text, re.MULTILINE)) & headings, name
+        assert {each for each in LINK.findall(text) if not each.startswith(("#", "../vendors.md", "http"))} == set()
+        assert set(re.findall(r"`flag ([a-z]+)", text)) <= {*OWN, *others()}, name
 
 
 def test_command_line_page_has_a_section_for_each_command() -> None:

@@ -17,6 +17,7 @@ import yaml
 from flagcore_testing.examples import FOREIGN_CHIP, task_on
 from flagcore_vendorkit.engines import Quirks
 
+from docs.site import vendor_pages
 from docs.site.docstrings import HOOKS as SPECS
 from flagcore.contracts import Engine
 from flagcore.domain.cluster import NodeGroup
@@ -128,14 +129,14 @@ def test_the_notebook_tunes_and_shows_its_results(tmp_path: Path, monkeypatch: p
 
 ROOT = Path(__file__).parents[2]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-JOINED = {"CONTRIBUTING.md", "CHANGELOG.md", "lab-notes.md"}
+JOINED = {"CONTRIBUTING.md", "CHANGELOG.md", "benchmarks.md", "lab-log.md"}
 LOADED = re.compile(r'<(?:script|img|iframe|link)[^>]*\s(?:src|href)="?(?:https?:)?//|@import|url\("?https?:')
 """What a browser would fetch from elsewhere; links that a reader may follow are none of it."""
 
 
 def test_each_page_is_in_the_navigation_once() -> None:
     docs = ROOT / "docs"
-    pages = {str(file.relative_to(docs)) for file in docs.rglob("*.md")} | JOINED
+    pages = {str(file.relative_to(docs)) for file in docs.rglob("*.md")} | JOINED | vendor_pages.pages().keys()
     assert sorted(_pages(SITE["nav"])) == sorted(pages)
 
 

@@ -30,14 +30,14 @@ from flagcore_serving.space.rules import (
 )
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, unusable_weights
-from flagcore_vendorkit import programs
-from flagcore_vendorkit.programs import strip_dashes
 
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import Message
+from flagcore.launchers import programs
+from flagcore.launchers.programs import strip_dashes
 from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"

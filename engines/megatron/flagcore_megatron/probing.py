@@ -9,7 +9,6 @@ import numpy as np
 from flagcore_training.reading import INVALID_JSON
 from flagcore_training.stages import stage
 from flagcore_training.start import program_launch
-from flagcore_vendorkit.programs import METRICS, NoMetrics, interquartile_range, read_metrics
 
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.launch import Launch
@@ -17,6 +16,7 @@ from flagcore.domain.space import Candidate, Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import RankMeasurement
 from flagcore.errors import SpecError
+from flagcore.launchers.programs import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore_megatron.predict import inputs, rank_figures
 from flagcore_megatron.space.knobs import columns
 from flagcore_megatron.space.meshes import stage_devices

@@ -63,7 +63,7 @@ def test_a_family_may_adjust_the_width_of_its_feed_forward_network() -> None:
 
 def test_the_guide_adds_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[3] / "docs" / "write-a-layer.md").read_text("utf-8")
-    blocks = dict(re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL))
+    blocks = dict(reversed(re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)))
     names: dict[str, Any] = {"__name__": __name__}
     exec(blocks["python"], names)
     assert blocks["toml"] == '[project.entry-points."flagcore.mixers"]\necho = "my_package.echo:Echo"\n'

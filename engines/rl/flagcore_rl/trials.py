@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from flagcore_training.reading import FAILURES, LogFiles
-from flagcore_vendorkit.programs import NoMetrics, check_version, find_program, interquartile_range, package_version
 
 from flagcore.contracts import Engine, Platform
 from flagcore.contracts.capabilities import Advice, Commands, Steps
@@ -20,6 +19,7 @@ from flagcore.domain.spec import ImportNote, Spec, Task
 from flagcore.domain.trial import Measurement, warmup_of_fewer
 from flagcore.errors import SpecError
 from flagcore.i18n import Message, _
+from flagcore.launchers.programs import NoMetrics, check_version, find_program, interquartile_range, package_version
 from flagcore_rl import importing
 from flagcore_rl.commands import Row, dialect_of
 from flagcore_rl.importing import Reading

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 from flagcore_models.public import find_public
-from flagcore_vendorkit.programs import release
 
 from flagcore.contracts import Costs, Engine, Platform, PruningRule
 from flagcore.contracts.capabilities import (
@@ -49,6 +48,7 @@ from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import Message, _
+from flagcore.launchers.programs import release
 from flagcore.spec.models import model_from
 from flagcore_serving.launch import importing
 from flagcore_serving.launch.start import EngineProfile
@@ -454,7 +454,7 @@ def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
 
 DEEP = 5
 """Unusual properties of a pipeline on devices that need none: together about the median error of predictions, which are
-too fast for pipelines in most published pairs (benchmarks/README.md)."""
+too fast for pipelines in most published pairs (benchmarks/LOG.md)."""
 
 CERTAIN_SHARE = 0.4
 """A limit below this share of the prediction is certain to be missed: only 1.3% of 152 published times to the first

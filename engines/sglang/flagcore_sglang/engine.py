@@ -55,7 +55,6 @@ from flagcore_serving.space.knobs import (
 from flagcore_serving.space.program import Program, as_words
 from flagcore_serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token
-from flagcore_vendorkit.programs import strip_dashes
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import PORT
@@ -63,6 +62,7 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import N_, Message
+from flagcore.launchers.programs import strip_dashes
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from flagcore_training.commands import environment, unknown_placeholders
 from flagcore_training.reading import FAILURES, measurement
-from flagcore_vendorkit.programs import NoMetrics, check_version, find_program, package_version
 
 from flagcore.contracts import Costs, Engine, Platform
 from flagcore.contracts.capabilities import Advice, Programs, RuleOfThumb, Steps
@@ -23,6 +22,7 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
+from flagcore.launchers.programs import NoMetrics, check_version, find_program, package_version
 from flagcore_trainers import logs, meaning, start
 from flagcore_trainers.importing import processes
 from flagcore_trainers.meaning import ByMemory, Codes, WholeModel

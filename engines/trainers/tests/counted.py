@@ -1,4 +1,4 @@
-"""Counts the tensors of a rank of the trial program with torch's own tracker, without the other ranks.
+"""Counts the tensors of a rank of the decoder with torch's own tracker, without the other ranks.
 
 Tensors are fake, except with tensor parallelism, whose lookup of the embedding needs values.
 
@@ -9,18 +9,14 @@ import contextlib
 import random
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from flagcore_trainers.fsdp2.job import TrialCandidate, TrialJob
-from flagcore_trainers.fsdp2.model import build, rotary_angles
-from flagcore_trainers.fsdp2.rank import device_meshes
 from flagcore_trainers.fully_shard import SCHEDULES, memory
-from flagcore_training.trial.job import Device, Train
 from flagcore_training.trial.layers import causal_mask, own_positions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -28,7 +24,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from engines.trainers.tests.decoder.job import Job, Layout
+from engines.trainers.tests.decoder.mixers import MIXERS  # noqa: F401  # of `decoder`
+from engines.trainers.tests.decoder.model import build, rotary_angles
+from engines.trainers.tests.decoder.ranks import device_meshes
 from flagcore.domain.model import Model
+from flagcore.domain.spec import Adapter
 
 SHAPE = {
     "name": "made up",
@@ -44,27 +45,29 @@ LEVELS = {"none": 0.0, "selective": 1.0, "full": 2.0}
 
 
 def job(
-    shape: Mapping[str, Any], candidate: Mapping[str, Any], length: int = 1024, precision: str = "bf16"
-) -> TrialJob:
+    shape: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    sequence: int = 1024,
+    precision: str = "bf16",
+    adapter: Adapter | None = None,
+) -> Job:
     """Return a job of two micro-batches."""
-    each = TrialCandidate(**candidate)
-    batch = 2 * each.micro_batch * each.replicate * each.shard
-    train = Train(seq_length=length, global_batch_size=batch, precision=precision, train_iters=1, seed=1)
-    model = Model(**{**SHAPE, **shape})
-    return TrialJob(model=model, train=train, candidate=each, device=Device(), output=Path())
+    each = Layout(**layout)
+    samples, model = 2 * each.micro_batch * each.replicate * each.shard, Model(**{**SHAPE, **shape})
+    return Job(model=model, candidate=each, sequence=sequence, samples=samples, precision=precision, adapter=adapter)
 
 
-def counted(job: TrialJob) -> tuple[float, float]:
+def counted(job: Job) -> tuple[float, float]:
     """Return the bytes that rank 0 holds between steps, with gradients, and the peak of forward and backward."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.world_size)
     candidate, cpu = job.candidate, torch.device("cpu")
     try:
         meshes = device_meshes(job)
         with contextlib.nullcontext() if candidate.tensor > 1 or job.model.num_moe_experts else FakeTensorMode():
-            angles = rotary_angles(job, own_positions(job.train.seq_length, candidate.context, 0), cpu)
+            angles = rotary_angles(job, own_positions(job.sequence, candidate.context, 0), cpu)
             model = build(job, meshes, cpu, angles)
             tracker = FSDPMemTracker(model)
-            size = (candidate.micro_batch, job.train.seq_length // candidate.context)
+            size = (candidate.micro_batch, job.sequence // candidate.context)
             batches = [torch.zeros(size, dtype=torch.int64) for _ in range(2)]
             copied = mock.patch.object(dist, "all_to_all_single", lambda output, counts, **_: output.copy_(counts))
             with copied, tracker, loss_parallel() if candidate.tensor > 1 else contextlib.nullcontext():
@@ -84,13 +87,13 @@ def counted(job: TrialJob) -> tuple[float, float]:
     return held + adam, peak["Total"] + adam
 
 
-def predicted(job: TrialJob) -> tuple[float, float]:
+def predicted(job: Job) -> tuple[float, float]:
     """Return the predictions of what `counted` returns."""
 
     def one(number: float) -> Any:
         return np.array([float(number)])
 
-    each, is_narrow = job.candidate, job.train.precision == "bf16"
+    each, is_narrow = job.candidate, job.precision == "bf16"
     result = memory.of_rank(
         memory.MemoryInputs(
             model=job.model,
@@ -98,7 +101,7 @@ def predicted(job: TrialJob) -> tuple[float, float]:
             ranks=one(each.shard * each.context),
             tensor=one(each.tensor),
             context=one(each.context),
-            tokens=one(each.micro_batch * job.train.seq_length / each.context),
+            tokens=one(each.micro_batch * job.sequence / each.context),
             microbatches=one(job.num_microbatches),
             reshard=np.array([each.reshard_after_forward]),
             checkpointing=one(LEVELS[each.checkpointing]),
@@ -116,7 +119,19 @@ def predicted(job: TrialJob) -> tuple[float, float]:
     return float(result.static[0]), float(result.peak[0])
 
 
-def drawn(seed: int, count: int) -> list[TrialJob]:
+def assert_memory_of(shape: Mapping[str, Any], layout: Mapping[str, Any], **work: Any) -> None:
+    """Fail if the predicted states differ by more than 0.5% from what torch counts, or the peak by more than 3%.
+
+    The arguments are those of `job`.
+    """
+    from engines.trainers.tests import counted_stages
+
+    each = job(shape, layout, **work)
+    static, peak = counted_stages.counted(each, 1) if each.candidate.pipeline > 1 else counted(each)
+    assert predicted(each) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
+
+
+def drawn(seed: int, count: int) -> list[Job]:
     """Return jobs with random shapes and layouts."""
     choose, jobs = random.Random(seed), []
     while len(jobs) < count:
@@ -155,4 +170,5 @@ if __name__ == "__main__":
         errors = [guess / count - 1.0 for guess, count in zip(predicted(each), counted(each), strict=True)]
         model = each.model
         sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.num_query_groups, model.vocab_size)
-        print(f"static {errors[0]:+.4f} peak {errors[1]:+.4f}", sizes, each.candidate, each.train, flush=True)
+        work = (each.sequence, each.samples, each.precision)
+        print(f"static {errors[0]:+.4f} peak {errors[1]:+.4f}", sizes, each.candidate, work, flush=True)

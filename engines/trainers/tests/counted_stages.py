@@ -13,9 +13,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from flagcore_trainers.fsdp2 import rank
-from flagcore_trainers.fsdp2.job import TrialJob
-from flagcore_trainers.fsdp2.model import build, rotary_angles
 from flagcore_training.trial.layers import causal_mask, own_positions
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -30,6 +27,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from engines.trainers.tests.counted import LEVELS, job, predicted
+from engines.trainers.tests.decoder import ranks
+from engines.trainers.tests.decoder.job import Job
+from engines.trainers.tests.decoder.model import build, rotary_angles
 
 
 class Storages(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
@@ -59,23 +59,23 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]  # torch is not followe
         return len(self.live) > before
 
 
-def counted(job: TrialJob, place: int) -> tuple[float, float]:
+def counted(job: Job, place: int) -> tuple[float, float]:
     """Return the bytes of the states of a rank at `place` of its pipeline, and the peak of forward and backward."""
     each, cpu = job.candidate, torch.device("cpu")
     kind = FakeTensor if each.tensor == 1 else torch.Tensor
     first = place * job.world_size // each.pipeline
     dist.init_process_group("fake", store=FakeStore(), rank=first, world_size=job.world_size)
     try:
-        meshes = rank.device_meshes(job)
+        meshes = ranks.device_meshes(job)
         with (
             FakeTensorMode() if each.tensor == 1 else nullcontext(),
             mock.patch.object(schedules, "_batch_p2p", return_value=[]),
             mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _without_vote),
         ):
-            angles = rotary_angles(job, own_positions(job.train.seq_length, each.context, 0), cpu)
+            angles = rotary_angles(job, own_positions(job.sequence, each.context, 0), cpu)
             stages = {number: build(job, meshes, cpu, angles, number) for number in job.stages_of(place)}
-            runs = rank.pipeline(job, meshes, stages, cpu)
-            shape = (each.micro_batch * job.num_microbatches, job.train.seq_length // each.context)
+            runs = ranks.pipeline(job, meshes, stages, cpu)
+            shape = (each.micro_batch * job.num_microbatches, job.sequence // each.context)
             tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
             weights = [weight.to_local() for module in stages.values() for weight in module.parameters()]
             inputs = (tokens,) if 0 in stages else ()
@@ -95,7 +95,7 @@ def _without_vote(schedule: Any, stages: list[Any], *_: Any) -> None:
         each._inference_mode = InferenceMode.STATIC
 
 
-def drawn(seed: int, count: int) -> list[TrialJob]:
+def drawn(seed: int, count: int) -> list[Job]:
     """Return jobs with random shapes, layouts and schedules."""
     choose, jobs = random.Random(seed), []
     while len(jobs) < count:
@@ -125,8 +125,7 @@ def drawn(seed: int, count: int) -> list[TrialJob]:
             "reduce_dtype": choose.choice(["fp32", "fp32", "bf16"]),
         }
         each = job(shape, candidate, choose.choice([256, 512, 1024]), choose.choice(["bf16", "bf16", "fp32"]))
-        batch = each.train.global_batch_size // 2 * size * choose.choice([2, 3])
-        jobs.append(replace(each, train=replace(each.train, global_batch_size=batch)))
+        jobs.append(replace(each, samples=each.samples // 2 * size * choose.choice([2, 3])))
     return jobs
 
 
@@ -145,6 +144,6 @@ if __name__ == "__main__":
             [round(each[1] / 1e6, 1) for each in counts],
             sizes,
             each.candidate,
-            each.train,
+            (each.sequence, each.samples, each.precision),
             flush=True,
         )

@@ -1,9 +1,6 @@
-"""The engine `fsdp2`: rules, memory as torch counts it, and trials on a CPU."""
+"""The engine `fsdp2`: rules, predictions, and memory as torch counts it."""
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +9,12 @@ import numpy as np
 import pytest
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.mamba2 import Mamba2
-from flagcore_models.mixers.short_convolution import ShortConvolution
-from flagcore_trainers.fsdp2.engine import FIELDS, FSDP2
+from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.fully_shard import (
     AC,
     CP,
     EP,
     MBS,
-    OFFLOAD,
     PP,
     REDUCE,
     REPLICATE,
@@ -35,16 +30,11 @@ from flagcore_trainers.fully_shard.predict import memory_job
 
 from flagcore import api
 from flagcore.contracts import Platform
-from flagcore.domain.chip import Support
-from flagcore.domain.engine import EngineSupport
-from flagcore.domain.lengths import Lengths
-from flagcore.domain.model import Attention, Layer, Mixer, Model
+from flagcore.domain.model import Attention, Layer
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Adapter
-from flagcore.errors import LaunchError, SpecError
-from flagcore.launchers.local import LocalLauncher
+from flagcore.errors import LaunchError
 from tests.checks import refuses
-from tests.launchers.processes import ended
 from tests.product.tasks import DENSE, EXPERTS, SHAPE, costs, task
 from tests.tasks import LATENT
 
@@ -53,8 +43,6 @@ pytestmark = pytest.mark.spread
 NEUTRAL = {knob.name: knob.neutral for knob in FSDP2.knobs}
 UNTIED = replace(DENSE, untie_embeddings_and_output_weights=True)
 MIXED = replace(EXPERTS, moe_shared_expert_intermediate_size=32, moe_first_dense_layers=1)
-OTHER = replace(DENSE, layers=(Layer(mixer=ShortConvolution(width=64)),) * 4)
-CPU = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
 
 
 def columns(**values: Any) -> dict[str, Any]:
@@ -90,29 +78,33 @@ def test_rules(values: dict[str, Any], rule: str | None) -> None:
     assert broken == ([] if rule is None else [rule])
 
 
-def test_what_trials_cannot_run_is_reported_by_key() -> None:
+def test_there_are_no_trials(tmp_path: Path) -> None:
+    with refuses("train.engine") as refused:
+        FSDP2.ready(task(engine="fsdp2").spec)
+    assert "engine: command" in refused.value.fix
+    with refuses("train.command"):
+        FSDP2.ready(task(engine="fsdp2", command=("train",)).spec)
+    job = task(engine="fsdp2")
+    platform = Platform(task=job, engine=FSDP2, costs=costs(job))
+    with pytest.raises(LaunchError):
+        FSDP2.launch(platform, Candidate.of(NEUTRAL), str(tmp_path), for_real=True)
+
+
+def test_parts_that_are_not_predicted_are_reported_by_key() -> None:
     with refuses("model"):
         FSDP2.rules(task(replace(DENSE, moe_latent_size=16), engine="fsdp2"))
-    with refuses("model"):
-        FSDP2.ready(task(OTHER, engine="fsdp2").spec)
-    assert FSDP2.task_warnings(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))
-    refused: list[dict[str, Any]] = [{"precision": "fp8"}, {"command": ("train",)}, {"adapter": Adapter(base="nf4")}]
-    for train in (*refused, {"lengths": Lengths(values=(16, 64))}):
-        with refuses(f"train.{next(iter(train))}"):
-            FSDP2.ready(task(engine="fsdp2", **train).spec)
-    with pytest.raises(SpecError):
+    with refuses("train.command"):
         FSDP2.rules(task(engine="fsdp2", command=("train",)))
+    assert FSDP2.task_warnings(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))
 
 
-def test_adapters_are_divided_in_plans_only() -> None:
+def test_adapters_are_divided_if_the_spec_lists_it() -> None:
     job = task(engine="fsdp2", adapter=Adapter())
     (rule,) = (each for each in FSDP2.rules(job) if each.name == "adapters_alone")
     assert rule.broken(columns(**{TP: 2}))[0]
     for given in ({"baseline": {TP: 2}}, {"space": {TP: (1, 2)}}):
         planned = replace(job, spec=replace(job.spec, **given))
         assert "adapters_alone" not in {each.name for each in FSDP2.rules(planned)}
-        with refuses(f"auto_tuner.{TP}"):
-            FSDP2.ready(planned.spec)
 
 
 def test_experts_of_job_records_are_on_the_ranks_that_share_weights() -> None:
@@ -214,172 +206,56 @@ def test_schedules_with_several_stages_keep_what_gloo_sends() -> None:
     assert peak("1f1b", True) == peak("1f1b", False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "candidate"),
-    [
-        ({}, {"shard": 8, "checkpointing": "selective"}),
-        ({"untie_embeddings_and_output_weights": False}, {"shard": 4, "tensor": 2, "micro_batch": 2}),
-        ({"untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2, "state_dtype": "bf16"}),
-        ({"layers": tuple(Layer(mixer=Attention(window=each)) for each in (128, None))}, {"shard": 4}),
-        ({**LATENT, "num_query_groups": 8}, {"shard": 4, "micro_batch": 2}),
-    ],
-)
-def test_memory_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str, Any]) -> None:
-    pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
-    from engines.trainers.tests import counted, counted_stages
-
-    job = counted.job({"num_layers": 2, **shape}, candidate)
-    static, peak = counted_stages.counted(job, 1) if "pipeline" in candidate else counted.counted(job)
-    assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mixer", "candidate"),
-    [
-        (GatedDeltaNet(key_heads=1, value_heads=2, key_dim=256, value_dim=256), {"shard": 4}),
-        (Mamba2(num_heads=2, head_dim=256, state_size=128, groups=1), {"shard": 2, "state_dtype": "bf16"}),
-    ],
-    ids=["delta", "mamba2"],
-)
-def test_memory_of_layers_with_states_is_what_torch_counts(mixer: Mixer, candidate: dict[str, Any]) -> None:
-    pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
-    from engines.trainers.tests import counted
-
-    layers = Layer(mixer=mixer), Layer(mixer=Attention())
-    job = counted.job({"num_layers": 2, "layers": layers}, candidate, length=256)
-    static, peak = counted.counted(job)
-    assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
-
-
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 512, "vocab_size": 1024}
+DELTA = GatedDeltaNet(key_heads=1, value_heads=2, key_dim=256, value_dim=256)
+STATES = Mamba2(num_heads=2, head_dim=256, state_size=128, groups=1)
 HYBRID = (
-    Layer(mixer=Mamba2(num_heads=2, head_dim=256, state_size=128, groups=1), feed_forward=""),
+    Layer(mixer=STATES, feed_forward=""),
     Layer(mixer=None, feed_forward="experts"),
     Layer(mixer=Attention(window=64), feed_forward=""),
 )
+WINDOWS = tuple(Layer(mixer=Attention(window=each)) for each in (128, None))
+SHORT = {"sequence": 128, "precision": "fp32"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "candidate"),
+    ("shape", "layout", "work"),
     [
-        ({**EXPERTS, "num_layers": 3, "layers": HYBRID}, {"shard": 4, "expert": 2}),
-        ({**EXPERTS, "num_layers": 2}, {"shard": 4, "checkpointing": "full"}),
-        ({"num_layers": 2, "attention_output_gate": True}, {"shard": 4, "checkpointing": "full"}),
-    ],
-    ids=["hybrid", "experts", "gate"],
-)
-def test_memory_of_experts_and_gates_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str, Any]) -> None:
-    pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
-    from engines.trainers.tests import counted
-
-    job = counted.job(shape, candidate, length=128, precision="fp32")
-    static, peak = counted.counted(job)
-    assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("adapter", "candidate", "precision"),
-    [
-        (Adapter(rank=16), {"checkpointing": "full"}, "bf16"),
-        (Adapter(rank=64), {"reshard_after_forward": False}, "fp32"),
-        (Adapter(kind="dora", targets=("q_proj", "v_proj")), {}, "bf16"),
-        (Adapter(kind="dora"), {}, "bf16"),
+        ({}, {"shard": 8, "checkpointing": "selective"}, {}),
+        ({"untie_embeddings_and_output_weights": False}, {"shard": 4, "tensor": 2, "micro_batch": 2}, {}),
+        ({"untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2, "state_dtype": "bf16"}, {}),
+        ({"layers": WINDOWS}, {"shard": 4}, {}),
+        ({**LATENT, "num_query_groups": 8}, {"shard": 4, "micro_batch": 2}, {}),
+        ({"layers": (Layer(mixer=DELTA), Layer(mixer=Attention()))}, {"shard": 4}, {"sequence": 256}),
+        (
+            {"layers": (Layer(mixer=STATES), Layer(mixer=Attention()))},
+            {"shard": 2, "state_dtype": "bf16"},
+            {"sequence": 256},
+        ),
+        ({**EXPERTS, "num_layers": 3, "layers": HYBRID}, {"shard": 4, "expert": 2}, SHORT),
+        (EXPERTS, {"shard": 4, "checkpointing": "full"}, SHORT),
+        ({"attention_output_gate": True}, {"shard": 4, "checkpointing": "full"}, SHORT),
+        ({}, {"shard": 4, "checkpointing": "full"}, {"adapter": Adapter(rank=16)}),
+        ({}, {"shard": 4, "reshard_after_forward": False}, {"adapter": Adapter(rank=64), "precision": "fp32"}),
+        ({}, {"shard": 4}, {"adapter": Adapter(kind="dora", targets=("q_proj", "v_proj"))}),
+        ({}, {"shard": 4}, {"adapter": Adapter(kind="dora")}),
     ],
 )
-def test_memory_of_adapters_is_what_torch_counts(adapter: Adapter, candidate: dict[str, Any], precision: str) -> None:
-    pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
-    from engines.trainers.tests import counted
-
-    job = replace(counted.job({"num_layers": 2}, {"shard": 4, **candidate}, 1024, precision), adapter=adapter)
-    static, peak = counted.counted(job)
-    assert counted.predicted(job) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    """A launcher that forks trials, so that torch is imported once."""
-    warm = LocalLauncher()
-    yield warm
-    warm.close()
-
-
-def trial(
-    launcher: LocalLauncher, folder: Path, model: Model = UNTIED, adapter: Adapter | None = None, **values: Any
-) -> Any:
-    """Run a trial of two ranks, and return its measurement."""
-    job = task(model, devices=2, engine="fsdp2", seq_length=32, precision="fp32", adapter=adapter)
-    folder.mkdir()
-    candidate = Candidate.of({**NEUTRAL, **values})
-    launch = FSDP2.launch(Platform(task=job, engine=FSDP2, costs=costs(job), support=CPU), candidate, str(folder))
-    assert ended(launcher.start(launch), 120).code == 0, (folder / "stderr.log").read_text()
-    measured = FSDP2.read(job, candidate, str(folder))
-    effective = dict(measured.effective)
-    assert effective.pop("precision") == "fp32"
-    assert effective.items() <= candidate.as_dict().items()
-    return measured
+def test_memory_is_what_torch_counts(
+    decoder: Any, shape: dict[str, Any], layout: dict[str, Any], work: dict[str, Any]
+) -> None:
+    decoder.assert_memory_of({"num_layers": 2, **shape}, layout, **work)
 
 
 @pytest.mark.slow
-def test_layouts_have_the_same_losses(launcher: LocalLauncher, tmp_path: Path) -> None:
-    layouts: list[dict[str, Any]] = [
-        {SHARD: 2, MBS: 2, AC: "selective"},
-        {TP: 2, MBS: 4, AC: "full"},
-        {CP: 2, MBS: 8, RESHARD: False, OFFLOAD: True},
-        {PP: 2, MBS: 2, RESHARD: False},
-        {PP: 2, MBS: 2, RESHARD: False, SCHEDULE: "zbv"},
-    ]
-    first, *others = (trial(launcher, tmp_path / str(number), **values) for number, values in enumerate(layouts))
-    assert first.losses[-1] < first.losses[0]
-    for other in others:
-        assert other.losses == pytest.approx(first.losses, rel=1e-4)
-    assert first.peak_allocated_bytes > 0
-    adapters = [
-        trial(launcher, tmp_path / kind, adapter=Adapter(kind=kind), **layouts[0] | {AC: "none"})
-        for kind in ("lora", "dora")
-    ]
-    for each in adapters:
-        assert each.losses[-1] < each.losses[0]
-    alone, split = (trial(launcher, tmp_path / f"experts{size}", MIXED, **{SHARD: 2, EP: size}) for size in (1, 2))
-    assert split.losses == pytest.approx(alone.losses, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_tensor_parallel_norms_of_queries_have_the_same_losses(launcher: LocalLauncher, tmp_path: Path) -> None:
-    model = replace(UNTIED, qk_layernorm=True)
-    alone = trial(launcher, tmp_path / "alone", model, **{SHARD: 2, MBS: 2})
-    for checkpointing in ("none", "selective", "full"):
-        split = trial(launcher, tmp_path / checkpointing, model, **{TP: 2, MBS: 4, AC: checkpointing})
-        assert split.losses == pytest.approx(alone.losses, rel=1e-4), checkpointing
-
-
-def test_there_is_no_real_job(tmp_path: Path) -> None:
-    job = task(engine="fsdp2")
-    platform = Platform(task=job, engine=FSDP2, costs=costs(job))
-    with pytest.raises(LaunchError):
-        FSDP2.launch(platform, Candidate.of(NEUTRAL), str(tmp_path), for_real=True)
-    FSDP2.launch(platform, Candidate.of(NEUTRAL), str(tmp_path))
-    assert json.loads((tmp_path / "job.json").read_text())["candidate"].keys() == set(FIELDS.values())
-
-
-@pytest.mark.parametrize(("offload", "backend"), [(False, "nccl"), (True, "cuda:nccl,cpu:gloo")])
-def test_offloaded_gradients_have_collectives_of_the_host(offload: bool, backend: str, tmp_path: Path) -> None:
-    job = task(engine="fsdp2")
-    support = EngineSupport(support=Support.YES, device_type="cuda", distributed_backend="nccl")
-    platform = Platform(task=job, engine=FSDP2, costs=costs(job), support=support)
-    FSDP2.launch(platform, Candidate.of({**NEUTRAL, OFFLOAD: offload}), str(tmp_path))
-    assert json.loads((tmp_path / "job.json").read_text())["device"]["backend"] == backend
-
-
-def test_a_broken_job_file_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "job.json").write_text("{}")
-    words = [sys.executable, "-m", "flagcore_trainers.fsdp2", str(tmp_path / "job.json")]
-    ended = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("invalid configuration:")
+def test_memory_of_the_layer_in_the_guide_is_what_torch_counts(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "write-a-layer.md").read_text("utf-8")
+    names: dict[str, Any] = {"__name__": __name__}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    monkeypatch.setitem(decoder.MIXERS, "Echo", None)
+    names["test_memory_of_echo_is_what_torch_counts"](decoder)
 
 
 def test_a_spec_names_the_engine() -> None:
@@ -387,4 +263,4 @@ def test_a_spec_names_the_engine() -> None:
     spec = {"model": SHAPE, "cluster": {"chip": "H100-SXM", "devices_per_node": 4}, "train": train}
     with refuses(f"auto_tuner.space.{SHARD}"):
         api.estimate({**spec, "auto_tuner": {"space": {SHARD: 0}}})
-    api.estimate({**spec, "auto_tuner": {"space": {SHARD: 4}}})
+    assert api.estimate({**spec, "auto_tuner": {"space": {SHARD: 4}}}).search is None

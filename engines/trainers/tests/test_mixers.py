@@ -1,4 +1,4 @@
-"""The mixers of trials of `fsdp2`: chunks and blocks compute what a loop over tokens does, also in backward."""
+"""The mixers of the decoder: chunks and blocks compute what a loop over tokens does, also in backward."""
 
 from typing import Any
 
@@ -8,8 +8,9 @@ torch = pytest.importorskip("torch")
 
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet  # noqa: E402
 from flagcore_models.mixers.mamba2 import Mamba2  # noqa: E402
-from flagcore_trainers.fsdp2 import mixers  # noqa: E402
 from torch.nn import functional  # noqa: E402
+
+from engines.trainers.tests.decoder import mixers  # noqa: E402
 
 DELTA = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=6)
 STATES = Mamba2(num_heads=4, head_dim=6, state_size=8, groups=2)

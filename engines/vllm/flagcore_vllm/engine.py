@@ -61,7 +61,6 @@ from flagcore_serving.space.knobs import (
 from flagcore_serving.space.program import Program, as_words
 from flagcore_serving.space.settings import GRAPH_TOKENS, TIERS, PublishedRuns, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
-from flagcore_vendorkit.programs import release, strip_dashes
 
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import in_versions
@@ -70,6 +69,7 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import N_, Message
+from flagcore.launchers.programs import release, strip_dashes
 from flagcore_vllm import connectors, json_flags
 
 NEWEST = (0, 33, 0)

@@ -89,7 +89,7 @@ def estimate(
     published = published_runs(problem, loaded, None if evidence else NEAREST)
     place = recommended(problem, order)
     candidate = problem.space.candidate(int(order[place]))
-    can_run = not task.spec.work.missing
+    can_run = not task.spec.work.missing and problem.engine.start_seconds > 0
     target = first_target(snapshot_of(opened), candidate) if start and can_run else ""
     if on_page is not None:
         on_page(plan_report(problem, spec, start(target) if start and target else ""))

@@ -32,12 +32,12 @@ from flagcore.tuner.search_state import MIN_NOISE, indifference, noise
 TRIALS_PER_DEVIATION = 95
 """The search stops when the largest expected gain is below the indifference times a share, 1 at most: the measurements
 over this number times the median deviation of open candidates. The best of many uncertain ones may be better than the
-largest expected gain of one. Chosen on 15 of vTrain's sweeps and made-up ones (benchmarks/README.md)."""
+largest expected gain of one. Chosen on 15 of vTrain's sweeps and made-up ones (benchmarks/LOG.md)."""
 
 MIN_FOR_NOISE = 7
 """From this number of measurements on, the indifference is at least their median noise, and its share is larger by its
 ratio to MIN_NOISE: more trials would hardly find a gain that noise hides. The noise of fewer measurements is too
-uncertain. Chosen on nine recorded tunes and replayed ones (benchmarks/README.md)."""
+uncertain. Chosen on nine recorded tunes and replayed ones (benchmarks/LOG.md)."""
 
 MIN_SCORE = 0.5
 """The least score, relative to the highest, of a candidate that is preferred because it is simpler. Chosen by hand."""

@@ -19,13 +19,13 @@ from flagcore_serving.space.knobs import DRAFTED, EAGER, PREFIX, SPECULATION, or
 from flagcore_serving.space.program import Program, as_words
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import weight_bytes
-from flagcore_vendorkit.programs import strip_dashes
 
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.i18n import Message
+from flagcore.launchers.programs import strip_dashes
 from flagcore_servers.untested import UNTESTED, pairs, prefill_tokens, whole_prompts
 
 BATCH, TOKENS, BLOCK = "max_batch_size", "max_num_tokens", "tokens_per_block"

@@ -101,7 +101,7 @@ def in_flight(load: Load) -> Load:
 
 SIGMA = 1.4
 """The standard deviation of the logarithm of log-normal lengths. A choice for prompts. For answers, bursts of SGLang
-imply it, where the mean TPOT depends on short answers (benchmarks/README.md: bursts)."""
+imply it, where the mean TPOT depends on short answers (benchmarks/LOG.md: bursts)."""
 
 
 def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:

@@ -208,7 +208,7 @@ def _paces(serving: Serving, settings: Settings) -> tuple[FloatArray, FloatArray
 
 EXPOSED = 0.5
 """Share of the shorter of two overlapped times that still adds to an iteration. With this value, two-batch overlap
-gains about a third, as LMSYS published. Chosen with points on two accelerators (benchmarks/README.md)."""
+gains about a third, as LMSYS published. Chosen with points on two accelerators (benchmarks/LOG.md)."""
 
 
 def _overlapped(

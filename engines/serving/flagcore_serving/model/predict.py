@@ -45,12 +45,12 @@ BOUNDS = {
     "e2e_s": ((0.86, 1.3), (0.82, 2.58), (0.65, 1.71)),
 }
 """80% intervals of times relative to the prediction: of closed loops, of open loops such as bursts, and of servers that
-are apart (prefill or decode only) or span hosts. They are quantiles over published points (benchmarks/README.md). Those
+are apart (prefill or decode only) or span hosts. They are quantiles over published points (benchmarks/LOG.md). Those
 of ITL and of the time of a request are estimates."""
 
 OVERLAPPED = 0.25
 """Share of the host's time per sequence that remains if a knob lets the host schedule while the device computes. Chosen
-with 16 bursts on two accelerators (benchmarks/README.md)."""
+with 16 bursts on two accelerators (benchmarks/LOG.md)."""
 
 NO_GOOD_SHARE = 1e-3
 """Assumed share of requests within the SLO if no request is, so that such candidates can still be ordered."""

@@ -220,7 +220,7 @@ WAVES_IN_FLIGHT = 10
 
 STEADY_RATIO = 0.9
 """Minimum length of a simulated request in a steady state, relative to the load's length, if iterations combine prompts
-and decoding. Requests of equal length are then measured to spread over time (benchmarks/README.md)."""
+and decoding. Requests of equal length are then measured to spread over time (benchmarks/LOG.md)."""
 
 MAX_REQUESTS = 6000
 """Maximum number of simulated requests of one lane; the times of the others are extrapolated. In a closed loop, at

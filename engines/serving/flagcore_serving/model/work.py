@@ -1,6 +1,6 @@
 """Inputs to the predictions that all candidates share: the model, and the overheads of an engine by release.
 
-`benchmarks/README.md` lists the measured points of the fits. `benchmarks/serving_fit.py` prints most overheads;
+`benchmarks/LOG.md` lists the measured points of the fits. `benchmarks/serving_fit.py` prints most overheads;
 `request`, `entry`, `receive` and `reserve` were chosen so that the simulated TTFT matches the same points.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from flagcore_vendorkit.programs import release
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
+from flagcore.launchers.programs import release
 from flagcore_serving.job import Load
 from flagcore_serving.space.weights import ATTENTION
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 from flagcore_models.config import MODELS
-from flagcore_vendorkit.programs import strip_dashes
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.i18n import N_, Message
+from flagcore.launchers.programs import strip_dashes
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import (
     DP,

@@ -13,11 +13,11 @@ from flagcore_models.config import context_of, format_of_weights
 from flagcore_models.gguf import context_length
 from flagcore_models.public import find_public
 from flagcore_models.shapes import attended, cached_layers, cached_widths, layer_embeddings, projection_weights
-from flagcore_vendorkit.programs import strip_dashes
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, SpecError
+from flagcore.launchers.programs import strip_dashes
 from flagcore.physics.roofline import BYTES
 from flagcore_serving.space.hardware import Hardware
 

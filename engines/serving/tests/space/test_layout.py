@@ -12,7 +12,6 @@ from flagcore_serving.space.hardware import longest_request, max_in_flight
 from flagcore_serving.space.knobs import DEFAULT_SPACE
 from flagcore_serving.space.weights import cache_bytes_per_token, min_devices, parameters
 from flagcore_sglang.engine import ENGINE as SGLANG
-from flagcore_vendorkit import programs
 from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import serving, space_of
@@ -20,6 +19,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import NoDevice
+from flagcore.launchers import programs
 from flagcore.tuner.stages.build import build
 from tests.product.tasks import DENSE, costs
 

@@ -1,1 +1,1 @@
-"""The engine `fsdp2`: flagcore's own trial program on the `fully_shard` of torch."""
+"""The engine `fsdp2`: predictions of programs on the `fully_shard` of torch."""

@@ -1,68 +1,49 @@
-"""The engine `fsdp2`: flagcore's own trial program on torch's `fully_shard`, described by the model's shapes."""
+"""The engine `fsdp2`: predictions of programs on torch's `fully_shard`, described by the model's shapes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from flagcore_training.adapters import absent_targets, as_noted
 from flagcore_training.lengths import length_warnings
-from flagcore_training.reading import FAILURES, program_progress, read_program
-from flagcore_training.start import installed, program_launch, shared_job
 
 from flagcore.contracts import Engine, Platform
-from flagcore.contracts.capabilities import Advice, Commands, JobRecords, RuleOfThumb, Steps
+from flagcore.contracts.capabilities import Advice, Commands, JobRecords, RuleOfThumb
 from flagcore.domain.knob import Knob, unknown_release
-from flagcore.domain.launch import FailurePattern, Launch, Start
+from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement
-from flagcore.errors import LaunchError, NoDevice, SpecError
+from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fsdp2 import space
-from flagcore_trainers.fsdp2.job import layers_of
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.memory import of_rank
 from flagcore_trainers.importing import Imported
 from flagcore_trainers.meaning import ByMemory, WholeModel
 from flagcore_trainers.recipes import framework_of, spec_of
 
-PROGRAM = "flagcore_trainers.fsdp2"
-PRECISIONS = ("bf16", "fp32")
-FIELDS = {
-    fs.REPLICATE: "replicate",
-    fs.SHARD: "shard",
-    fs.TP: "tensor",
-    fs.CP: "context",
-    fs.EP: "expert",
-    fs.PP: "pipeline",
-    fs.SCHEDULE: "schedule",
-    fs.MBS: "micro_batch",
-    fs.AC: "checkpointing",
-    fs.RESHARD: "reshard_after_forward",
-    fs.REDUCE: "reduce_dtype",
-    fs.STATES: "state_dtype",
-    fs.OFFLOAD: "offload",
-    fs.COMPILE: "compile",
-}
-"""The field of `job.Candidate` of each knob."""
+RELEASES = ">=2.8"
+"""The releases of torch whose memory and time are predicted, as a PEP 440 specifier."""
+NO_PROGRAM = "predicts programs on torch's fully_shard, and has none that trials could run"
+OWN_PROGRAM = "use `flag estimate`, or run your program: set engine: command, or torchtitan, and train.command"
 
 
-class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, WholeModel):
-    """Training with FSDP2 in flagcore's own trial program. It reads commands of fine-tuning frameworks, also for other
-    engines that they run on."""
+class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, WholeModel):
+    """Training with FSDP2 in any program, which is predicted and not run. It reads commands of fine-tuning frameworks,
+    also for other engines that they run on."""
 
     name = "fsdp2"
     kind = "train"
     knobs: tuple[Knob, ...] = space.KNOBS
-    modules: Mapping[str, str] = {"torch": "torch>=2.8"}
     distribution = "torch"
+    start_seconds = 0.0
 
     merges = staticmethod(space.merges)
     predict = staticmethod(prediction.predict)
@@ -89,16 +70,10 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
         return int(np.lexsort((-columns[fs.MBS], columns[fs.AC], columns[fs.TP], missing_bytes))[0])
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
-        known = self.modules["torch"].removeprefix("torch")
-        return unknown_release("train.engine_version", "torch", spec.train.engine_version, known)
+        return unknown_release("train.engine_version", "torch", spec.train.engine_version, RELEASES)
 
     def task_warnings(self, task: Task) -> Sequence[str]:
-        lines = _without_depths(task)
-        if task.spec.model.other_mixers:
-            lines.append(
-                _("trials of fsdp2 measure the memory of these layers, and not their time: they have no kernels")
-            )
-        return lines
+        return _without_depths(task)
 
     # Job records
 
@@ -155,60 +130,17 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
     def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
         return spec_of(start, directory, model)
 
-    # Trials
+    # Trials, which it does not have
 
     def ready(self, spec: Spec) -> None:
-        train = spec.train
         self._check_command(spec)
-        if train.precision not in (AUTO, *PRECISIONS):
-            fix = f"use {' or '.join(PRECISIONS)}"
-            raise SpecError(
-                key="train.precision", value=train.precision, problem="cannot run in trials of fsdp2", fix=fix
-            )
-        if train.lengths:
-            fix = "use `flag estimate`, or engine: command for your own program"
-            raise SpecError(key="train.lengths", value=train.lengths.batching, problem="is only predicted", fix=fix)
-        if train.adapter and (train.adapter.base or spec.model.num_moe_experts or spec.model.other_mixers):
-            problem = "is only predicted for quantized weights, experts and other mixers than attention"
-            fix = "use `flag estimate`, or engine: command for your own program"
-            raise SpecError(key="train.adapter", value=train.adapter.kind, problem=problem, fix=fix)
-        if planned := space.only_planned(spec):
-            fix = f"use {' or '.join(map(str, space.OF_ADAPTERS[planned[0]]))}, or `flag estimate`"
-            problem = "is only predicted with adapters"
-            raise SpecError(key=f"auto_tuner.{planned[0]}", value=planned[1], problem=problem, fix=fix)
-        if spec.cluster.groups or (spec.cluster.nodes != 1 and not spec.on_each_host):
-            problem = "is more than one machine of one chip, which trials need"
-            fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm"
-            raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
-        if missing := [each.label for each in spec.model.other_mixers if each.label not in space.TRIAL_MIXERS]:
-            problem, fix = f"has layers that trials of fsdp2 do not have: {', '.join(missing)}", "use `flag estimate`"
-            raise SpecError(key="model", value=spec.model.name, problem=problem, fix=fix)
-        if not installed("torch", self.modules["torch"]):
-            raise NoDevice(f"trials need {self.modules['torch']}, not installed here; pip install it")
+        raise SpecError(key="train.engine", value=self.name, problem=NO_PROGRAM, fix=OWN_PROGRAM)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-        if for_real:
-            raise LaunchError("fsdp2 has no real job: use the values of the best candidate in your own program")
-        spec, support, values = platform.task.spec, platform.support, candidate.as_dict()
-        hosts = spec.cluster.hosts[: spec.cluster.nodes] if spec.on_each_host else ()
-        backend = support.distributed_backend or ""
-        job = shared_job(platform, folder)
-        if values[fs.OFFLOAD] and backend and support.device_type != "cpu":  # gradients are clipped where they are
-            job["device"]["backend"] = f"{support.device_type}:{backend},cpu:gloo"
-        job["candidate"] = {field: values[name] for name, field in FIELDS.items()}
-        job["nodes"], job["layers"] = len(hosts) or 1, layers_of(spec.model)
-        job["adapter"] = asdict(spec.train.adapter) if spec.train.adapter else None
-        environment = {"GLOO_SOCKET_IFNAME": "{interface}"} if hosts and backend.endswith("gloo") else {}
-        return replace(program_launch(job, folder, PROGRAM), warm=True, hosts=hosts, environment=environment)
-
-    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-        return partial(program_progress, folder)
+        raise LaunchError("fsdp2 has no real job: use the values of the best candidate in your own program")
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        return read_program(task, folder, partial=partial)
-
-    def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return FAILURES
+        raise LaunchError(f"fsdp2 {NO_PROGRAM}")
 
 
 def _without_depths(task: Task) -> list[str]:

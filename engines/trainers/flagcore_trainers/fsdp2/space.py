@@ -40,14 +40,9 @@ KNOBS = read_knobs(__package__, scope=["space"], flag="")
 PIPELINE_LAYERS = "pipeline_layers"
 """The rule that all stages have as many layers."""
 ADAPTERS_ALONE = "adapters_alone"
-"""The rule that the trial program divides no adapters."""
+"""The rule that adapters are not divided, unless a spec lists it."""
 OF_ADAPTERS: Mapping[str, Sequence[KnobValue]] = {TP: (1,), PP: (1,), AC: ("none", "full")}
-"""The values that trials with adapters have."""
-
-
-TRIAL_MIXERS = ("Gated DeltaNet", "Mamba-2")
-"""The labels of the mixers that the trial program has."""
-
+"""The values of a space with adapters, unless a spec lists others."""
 
 NAMES = {
     "AC": AC,
@@ -135,24 +130,24 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: ((c[REDUCE] == 2) | (c[STATES] == 2)) & (precision == "fp32"),
         ),
         *_pipeline_rules(task),
-        *([_adapter_rule()] if train.adapter and not only_planned(task.spec) else ()),
+        *([_adapter_rule()] if train.adapter and not lists_others(task.spec) else ()),
         *(_expert_rules(task) if model.num_moe_experts else ()),
         *(() if is_plain(model) else (_layer_rule(task),)),
     )
 
 
-def only_planned(spec: Spec) -> tuple[str, KnobValue] | None:
-    """Return a knob with a value that a spec with adapters has or lists, but that trials do not have, or None."""
-    for name, values in OF_ADAPTERS.items() if spec.train.adapter else ():
-        listed = spec.space.get(name, ())
-        given = [*(() if isinstance(listed, str) else listed), (spec.baseline or {}).get(name, values[0])]
-        if other := [each for each in given if each not in values]:
-            return name, other[0]
-    return None
+def lists_others(spec: Spec) -> bool:
+    """Return whether a spec with adapters has or lists a value of a knob that `OF_ADAPTERS` does not have."""
+    given = {name: values for name, values in spec.space.items() if not isinstance(values, str)}
+    return any(
+        value not in usual
+        for name, usual in OF_ADAPTERS.items()
+        for value in (*given.get(name, ()), (spec.baseline or {}).get(name, usual[0]))
+    )
 
 
 def _adapter_rule() -> Rule:
-    """Return the rule of adapters, which the trial program does not divide."""
+    """Return the rule of adapters, which programs seldom divide."""
     return Rule(
         name=ADAPTERS_ALONE,
         knobs=(TP, PP, AC),
@@ -162,7 +157,7 @@ def _adapter_rule() -> Rule:
 
 
 def _layer_rule(task: Task) -> Rule:
-    """Return the rule of layers other than attention over all tokens, which the trial program does not divide.
+    """Return the rule of layers other than attention over all tokens, whose division is not predicted.
 
     Heads with windows are divided by tensor parallelism.
     """

@@ -1,8 +1,9 @@
-"""Memory of one rank of the trial program: sharded states, gathered units, gradients and activations.
+"""Memory of one rank of a program on `fully_shard`: sharded states, gathered units, gradients and activations.
 
 The peak is the maximum over the moments of a step at which the most is allocated. Sources: torch 2.13's
 `distributed/fsdp/_fully_shard` (`_fsdp_param_group.py`, `_fsdp_collectives.py`), and the tensors that autograd stores
-for the operators of `model.py`. ZeRO: arXiv 1910.02054; checkpoints: arXiv 2205.05198.
+for the operators of a decoder in plain torch (`engines/trainers/tests/decoder`). ZeRO: arXiv 1910.02054; checkpoints:
+arXiv 2205.05198.
 """
 
 from __future__ import annotations

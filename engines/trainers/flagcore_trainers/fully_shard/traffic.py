@@ -54,7 +54,7 @@ class Program:
 
 
 TRIAL = Program(rotation=(9.0, 12.0), masked=True)
-"""The trial program of the engine `fsdp2`."""
+"""The program of the engine `fsdp2`: a decoder in plain torch."""
 TORCHTITAN = Program(rotation=(10.0, 10.5), compiled_loss=True)
 """torchtitan 0.3, whose rotary embeddings are complex numbers in fp32."""
 PLAIN = Program(rotation=(10.2, 10.1), fused_norm=False)

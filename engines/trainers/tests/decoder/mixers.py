@@ -1,4 +1,4 @@
-"""The mixers of a trial's layers, in plain torch: attention of other forms, gated DeltaNet and Mamba-2.
+"""The mixers of the decoder's layers, in plain torch: attention of other forms, gated DeltaNet and Mamba-2.
 
 What a layer stores for its backward pass is what fused kernels store (flash-linear-attention, mamba-ssm, flash
 attention): all else is computed again, one head after the other. So memory is that of a job with these kernels, and
@@ -138,7 +138,7 @@ def normed(inputs: torch.Tensor) -> torch.Tensor:
     return functional.normalize(inputs.float(), dim=-1, eps=EPSILON).to(inputs.dtype)
 
 
-class GatedDeltaNet(nn.Module):  # type: ignore[misc]  # torch is not followed
+class GatedDeltaNet(nn.Module):
     """Linear attention with a gated delta rule. `sizes`: those of `flagcore_models.mixers.gated_delta_net`."""
 
     def __init__(self, hidden_size: int, sizes: Any) -> None:
@@ -182,7 +182,7 @@ class GatedDeltaNet(nn.Module):  # type: ignore[misc]  # torch is not followed
         return (output * functional.silu(gate.float())).to(gate.dtype)
 
 
-class Mamba2(nn.Module):  # type: ignore[misc]  # torch is not followed
+class Mamba2(nn.Module):
     """A selective state space. `sizes`: those of `flagcore_models.mixers.mamba2`."""
 
     def __init__(self, hidden_size: int, sizes: Any) -> None:

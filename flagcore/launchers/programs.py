@@ -1,4 +1,4 @@
-"""Finds the program that starts a server, and its version in package metadata, without running it.
+"""Finds the program of an engine, and its version in package metadata, without running it.
 
 It also reads the metrics that the trial programs of all engines write.
 """
@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,7 +19,6 @@ from typing import Any
 from flagcore.domain.files import read_regular
 from flagcore.domain.spec import Spec
 from flagcore.errors import FlagError, NoDevice, SpecError
-from flagcore_vendorkit.machine import tool_output
 
 _FIRST_LINE = 512
 
@@ -63,8 +63,12 @@ def package_folders(program: str) -> tuple[str, ...]:
     site_packages = tuple(str(path) for path in sorted(folder.glob("lib*/python3*/site-packages")))
     if (folder / "pyvenv.cfg").exists():
         return site_packages
-    printed = tool_output(python, "-c", "import sys; print('\\n'.join(sys.path))", timeout_seconds=20.0) or ""
-    return (*site_packages, *filter(None, printed.splitlines()))
+    argv = (python, "-c", "import sys; print('\\n'.join(sys.path))")
+    try:
+        printed = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=20.0, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return site_packages
+    return (*site_packages, *filter(None, printed.decode(errors="replace").splitlines()))
 
 
 def interpreter(program: str) -> str | None:

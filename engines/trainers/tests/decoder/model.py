@@ -1,4 +1,4 @@
-"""The model of a trial in plain torch, and how it is sharded: tensor, context and expert parallelism, FSDP2.
+"""A decoder in plain torch, and how it is sharded: tensor, context and expert parallelism, FSDP2.
 
 A rank has one stage of a pipeline, or two; without a pipeline, the stage is the whole model. The units of `fully_shard`
 are the embedding, each layer, a layer's experts, the head, and the rest; a tied head is in the rest with the embedding.
@@ -21,7 +21,7 @@ from flagcore_training.trial.layers import NormOfInput, causal_mask, has_fused_n
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -33,20 +33,21 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from engines.trainers.tests.decoder.job import Job, Meshes
+from engines.trainers.tests.decoder.mixers import MIXERS, again, narrow_attention, windowed_attention
 from flagcore.domain import model as domain
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter
-from flagcore_trainers.fsdp2.job import Meshes, TrialJob
-from flagcore_trainers.fsdp2.mixers import MIXERS, again, narrow_attention, windowed_attention
 
 STD = 0.02
+SEED = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROTARY_BASE = 10000.0
 ADAPTER_SCALE = 2.0
 """The factor of an adapter's output, alpha over its rank, as in most recipes."""
 
 
-class Norm(nn.RMSNorm):  # type: ignore[misc]
+class Norm(nn.RMSNorm):
     """RMS norm that stores its input, and no normed copy."""
 
     def forward(self, hidden: Any) -> Any:
@@ -54,7 +55,7 @@ class Norm(nn.RMSNorm):  # type: ignore[misc]
         return super().forward(hidden) if is_fused else NormOfInput.apply(hidden, self.weight, None)
 
 
-class Attention(nn.Module):  # type: ignore[misc]  # torch is not followed
+class Attention(nn.Module):
     """Causal attention with rotary positions and grouped queries. Keys are gathered from context-parallel ranks."""
 
     def __init__(self, model: Model, context: DeviceMesh | None, window: int | None = None) -> None:
@@ -94,7 +95,7 @@ class Attention(nn.Module):  # type: ignore[misc]  # torch is not followed
         return self.wo(output if self.gate is None else output * self.gate(hidden).sigmoid())
 
 
-class LatentAttention(nn.Module):  # type: ignore[misc]
+class LatentAttention(nn.Module):
     """Causal multi-head latent attention (arXiv 2405.04434): queries, keys and values from compressed inputs."""
 
     def __init__(self, model: Model) -> None:
@@ -127,7 +128,7 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
         return self.wo(output.transpose(1, 2).flatten(2))
 
 
-class Adapted(nn.Module):  # type: ignore[misc]
+class Adapted(nn.Module):
     """A linear layer with an adapter: LoRA (arXiv 2106.09685) or DoRA (arXiv 2402.09353)."""
 
     def __init__(self, base: nn.Linear, adapter: Adapter) -> None:
@@ -176,7 +177,7 @@ def freeze(module: nn.Module, precision: str) -> None:
             weight.requires_grad_(False).data = weight.data.to(DTYPES[precision])
 
 
-class FeedForward(nn.Module):  # type: ignore[misc]
+class FeedForward(nn.Module):
     """A feed-forward block, with a gate or without one."""
 
     def __init__(self, model: Model) -> None:
@@ -190,7 +191,7 @@ class FeedForward(nn.Module):  # type: ignore[misc]
         return self.w2(functional.silu(first) * self.w3(hidden) if self.w3 is not None else functional.gelu(first))
 
 
-class Experts(nn.Module):  # type: ignore[misc]
+class Experts(nn.Module):
     """The experts of one expert-parallel rank. Each is a feed-forward block without biases."""
 
     def __init__(self, model: Model, count: int) -> None:
@@ -211,7 +212,7 @@ class Experts(nn.Module):  # type: ignore[misc]
         return torch.cat(outputs)
 
 
-class MixtureOfExperts(nn.Module):  # type: ignore[misc]
+class MixtureOfExperts(nn.Module):
     """A feed-forward block whose tokens go to the `topk` experts with the highest scores, and to the shared experts.
 
     With expert parallelism, each rank has as many experts, and copies of tokens travel to their ranks and back.
@@ -257,7 +258,7 @@ class MixtureOfExperts(nn.Module):  # type: ignore[misc]
         return collectives.all_to_all_single_autograd(outputs, sent, arrived, group)
 
 
-class Layer(nn.Module):  # type: ignore[misc]
+class Layer(nn.Module):
     """A layer with norms before its blocks. `expert`: the mesh of its experts, if it has some."""
 
     def __init__(self, model: Model, kind: domain.Layer, context: DeviceMesh | None, expert: DeviceMesh) -> None:
@@ -292,7 +293,7 @@ def layer_kinds(model: Model) -> tuple[domain.Layer, ...]:
     )
 
 
-class Transformer(nn.Module):  # type: ignore[misc]
+class Transformer(nn.Module):
     """A stage of a decoder: the embedding on the first one, layers, and the final norm and the head on the last one.
 
     It takes tokens, or the last stage's tensor between layers, and returns such a tensor, [batch, sequence, hidden], or
@@ -315,12 +316,12 @@ class Transformer(nn.Module):  # type: ignore[misc]
         return hidden if self.head is None or self.norm is None else self.head(self.norm(hidden))
 
 
-def rotary_angles(job: TrialJob, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
+def rotary_angles(job: Job, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the cosine and sine of each position, [2, sequence, 1, channels / 2], in the data type of activations."""
     channels = (job.model.multi_latent_attention and job.model.qk_pos_emb_head_dim) or job.model.kv_channels
     steps = torch.arange(0, channels, 2, device=device) / channels
     angles = positions.to(device)[:, None] / ROTARY_BASE**steps
-    return torch.stack((angles.cos(), angles.sin()))[:, :, None].to(DTYPES[job.train.precision])
+    return torch.stack((angles.cos(), angles.sin()))[:, :, None].to(DTYPES[job.precision])
 
 
 def rotated(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -335,7 +336,7 @@ def _gathered(tensor: torch.Tensor, context: DeviceMesh) -> torch.Tensor:
     return collectives.all_gather_tensor_autograd(tensor.contiguous(), gather_dim=2, group=(context, 0))
 
 
-def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Tensor, stage: int = 0) -> Transformer:
+def build(job: Job, meshes: Meshes, device: torch.device, angles: torch.Tensor, stage: int = 0) -> Transformer:
     """Return a stage of the model.
 
     One layer after the other is created, split and sharded, so that no rank holds the whole model.
@@ -345,9 +346,9 @@ def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Ten
     context = meshes.samples["cp"] if candidate.context > 1 else None
     with torch.device(device), _format(DTYPES[candidate.state_dtype]):
         whole = Transformer(job.model, angles, first=stage == 0, last=stage == job.stages - 1)
-        set_weights(whole, job.train.seed, "")
+        set_weights(whole, SEED, "")
         if job.adapter is not None:
-            freeze(whole, job.train.precision)
+            freeze(whole, job.precision)
         if tensor is not None:
             plan = {name: each for name, each in _edges_plan().items() if getattr(whole, name) is not None}
             parallelize_module(whole, tensor, plan, src_data_rank=None)
@@ -362,17 +363,15 @@ def build(job: TrialJob, meshes: Meshes, device: torch.device, angles: torch.Ten
             layer: nn.Module = Layer(job.model, kind, context, meshes.experts["ep"])
             if job.adapter is not None:
                 with_adapters(layer, job.adapter)
-            set_weights(layer, job.train.seed, f"layer{number}.", meshes.experts["ep"].get_local_rank())
+            set_weights(layer, SEED, f"layer{number}.", meshes.experts["ep"].get_local_rank())
             if job.adapter is not None:
-                freeze(layer, job.train.precision)
+                freeze(layer, job.precision)
             if kind.feed_forward == "experts":
                 _shard(layer.feed_forward.experts, job, meshes.experts, "efsdp")
             if tensor is not None:
                 parallelize_module(layer, tensor, _layer_plan(job.model), src_data_rank=None)
             if candidate.checkpointing != "none":
                 layer = _checkpointed(layer, candidate.checkpointing)
-            if candidate.compile:
-                layer.compile()
             _shard(layer, job, mesh)
             whole.layers[str(number)] = layer
         if whole.head is not None and not is_tied:
@@ -392,20 +391,19 @@ def _format(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(usual)
 
 
-def _shard(module: nn.Module, job: TrialJob, mesh: DeviceMesh, name: str = "fsdp", *, stays: bool = False) -> None:
+def _shard(module: nn.Module, job: Job, mesh: DeviceMesh, name: str = "fsdp", *, stays: bool = False) -> None:
     """Make a module a unit of FSDP2 over the dimension `name`. `stays`: its weights stay gathered until its backward.
 
     Gradients are means over all ranks with different tokens, of which only some have a weight of an expert.
     """
     candidate = job.candidate
-    dtype = DTYPES[job.train.precision]
+    dtype = DTYPES[job.precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=DTYPES[candidate.reduce_dtype])
     fully_shard(
         module,
         mesh=mesh["replicate", name] if candidate.replicate > 1 else mesh[name],
         reshard_after_forward=candidate.reshard_after_forward and candidate.pipeline == 1 and not stays,
         mp_policy=MixedPrecisionPolicy() if dtype is torch.float32 else policy,
-        offload_policy=CPUOffloadPolicy(pin_memory=job.device.type != "cpu") if candidate.offload else OffloadPolicy(),
     )
     if name != "fsdp":
         module.set_gradient_divide_factor(float(job.replicas * candidate.context))
