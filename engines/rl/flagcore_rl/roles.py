@@ -66,7 +66,10 @@ def _task(task: Task, work: TrainSpec | ServeSpec, devices: int, objective: str)
 
 
 def train_task(task: Task, devices: int, sequence: int, batch: int, adapter: Adapter | None = None) -> Task:
-    """Return the task of the trainer with samples of `sequence` tokens."""
+    """Return the task of the trainer with samples of `sequence` tokens.
+
+    It trains no multi-token prediction: verl's `model.mtp.enable` is false, and TRL and OpenRLHF train transformers.
+    """
     work = job_of(task)
     settings, kind = dict(work.trainer.settings), None
     if any(knob.name == "recompute_granularity" for knob in engine_of(work.trainer.engine, "rl.trainer.engine").knobs):
@@ -81,7 +84,8 @@ def train_task(task: Task, devices: int, sequence: int, batch: int, adapter: Ada
         settings=settings,
         adapter=adapter,
     )
-    return _task(task, train, devices, train.default_objective)
+    part = _task(task, train, devices, train.default_objective)
+    return replace(part, spec=replace(part.spec, model=replace(part.spec.model, mtp_num_layers=0)))
 
 
 def train_values(

@@ -58,6 +58,8 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, Steps, 
     """Training with FSDP2 in flagcore's own trial program. It reads commands of fine-tuning frameworks, also for other
     engines that they run on."""
 
+    trains_depths = False
+
     name = "fsdp2"
     kind = "train"
     knobs: tuple[Knob, ...] = space.KNOBS
