@@ -133,6 +133,8 @@ class Engine(ABC):
     """The kind of job: train, serve, or one that a distribution adds."""
     knobs: tuple[Knob, ...]
     """All knobs that specs and job records may set."""
+    trains_depths: bool = True
+    """Whether it trains the depths of multi-token prediction that the files of a model have."""
     modules: Mapping[str, str] = {}
     """The modules that trials import, and the pip requirement of each."""
     distribution: str = ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from flagcore.domain.chip import DeviceUse
+from flagcore.domain.cluster import Cluster
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 
@@ -168,6 +169,7 @@ class Costs:
     `run_slowdown`: the ratio of kernel times in a run on many devices to the times of `kernels`.
     `further`: the costs of each further node group, by the rank of the group's first device, in the order of ranks.
     `between`: the times of messages between node groups. None if there is only one group.
+    `others`: returns the costs of another engine on a cluster, from the same plugins. None: the same costs.
     """
 
     memory: MemoryModel
@@ -180,6 +182,11 @@ class Costs:
     run_slowdown: float = 1.0
     further: Mapping[int, Costs] = field(default_factory=dict)
     between: CollectiveCosts | None = None
+    others: Callable[[Cluster, str], Costs] | None = field(default=None, repr=False, compare=False)
+
+    def of(self, cluster: Cluster, engine: str) -> Costs:
+        """Return the costs of an engine that does a part of the task, on a part of its cluster."""
+        return self.others(cluster, engine) if self.others else self
 
     @property
     def groups(self) -> tuple[Costs, ...]:

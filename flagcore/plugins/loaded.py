@@ -228,6 +228,7 @@ class LoadedPlugins:
         self._detection_failures: dict[str, str] = {}
         self._finders: dict[Device, str] = {}
         self._too_slow: set[str] = set()
+        self._costs_of_parts: dict[str, Costs] = {}
 
     @classmethod
     def of(cls, plugins: Mapping[str, object]) -> LoadedPlugins:
@@ -368,7 +369,15 @@ class LoadedPlugins:
             synchronous=synchronous,
             overheads=support.overheads,
             run_slowdown=1.0 if synchronous else run_slowdown,
+            others=self._costs_of_part,
         )
+
+    def _costs_of_part(self, cluster: Cluster, engine: str) -> Costs:
+        """Return the costs of an engine that does a part of a task. They are computed once."""
+        key = repr((cluster, engine))
+        if key not in self._costs_of_parts:
+            self._costs_of_parts[key] = self.costs(cluster, engine)
+        return self._costs_of_parts[key]
 
     def environment(
         self, chip: Chip, engine: str, engine_version: str | None = None, task: Task | None = None

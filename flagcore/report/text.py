@@ -106,11 +106,20 @@ def search_time_text(time: SearchTime) -> str:
     return _(text, time=duration_text(seconds), start=of_starts, starts=starts, limit=limit)
 
 
+DEPTHS = "mtp_num_layers"
+"""The key of the assumed depths of multi-token prediction."""
+
+
 def assumed_text(assumed: Mapping[str, object]) -> str:
-    """Format the assumed implementation and settings of a plan."""
-    implementation, *items = assumed.items()
+    """Format the assumed implementation, settings and depths of multi-token prediction of a plan."""
+    settings = {key: value for key, value in assumed.items() if key != DEPTHS}
     text = N_("Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).")
-    return _(text, implementation=implementation[1], settings=settings_text(dict(items)))
+    of_depths = N_("Assumed: {depths} trained depths of multi-token prediction (set {key} to change).")
+    lines = [_(of_depths, depths=assumed[DEPTHS], key=f"train.{DEPTHS}")] if DEPTHS in assumed else []
+    if settings:
+        kind = settings.pop("implementation")
+        lines.insert(0, _(text, implementation=kind, settings=settings_text(settings)))
+    return "\n".join(lines)
 
 
 def settings_text(settings: Mapping[str, object]) -> str:

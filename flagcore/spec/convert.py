@@ -1,6 +1,7 @@
 """Reads spec files as `flagcore.domain.spec.Spec`, and checks rules that concern several sections."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from importlib import import_module
 from operator import or_
@@ -17,7 +18,7 @@ from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.knobs import Engines, kinds_of, knobs_of, knobs_of_engine, missing_engine
 from flagcore.spec.plain_data import plain, spec_error
-from flagcore.spec.schema import CommonSection
+from flagcore.spec.schema import CommonSection, with_depths
 from flagcore.spec.validate import Context, Section, located, validated
 
 
@@ -40,7 +41,11 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     if document is None or problems:
         raise join_errors(problems)
     try:
-        return _spec_of(document, kinds)
+        spec = _spec_of(document, kinds)
+        if isinstance(spec.work, TrainSpec):
+            model, work = with_depths(spec.model, spec.work, data["model"], engines.get(spec.work.engine))
+            spec = replace(spec, model=model, work=work)
+        return spec
     except SpecError as error:
         problem_of_sections = error
     raise located(problem_of_sections, (), file)

@@ -27,7 +27,7 @@ from flagcore.spec.knobs import (
 )
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import load_json, plain, spec_error
-from flagcore.spec.schema import TrainJob
+from flagcore.spec.schema import TrainJob, with_depths
 from flagcore.spec.validate import Context, Devices, Rate, Section, Text, Word, checked, rule
 
 
@@ -129,8 +129,11 @@ def read_job(line: Mapping[str, object], engines: Engines) -> JobRecord:
     engine = section.get("engine")
     knobs = knobs_of(engine, engines, f"{kind}.engine", kind=kind) if isinstance(engine, str) else ()
     record, fields = reader.read_record(line, data, section, knobs)
+    model = record.model
+    if isinstance(fields["work"], TrainSpec):
+        model, fields["work"] = with_depths(model, fields["work"], data["model"], engines.get(str(engine)))
     cluster = {"chip", "devices", "devices_per_node", "nic_bytes_per_second", "cpus_per_node"}
-    return JobRecord(id=record.id, model=record.model, **record.cluster.model_dump(include=cluster), **fields)
+    return JobRecord(id=record.id, model=model, **record.cluster.model_dump(include=cluster), **fields)
 
 
 ReadRecord = tuple[AnyRecord, dict[str, Any]]

@@ -5,6 +5,7 @@ Validation replaces each section with a record of `flagcore.domain`.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
@@ -13,9 +14,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, JsonValue, create_model
 
+from flagcore.contracts import Engine
 from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Knob
 from flagcore.domain.lengths import Lengths
+from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter, Control, Precision, Target, TrainSpec
 from flagcore.i18n import _
 from flagcore.spec.clusters import ClusterSection, cluster_of
@@ -30,6 +33,7 @@ from flagcore.spec.validate import (
     Fraction,
     M,
     Memory,
+    NoLayers,
     NoSteps,
     PlannedSteps,
     Probes,
@@ -160,6 +164,9 @@ class TrainJob(Section):
     """Implementation of the layers; null: the engine's default."""
     adapter: Annotated[AdapterSection, rule(adapter_of)] | None = None
     """Low-rank adapters that are trained, the other weights are frozen; null: all weights are trained."""
+    mtp_num_layers: NoLayers | None = None
+    """Depths of multi-token prediction that are trained; null: those of an inline shape, or of a model's files if the
+    engine trains them and there are no adapters."""
 
 
 class TrainSection(TrainJob):
@@ -253,6 +260,30 @@ def train_of(train: TrainSection, context: Context) -> TrainSpec:
         directory = context.base / (train.directory or ".")
         fields |= {"command": tuple(train.command), "directory": str(directory.resolve())}
     return TrainSpec(**fields)
+
+
+def with_depths(model: Model, train: TrainSpec, source: object, engine: Engine | None) -> tuple[Model, TrainSpec]:
+    """Return the model with the depths of multi-token prediction that a job trains, and the job with those assumed.
+
+    `source`: the model as plain data. An inline shape states its depths. Files and public names state those of the
+    checkpoint, which programs for fine-tuning drop unless they are asked to train them. Raises SpecError for two
+    different numbers.
+    """
+    given, own = train.mtp_num_layers, model.mtp_num_layers
+    is_shape = isinstance(source, Mapping) and "model_type" not in source
+    stated = source.get("mtp_num_layers") if isinstance(source, Mapping) and is_shape else None
+    if given is not None:
+        if stated not in (None, given):
+            problem, fix = (
+                _("contradicts {key} = {value}", key="model.mtp_num_layers", value=stated),
+                _("remove one of the two"),
+            )
+            raise spec_error("train.mtp_num_layers", problem, value=given, fix=fix)
+        return replace(model, mtp_num_layers=given), train
+    if is_shape or not own:
+        return model, train
+    depths = 0 if train.adapter or (engine and not engine.trains_depths) else own
+    return replace(model, mtp_num_layers=depths), replace(train, assumed_depths=depths)
 
 
 class TunerSection(SearchSection):

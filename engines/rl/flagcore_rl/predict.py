@@ -31,7 +31,6 @@ from flagcore_rl.roles import (
     SHARD,
     STALENESS,
     THREADS,
-    costs_of,
     engine_of,
     keys_of,
     serve_task,
@@ -137,7 +136,7 @@ def predict(
     trained = _once(
         candidates,
         lambda values: not values.startswith("rollout_") or values == DEVICES,
-        lambda task, found: _train(task, found, framework),
+        lambda task, found: _train(task, found, costs, framework),
         task,
     )
     rolled = _once(
@@ -213,7 +212,7 @@ def batches(
 
 
 @keys_of("rl.trainer.")
-def _train(task: Task, candidates: list[Values], framework: Framework) -> list[_Trained]:
+def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framework) -> list[_Trained]:
     work = job_of(task)
     engine = engine_of(work.trainer.engine, "rl.trainer.engine")
     groups: dict[tuple[int, int, int, int, bool], list[int]] = {}
@@ -237,7 +236,8 @@ def _train(task: Task, candidates: list[Values], framework: Framework) -> list[_
     for (devices, sequence, held, batch, forward), members in groups.items():
         part = train_task(task, devices, sequence, batch, None if forward else work.trainer.adapter)
         rows = [train_values(engine, candidates[row], devices, held, recompute=not forward) for row in members]
-        predictions = engine.predict(part, _stacked(engine, part, rows), costs_of(part))
+        own = costs.of(part.cluster, part.spec.work.engine)
+        predictions = engine.predict(part, _stacked(engine, part, rows), own)
         if forward:
             times = predictions.time_s
             passes = [share * times[name] for name, share in FORWARD_PARTS.items() if name in times]
@@ -263,7 +263,7 @@ def _roll(task: Task, candidates: list[Values], costs: Costs, framework: Framewo
     found: dict[int, _Rolled] = {}
     for devices, members in groups.items():
         part = serve_task(task, devices)
-        own = costs_of(part)
+        own = costs.of(part.cluster, part.spec.work.engine)
         own = replace(own, overheads={**framework.rollout, **costs.overheads, **own.overheads})
         rows = [serve_values(engine, candidates[row], devices, framework.memory_share) for row in members]
         for start in range(0, len(rows), 64):  # so that all are simulated

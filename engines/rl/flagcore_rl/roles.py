@@ -7,13 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 from flagcore_serving.job import Load, ServeSpec
 
 from flagcore import plugins
-from flagcore.contracts import Costs, Engine
+from flagcore.contracts import Engine
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Adapter, SettingValue, Task, TrainSpec
@@ -34,22 +32,6 @@ USUAL: Mapping[str, SettingValue] = {"overlap_grad_reduce": True, "overlap_param
 USUAL_EXPERTS: Mapping[str, SettingValue] = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
 """What the frameworks set in a trainer that has such settings, and for experts: NeMo-RL v0.5.0 `grpo_math_1B.yaml`, and
 the bridges of NeMo-RL and verl (Megatron-Bridge, mbridge `qwen3moe.py`)."""
-
-
-@cache
-def _loaded() -> Any:
-    return plugins.with_overlay(plugins.load_plugins(), lambda _text: None)
-
-
-_COSTS: dict[str, Costs] = {}
-
-
-def costs_of(task: Task) -> Costs:
-    """Return the costs of a role, which has its own engine and devices."""
-    key = repr((task.cluster, task.spec.work.engine))
-    if key not in _COSTS:
-        _COSTS[key] = _loaded().costs(task.cluster, task.spec.work.engine)
-    return _COSTS[key]
 
 
 def engine_of(name: str, key: str) -> Engine:
@@ -84,7 +66,10 @@ def _task(task: Task, work: TrainSpec | ServeSpec, devices: int, objective: str)
 
 
 def train_task(task: Task, devices: int, sequence: int, batch: int, adapter: Adapter | None = None) -> Task:
-    """Return the task of the trainer with samples of `sequence` tokens."""
+    """Return the task of the trainer with samples of `sequence` tokens.
+
+    It trains no multi-token prediction: verl's `model.mtp.enable` is false, and TRL and OpenRLHF train transformers.
+    """
     work = job_of(task)
     settings, kind = dict(work.trainer.settings), None
     if any(knob.name == "recompute_granularity" for knob in engine_of(work.trainer.engine, "rl.trainer.engine").knobs):
@@ -99,7 +84,8 @@ def train_task(task: Task, devices: int, sequence: int, batch: int, adapter: Ada
         settings=settings,
         adapter=adapter,
     )
-    return _task(task, train, devices, train.default_objective)
+    part = _task(task, train, devices, train.default_objective)
+    return replace(part, spec=replace(part.spec, model=replace(part.spec.model, mtp_num_layers=0)))
 
 
 def train_values(

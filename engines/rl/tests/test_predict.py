@@ -16,6 +16,8 @@ from flagcore import api
 from flagcore.api.inputs import open_spec
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
+from tests.plugins.conftest import Install
+from tests.plugins.conftest import install as install
 
 MODEL = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 8, "ffn_hidden_size": 4096, "vocab_size": 32000}
 LENGTHS = {"mean": 300.0, "longest": 1024}
@@ -47,6 +49,24 @@ def predicted(*records: Mapping[str, Any]) -> list[dict[str, Any]]:
     answers = list(api.estimate_jobs({**each, "id": str(number)} for number, each in enumerate(records)))
     assert [each["status"] for each in answers] == ["ok"] * len(answers), answers
     return answers
+
+
+PLUGIN = """
+    from flagcore.hooks import hookimpl
+    from flagcore.physics.roofline import PlainMemory
+
+    @hookimpl
+    def flagcore_memory_model(group, engine):
+        return PlainMemory(capacity=80e9, context_bytes=30e9) if engine == "megatron" else None
+"""
+
+
+def test_roles_ask_the_plugins_of_the_command(install: Install) -> None:
+    (before,) = api.estimate_jobs([record()])
+    install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
+    (asked,), (without,) = (api.estimate_jobs([record()], without=names) for names in ((), ("acme",)))
+    assert without == before
+    assert asked["memory"]["device_used_gib"] > before["memory"]["device_used_gib"] + 20
 
 
 def seconds(answer: Mapping[str, Any]) -> float:

@@ -64,6 +64,7 @@ NAMES = {"AUTOTP": AUTOTP, "HPZ": HPZ, "OFFLOAD": OFFLOAD, "ULYSSES": ULYSSES, "
 class DeepSpeed(Trainer, Commands, JobRecords):
     """Training with a script that calls `deepspeed.initialize`."""
 
+    trains_depths = False
     keeps_scripts = True
     distribution = "deepspeed"
     releases = ">=0.10,<0.20"

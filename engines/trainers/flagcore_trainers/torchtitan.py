@@ -50,6 +50,7 @@ PROGRAM: Mapping[str, Any] = package_yaml(__package__, "torchtitan.yaml")
 class TorchTitan(Trainer, Commands):
     """Training with torchtitan, whose replicas share weights with FSDP2."""
 
+    trains_depths = False
     keeps_scripts = True
     distribution = "torchtitan"
     releases = ">=0.1,<0.4"

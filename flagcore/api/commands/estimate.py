@@ -22,12 +22,12 @@ from flagcore.domain.metrics import PER_DEVICE
 from flagcore.domain.prediction import Predictions, idle_of
 from flagcore.domain.records import model_table, prediction_record
 from flagcore.domain.space import IntArray, KnobValue, Space
-from flagcore.domain.spec import AUTO, Spec, Task, pareto
+from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
-from flagcore.report.text import candidate_line
+from flagcore.report.text import DEPTHS, candidate_line
 from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.feasibility import (
     crowded_baseline_text,
@@ -203,9 +203,11 @@ def _runs(problem: Problem) -> str:
 
 
 def _assumed(task: Task) -> Mapping[str, Any]:
-    """Return the implementation and the settings that a plan assumes. The mapping is empty if it assumes none."""
+    """Return the implementation, the settings and the depths of multi-token prediction that a plan assumes, if any."""
     work = task.spec.work
-    return {"implementation": task.spec.train.implementation, **work.assumed} if work.assumed else {}
+    found = {"implementation": task.spec.train.implementation, **work.assumed} if work.assumed else {}
+    depths = work.assumed_depths if isinstance(work, TrainSpec) else None
+    return found if depths is None else {**found, DEPTHS: depths}
 
 
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
@@ -218,7 +220,7 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
     for row, found in zip(rows, detailed_predictions(problem.platform, space.columns(rows)), strict=True):
         candidate = space.candidate(int(row))
         more: dict[str, Any] = {}
-        if _assumed(task):
+        if task.spec.work.assumed:
             more["assumed"] = optional(problem.engine, Production).assumed(task, candidate)
         if limits:
             figures = {name: found.figures.get(name, 0.0) for name in limits}

@@ -39,6 +39,8 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, WholeMo
     """Training with FSDP2 in any program, which is predicted and not run. It reads commands of fine-tuning frameworks,
     also for other engines that they run on."""
 
+    trains_depths = False
+
     name = "fsdp2"
     kind = "train"
     knobs: tuple[Knob, ...] = space.KNOBS
