@@ -123,7 +123,7 @@ def _stages(data: Figures) -> Figures:
     from flagcore import plugins
     from flagcore.api.inputs import loaded_plugins
     from flagcore.contracts import Problem
-    from flagcore.domain.prediction import PastMeasurements
+    from flagcore.domain.features import PastMeasurements
     from flagcore.spec.convert import parse_spec
     from flagcore.tuner.search_state import SearchState
     from flagcore.tuner.stages.build import build, legality

@@ -251,7 +251,7 @@ def _task_of(record: Mapping[str, Any], engine: Engine, find_chip: Callable[[str
     devices = min(job.devices_per_node, job.devices)
     group = NodeGroup(chip=find_chip(job.chip), nodes=job.devices // devices, devices_per_node=devices)
     spec = Spec(model=job.model, cluster=ClusterSpec(chip=group.chip.name), work=job.work)
-    task, values, _ = engine.published(Task(spec=spec, cluster=Cluster(groups=(group,))), job.candidate, job.notes)
+    task, values, *_ = engine.published(Task(spec=spec, cluster=Cluster(groups=(group,))), job.candidate, job.notes)
     return task, engine.columns(task, values)
 
 

@@ -16,7 +16,7 @@ from sweeps import Sweep
 
 from flagcore.api.jobs import MAX_PAST
 from flagcore.contracts import Choice, Problem, Strategy
-from flagcore.domain.prediction import Observations, PastMeasurements
+from flagcore.domain.features import Observations, PastMeasurements
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState

@@ -109,7 +109,7 @@ def read(files: Sequence[str]) -> list[Points]:
             spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
             engine = plugins.find_engine(job.work.engine)
             plain_task = Task(spec=spec, cluster=Cluster(groups=(chips[key][1],)))
-            task, values, _ = engine.published(plain_task, job.candidate, "")
+            task, values, *_ = engine.published(plain_task, job.candidate, "")
             columns = engine.columns(task, values)
             version = task.spec.serve.engine_version
             groups[(*key, job.model, job.work.precision, version)].append((index, line, task, columns))

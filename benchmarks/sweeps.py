@@ -20,9 +20,10 @@ from flagcore import plugins
 from flagcore.contracts import Costs, Engine, Platform, Problem
 from flagcore.domain.chip import Chip
 from flagcore.domain.prediction import Predictions
+from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Axis, Candidate, FloatArray, IntArray, Space
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, JobRecord, Spec, Task
-from flagcore.domain.trial import Probe, RankMeasurement, RankProbe, TrialState
+from flagcore.domain.trial import TrialState
 from flagcore.errors import FlagError
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
@@ -195,7 +196,7 @@ def _probe(row: _Row, candidate: Candidate, engine: Engine, costs: Costs) -> Pro
         return RankProbe(
             rank=report["rank"],
             state=TrialState(report["state"]),
-            predicted=engine.rank(row.task, row.columns, report["rank"], costs),
+            predicted=engine.probes.predict(row.task, row.columns, report["rank"], costs),
             measured=RankMeasurement(**report["measured"]) if report["measured"] else None,
             reason=report["reason"],
             duration_s=report["duration_s"],
@@ -227,7 +228,7 @@ def left_out(costs: Costs, chip: Chip, source: str) -> Costs:
 def _row(job: JobRecord, measured: Mapping[str, Any], engine: Engine, bare: Task) -> list[_Row]:
     """Return a record in the form for predictions, None if it cannot be predicted."""
     try:
-        task, values, _ = engine.published(bare, job.candidate, job.notes)
+        task, values, *_ = engine.published(bare, job.candidate, job.notes)
         columns = engine.columns(task, values)
     except FlagError:
         return []

@@ -50,6 +50,7 @@ class Service(Work):
     """A job that is not training: a service without steps."""
 
     kind = "serve"
+    start_seconds = 1200.0
     default_objective = cheapest_objective = "output_tokens_per_s"
     has_steps = False
 

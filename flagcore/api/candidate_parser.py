@@ -29,12 +29,7 @@ def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], f
     """
     axes = problem.legality.axes
     given_values = _knob_values(text, axes, problem.knobs)
-    for axis in axes:
-        value, listed = given_values.get(axis.knob), (*axis.values, axis.neutral, *axis.extra_values)
-        is_unknown = axis.knob in given_values and knob_of(axis.knob, problem.knobs).effects and value not in listed
-        if is_unknown or (isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed):
-            text = N_("{knob} = {value} is not a valid value; {values}")
-            raise UsageError(_(text, knob=axis.knob, value=value, values=values_of(axis)))
+    _require_valid(given_values, axes, problem.knobs)
     fixed_values = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
     try:
         whole, plain = (
@@ -53,6 +48,16 @@ def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], f
     return {knob: (columns if knob in given_values else canonical_columns)[knob] for knob in columns}, frozenset(
         given_values
     )
+
+
+def _require_valid(values: Mapping[str, KnobValue], axes: Sequence[Axis], knobs: Knobs) -> None:
+    """Raise UsageError for a number below 1, or a value of a knob with effects, that the knob does not list."""
+    for axis in axes:
+        value, listed = values.get(axis.knob), (*axis.values, axis.neutral, *axis.extra_values)
+        is_unknown = axis.knob in values and knob_of(axis.knob, knobs).effects and value not in listed
+        if is_unknown or (isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed):
+            text = N_("{knob} = {value} is not a valid value; {values}")
+            raise UsageError(_(text, knob=axis.knob, value=value, values=values_of(axis)))
 
 
 def broken_rules_of(problem: Problem, columns: Columns) -> list[ExcludingRule]:
@@ -83,13 +88,8 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
             raise UsageError(_("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=values_text))
         if off or value is None:
             values: dict[str, KnobValue] = {axis.knob: not off if axis.is_flag else axis.neutral}
-        elif (further := details(axis.knob, knobs)) and value.casefold() not in (*YES, *NO):
-            if len(value.split()) > len(further):
-                raise UsageError(_("{part}: expected {knobs}, in this order", part=part, knobs=", ".join(further)))
-            pairs = zip(further, value.split(), strict=False)
-            values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in pairs}
         else:
-            values = {axis.knob: _value(value, axis)}
+            values = _values_of_part(part, axis, value, by_name, details(axis.knob, knobs))
         if twice := knob_values.keys() & values:
             raise UsageError(_("{part}: repeated knob: {knobs}", part=part, knobs=", ".join(twice)))
         knob_values |= values
@@ -98,6 +98,18 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
     if not knob_values:
         raise UsageError(_("{text!r} contains no knob; {knobs}", text=text[:MAX_TEXT], knobs=_knobs(axes, knobs)))
     return knob_values
+
+
+def _values_of_part(
+    part: str, axis: Axis, value: str, by_name: Mapping[str, Axis], further: Sequence[str]
+) -> dict[str, KnobValue]:
+    """Return the values of a knob and, if `value` has those instead, of the knobs `further` that refine it."""
+    if not further or value.casefold() in (*YES, *NO):
+        return {axis.knob: _value(value, axis)}
+    if len(value.split()) > len(further):
+        raise UsageError(_("{part}: expected {knobs}, in this order", part=part, knobs=", ".join(further)))
+    pairs = zip(further, value.split(), strict=False)
+    return {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in pairs}
 
 
 def _named_knobs(

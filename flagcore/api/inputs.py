@@ -1,6 +1,5 @@
 """Reads specs as users pass them, loads their plugins, and logs warnings to the logger `flagcore`."""
 
-import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -9,21 +8,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-
+from flagcore.api.notes import LOG, warn, warn_about_problem
 from flagcore.contracts import Problem
-from flagcore.contracts.capabilities import Advice, Details, Servers, Shortening, optional
-from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness, unknown_chip_hint
+from flagcore.domain.chip import unknown_chip_hint
 from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.metrics import LATENCIES, STATISTICS
 from flagcore.domain.prediction import Labels
-from flagcore.domain.secrets import redact_data, secrets_in_data
-from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, PRECISIONS, Spec, Task
+from flagcore.domain.secrets import secrets_in_data
+from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, Spec
 from flagcore.domain.units import SECONDS, parse_amount
 from flagcore.errors import FlagError, SpecError, UsageError, join_errors
-from flagcore.i18n import N_, _, printable
-from flagcore.physics.roofline import RUNS_AS
+from flagcore.i18n import N_, _
 from flagcore.plugins import (
     LAUNCHERS,
     STRATEGIES,
@@ -40,10 +36,10 @@ from flagcore.plugins import (
 from flagcore.report.formats import as_yaml
 from flagcore.spec.clusters import without_spares
 from flagcore.spec.convert import check_engines, engines_of, parse_spec, select_engine
-from flagcore.spec.models import absolute_model, model_from, public_name
+from flagcore.spec.models import absolute_model
 from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
 from flagcore.spec.validate import located
-from flagcore.tuner.problem import OnUsual, build_problem, recommended_row
+from flagcore.tuner.problem import OnUsual, build_problem
 
 
 @dataclass(frozen=True)
@@ -63,8 +59,6 @@ class LoadedSpec:
 SpecLike: TypeAlias = Path | str | LoadedSpec | Mapping[str, Any]
 """A spec: its file, or its content as data. Relative paths in data are relative to the working directory."""
 
-DEVICE_KNOBS = ("instances", "tensor_model_parallel_size", "pipeline_model_parallel_size")
-"""The knobs that increase the number of devices of a server. Warnings advise them."""
 
 UNNAMED = Path("spec")
 """The name of a spec without a file, in messages and for the folder of its run."""
@@ -218,16 +212,14 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
 def labels_of_spec(data: Mapping[str, Any]) -> Labels:
     """Return the labels of the engine of a spec. They are empty if the engine is not installed."""
     with suppress(FlagError, KeyError):
-        return optional(engines(data)[_engine_name(data) or ""], Details).labels
+        labels: Labels = engines(data)[_engine_name(data) or ""].plans.labels
+        return labels
     return Labels()
 
 
 def _engine_name(data: Mapping[str, Any]) -> str | None:
     """Return the name of the first engine that a spec names, or None."""
     return next(iter(engines_of(data, kinds())), None)
-
-
-LOG = logging.getLogger("flagcore")
 
 
 @contextmanager
@@ -317,7 +309,7 @@ def _min_nodes_error(spec: Spec) -> str:
     """Return why trials cannot continue on fewer nodes, or an empty string if they can or `min_nodes` is not set."""
     if spec.cluster.min_nodes is None:
         return ""
-    if not optional(engine_of(spec.work), Shortening).replicas:
+    if not engine_of(spec.work).replicas:
         return _("needs an engine with data-parallel replicas")
     if not spec.on_each_host:
         return _("needs auto_tuner.launcher and hosts")
@@ -410,97 +402,3 @@ def check_spec(spec: SpecLike, without: Collection[str] = (), base: Path | None 
             failed.append(error)
     if len(failed) == len(several):
         raise failed[0]
-
-
-def warn_about_problem(problem: Problem) -> None:
-    """Warn about everything in a search problem that the user may want to change.
-
-    The warnings are about engines that are untested on the chip, devices that no candidate or not the fastest one uses,
-    a slow precision, environment variables that differ from the plugins', and settings without effect.
-    """
-    support, task, engine = problem.platform.support, problem.task, problem.engine
-    name, lines = task.spec.work.engine, list[object]()
-    unknown = support.reason if support.support is Support.UNKNOWN else ""
-    if reasons := [reason for reason in (unknown, engine.untested) if reason]:
-        names = {"engine": name, "chip": task.cluster.chips, "reason": "; ".join(map(_, reasons))}
-        lines.append(_("{engine} on {chip}: untested; {reason}", **names))
-    warn([*lines, *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
-    warn(problem.platform.unmodelled)
-    advice = optional(engine, Advice)
-    warn([*advice.spec_warnings(task.spec), *advice.task_warnings(task)])
-
-
-def _task_notes(task: Task) -> Iterator[str]:
-    """Yield notes on the shape of a public model that a similar name or path has, and on chips: names of families,
-    assumed networks, estimated links, and precisions that are slow.
-
-    A precision is slow if matrix products of a training job are much slower in it than in fp32.
-    """
-    name = task.spec.model.name
-    public = public_name(name)
-    if public and public.lower() != name.lower() and model_from(name, base=Path()) == task.spec.model:
-        yield _("model {name} is not a file or folder: the shape of {public} is used", name=name, public=public)
-    sections = task.spec.cluster.groups or (task.spec.cluster,)
-    for section, group in zip(sections, task.cluster.groups, strict=False):
-        if section.chip != AUTO and not group.chip.has_name(section.chip):
-            text = N_("chip {name} means {chip}; name another variant by its own name")
-            yield _(text, name=section.chip, chip=group.chip.name)
-    precision = task.spec.work.computes_in
-    for name, group in {group.chip.name: group for group in task.cluster.groups}.items():
-        if group.chip.nic_bytes_per_second == ASSUMED_NETWORK:
-            text = N_(
-                "the network bandwidth between hosts of {chip} is unknown: {rate:.0f} GB/s per device is assumed; "
-                "set {key} to its value"
-            )
-            key = f"cluster.{'groups.' if task.spec.cluster.groups else ''}nic_bytes_per_second"
-            yield _(text, chip=name, rate=ASSUMED_NETWORK.value / 1e9, key=key)
-        stored = "" if precision else task.spec.work.precision
-        if (
-            stored in (*PRECISIONS, "mxfp4")
-            and (rates := group.chip.dense_flops_per_second)
-            and RUNS_AS.get(stored, stored) not in rates
-        ):
-            text = N_(
-                "{chip} has no {precision} units: {engine} is assumed to convert the weights in each product, which "
-                "saves memory, but no compute"
-            )
-            yield _(text, chip=name, precision=stored, engine=task.spec.work.engine)
-        link = group.chip.figures.get("link.bytes_per_second") if group.devices_per_node > 1 else None
-        if link and link.source.kind == "estimated":
-            text = N_("the bandwidth between devices of {chip} is estimated: {rate:.3g} GB/s ({source})")
-            yield _(text, chip=name, rate=link.value / 1e9, source=link.source.detail)
-        if (ratio := slowness(group.chip, precision)) >= MUCH_SLOWER:
-            text = N_(
-                "products in {precision} are {ratio} times slower than in fp32 on {chip}: set train.precision: auto"
-            )
-            yield _(text, precision=precision, ratio=f"{ratio:.2g}", chip=name)
-
-
-def _idle_devices(problem: Problem) -> list[str]:
-    """Return a warning if no candidate of a server uses all devices that a trial may use.
-
-    If all are used by some candidate, but not by the recommended one, return a warning about that.
-    """
-    work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
-    columns = problem.space.columns(rows) if rows.size else problem.space.columns()
-    if work.has_steps or not len(problem.space):
-        return []
-    used = optional(problem.engine, Servers).device_counts(task.for_engine(), columns)
-    usable_count = work.cards or task.cluster.devices
-    if (max_used := int(used.max())) < usable_count:
-        text = _("candidates use at most {most} of {usable} devices; ", most=max_used, usable=usable_count)
-        listed = [name for name in DEVICE_KNOBS if name in problem.knobs and task.spec.space.get(name) != AUTO]
-        change = _("set {knobs} to auto in auto_tuner.space, or ", knobs=", ".join(listed)) if listed else ""
-        return [text + change + _("set auto_tuner.cards: {most}", most=max_used)]
-    first = recommended_row(problem)
-    if first is not None and np.isfinite(problem.predictions.step_time_s[first]):
-        of_plan = int(used[rows == first][0])
-        text = _("the recommended candidate uses {used} of {usable} devices", used=of_plan, usable=usable_count)
-        return [text] if of_plan < usable_count else []
-    return []
-
-
-def warn(texts: Iterable[object]) -> None:
-    """Log each of `texts` without secrets as a warning."""
-    for text in texts:
-        LOG.warning("%s", printable(str(redact_data(text))))

@@ -16,13 +16,13 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.contracts import Costs, Engine, Platform, Problem
-from flagcore.contracts.capabilities import Probes, Shortening, Sizes, optional, probing, records_of
+from flagcore.contracts import Costs, Engine, Platform, Problem, probes_of
 from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import TaskAdvice
+from flagcore.domain.features import Observations, PastMeasurements, features
 from flagcore.domain.knob import Knob
-from flagcore.domain.prediction import Observations, PastMeasurements, Prediction, components_of_row, features
+from flagcore.domain.prediction import Prediction, components_of_row
 from flagcore.domain.records import GIB, prediction_record, rank_record
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task, TrainSpec
@@ -139,7 +139,7 @@ class _Jobs:
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices, cpus_per_node=job.cpus_per_node)
             self._hardware[cluster] = group, self._loaded.costs(Cluster(groups=(group,)), *software)
         (group, group_costs), engine = self._hardware[cluster], self._engines[job.work.engine]
-        if job.rank is not None and not isinstance(engine, Probes):
+        if job.rank is not None and engine.probes is None:
             raise SpecError(
                 key="rank", value=job.rank, problem=f"is not predicted by {engine.name}", fix="leave it out"
             )
@@ -148,11 +148,10 @@ class _Jobs:
         plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))
         if cluster not in self._advice:
             self._advice[cluster] = self._loaded.check_task(plan_task)
-        records = records_of(engine)
-        task, values, noted = records.published(plan_task, job.candidate, job.notes)
+        found = engine.published(plan_task, job.candidate, job.notes)
         advice = self._advice[cluster]
         not_predicted = unmodelled(plan_task, engine, self._loaded, advice)
-        warnings = (*records.job_warnings(task, values, job.work.settings, noted), *map(str, not_predicted))
+        (task, values, noted), warnings = found[:3], (*found.warnings, *map(str, not_predicted))
         row = _Row(place, values, engine.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr((task.spec.work, task.spec.space))
         platform = Platform(
@@ -184,7 +183,7 @@ def _predicted(platform: Platform, rows: Sequence[_Row], *, details: bool) -> di
         warnings = {"warnings": list(row.warnings)} if row.warnings else {}
         answers[row.place] = {"status": "ok", **warnings, **prediction_record(found)}
         if row.rank is not None:
-            rank = probing(engine).rank(task, _take(columns, [number]), row.rank, platform.costs)
+            rank = probes_of(engine).predict(task, _take(columns, [number]), row.rank, platform.costs)
             answers[row.place]["rank"] = rank_record(rank)
     return answers
 
@@ -278,7 +277,7 @@ def _observations(
     columns = {knob: np.concatenate([one_row[knob] for one_row in encoded]) for knob in encoded[0]}
     columns = canonical(columns, legal.merges)
     predictions = predict_columns(platform, columns)
-    sizes = optional(engine, Sizes).sizes(task.for_engine(), columns)
+    sizes = engine.sizes(task.for_engine(), columns)
     known_features = features(legal.axes, columns, predictions, sizes)
     figures = (("step_time_s", predictions.step_time_s, 1.0), ("device_used_gib", predictions.device_used_bytes, GIB))
     pairs = []
@@ -370,10 +369,10 @@ def predicted_like(problem: Problem, job: JobRecord) -> Prediction | None:
     """Return the prediction with the layout and all settings of a published job, or None if they are illegal."""
     train, engine = problem.task.spec.train, problem.engine
     lengths = {key: getattr(train, key) for key in ("seq_length", "global_batch_size", "precision")}
-    values = {key: value for key, value in job.candidate.items() if key != optional(engine, Shortening).replicas}
+    values = {key: value for key, value in job.candidate.items() if key != engine.replicas}
     with suppress(FlagError):
         task = replace(problem.task, spec=replace(problem.task.spec, work=replace(job.work, **lengths)), knobs=())
-        task, values, _noted = records_of(engine).published(task, values, job.notes)
+        task, values = engine.published(task, values, job.notes)[:2]
         platform, columns = replace(problem.platform, task=task), engine.columns(task, values)
         if not any(rule.broken(columns).any() for rule in legality(platform).rules):
             return predict_columns(platform, columns).row(0)

@@ -9,13 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flagcore.api.inputs import UNNAMED, LoadedSpec, OpenedSpec, SpecLike, knobs_of_spec, open_spec, warn
+from flagcore.api.inputs import UNNAMED, LoadedSpec, OpenedSpec, SpecLike, knobs_of_spec, open_spec
 from flagcore.api.jobs import detailed_predictions
+from flagcore.api.notes import warn
 from flagcore.contracts import Problem, SearchContext
+from flagcore.domain.features import PastMeasurements
 from flagcore.domain.files import open_regular, read_regular
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import Speedup
-from flagcore.domain.prediction import PastMeasurements, Prediction
+from flagcore.domain.prediction import Prediction
 from flagcore.domain.secrets import redact_text
 from flagcore.domain.space import Axis, Candidate, Columns, Pruned
 from flagcore.domain.spec import Spec, Task

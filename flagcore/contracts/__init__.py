@@ -4,7 +4,7 @@ Engines and launchers inherit from the base classes `Engine` and `Launcher`. The
 implementation need not inherit from them.
 """
 
-from flagcore.contracts.engine import Engine, HostSetup, Platform
+from flagcore.contracts.engine import Engine, HostSetup, Platform, Probes, commands_of, probes_of, unsupported
 from flagcore.contracts.exchange import (
     CommandReader,
     Exporter,
@@ -17,6 +17,7 @@ from flagcore.contracts.exchange import (
     PageWriter,
 )
 from flagcore.contracts.launcher import HeldHosts, HostCheck, Launcher, Network, RunningLaunch
+from flagcore.contracts.parts import Bounds, Commands, Plans, Published, Steps, differs_only
 from flagcore.contracts.plugin import (
     AttentionShape,
     CollectiveCosts,
@@ -33,9 +34,11 @@ from flagcore.contracts.search import LEADERS, Choice, Event, OnEvent, Problem, 
 __all__ = [
     "LEADERS",
     "AttentionShape",
+    "Bounds",
     "Choice",
     "CollectiveCosts",
     "CommandReader",
+    "Commands",
     "Costs",
     "Engine",
     "Event",
@@ -55,14 +58,22 @@ __all__ = [
     "Network",
     "OnEvent",
     "PageWriter",
+    "Plans",
     "Platform",
+    "Probes",
     "Problem",
     "PruningRule",
+    "Published",
     "RunningLaunch",
     "SearchContext",
+    "Steps",
     "Strategy",
     "Telemetry",
     "Watcher",
+    "commands_of",
     "communicator_bytes",
     "device_use",
+    "differs_only",
+    "probes_of",
+    "unsupported",
 ]

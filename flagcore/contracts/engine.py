@@ -1,30 +1,28 @@
 """The base class of engines, and `Platform`, which is a task with everything that plugins provide for it.
 
-What only some engines can do is in `flagcore.contracts.capabilities`.
+What a single engine can do is a part of it: see `flagcore.contracts.parts`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from flagcore.contracts.plugin import Costs, Telemetry
+from flagcore.contracts.parts import Bounds, Commands, Plans, Published, Steps, differs_only
+from flagcore.contracts.plugin import Costs, PruningRule, Telemetry
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport, Unmodelled, ValueRule
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Axis, Candidate, Columns, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.launch import FailurePattern, Launch, ServerGroups
+from flagcore.domain.prediction import Predictions, RankPrediction
+from flagcore.domain.probe import RankMeasurement
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
-from flagcore.domain.trial import Measurement
+from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError
-
-START_SECONDS = 300.0
-"""The default of `Engine.start_seconds`. In this time, a trial imports modules, starts a process on each device,
-builds the model and runs the first step. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +116,40 @@ class Platform:
         return setup.support if setup else self.support, {**spec.envs, **group_envs, **host_envs}
 
 
+class Probes(ABC):
+    """Runs single ranks of a larger job on one device.
+
+    The predictions of an engine with probes must have the parts `compute_s` and `optimizer_s`.
+    """
+
+    @abstractmethod
+    def ready(self, spec: Spec) -> None:
+        """Raise SpecError or NoDevice, with the reason, if probes of `spec` cannot run on this machine."""
+
+    @abstractmethod
+    def predict(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+        """Return the prediction of one global rank of the candidate in `columns`, which have one row."""
+
+    @abstractmethod
+    def stage_ranks(self, task: Task, columns: Columns) -> tuple[int, ...]:
+        """Return the first global rank of each pipeline stage of the candidate in `columns`, which have one row."""
+
+    @abstractmethod
+    def ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
+        """Return the global ranks to probe, in order. They determine the memory and the time of the candidate."""
+
+    @abstractmethod
+    def launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
+        """Write the input files of a probe of one global rank to `folder`, and return its launch.
+
+        `device`: the index of the device among this machine's devices with the same chip.
+        """
+
+    @abstractmethod
+    def read(self, task: Task, folder: str) -> RankMeasurement:
+        """Return the measurement of a finished probe. Raises FlagError with a line about what is missing."""
+
+
 class Engine(ABC):
     """The base class of engines: the search space, the predictions and the trials of a program.
 
@@ -142,12 +174,58 @@ class Engine(ABC):
     contains the engine's name."""
     untested: str = ""
     """A warning to users if the support for the engine was written from documentation only. Empty if it was tested."""
-    plans_by_default: bool = False
-    """Whether the plan of a model uses this engine if the user names none. If this is true for several engines, the
-    first one is used."""
-    start_seconds: float = START_SECONDS
-    """The time limit in seconds for the start of a trial. For a server, it includes the time of the load. 0: the engine
-    predicts only, and `ready` says so."""
+    failures: tuple[FailurePattern, ...] = ()
+    """The failure patterns of this engine's logs."""
+    replicas: str = ""
+    """The name of the knob for the number of data-parallel replicas, if all replicas do the same work.
+
+    Trials may then run on fewer nodes, with fewer replicas and a proportionally smaller global batch. If it is empty,
+    trials run on all nodes.
+    """
+
+    # What few engines can do
+
+    plans: Plans = Plans()
+    """What plans and reports say about candidates."""
+    bounds: Bounds | None = None
+    """Lower bounds of time and memory."""
+    commands: Commands | None = None
+    """Reads users' commands."""
+    probes: Probes | None = None
+    """Runs single ranks."""
+
+    # The spec
+
+    def with_program(self, program: object) -> Engine:
+        """Return the engine for a spec whose key `train.program` has the value `program`, or None if it is missing.
+
+        The result may have other knobs. Raises SpecError for invalid data. By default, the key must be missing.
+        """
+        if program is not None:
+            raise unsupported(self, "train.program", "remove the key")
+        return self
+
+    def check_values(self, spec: Spec) -> None:  # noqa: B027  # a default, not forgotten
+        """Raise SpecError if the engine, or its release in `spec`, does not support some values. Default: no check."""
+
+    def complete(self, platform: Platform, *, runs_here: bool, plan: bool) -> Platform:
+        """Return `platform` with values for what the spec and the plugins leave open. By default unchanged.
+
+        `plan`: whether no trial will run. Otherwise only values that trials can run are added.
+        `runs_here`: whether trials could run on this machine. If not, the job is planned as production jobs on the
+        chips run.
+
+        Values in the spec take precedence. Raises SpecError for values in the spec that cannot run.
+        """
+        return platform
+
+    def warnings(self, task: Task) -> Sequence[str]:
+        """Return a warning for each key that affects no candidate, or contradicts another one. By default none."""
+        return ()
+
+    def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
+        """Return the task's settings that change time or memory and are not predicted. By default none."""
+        return ()
 
     # The search space
 
@@ -183,6 +261,32 @@ class Engine(ABC):
                 raise SpecError(key=axis.knob, value=value, problem="is not a valid value") from None
         return columns
 
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        """Return a small space from which an expert would choose a candidate without measuring.
+
+        By default it has only the neutral value of each knob.
+        """
+        return {knob.name: (knob.neutral,) for knob in self.knobs if knob.searchable}
+
+    def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
+        """Return the row of the candidate in the usual space that an expert would choose. By default the first."""
+        return 0
+
+    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
+        """Return rules that remove legal candidates that are not worth a trial on any chip. By default none."""
+        return ()
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return which of `columns` need as much memory as `candidate` or more for any model.
+
+        By default, these are candidates that differ only by values of knobs with a `Knob.memory_order`.
+        """
+        return differs_only(self.knobs, columns, candidate, {knob.name: knob.memory_order for knob in self.knobs})
+
+    def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return which of `columns` certainly take as long as `candidate` or longer. By default none."""
+        return np.zeros(_rows(columns), dtype=np.bool_)
+
     # Predictions
 
     @abstractmethod
@@ -192,6 +296,23 @@ class Engine(ABC):
         `columns`: may contain knobs that only job records set.
         """
 
+    def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
+        """Return the sizes that determine the speed of each candidate's kernels, as logarithms to base 2.
+
+        The errors of predictions are learned from them. There should be few, with the same meaning in all tasks. By
+        default there are none.
+        """
+        return {}
+
+    def published(self, task: Task, values: Mapping[str, KnobValue], notes: str) -> Published:
+        """Return the job of a record with defaults filled in.
+
+        `task`: the task with the settings in the record. `values`: the knobs in it. `notes`: free text from its source.
+
+        Raises SpecError, or NotModelled if the engine cannot predict the record. By default it cannot.
+        """
+        raise unsupported(self, "job records", "write a spec for `flag estimate`")
+
     # Trials
 
     def ready(self, spec: Spec) -> None:  # noqa: B027  # a default, not forgotten
@@ -199,6 +320,14 @@ class Engine(ABC):
 
         By default nothing is checked.
         """
+
+    def trial_notes(self, platform: Platform, candidate: Candidate | None) -> Sequence[str]:
+        """Return sentences for the user about how trials differ from the user's job. By default none.
+
+        They are about this machine's software, and about changes of the user's command other than the knobs of
+        `candidate`. None if trials do not run the command.
+        """
+        return ()
 
     @abstractmethod
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
@@ -208,6 +337,10 @@ class Engine(ABC):
         steps.
         """
 
+    def steps(self, task: Task, folder: str) -> Steps:
+        """Return the steps of a running trial. By default there are none, and trials are not stopped early."""
+        return Steps()
+
     @abstractmethod
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         """Return the measurement of a finished trial.
@@ -216,10 +349,57 @@ class Engine(ABC):
         Raises FlagError with a line about what is missing.
         """
 
-    def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        """Return the failure patterns of this engine's logs. By default none."""
-        return ()
+    def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
+        """Return a smaller global batch size for trials with shortened steps, or None, the default, if there is none.
 
-    def unsupported(self, what: str, fix: str) -> SpecError:
-        """Return the error for a spec that needs something that the engine cannot do."""
-        return SpecError(key=f"{self.kind}.engine", value=self.name, problem=f"does not support {what}", fix=fix)
+        `share`: the minimum size relative to the task's global batch size.
+
+        The result is the smallest legal size with this share that still fills the pipeline, so that memory reaches its
+        peak. Trials read the size from `task.spec.train`, and the core scales the measured times.
+        """
+        return None
+
+    # Servers
+
+    def device_counts(self, task: Task, columns: Columns) -> IntArray:
+        """Return the number of devices of each candidate, as an array. By default all devices of the cluster."""
+        return np.full(_rows(columns), task.cluster.devices, dtype=np.int64)
+
+    def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
+        """Return `task` with the properties that `trials` revealed, for better predictions. By default unchanged."""
+        return task
+
+    def image(self, platform: Platform) -> str:
+        """Return the published container image of the engine for the chips of a platform. By default none."""
+        return ""
+
+    def servers(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | tuple[Candidate, int]:
+        """Return the groups of identical servers of a candidate, for an exported job called `name`. Raises UsageError.
+
+        If all servers are identical, return the candidate of one server, and their number: by default one.
+        """
+        return candidate, 1
+
+
+def _rows(columns: Columns) -> int:
+    return next(iter(columns.values())).size
+
+
+def unsupported(engine: Engine, what: str, fix: str) -> SpecError:
+    """Return the error for a spec that needs something that an engine cannot do."""
+    return SpecError(key=f"{engine.kind}.engine", value=engine.name, problem=f"does not support {what}", fix=fix)
+
+
+def probes_of(engine: Engine) -> Probes:
+    """Return the probes of an engine. Raises SpecError if it has none."""
+    if engine.probes is None:
+        fix = "use auto_tuner.control.fidelity: run or estimate, without probes"
+        raise unsupported(engine, "probing", fix)
+    return engine.probes
+
+
+def commands_of(engine: Engine) -> Commands:
+    """Return the reader of an engine's commands. Raises SpecError if it has none."""
+    if engine.commands is None:
+        raise unsupported(engine, "the import of commands", "write a spec")
+    return engine.commands

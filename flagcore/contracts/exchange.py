@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from flagcore.contracts.capabilities import Commands
 from flagcore.contracts.engine import Platform
+from flagcore.contracts.parts import Commands
 from flagcore.domain.chip import Chip
 from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.space import Axis, Candidate, KnobValue

@@ -6,12 +6,12 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from flagcore.contracts.capabilities import Sizes, optional
 from flagcore.contracts.engine import Engine, Platform
 from flagcore.contracts.plugin import Costs, PruningRule
+from flagcore.domain.features import Features, PastMeasurements, features
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import SearchTime
-from flagcore.domain.prediction import Belief, Features, PastMeasurements, Predictions, features
+from flagcore.domain.prediction import Belief, Predictions
 from flagcore.domain.space import LEARNED_MESSAGES, Candidate, IntArray, Legality, Pruned, Space
 from flagcore.domain.spec import JobRecord, Task
 from flagcore.domain.trial import RunEvent, Trial
@@ -117,7 +117,7 @@ class SearchContext:
     def features(self, rows: IntArray) -> Features:
         """Return the features of the candidates in `rows`. The errors of predictions are learned from them."""
         columns, engine = self.space.columns(rows), self.problem.engine
-        sizes = optional(engine, Sizes).sizes(self.task.for_engine(), columns)
+        sizes = engine.sizes(self.task.for_engine(), columns)
         return features(self.space.axes, columns, self.predictions.take(rows), sizes)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from flagcore.domain.chip import share_of_others
 from flagcore.domain.metrics import HighestLoad
-from flagcore.domain.prediction import Belief, Prediction, RankPrediction
+from flagcore.domain.prediction import Belief, Prediction
 from flagcore.domain.records import belief_record, read_belief
 from flagcore.domain.space import Candidate
+from flagcore.domain.steps import MAX_STEP_S, MIN_STEP_S, is_step_time
 
 ESTIMATE, PROBE, RUN = FIDELITIES = ("estimate", "probe", "run")
 """The fidelities of a trial, the cheapest first.
@@ -354,18 +355,10 @@ class Trial:
         return self.duration_s - self.silent_s - steps * (measured.scaled_from or measured.step_time_s)
 
 
-MIN_STEP_S, MAX_STEP_S = 1e-9, 1e6
-"""The step times that are believed, in seconds, and also the seconds per token or request of servers. Chosen: no device
-finishes anything in a nanosecond, and no trial lasts as long as 11 days."""
 LONGER, LONGER_S = 1.1, 1.0
 """Steps may take longer than their trial by this factor and these seconds, because several clocks measure them."""
 MAX_CAPACITIES, MAX_BYTES = 10.0, 1 << 50
 """The most memory in use that is believed, in capacities of a device, and in bytes if its capacity is unknown."""
-
-
-def is_step_time(seconds: float) -> bool:
-    """Return whether a step can take so many seconds."""
-    return MIN_STEP_S <= seconds <= MAX_STEP_S
 
 
 def checked(trial: Trial) -> Trial:
@@ -419,46 +412,6 @@ SEARCH_FIELDS: Mapping[str, Callable[[Any], Any]] = {
 `result.json` contains them next to the prediction."""
 
 
-STEADY_STEPS, AGREEMENT = 3, 0.02
-MIN_STEPS = 2
-"""The minimum number of steps of a measured trial: one warm-up step, and one measured step."""
-
-
-def warmup_steps(step_times_s: Sequence[float], at_most: int) -> int:
-    """Return the number of warm-up steps of a trial: `at_most`, or fewer if its step times are steady earlier.
-
-    Step times are steady if three consecutive ones, after the first step, differ by at most 2% and do not all rise or
-    all fall. These three steps belong to the warm-up, so that the test does not bias the measured steps.
-    """
-    for end in range(1 + STEADY_STEPS, min(at_most, len(step_times_s) + 1)):
-        before, middle, last = step_times_s[end - STEADY_STEPS : end]
-        is_trend = before < middle < last or before > middle > last
-        if not is_trend and max(before, middle, last) <= (1.0 + AGREEMENT) * min(before, middle, last):
-            return end
-    return at_most
-
-
-def warmup_of_fewer(steps: int, at_most: int) -> int:
-    """Return the number of warm-up steps of a trial that ended early, after `steps` steps.
-
-    It is `at_most` if that leaves steps to measure, else half of the steps, but at least one.
-    """
-    return at_most if steps > at_most else max(1, steps // 2)
-
-
-def steps_in_time(step_times_s: Sequence[float], planned: int, seconds: float) -> int:
-    """Return how many of the `planned` steps will be finished in `seconds` from now, including `step_times_s`.
-
-    `step_times_s`: the times of the steps that are finished now. Each further step is expected to take their median,
-    without the first.
-    """
-    if not step_times_s:
-        return planned
-    expected = median(step_times_s[1:] or step_times_s)
-    steps_left = planned - len(step_times_s)
-    return planned if steps_left * expected <= seconds else len(step_times_s) + max(0, int(seconds / expected))
-
-
 KINDS = ("run_started", "trial_started", "trial_finished", "run_finished")
 RUN_STARTED, TRIAL_STARTED, TRIAL_FINISHED, RUN_FINISHED = KINDS
 """The kinds of events. A resumed run sends `run_started` again."""
@@ -490,75 +443,3 @@ class RunEvent:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-serialisable data."""
         return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMeasurement:
-    """The measurement of one rank. Times are medians over the timed steps, and spreads are interquartile ranges.
-
-    `static_bytes`: the memory that stays allocated between steps.
-    `reserved_bytes`: the memory that the caching allocator reserves. None if there is no caching allocator.
-    `device_used_bytes`: the memory in use on the device, without the buffers of collectives.
-    `compute_time_s`: the time of the forward and backward passes of a whole step, without communication. If
-    `microbatches_run` is less than `microbatches`, the measured time is scaled up.
-    """
-
-    stage: int
-    static_bytes: int
-    peak_forward_backward_bytes: int
-    peak_optimizer_bytes: int
-    peak_allocated_bytes: int
-    reserved_bytes: int | None
-    device_used_bytes: int
-    compute_time_s: float
-    compute_spread_s: float
-    optimizer_time_s: float
-    optimizer_spread_s: float
-    steps: int
-    microbatches: int
-    microbatches_run: int
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankProbe:
-    """The probe of one global rank, with its measurement or the reason why it failed.
-
-    `device`: the index of the device that ran it, counted over all hosts.
-    `inconclusive`: whether the host was lost, so that the probe shows nothing about the candidate.
-    """
-
-    rank: int
-    state: TrialState
-    predicted: RankPrediction
-    measured: RankMeasurement | None = None
-    reason: str | None = None
-    duration_s: float = 0.0
-    device: int = 0
-    inconclusive: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """The probed ranks of one candidate."""
-
-    candidate: Candidate
-    ranks: tuple[RankProbe, ...]
-
-    @property
-    def measured(self) -> tuple[RankMeasurement, ...]:
-        """The measurements of the ranks whose probe succeeded."""
-        return tuple(rank.measured for rank in self.ranks if rank.measured is not None)
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether a probed rank ran out of memory."""
-        return any(rank.state is TrialState.OUT_OF_MEMORY for rank in self.ranks)
-
-    @property
-    def duration_s(self) -> float:
-        """The duration of the probe in seconds: that of the busiest device, because devices run in parallel."""
-        by_device: dict[int, float] = {}
-        for rank in self.ranks:
-            by_device[rank.device] = by_device.get(rank.device, 0.0) + rank.duration_s
-        return max(by_device.values(), default=0.0)

@@ -30,6 +30,8 @@ class Work:
     `reserves_memory`: whether a knob sets the share of the memory that the engine reserves.
     `takes_any_flag`: whether each flag of the engine may be a knob of the space.
     `command`: the user's command, which starts in `directory`. None means the engine's own program.
+    `start_seconds`: the time limit in seconds for the start of a trial, in which it imports modules, starts a process
+    on each device, builds the model and runs the first step. Chosen by hand. Of a service, it includes the load.
     `engine_version`: the release of the engine. None means the installed one, or an unknown one in a command.
     """
 
@@ -43,6 +45,7 @@ class Work:
     has_steps: ClassVar[bool] = True
     reserves_memory: ClassVar[bool] = False
     takes_any_flag: ClassVar[bool] = False
+    start_seconds: ClassVar[float] = 300.0
 
     engine: str
     precision: str

@@ -28,5 +28,6 @@ from flagcore.plugins.entry_points import (
     watcher,
 )
 from flagcore.plugins.here import best_chip, target
-from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, Plugin, load_plugins, with_overlay
+from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, load_plugins, with_overlay
+from flagcore.plugins.plugin import Plugin
 from flagcore.plugins.validation import PluginFailure

@@ -22,7 +22,6 @@ from packaging.utils import canonicalize_name
 from stevedore.named import NamedExtensionManager
 
 from flagcore.contracts import CommandReader, Engine, Importer, Launcher, PageWriter, Strategy, Watcher
-from flagcore.contracts.capabilities import Commands, Programs
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
 from flagcore.domain.work import Work
@@ -267,16 +266,7 @@ def find_engine(name: str, key: str = "engine") -> Engine:
 
 def engine_of(work: Work) -> Engine:
     """Return the engine of a job. Raises SpecError, NoDevice."""
-    return _with_program(find_engine(work.engine, f"{work.kind}.engine"), work.program)
-
-
-def _with_program(engine: Engine, program: object) -> Engine:
-    """Return the engine for `train.program` of a spec. Raises SpecError if it needs none."""
-    if isinstance(engine, Programs):
-        return engine.with_program(program)
-    if program is not None:
-        raise engine.unsupported("train.program", "remove the key")
-    return engine
+    return find_engine(work.engine, f"{work.kind}.engine").with_program(work.program)
 
 
 class _Kinds(UserDict[str, Any]):
@@ -300,7 +290,7 @@ class _Engines(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
-            self.data[name] = _with_program(find_engine(name), self.program)
+            self.data[name] = find_engine(name).with_program(self.program)
         return self.data[name]
 
     @cached_property
@@ -318,7 +308,7 @@ def command_readers() -> list[str]:
     unable = set[str]()
     for name in names(ENGINES):
         with suppress(FlagError):
-            unable |= set() if isinstance(find_engine(name), Commands) else {name}
+            unable |= set() if find_engine(name).commands else {name}
     return [name for name in names(ENGINES) if name not in unable]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from flagcore.contracts.capabilities import Programs
+from flagcore.contracts import Engine
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import COST, Spec, TrainSpec
 from flagcore.domain.work import Work
@@ -189,7 +189,7 @@ def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
 
 def json_schema(engines: Engines) -> dict[str, Any]:
     """Return the JSON Schema that specs for any of `engines` must satisfy, except those whose knobs a spec names."""
-    fixed = [(name, each) for name, each in engines.items() if not isinstance(each, Programs)]
+    fixed = [(name, each) for name, each in engines.items() if type(each).with_program is Engine.with_program]
     documents = list[Any]()
     for kind, job in kinds_of(engines).items():
         rows = tuple((name, each.knobs) for name, each in fixed if each.kind == kind)

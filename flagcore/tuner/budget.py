@@ -12,11 +12,11 @@ from statistics import median
 import numpy as np
 
 from flagcore.contracts import Platform, Problem, SearchContext
-from flagcore.contracts.capabilities import Shortening, optional
 from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control, Task
-from flagcore.domain.trial import FAILED_STATES, MIN_STEPS, PROBE, RUN, Role, TimeLimit, Trial, TrialState
+from flagcore.domain.steps import MIN_STEPS
+from flagcore.domain.trial import FAILED_STATES, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
 from flagcore.tuner.effects import engine_candidate
 from flagcore.tuner.learning import expected_step_times, fastest_open_rows, overhead_seconds, overheads
@@ -196,7 +196,7 @@ def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], ranks
     task, control = platform.task, platform.task.spec.control
     if (limit_s := control.max_time_per_task) is not None:
         return TimeLimit(seconds=limit_s, because=f"auto_tuner.control.max_time_per_task = {limit_s:g} s")
-    start, launches = platform.engine.start_seconds, 1
+    start, launches = task.spec.work.start_seconds, 1
     if trial.fidelity == PROBE:
         earlier, launches = (), ranks or len(ranks_to_probe(platform, trial.candidate))
     longest = START_SLACK * max(overheads(control, earlier), default=0.0)
@@ -391,6 +391,6 @@ def _shorter_steps(context: SearchContext, row: int, step: float, fits: float) -
     if fits <= 0.0:
         return None
     task, candidate = context.task.for_engine(), engine_candidate(context.task, context.space.candidate(row))
-    if optional(context.problem.engine, Shortening).shorter_batch(task, candidate, fits / step) is None:
+    if context.problem.engine.shorter_batch(task, candidate, fits / step) is None:
         return None
     return Message("auto_tuner.control.max_step_time: {seconds:.2g} (steps of fewer micro-batches)", seconds=fits)

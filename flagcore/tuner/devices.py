@@ -14,7 +14,7 @@ import numpy as np
 from flagcore.contracts import Platform, Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device, DeviceUse
 from flagcore.domain.engine import device_variables, without_devices
-from flagcore.domain.spec import AUTO
+from flagcore.domain.spec import AUTO, Task
 from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, Message, _
@@ -239,16 +239,28 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
     if platform.task.spec.on_each_host and not devices:
         return  # the devices of the hosts are unknown
     if platform.setups and platform.task.spec.on_each_host:
-        first_hosts = accumulate((group.nodes for group in cluster.groups[:-1]), initial=0)
-        for group, first in zip(cluster.groups, first_hosts, strict=True):
-            host = platform.task.spec.cluster.hosts[first]
-            host_devices = [device for device in devices if device.host == host]
-            usable = [device for device in host_devices if group.chip.has_name(device.chip)]
-            if host_devices and len(usable) < group.devices_per_node:
-                names = {"host": host, "wanted": group.devices_per_node, "count": len(usable), "chip": group.chip.name}
-                text = N_("cluster.groups needs {wanted} {chip} on {host}, but it has {count}")
-                raise NoDevice(_(text, **names))
-        return
+        _require_of_groups(platform.task, devices)
+    else:
+        _require_of_node(platform, devices, needed)
+
+
+def _require_of_groups(task: Task, devices: Sequence[Device]) -> None:
+    """Raise NoDevice unless the first host of each node group has the devices of the group, as far as known."""
+    groups, hosts = task.cluster.groups, task.spec.cluster.hosts
+    first_hosts = accumulate((group.nodes for group in groups[:-1]), initial=0)
+    for group, first in zip(groups, first_hosts, strict=True):
+        host = hosts[first]
+        host_devices = [device for device in devices if device.host == host]
+        usable = [device for device in host_devices if group.chip.has_name(device.chip)]
+        if host_devices and len(usable) < group.devices_per_node:
+            names = {"host": host, "wanted": group.devices_per_node, "count": len(usable), "chip": group.chip.name}
+            text = N_("cluster.groups needs {wanted} {chip} on {host}, but it has {count}")
+            raise NoDevice(_(text, **names))
+
+
+def _require_of_node(platform: Platform, devices: Sequence[Device], needed: int | None) -> None:
+    """Raise NoDevice unless the first host has `needed` devices of a chip of the cluster, or those of a node."""
+    cluster, support = platform.task.cluster, platform.support
     first_host_devices = [each for each in devices if each.host == devices[0].host]
     devices_of_groups = (
         (group, [each for each in first_host_devices if group.chip.has_name(each.chip)]) for group in cluster.groups

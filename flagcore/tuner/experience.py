@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 from flagcore.contracts import Platform
-from flagcore.contracts.capabilities import Production, optional
 from flagcore.domain.chip import Chip
 from flagcore.domain.files import data_folder, read_regular, save
 from flagcore.domain.secrets import redact_data
@@ -40,7 +39,7 @@ class Experience:
         stored, because a record describes a single load of text. Jobs whose model has no inline shape are not stored
         either. Records have the settings of a command, not the command.
         """
-        work = optional(platform.engine, Production).without_command(platform.task.spec)
+        work = platform.engine.plans.without_command(platform.task.spec)
         if not platform.task.spec.model.is_inline or work.record({}) is None:
             return None
         records = [

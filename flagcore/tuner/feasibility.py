@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs, Problem
-from flagcore.contracts.capabilities import Servers, optional
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.plan import Plan, SearchTime, Speedup
 from flagcore.domain.prediction import MEMORY_ERROR
@@ -172,7 +171,7 @@ trials took."""
 def search_time(problem: Problem) -> SearchTime:
     """Return the estimated time of a search that tries the candidates with the fastest predictions."""
     task, control, predictions = problem.task, problem.task.spec.control, problem.predictions
-    start_seconds, rows = problem.engine.start_seconds, problem.pruned.open_rows
+    start_seconds, rows = task.spec.work.start_seconds, problem.pruned.open_rows
     rows = np.union1d(rows, [problem.row_of(problem.baseline)])
     if rows.size > control.max_trials:
         step = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
@@ -188,8 +187,7 @@ def search_time(problem: Problem) -> SearchTime:
         return trial_seconds + repeats * float(np.max(seconds, initial=0.0))
 
     has_steps, steps = task.spec.work.has_steps, control.train_iters
-    servers = optional(problem.engine, Servers)
-    expected = steps * predictions.step_time_s if has_steps else servers.load_seconds(task, predictions)
+    expected = steps * predictions.step_time_s if has_steps else problem.engine.plans.load_seconds(task, predictions)
     predicted, high = (seconds_of_all(column[rows]) for column in (expected, steps * predictions.high_s))
     is_unknown = has_steps and not math.isfinite(high)
     steps_limit = SLACK * high if has_steps and not is_unknown and control.max_time_per_task is None else 0.0

@@ -13,7 +13,7 @@ import scipy
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import share_of_others
-from flagcore.domain.prediction import Features, Observations
+from flagcore.domain.features import Features, Observations
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import FAILED_STATES, PROBE, RUN, TIMED_STATES, Measurement, Trial, TrialState

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flagcore.contracts import Engine, Launcher, OnEvent, Problem, Strategy
+from flagcore.domain.features import PastMeasurements
 from flagcore.domain.plan import Plan
-from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.errors import FlagError, HostLost, Interrupted, LaunchError

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flagcore.contracts import LEADERS, Choice, Event, OnEvent, Problem, SearchContext
-from flagcore.contracts.capabilities import Steps, optional
-from flagcore.domain.prediction import PastMeasurements
+from flagcore.domain.features import PastMeasurements
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
 from flagcore.errors import HostLost
@@ -235,5 +234,5 @@ class Progress:
         control, task = self.budget.control, self.problem.task
         if not task.spec.work.has_steps or trial.fidelity != RUN:
             return None
-        read = optional(self.problem.engine, Steps).progress(task, self.store.folder(trial))
-        return lambda: (min(len(read()), control.train_iters), control.train_iters)
+        steps = self.problem.engine.steps(task, self.store.folder(trial))
+        return lambda: (min(len(steps.times()), control.train_iters), control.train_iters)

@@ -3,20 +3,20 @@
 import os
 import posixpath
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.contracts import Launcher, MemoryModel, Platform, RunningLaunch, communicator_bytes
-from flagcore.contracts.capabilities import probing
+from flagcore.contracts import Launcher, MemoryModel, Platform, RunningLaunch, communicator_bytes, probes_of
 from flagcore.domain.launch import INCONCLUSIVE, Exit, Launch, failure
 from flagcore.domain.prediction import Prediction
+from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Measurement, Probe, RankMeasurement, RankProbe, TimeLimit, Trial, TrialState
+from flagcore.domain.trial import Measurement, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, LaunchError
 from flagcore.tuner.devices import with_selected_devices
 from flagcore.tuner.effects import effects_of, engine_candidate, environment_of, task_to_start
@@ -52,14 +52,14 @@ def probe(
     processes are ended.
 
     - `limit`: the time limit of all ranks together.
-    - `ranks`: by default, the ranks that `Probes.probe_ranks` returns.
+    - `ranks`: by default, the ranks that `Probes.ranks` returns.
     - `on_rank`: called before each rank starts.
     - `finish`: if it is false, the probe ends when a rank fails, and ranks that still run are dropped.
     """
     chosen_ranks = tuple(ranks) or ranks_to_probe(platform, candidate)
-    prober, task = probing(platform.engine), _engine_task(platform.task, candidate)
+    prober, task = probes_of(platform.engine), _engine_task(platform.task, candidate)
     columns = platform.engine.columns(task, engine_candidate(platform.task, candidate).as_dict())
-    predicted = {rank: prober.rank(task, columns, rank, platform.costs) for rank in chosen_ranks}
+    predicted = {rank: prober.predict(task, columns, rank, platform.costs) for rank in chosen_ranks}
     results, waiting, running = dict[int, RankProbe](), [*chosen_ranks], list[_RunningRank]()
     deadline, places = time.monotonic() + limit.seconds, _places(platform, devices)
     with ThreadPoolExecutor(len(places)) as threads:
@@ -91,7 +91,7 @@ def ranks_to_probe(platform: Platform, candidate: Candidate) -> tuple[int, ...]:
     """Return the ranks that a probe of `candidate` runs by default."""
     task = platform.task
     engine = _engine_task(task, candidate)
-    return probing(platform.engine).probe_ranks(engine, engine_candidate(task, candidate), platform.costs)
+    return probes_of(platform.engine).ranks(engine, engine_candidate(task, candidate), platform.costs)
 
 
 def _engine_task(task: Task, candidate: Candidate) -> Task:
@@ -119,7 +119,7 @@ def _planned(
     if not hosts and platform.devices and platform.support.visible_devices:  # the rank sees only its own device
         platform, device = with_selected_devices(platform, platform.devices[device : device + 1]), 0
     effects = effects_of(platform.task, candidate.as_dict())
-    planned = probing(platform.engine).probe_launch(
+    planned = probes_of(platform.engine).launch(
         replace(platform, task=task_to_start(platform.task, effects)),
         engine_candidate(platform.task, candidate),
         rank,
@@ -143,11 +143,11 @@ def _outcome(each: _RunningRank, ended: Exit, platform: Platform, limit: TimeLim
     result, folder = replace(each.probe, duration_s=ended.duration_s), each.folder
     if ended.code == 0 and ended.ended_by is None:
         try:
-            measured = probing(platform.engine).read_probe(platform.task, folder)
+            measured = probes_of(platform.engine).read(platform.task, folder)
         except FlagError as error:
             return replace(result, reason=str(error))
         return replace(result, state=TrialState.MEASURED, measured=measured)
-    patterns = (*platform.failure_patterns, *platform.engine.failure_patterns())
+    patterns = (*platform.failure_patterns, *platform.engine.failures)
     state, reason = failure(ended, folder, patterns, platform.task.spec.secrets, limit)
     return replace(result, state=state, reason=reason, inconclusive=ended.ended_by in INCONCLUSIVE)
 
@@ -156,15 +156,17 @@ GIB = 2**30
 PROBED_INTERVAL = (0.97, 1.2)
 """The bounds of the 80% interval of probed times, relative to the probe: the 10th and 90th percentiles of 34 ranks of
 real jobs on shared cores (docs/plan.md)."""
+WORK_PARTS = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
+"""The parts of a step in which a pipeline stage computes. The part `pp_bubble_s` is proportional to their sum."""
 
 
 def combine(prediction: Prediction, probe: Probe, platform: Platform) -> Prediction:
     """Return `prediction` with probed memory, compute and optimizer times, and predicted communication and bubble.
 
-    The bubble is scaled with the `work_parts` of the engine. The memory is the maximum over the ranks, and so are the
+    The bubble is scaled with the sum of WORK_PARTS. The memory is the maximum over the ranks, and so are the
     times. Without a measurement, these figures are unchanged. If a rank ran out of memory, the candidate does not fit.
     """
-    return _memory(_time(prediction, probe, probing(platform.engine).work_parts), probe, platform.costs.memory)
+    return _memory(_time(prediction, probe), probe, platform.costs.memory)
 
 
 def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:
@@ -205,7 +207,7 @@ def _device_used(reserved: float, memory: MemoryModel) -> float:
     return float(memory.device_used_bytes(np.array([reserved]))[0])
 
 
-def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> Prediction:
+def _time(prediction: Prediction, probe: Probe) -> Prediction:
     """Return `prediction` with the compute and optimizer times of the slowest probed ranks."""
     predicted = prediction.time_s
     total, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
@@ -215,7 +217,7 @@ def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> 
         "compute_s": max(rank.compute_time_s for rank in probe.measured),
         "optimizer_s": max(rank.optimizer_time_s for rank in probe.measured),
     }
-    work = sum(predicted.get(name, 0.0) for name in work_parts)
+    work = sum(predicted.get(name, 0.0) for name in WORK_PARTS)
     slowdown = (work - predicted["compute_s"] + probed["compute_s"]) / work if work else 1.0
     time_s = {**predicted, **probed}
     if "pp_bubble_s" in predicted:

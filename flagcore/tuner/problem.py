@@ -12,7 +12,6 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.contracts import Engine, Platform, Problem
-from flagcore.contracts.capabilities import Production, Pruning, RuleOfThumb, Servers, Shortening, optional
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
@@ -74,7 +73,7 @@ def build_problem(
     adds_baseline = space.find(baseline) is None and not is_hopeless
     space = space.with_candidate(baseline)
     predictions = predict(platform, space)
-    rules = (*optional(engine, Pruning).pruning_rules(platform.task), *([smaller] if smaller else []))
+    rules = (*engine.pruning_rules(platform.task), *([smaller] if smaller else []))
     return Problem(
         platform=platform,
         legality=legal,
@@ -92,7 +91,7 @@ def build_problem(
 
 def with_learned(problem: Problem, trials: Sequence[Trial]) -> Problem:
     """Return `problem` with what the engine learns about the task from trials, and with new predictions."""
-    task = optional(problem.engine, Servers).learned(problem.task, trials)
+    task = problem.engine.learned(problem.task, trials)
     if task == problem.task:
         return problem
     platform = replace(problem.platform, task=task)
@@ -174,7 +173,7 @@ def recommended(problem: Problem, order: IntArray) -> int:
 
     def handicapped(rows: IntArray) -> FloatArray:
         columns = problem.space.columns(rows)
-        unusual = optional(problem.engine, Production).unusual(problem.task, columns, problem.predictions.take(rows))
+        unusual = problem.engine.plans.unusual(problem.task, columns, problem.predictions.take(rows))
         return seconds[rows] * (1.0 + UNUSUAL_SHARE * (unusual - _is_published(problem, columns)))
 
     most = handicapped(order[:1])[0] / (1.0 - UNUSUAL_SHARE)
@@ -196,7 +195,7 @@ def _is_published(problem: Problem, columns: Columns) -> BoolArray:
     """Return whether each candidate has the layout, apart from the number of replicas, of a published run near the
     task. On several kinds of chips, none has."""
     task, engine = problem.task, problem.engine
-    names = {name for name, knob in problem.knobs.items() if knob.layout} - {optional(engine, Shortening).replicas}
+    names = {name for name, knob in problem.knobs.items() if knob.layout} - {engine.replicas}
     axes = [axis for axis in problem.legality.axes if axis.knob in names]
     found = np.zeros(next(iter(columns.values())).size, dtype=np.bool_)
     for job, _record in problem.published if len(task.cluster.groups) == 1 else ():
@@ -221,13 +220,6 @@ def lacks_margin(task: Task, predictions: Predictions) -> BoolArray:
     return predictions.share_in_use > (np.inf if has_budget else PLANNED_SHARE)
 
 
-def _usual_space(engine: Engine, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-    """Return the space from which an expert would choose. By default it has only the neutral value of each knob."""
-    if isinstance(engine, RuleOfThumb):
-        return engine.usual_space(task)
-    return {knob.name: (knob.neutral,) for knob in engine.knobs if knob.searchable}
-
-
 def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> tuple[Candidate, bool]:
     """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
 
@@ -237,27 +229,31 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
     legal or fits. Candidates that do not fit, and then those without a margin of memory, are avoided. If none fits,
     it is the one that needs the least memory.
     """
-    task, engine, baseline = platform.task, platform.engine, platform.task.spec.baseline
-    if baseline is None:
-        usual_task = replace(task, spec=replace(task.spec, space=_usual_space(engine, task.for_engine())))
-        predictions = None
-        for searched in (legality(replace(platform, task=usual_task)), legal):
-            if not len(built := build(searched.axes, searched.rules, searched.merges)):
-                continue
-            is_first, space, predictions = predictions is None, built, predict(platform, built)
-            if on_usual is not None and is_first:
-                on_usual(platform, space, predictions)
-            if predictions.fits.any():
-                break
-        if predictions is None:
-            raise NothingFits(_nothing_legal(built, legal))
-        smallest = predictions.share_in_use == np.min(predictions.share_in_use)
-        choices = (predictions.fits & ~lacks_margin(task, predictions), predictions.fits, smallest)
-        rows = next((np.flatnonzero(each) for each in choices if each.any()), np.arange(len(space)))
-        row = rows[0]
-        if isinstance(engine, RuleOfThumb):
-            row = rows[engine.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]
-        return space.candidate(int(row)), is_first
+    task, engine = platform.task, platform.engine
+    if task.spec.baseline is not None:
+        return _given_baseline(platform, task.spec.baseline, legal), True
+    usual_task = replace(task, spec=replace(task.spec, space=engine.usual_space(task.for_engine())))
+    predictions = None
+    for searched in (legality(replace(platform, task=usual_task)), legal):
+        if not len(built := build(searched.axes, searched.rules, searched.merges)):
+            continue
+        is_first, space, predictions = predictions is None, built, predict(platform, built)
+        if on_usual is not None and is_first:
+            on_usual(platform, space, predictions)
+        if predictions.fits.any():
+            break
+    if predictions is None:
+        raise NothingFits(_nothing_legal(built, legal))
+    smallest = predictions.share_in_use == np.min(predictions.share_in_use)
+    choices = (predictions.fits & ~lacks_margin(task, predictions), predictions.fits, smallest)
+    rows = next((np.flatnonzero(each) for each in choices if each.any()), np.arange(len(space)))
+    row = rows[engine.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]
+    return space.candidate(int(row)), is_first
+
+
+def _given_baseline(platform: Platform, baseline: Mapping[str, KnobValue], legal: Legality) -> Candidate:
+    """Return the baseline of the spec as a candidate. Raises SpecError, which names the keys, if it is not legal."""
+    task, engine = platform.task, platform.engine
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
     if broken:
         problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
@@ -272,7 +268,7 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
         value: object = baseline[next(iter(names))] if len(names) == 1 else dict(baseline)
         key = f".{next(iter(names))}" if len(names) == 1 else ""
         raise SpecError(key=f"auto_tuner.baseline{key}", value=value, problem=problem)
-    return as_candidate(legal.axes, columns), True
+    return as_candidate(legal.axes, columns)
 
 
 def _known_seconds(predictions: Predictions) -> float:

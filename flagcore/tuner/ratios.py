@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import scipy
 
-from flagcore.domain.prediction import Features, Observations, Predictions
+from flagcore.domain.features import Features, Observations
+from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray, IntArray
 
 

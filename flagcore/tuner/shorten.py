@@ -14,7 +14,6 @@ from fractions import Fraction
 import numpy as np
 
 from flagcore.contracts import Platform, Problem
-from flagcore.contracts.capabilities import Shortening, optional
 from flagcore.domain.prediction import Prediction, Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray, Merge, Rule, as_candidate
 from flagcore.domain.spec import Task
@@ -73,8 +72,7 @@ def shorten(platform: Platform, candidate: Candidate, columns: Columns, step_s: 
     task, max_step = platform.task, platform.task.spec.control.max_step_time
     if max_step is None or step_s is None or step_s <= max_step:
         return None
-    engine = optional(platform.engine, Shortening)
-    batch = engine.shorter_batch(task.for_engine(), engine_candidate(task, candidate), max_step / step_s)
+    batch = platform.engine.shorter_batch(task.for_engine(), engine_candidate(task, candidate), max_step / step_s)
     if batch is None:
         return None
     short_task = replace(platform, task=task.with_batch(batch))
@@ -174,7 +172,7 @@ class SmallerTask:
 
     @property
     def _replicas(self) -> str:
-        replicas = optional(self.whole.engine, Shortening).replicas
+        replicas = self.whole.engine.replicas
         if not replicas:
             problem = f"is not supported by {self.whole.engine.name}"
             raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix="leave it out")

@@ -13,7 +13,8 @@ from flagcore.domain.chip import Chip, similar_chips, slow_devices, unknown_chip
 from flagcore.domain.knob import Effect, Flag, Knob
 from flagcore.domain.metrics import nest_statistics
 from flagcore.domain.spec import figure_name, is_rate, objective_value, pareto, seconds
-from flagcore.domain.trial import Measurement, steps_in_time, warmup_of_fewer, warmup_steps
+from flagcore.domain.steps import steps_in_time, warmup_of_fewer, warmup_steps
+from flagcore.domain.trial import Measurement
 from tests import tasks
 from tests.checks import refuses
 

@@ -335,7 +335,7 @@ def test_an_answer_whose_check_does_not_end_is_given_up(
 def test_a_method_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = LoadedPlugins.of({"a": plugin(memory_model=lambda: SlowMemory(capacity=3.0))})
     model = given(loaded.memory_model(group_of(CHIP), "toy"))
-    monkeypatch.setattr("flagcore.plugins.loaded.HOOK_SECONDS", 0.05)
+    monkeypatch.setattr("flagcore.plugins.plugin.HOOK_SECONDS", 0.05)
     with pytest.raises(NoDevice, match=r"plugin a: reserved_bytes of SlowMemory .* did not end within 0.05 s"):
         model.reserved_bytes(np.ones(3))
 
@@ -355,7 +355,7 @@ def test_threads_that_a_hook_leaves_do_not_keep_the_process_alive() -> None:
 
 
 def test_a_reading_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flagcore.plugins.loaded.SAMPLE_SECONDS", 0.05)
+    monkeypatch.setattr("flagcore.plugins.plugin.SAMPLE_SECONDS", 0.05)
     loaded = LoadedPlugins.of({"a": plugin(telemetry=lambda: SimpleNamespace(sample=sleeping))})
     reader = given(loaded.telemetry(Device(index=0, chip="X1")))
     with pytest.raises(NoDevice, match=r"plugin a: sample of .* did not end within 0.05 s"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flagcore.contracts import Engine
 from flagcore.domain.knob import Knob
 from flagcore.errors import SpecError
 from flagcore.spec.convert import json_schema, parse_spec
@@ -21,10 +22,16 @@ KNOBS = (
 )
 
 
+class Named(SimpleNamespace):
+    """An engine of which specs need only these rows."""
+
+    with_program = Engine.with_program
+
+
 ENGINES: Any = {
-    "acme": SimpleNamespace(kind="train", knobs=KNOBS),
-    "acme-serve": SimpleNamespace(kind="serve", knobs=(Knob(name="slots", help="Sequences at once."),)),
-    "acme-rl": SimpleNamespace(kind="rl", knobs=()),
+    "acme": Named(kind="train", knobs=KNOBS),
+    "acme-serve": Named(kind="serve", knobs=(Knob(name="slots", help="Sequences at once."),)),
+    "acme-rl": Named(kind="rl", knobs=()),
 }
 TRAIN = {"engine": "acme", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"}
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flagcore.domain.prediction import Observations
+from flagcore.domain.features import Observations
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Role, Trial, TrialState
 from flagcore.tuner.learning import (

@@ -8,15 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flagcore_testing.toy import Toy
+from flagcore_testing.toy import Toy, ToyProbes
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.prediction import RankPrediction
+from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Candidate
-from flagcore.domain.trial import Probe, RankMeasurement, RankProbe, TimeLimit, TrialState
+from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.launchers.local import LAUNCHER
 from flagcore.physics.roofline import PlainMemory
 from flagcore.tuner.devices import parallel_probe_ranks
@@ -43,17 +44,25 @@ open(os.path.join(folder, "metrics.json"), "w").write(sys.argv[4])
 """
 
 
-class Rehearsal(Toy):
+class Rehearsed(ToyProbes):
     """Starts a small program in place of each rank, as `part` says: how many must have started, stay, or fail."""
 
-    def __init__(self, part: Callable[[int], str]) -> None:
+    def __init__(self, engine: Toy, part: Callable[[int], str]) -> None:
+        super().__init__(engine)
         self.part = part
         self.devices: dict[int, int] = {}
 
-    def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
+    def launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
         self.devices[rank] = device
         argv = (sys.executable, "-c", PROGRAM, folder, str(rank), self.part(rank), METRICS)
         return Launch(argv=argv, folder=folder)
+
+
+class Rehearsal(Toy):
+    """An engine whose ranks are `Rehearsed`."""
+
+    def __init__(self, part: Callable[[int], str]) -> None:
+        self.probes = Rehearsed(self, part)
 
 
 LIMIT = TimeLimit(seconds=60.0, because="a test")
@@ -79,7 +88,7 @@ def have_ended(folder: Path, ranks: tuple[int, ...]) -> bool:
 def test_with_fewer_devices_than_ranks_a_rank_uses_the_first_free_device(tmp_path: Path) -> None:
     found, engine = play(tmp_path, lambda rank: "4" if rank == 0 else "1", devices=2)
     assert [rank.state for rank in found.ranks] == [TrialState.MEASURED] * 4
-    assert engine.devices == {0: 0, 1: 1, 2: 1, 3: 1}
+    assert engine.probes.devices == {0: 0, 1: 1, 2: 1, 3: 1}
     first, *others = (rank.duration_s for rank in found.ranks)
     assert found.duration_s == pytest.approx(max(first, sum(others)))
 

@@ -205,72 +205,7 @@ def _trained_context(spec: Spec) -> int | None:
         return None
 
 
-def settings(task: Task, columns: Columns) -> Settings:
-    """Return llama.cpp's effective settings for each candidate.
-
-    A slot corresponds to a sequence, and a logical batch to an iteration.
-    """
-    values = PROGRAM.columns(task, columns)
-    hardware, total = Hardware.of(task), total_context(task)
-    slots, batch = or_default(values[PARALLEL], AUTO_SLOTS), PROGRAM.values(values, N_BATCH)
-    context = or_default(values[CONTEXT], slot_context(task, None))
-    pool = np.full_like(slots, total) if total else slots * context
-    if trained := _trained_context(task.spec):  # all slots share it if their number is not set
-        is_trained_context = (values[PARALLEL] == 0) & (values[CONTEXT] == 0) & (total == 0)
-        context, pool = np.where(is_trained_context, trained, context), np.where(is_trained_context, trained, pool)
-    element = PROGRAM.element_bytes(values)
-    devices, all_layers = values[TP] * values[PP], task.spec.model.num_layers + 1  # the output head is the last layer
-    if hardware.on_cores:
-        share = hardware.share(values[INSTANCES])
-        devices = np.where(values[THREADS] > 0, np.minimum(values[THREADS], share), share)
-    return Settings.of(
-        task,
-        values,
-        devices=devices,
-        max_running=slots,
-        max_batched_tokens=batch,
-        pass_tokens=np.minimum(or_default(values[N_UBATCH], UBATCH), batch),
-        context_len=slot_share(values, total) if total else context,
-        graph_tokens=np.full_like(devices, GRAPH_TOKENS),
-        cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
-        cache_element_bytes=element,
-        on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
-        experts_on_host=_host_experts(task, values),
-        host_cache=np.full(devices.shape, host_cache_mib(task) * 2.0**20),
-        writes_through=np.zeros(devices.shape, dtype=np.bool_),  # a prompt moves to the host, and back to a slot
-    )
-
-
 RUNNER = "flagcore_llamacpp.server"
-
-
-def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
-    spec = task.spec
-    other_args = PROGRAM.parse(spec).others
-    is_embedded = spec.serve.command is None and not spec.serve.elsewhere
-    command = (sys.executable, "-m", RUNNER) if is_embedded else PROGRAM.start_command(spec)
-    argv = [*command, "--model", spec.serve.weights or "", "--host", address(task), "--port", PORT, "--metrics"]
-    argv += knobs.arguments([knob for knob in KNOBS if knob.name != CONTEXT], values)
-    if values.get(HOST_EXPERTS) == ALL:
-        place = argv.index("--n-cpu-moe")
-        argv[place : place + 2] = ["--cpu-moe"]
-    slots, context = _int(values.get(PARALLEL)), _int(values.get(CONTEXT))
-    if (slots or context) and not total_context(task):
-        argv += ["--ctx-size", str((slots or AUTO_SLOTS) * slot_context(task, context))]
-    if values.get(KV) is not None:
-        argv += ["--cache-type-k", str(values[KV]), "--cache-type-v", str(values[KV])]
-    if values.get(SPLIT) is None and count(values, TP) > 1:
-        argv += ["--split-mode", "row"]
-    if values.get(THREADS) is None and cores and count(values, INSTANCES) > 1:
-        argv += ["--threads", str(len(cores))]
-    if "cache-ram" not in other_args and not host_cache_mib(task) and not spec.serve.elsewhere:
-        argv += ["--cache-ram", "0"]
-    if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity"}:
-        argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
-    if values.get(SPECULATION) is None and SPECULATION in spec.space:  # the draft model is for other candidates
-        other_args = {name: value for name, value in other_args.items() if not name.startswith("spec-")}
-    argv += [word for name, value in other_args.items() for word in _flag(name, value)]
-    return Instance(argv=tuple(argv), environment={"GOMP_SPINCOUNT": str(SPIN_COUNT)})
 
 
 def _flag(name: str, value: EngineArg) -> Sequence[str]:
@@ -299,57 +234,6 @@ def _int(value: EngineArg) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def rules(task: Task) -> tuple[Rule, ...]:
-    """Return llama.cpp's legality rules for candidates."""
-    check_images(task, "mmproj")
-    hardware, total = Hardware.of(task), total_context(task)
-    return (
-        *split_rules(task, attention_and_experts=False),
-        *forbidden(task, PROGRAM),
-        Rule(
-            name="batch_holds_slots",
-            knobs=(PARALLEL, N_BATCH),
-            message=Message("{N_BATCH} must be at least {PARALLEL}, or llama.cpp aborts", **NAMES),
-            broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < or_default(c[PARALLEL], AUTO_SLOTS)),
-        ),
-        Rule(
-            name="ubatch_in_batch",
-            knobs=(N_BATCH, N_UBATCH),
-            message=Message(
-                "{N_UBATCH} must not exceed {N_BATCH} (default {default})", **NAMES, default=PROGRAM.defaults[N_BATCH]
-            ),
-            broken=lambda c: c[N_UBATCH] > PROGRAM.values(c, N_BATCH),
-        ),
-        Rule(
-            name="threads_on_cores",
-            knobs=(INSTANCES, THREADS, BATCH_THREADS),
-            message=Message(
-                "{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {cards} cores",
-                **NAMES,
-                cards=hardware.cards,
-            ),
-            broken=lambda c: (
-                (np.maximum(c[THREADS], c[BATCH_THREADS]) > hardware.share(c[INSTANCES])) & hardware.on_cores
-            ),
-        ),
-        *context_rules(task),
-        Rule(
-            name="context_grain",
-            knobs=(CONTEXT,),
-            message=Message("{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up", **NAMES),
-            broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
-        ),
-        *((_slot_context(task, total),) if total else ()),
-        Rule(
-            name="host_experts",
-            knobs=(HOST_EXPERTS,),
-            message=Message("{HOST_EXPERTS} must be 0 for a model without experts", **NAMES),
-            broken=lambda c: (c[HOST_EXPERTS] > 0) & (task.spec.model.num_moe_experts is None),
-        ),
-        *speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "spec-draft-model", "draft-mtp"),
-    )
-
-
 def _slot_context(task: Task, total: int) -> Rule:
     longest = longest_request(task)
     return Rule(
@@ -365,35 +249,164 @@ def _slot_context(task: Task, total: int) -> Rule:
     )
 
 
-def merges(task: Task) -> tuple[Merge, ...]:
-    """Return merges that ignore knobs without effect, and that treat llama.cpp's defaults as not set."""
-    default_codes = [PROGRAM.code(SPLIT, name) for name in ("none", "layer", "row")]
-
-    def is_default_ubatch(c: Columns) -> BoolArray:
-        return np.equal(c[N_UBATCH], np.minimum(UBATCH, PROGRAM.values(c, N_BATCH)))
-
-    on_cores, layers = Hardware.of(task).on_cores, task.spec.model.num_layers
-    nothing_to_offload = ignoring("nothing_to_offload", (LAYERS,), lambda c: True, -1)
-    return (
-        ignoring("batch_threads_as_threads", (THREADS, BATCH_THREADS), lambda c: c[BATCH_THREADS] == c[THREADS]),
-        *same_as_unset(PROGRAM),
-        # TP and PP already imply these modes: none for one device, layer for stages, row for tensor parallelism.
-        ignoring("split_by_default", (SPLIT,), lambda c: np.isin(c[SPLIT], default_codes)),
-        ignoring("ubatch_by_default", (N_BATCH, N_UBATCH), is_default_ubatch),
-        *((nothing_to_offload, ignoring("nothing_on_host", (HOST_EXPERTS,), lambda c: True)) if on_cores else ()),
-        ignoring("experts_of_all_layers", (HOST_EXPERTS,), lambda c: c[HOST_EXPERTS] >= layers, ALL),
-    )
+def _knob_words(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> list[str]:
+    """Return the flags for knob values."""
+    words = [*knobs.arguments([knob for knob in KNOBS if knob.name != CONTEXT], values)]
+    if values.get(HOST_EXPERTS) == ALL:
+        place = words.index("--n-cpu-moe")
+        words[place : place + 2] = ["--cpu-moe"]
+    slots, context = _int(values.get(PARALLEL)), _int(values.get(CONTEXT))
+    if (slots or context) and not total_context(task):
+        words += ["--ctx-size", str((slots or AUTO_SLOTS) * slot_context(task, context))]
+    if values.get(KV) is not None:
+        words += ["--cache-type-k", str(values[KV]), "--cache-type-v", str(values[KV])]
+    if values.get(SPLIT) is None and count(values, TP) > 1:
+        words += ["--split-mode", "row"]
+    if values.get(THREADS) is None and cores and count(values, INSTANCES) > 1:
+        words += ["--threads", str(len(cores))]
+    return words
 
 
-ENGINE = ServingEngine(
-    name="llamacpp",
-    where="flagcore_llamacpp.reports:REPORTS",
-    program=PROGRAM,
-    modules={PACKAGE: PACKAGE},
-    rules=rules,
-    merges=merges,
-    settings=settings,
-    server=_server,
-    split_by=PP,
-    host_times=(0.2e-3, 0.2e-3),  # a model of one layer on one core, 1 to 16 sequences; and the HTTP server of 16
-)
+def _other_words(task: Task, values: Mapping[str, KnobValue], *, is_embedded: bool) -> list[str]:
+    """Return the flags of `engine_args`, and those that trials need besides. `is_embedded`: the wheel's server."""
+    spec, others, words = task.spec, PROGRAM.parse(task.spec).others, list[str]()
+    if "cache-ram" not in others and not host_cache_mib(task) and not spec.serve.elsewhere:
+        words += ["--cache-ram", "0"]
+    if is_embedded and not others.keys() & {"verbosity", "log-verbosity"}:
+        words += ["--verbosity", "4"]  # the level that logs batch sizes and attention
+    if values.get(SPECULATION) is None and SPECULATION in spec.space:  # the draft model is for other candidates
+        others = {name: value for name, value in others.items() if not name.startswith("spec-")}
+    return words + [word for name, value in others.items() for word in _flag(name, value)]
+
+
+class LlamaCpp(ServingEngine):
+    """llama.cpp."""
+
+    name = "llamacpp"
+    where = "flagcore_llamacpp.reports:REPORTS"
+    program = PROGRAM
+    modules: Mapping[str, str] = {PACKAGE: PACKAGE}
+    split_by = PP
+    host_times = (0.2e-3, 0.2e-3)  # a model of one layer on one core, 1 to 16 sequences; and the HTTP server of 16
+
+    def settings(self, task: Task, columns: Columns) -> Settings:
+        """Return llama.cpp's effective settings for each candidate.
+
+        A slot corresponds to a sequence, and a logical batch to an iteration.
+        """
+        values = PROGRAM.columns(task, columns)
+        hardware, total = Hardware.of(task), total_context(task)
+        slots, batch = or_default(values[PARALLEL], AUTO_SLOTS), PROGRAM.values(values, N_BATCH)
+        context = or_default(values[CONTEXT], slot_context(task, None))
+        pool = np.full_like(slots, total) if total else slots * context
+        if trained := _trained_context(task.spec):  # all slots share it if their number is not set
+            is_trained_context = (values[PARALLEL] == 0) & (values[CONTEXT] == 0) & (total == 0)
+            context, pool = np.where(is_trained_context, trained, context), np.where(is_trained_context, trained, pool)
+        element = PROGRAM.element_bytes(values)
+        devices, all_layers = (
+            values[TP] * values[PP],
+            task.spec.model.num_layers + 1,
+        )  # the output head is the last layer
+        if hardware.on_cores:
+            share = hardware.share(values[INSTANCES])
+            devices = np.where(values[THREADS] > 0, np.minimum(values[THREADS], share), share)
+        return Settings.of(
+            task,
+            values,
+            devices=devices,
+            max_running=slots,
+            max_batched_tokens=batch,
+            pass_tokens=np.minimum(or_default(values[N_UBATCH], UBATCH), batch),
+            context_len=slot_share(values, total) if total else context,
+            graph_tokens=np.full_like(devices, GRAPH_TOKENS),
+            cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
+            cache_element_bytes=element,
+            on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
+            experts_on_host=_host_experts(task, values),
+            host_cache=np.full(devices.shape, host_cache_mib(task) * 2.0**20),
+            writes_through=np.zeros(devices.shape, dtype=np.bool_),  # a prompt moves to the host, and back to a slot
+        )
+
+    def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
+        spec = task.spec
+        is_embedded = spec.serve.command is None and not spec.serve.elsewhere
+        command = (sys.executable, "-m", RUNNER) if is_embedded else PROGRAM.start_command(spec)
+        argv = [*command, "--model", spec.serve.weights or "", "--host", address(task), "--port", PORT, "--metrics"]
+        argv += [*_knob_words(task, values, cores), *_other_words(task, values, is_embedded=is_embedded)]
+        return Instance(argv=tuple(argv), environment={"GOMP_SPINCOUNT": str(SPIN_COUNT)})
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        """Return llama.cpp's legality rules for candidates."""
+        check_images(task, "mmproj")
+        hardware, total = Hardware.of(task), total_context(task)
+        return (
+            *split_rules(task, attention_and_experts=False),
+            *forbidden(task, PROGRAM),
+            Rule(
+                name="batch_holds_slots",
+                knobs=(PARALLEL, N_BATCH),
+                message=Message("{N_BATCH} must be at least {PARALLEL}, or llama.cpp aborts", **NAMES),
+                broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < or_default(c[PARALLEL], AUTO_SLOTS)),
+            ),
+            Rule(
+                name="ubatch_in_batch",
+                knobs=(N_BATCH, N_UBATCH),
+                message=Message(
+                    "{N_UBATCH} must not exceed {N_BATCH} (default {default})",
+                    **NAMES,
+                    default=PROGRAM.defaults[N_BATCH],
+                ),
+                broken=lambda c: c[N_UBATCH] > PROGRAM.values(c, N_BATCH),
+            ),
+            Rule(
+                name="threads_on_cores",
+                knobs=(INSTANCES, THREADS, BATCH_THREADS),
+                message=Message(
+                    "{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {cards} cores",
+                    **NAMES,
+                    cards=hardware.cards,
+                ),
+                broken=lambda c: (
+                    (np.maximum(c[THREADS], c[BATCH_THREADS]) > hardware.share(c[INSTANCES])) & hardware.on_cores
+                ),
+            ),
+            *context_rules(task),
+            Rule(
+                name="context_grain",
+                knobs=(CONTEXT,),
+                message=Message(
+                    "{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up", **NAMES
+                ),
+                broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
+            ),
+            *((_slot_context(task, total),) if total else ()),
+            Rule(
+                name="host_experts",
+                knobs=(HOST_EXPERTS,),
+                message=Message("{HOST_EXPERTS} must be 0 for a model without experts", **NAMES),
+                broken=lambda c: (c[HOST_EXPERTS] > 0) & (task.spec.model.num_moe_experts is None),
+            ),
+            *speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "spec-draft-model", "draft-mtp"),
+        )
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        """Return merges that ignore knobs without effect, and that treat llama.cpp's defaults as not set."""
+        default_codes = [PROGRAM.code(SPLIT, name) for name in ("none", "layer", "row")]
+
+        def is_default_ubatch(c: Columns) -> BoolArray:
+            return np.equal(c[N_UBATCH], np.minimum(UBATCH, PROGRAM.values(c, N_BATCH)))
+
+        on_cores, layers = Hardware.of(task).on_cores, task.spec.model.num_layers
+        nothing_to_offload = ignoring("nothing_to_offload", (LAYERS,), lambda c: True, -1)
+        return (
+            ignoring("batch_threads_as_threads", (THREADS, BATCH_THREADS), lambda c: c[BATCH_THREADS] == c[THREADS]),
+            *same_as_unset(PROGRAM),
+            # TP and PP already imply these modes: none for one device, layer for stages, row for tensor parallelism.
+            ignoring("split_by_default", (SPLIT,), lambda c: np.isin(c[SPLIT], default_codes)),
+            ignoring("ubatch_by_default", (N_BATCH, N_UBATCH), is_default_ubatch),
+            *((nothing_to_offload, ignoring("nothing_on_host", (HOST_EXPERTS,), lambda c: True)) if on_cores else ()),
+            ignoring("experts_of_all_layers", (HOST_EXPERTS,), lambda c: c[HOST_EXPERTS] >= layers, ALL),
+        )
+
+
+ENGINE = LlamaCpp()

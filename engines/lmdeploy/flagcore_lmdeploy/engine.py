@@ -11,15 +11,16 @@ import numpy as np
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs
+from flagcore_serving.space.flags import as_words
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, count
 from flagcore_serving.space.knobs import EAGER, or_default
-from flagcore_serving.space.program import Program, as_words
+from flagcore_serving.space.program import Program
 from flagcore_serving.space.rules import context_rules, forbidden, same_as_unset, split_rules
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import weight_bytes
 
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.i18n import Message
 
@@ -46,25 +47,6 @@ def _default_batch(task: Task) -> int:
     return 1024 if hardware.fp8 and hardware.memory_bytes >= 70 * 2**30 else 128
 
 
-def _settings(task: Task, columns: Columns) -> Settings:
-    """Return LMDeploy's effective settings for each candidate."""
-    values = PROGRAM.columns(task, columns)
-    pytorch = values[BACKEND] == PYTORCH
-    prefill = PROGRAM.values(values, PREFILL)
-    batch = or_default(values[BATCH], _default_batch(task))
-    return Settings.of(
-        task,
-        values,
-        max_running=np.maximum(batch // values[DP].clip(1), 1),
-        max_batched_tokens=prefill,
-        pass_tokens=np.where(pytorch, prefill, np.minimum(or_default(values[PER_ITERATION], 1 << 40), prefill)),
-        block_size=PROGRAM.values(values, BLOCK),
-        graph_tokens=np.where(pytorch & (values[EAGER] == 0), GRAPH_TOKENS, 0),
-        cache_bytes=_cache_bytes(task, values, prefill + 2 * batch),
-        cache_element_bytes=PROGRAM.element_bytes(values),
-    )
-
-
 def _cache_bytes(task: Task, get: Columns, buffer_tokens: IntArray) -> FloatArray:
     """Return the bytes of one device's cache.
 
@@ -75,56 +57,6 @@ def _cache_bytes(task: Task, get: Columns, buffer_tokens: IntArray) -> FloatArra
     return knobs.shares(get[CACHE], DEFAULT_CACHE) * np.maximum(free - buffers, 0.0)
 
 
-def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
-    spec, data = task.spec, count(values, DP)
-    if count(values, EP) == 1:  # without EP, tp counts the devices of all attention groups
-        values = {**values, TP: count(values, TP) * data}
-    argv = [*PROGRAM.start_command(spec), spec.serve.weights or ""]
-    argv += ["--server-name", address(task), "--server-port", PORT, "--log-level", "INFO", "--max-log-len", "0"]
-    argv += knobs.arguments(PROGRAM.knobs, values)
-    argv += as_words(PROGRAM.parse(spec).others, has_negation=False)
-    return Instance(argv=tuple(argv), environment={} if spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1"})
-
-
-def _rules(task: Task) -> tuple[Rule, ...]:
-    """Return LMDeploy's legality rules for candidates."""
-    experts = task.spec.model.num_moe_experts or 1
-    return (
-        *split_rules(task, attention_and_experts=True, pipeline=False),
-        *forbidden(task, PROGRAM),
-        Rule(
-            name="tensor_power_of_two",
-            knobs=(TP,),
-            message=Message("{TP} must be a power of two", **NAMES),
-            broken=lambda c: c[TP] & (c[TP] - 1) != 0,
-        ),
-        Rule(
-            name="expert_parallel",
-            knobs=(TP, DP, EP),
-            message=Message(
-                "{EP} must be a multiple of {DP}, and divide {TP} x {DP} and the {experts} experts",
-                **NAMES,
-                experts=experts,
-            ),
-            broken=lambda c: (c[EP] > 1) & _splits_experts_unevenly(c, experts),
-        ),
-        Rule(
-            name="block_size",
-            knobs=(BACKEND, BLOCK),
-            message=Message(
-                "{BLOCK} must be a multiple of 32 with TurboMind, and a power of two from 16 with PyTorch", **NAMES
-            ),
-            broken=lambda c: (
-                (c[BLOCK] > 0)
-                & np.where(
-                    c[BACKEND] == PYTORCH, (c[BLOCK] < 16) | (c[BLOCK] & (c[BLOCK] - 1) != 0), c[BLOCK] % 32 != 0
-                )
-            ),
-        ),
-        *context_rules(task),
-    )
-
-
 def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
     """Return for which rows experts are split unevenly (the constraints of `turbomind/parallel_config.py`)."""
     shares = c[EP].clip(1)
@@ -132,14 +64,83 @@ def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
     return uneven
 
 
-ENGINE = ServingEngine(
-    name="lmdeploy",
-    where="flagcore_lmdeploy:REPORTS",
-    program=PROGRAM,
-    modules={"lmdeploy": "lmdeploy>=0.18,<0.19"},
-    rules=_rules,
-    merges=lambda task: tuple(same_as_unset(PROGRAM)),
-    settings=_settings,
-    server=_server,
-    untested="support was written from the documentation, and no trial has run; predicted times include only kernels",
-)
+class Lmdeploy(ServingEngine):
+    """LMDeploy."""
+
+    name = "lmdeploy"
+    where = "flagcore_lmdeploy:REPORTS"
+    program = PROGRAM
+    modules: Mapping[str, str] = {"lmdeploy": "lmdeploy>=0.18,<0.19"}
+    untested = "support was written from the documentation, and no trial has run; predicted times include only kernels"
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        return tuple(same_as_unset(PROGRAM))
+
+    def settings(self, task: Task, columns: Columns) -> Settings:
+        """Return LMDeploy's effective settings for each candidate."""
+        values = PROGRAM.columns(task, columns)
+        pytorch = values[BACKEND] == PYTORCH
+        prefill = PROGRAM.values(values, PREFILL)
+        batch = or_default(values[BATCH], _default_batch(task))
+        return Settings.of(
+            task,
+            values,
+            max_running=np.maximum(batch // values[DP].clip(1), 1),
+            max_batched_tokens=prefill,
+            pass_tokens=np.where(pytorch, prefill, np.minimum(or_default(values[PER_ITERATION], 1 << 40), prefill)),
+            block_size=PROGRAM.values(values, BLOCK),
+            graph_tokens=np.where(pytorch & (values[EAGER] == 0), GRAPH_TOKENS, 0),
+            cache_bytes=_cache_bytes(task, values, prefill + 2 * batch),
+            cache_element_bytes=PROGRAM.element_bytes(values),
+        )
+
+    def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
+        spec, data = task.spec, count(values, DP)
+        if count(values, EP) == 1:  # without EP, tp counts the devices of all attention groups
+            values = {**values, TP: count(values, TP) * data}
+        argv = [*PROGRAM.start_command(spec), spec.serve.weights or ""]
+        argv += ["--server-name", address(task), "--server-port", PORT, "--log-level", "INFO", "--max-log-len", "0"]
+        argv += knobs.arguments(PROGRAM.knobs, values)
+        argv += as_words(PROGRAM.parse(spec).others, has_negation=False)
+        return Instance(argv=tuple(argv), environment={} if spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1"})
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        """Return LMDeploy's legality rules for candidates."""
+        experts = task.spec.model.num_moe_experts or 1
+        return (
+            *split_rules(task, attention_and_experts=True, pipeline=False),
+            *forbidden(task, PROGRAM),
+            Rule(
+                name="tensor_power_of_two",
+                knobs=(TP,),
+                message=Message("{TP} must be a power of two", **NAMES),
+                broken=lambda c: c[TP] & (c[TP] - 1) != 0,
+            ),
+            Rule(
+                name="expert_parallel",
+                knobs=(TP, DP, EP),
+                message=Message(
+                    "{EP} must be a multiple of {DP}, and divide {TP} x {DP} and the {experts} experts",
+                    **NAMES,
+                    experts=experts,
+                ),
+                broken=lambda c: (c[EP] > 1) & _splits_experts_unevenly(c, experts),
+            ),
+            Rule(
+                name="block_size",
+                knobs=(BACKEND, BLOCK),
+                message=Message(
+                    "{BLOCK} must be a multiple of 32 with TurboMind, and a power of two from 16 with PyTorch", **NAMES
+                ),
+                broken=lambda c: (
+                    (c[BLOCK] > 0)
+                    & np.where(
+                        c[BACKEND] == PYTORCH, (c[BLOCK] < 16) | (c[BLOCK] & (c[BLOCK] - 1) != 0), c[BLOCK] % 32 != 0
+                    )
+                ),
+            ),
+            *context_rules(task),
+        )
+
+
+ENGINE = Lmdeploy()

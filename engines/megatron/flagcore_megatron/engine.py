@@ -4,37 +4,38 @@ For any model, a larger micro-batch and an unsharded gradient buffer or optimize
 adds a buffer, which may be larger than the memory that it saves when layers are recomputed in full.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flagcore_training.adapters import absent_targets
 from flagcore_training.reading import FAILURES
 
-from flagcore.contracts import Engine, PruningRule
-from flagcore.contracts import capabilities as can
+from flagcore.contracts import Costs, Engine, Platform, PruningRule, Published, Steps
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern, Start
+from flagcore.domain.launch import Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import AUTO, ImportNote, SettingValue, Spec, Task
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import AUTO, Spec, Task
+from flagcore.domain.trial import Measurement
 from flagcore.i18n import N_, _
 from flagcore_megatron import predict as prediction
-from flagcore_megatron import probing, reading, start
+from flagcore_megatron import reading, start
 from flagcore_megatron.command import checks
-from flagcore_megatron.mixed import planner as mesh_planner
+from flagcore_megatron.mixed.planner import with_meshes as with_planned_meshes
 from flagcore_megatron.mixed.rules import merges_with_meshes, with_meshes
+from flagcore_megatron.parts import MegatronBounds, MegatronCommands, MegatronPlans
+from flagcore_megatron.probing import MegatronProbes
 from flagcore_megatron.program.unmodelled import unmodelled
-from flagcore_megatron.program.user_command import starts_megatron
 from flagcore_megatron.space import knobs as knob_rows
 from flagcore_megatron.space import meshes, options, production
 from flagcore_megatron.space import rules as legality
-from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns, in_space
+from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
+from flagcore_megatron.space.merges import merges
 from flagcore_megatron.space.meshes import CP, DP, EP, PP, SP, TP
 from flagcore_megatron.space.rules import DIST_OPT, RECOMPUTE
+from flagcore_megatron.space.setting_rules import settings_with_rules
 from flagcore_megatron.space.split import SPLIT
 
 
@@ -60,63 +61,39 @@ CORE = frozenset({"core_attn"})
 TEXT_ONLY = "the vision tower and images are left out: see images_per_sequence, image_width and image_height"
 
 
-class Megatron(
-    Engine,
-    can.Advice,
-    can.Bounds,
-    can.Commands,
-    can.Details,
-    can.Installation,
-    can.JobRecords,
-    can.Layouts,
-    can.MixedClusters,
-    can.Probes,
-    can.Production,
-    can.Pruning,
-    can.RuleOfThumb,
-    can.Shortening,
-    can.Sizes,
-    can.Steps,
-):
+class Megatron(Engine):
     """Training with megatron-core, or with a user's own Megatron-LM command."""
 
     name = "megatron"
     kind = "train"
     knobs: tuple[Knob, ...] = knob_rows.KNOBS
     modules: Mapping[str, str] = start.MODULES
-    keeps_scripts = True
+    failures = FAILURES
+    replicas = DP
 
-    columns = staticmethod(knob_rows.columns)
-    published = staticmethod(production.published)
-    read_probe = staticmethod(probing.read_probe)
-    axes = staticmethod(knob_rows.axes)
+    plans = MegatronPlans()
+    bounds = MegatronBounds()
+    commands = MegatronCommands()
+    probes = MegatronProbes()
 
-    def rules(self, task: Task) -> tuple[Rule, ...]:
-        absent_targets(task.spec.model, task.spec.train.adapter)
-        options.check(task, options.settings_in_force(task.spec))
-        # Assumed settings are used only by candidates for which they are legal, so they make no candidate illegal.
-        of_settings = (rule for rule in legality.settings_with_rules(task) if rule.name not in task.spec.train.assumed)
-        return with_meshes(task, (*legality.rules(task), *of_settings))
+    # The spec
 
-    def merges(self, task: Task) -> tuple[Merge, ...]:
-        return merges_with_meshes(task, legality.merges(task))
+    def check_values(self, spec: Spec) -> None:
+        checks.check_values(spec)
 
-    bound_knobs = tuple(knob.name for knob in SPACE_KNOBS if knob.name not in meshes.RECOMPUTE_KNOBS)
-    least_seconds = staticmethod(prediction.least_seconds)
-    least_share = staticmethod(prediction.least_share)
-    in_space = staticmethod(in_space)
-    labels = prediction.LABELS
-    predict = staticmethod(prediction.predict)
-    components = staticmethod(prediction.components)
-    rank = staticmethod(prediction.rank_figures)
-    pipelines = staticmethod(prediction.pipelines)
-    stage_layers = staticmethod(prediction.stage_layers)
-    sizes = staticmethod(prediction.sizes)
-    parts = staticmethod(prediction.model_parts)
+    def complete(self, platform: Platform, *, runs_here: bool, plan: bool) -> Platform:
+        platform = platform if runs_here else production.as_in_production(platform)
+        return with_planned_meshes(start.as_installed(platform), plan=plan)
 
-    check_values = staticmethod(checks.check_values)
-    spec_warnings = staticmethod(checks.spec_warnings)
-    job_warnings = staticmethod(checks.job_warnings)
+    def warnings(self, task: Task) -> Sequence[str]:
+        lines = checks.spec_warnings(task.spec)
+        checks.check_variables(task)
+        attention, length = task.spec.model.attention, task.spec.train.seq_length
+        has_windows = any(each.window and each.window < length for each in attention)
+        if not has_windows or prediction.training(task).model.layers:
+            return lines
+        text = _("flagcore's trial program has no sliding windows: its layers, and predictions, attend to all tokens")
+        return [*lines, text]
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         found = unmodelled(task.spec)
@@ -125,41 +102,23 @@ class Megatron(
             found.append(Unmodelled(name="model.vision_config", why=why, time=(1.0, 1.3) if why else (1.0, 1.0)))
         return found
 
-    def task_warnings(self, task: Task) -> Sequence[str]:
-        checks.check_variables(task)
-        attention, length = task.spec.model.attention, task.spec.train.seq_length
-        has_windows = any(each.window and each.window < length for each in attention)
-        if not has_windows or prediction.training(task).model.layers:
-            return ()
-        text = _("flagcore's trial program has no sliding windows: its layers, and predictions, attend to all tokens")
-        return (text,)
+    # The search space
 
-    replicas = DP
-    shorter_batch = staticmethod(start.shorter_batch)
+    def axes(self, task: Task) -> tuple[Axis, ...]:
+        return knob_rows.axes(task)
 
-    ready = staticmethod(start.ready)
-    launch = staticmethod(start.launch)
-    progress = staticmethod(reading.progress)
-    read = staticmethod(reading.read)
-    step_limit = staticmethod(reading.step_limit)
-    command_changes = staticmethod(checks.command_changes)
-    starts = staticmethod(starts_megatron)
-    as_in_production = staticmethod(production.as_in_production)
-    unusual = staticmethod(production.unusual)
-    assumed = staticmethod(production.assumed)
-    runs_as = staticmethod(production.runs_as)
-    without_command = staticmethod(production.without_command)
-    derived_knobs: Collection[str] = (meshes.MESHES,)
-    with_derived_values = staticmethod(mesh_planner.with_meshes)
-    values_alone = staticmethod(mesh_planner.values_alone)
-    splits = staticmethod(meshes.splits)
-    as_installed = staticmethod(start.as_installed)
-    installation_notes = staticmethod(start.installation_notes)
-    ready_to_probe = staticmethod(probing.ready_to_probe)
-    work_parts: Collection[str] = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
-    stage_ranks = staticmethod(probing.stage_ranks)
-    probe_ranks = staticmethod(probing.probe_ranks)
-    probe_launch = staticmethod(probing.probe_launch)
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        absent_targets(task.spec.model, task.spec.train.adapter)
+        options.check(task, options.settings_in_force(task.spec))
+        # Assumed settings are used only by candidates for which they are legal, so they make no candidate illegal.
+        of_settings = (rule for rule in settings_with_rules(task) if rule.name not in task.spec.train.assumed)
+        return with_meshes(task, (*legality.rules(task), *of_settings))
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        return merges_with_meshes(task, merges(task))
+
+    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+        return knob_rows.columns(task, values)
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         return (UselessSelectiveRecompute(task),) if task.spec.train.attention == "flash" else ()
@@ -205,20 +164,40 @@ class Megatron(
         keys = (missing_bytes, crosses, tokens, columns[SPLIT], size, *ties, -columns[SP])
         return int(np.lexsort(keys[::-1])[0])
 
-    def read_flags(self, text: str, spec: Spec) -> tuple[str, Mapping[str, SettingValue], Sequence[str]]:
-        from flagcore_megatron.importing.command import read_flags
+    # Predictions
 
-        return read_flags(text, spec)
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        return prediction.predict(task, columns, costs)
 
-    def read_command(
-        self, start: Start, directory: Path, model: str | None
-    ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-        from flagcore_megatron.importing.command import spec_of_command  # other commands do not need it
+    def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
+        return prediction.sizes(task, columns)
 
-        return spec_of_command(start, directory, model)
+    def published(self, task: Task, values: Mapping[str, KnobValue], notes: str) -> Published:
+        found, completed, noted = production.published(task, values, notes)
+        return Published(
+            found, completed, noted, checks.job_warnings(found, completed, task.spec.train.settings, noted)
+        )
 
-    def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return FAILURES
+    # Trials
+
+    def ready(self, spec: Spec) -> None:
+        start.ready(spec)
+
+    def trial_notes(self, platform: Platform, candidate: Candidate | None) -> Sequence[str]:
+        changes = checks.command_changes(platform, candidate) if candidate else []
+        return [*changes, *start.installation_notes(platform)]
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        return start.launch(platform, candidate, folder, for_real=for_real)
+
+    def steps(self, task: Task, folder: str) -> Steps:
+        return reading.steps(task, folder)
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        return reading.read(task, candidate, folder, partial=partial)
+
+    def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
+        return start.shorter_batch(task, candidate, share)
 
 
 MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}

@@ -13,34 +13,23 @@ from flagcore_training.time import step
 from flagcore_training.time.step import Blocks, Pace, costs_in_run, rank_time, step_time
 from numpy.typing import NDArray
 
-from flagcore.contracts import Costs, Platform
+from flagcore.contracts import Costs
 from flagcore.domain.chip import ASSUMED_NETWORK_RANGE
 from flagcore.domain.knob import in_versions
 from flagcore.domain.lengths import PACKED
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
-from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, KnobValue
+from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
 from flagcore.spec.plain_data import package_yaml
-from flagcore_megatron.layers.fastest import fit_splits, layouts, split_layers, virtual_stages
+from flagcore_megatron.layers.fastest import fit_splits, split_layers
 from flagcore_megatron.layers.partition import leading_layers
 from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space import meshes as mixed
-from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM, candidate_columns, plain_values
-from flagcore_megatron.space.knobs import columns as row_of
+from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM, candidate_columns
 from flagcore_megatron.space.meshes import ALL_REPLICAS, MESHES, MICROBATCHES, PP, RECOMPUTE_KNOBS, Meshes
-from flagcore_megatron.space.options import (
-    EXPERT_GROUPS_SINCE,
-    is_hybrid,
-    options,
-    precision,
-    release,
-    settings_in_force,
-    takes_layouts,
-    tower,
-)
-from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced, stages_of
-from flagcore_megatron.space.stages import LAYOUT, PATTERN, pattern_text
+from flagcore_megatron.space.options import EXPERT_GROUPS_SINCE, options, precision, release, settings_in_force, tower
+from flagcore_megatron.space.split import Split, balanced, stages_of
 
 BATCH_ROWS = 1 << 14
 """Most candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
@@ -402,42 +391,6 @@ def model_parts(task: Task) -> tuple[ModelPart, ...]:
     """Return the parts of the model, with a padded vocabulary (see `parts_of_model`)."""
     unsplit_task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, settings={})))
     return parts_of_model(training(task), layout_of(unsplit_task, candidate_columns({})))
-
-
-def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:
-    """Return a candidate's knob values with the layout of its stages in place of `balanced`.
-
-    An even split needs no layout. A layout includes the virtual stages, so the number of layers per virtual stage,
-    which Megatron then refuses, is unset. A hybrid model has bars in its pattern instead.
-    """
-    task = platform.task
-    values = plain_values(task, candidate)
-    is_balanced, is_pattern = values.pop(SPLIT, None) == "balanced", is_hybrid(task.spec.model)
-    if not is_balanced and not is_pattern:
-        return values
-    ((_, ((row, costs), *_)),) = mixed.by_kinds(task, row_of(task, candidate.as_dict()), platform.costs)
-    train, layout = inputs(task, row, costs)
-    if is_pattern:
-        return values | _pattern(task, train, layout)
-    (text,) = layouts(train, layout)
-    return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
-
-
-def _pattern(task: Task, train: Training, layout: Layout) -> dict[str, KnobValue]:
-    """Return the hybrid pattern of a candidate, if it is not that of the job.
-
-    A release without bars, and explicit numbers of layers of the ends, keep the pattern. So does an even split without
-    virtual stages in a command without a pattern, whose program has it.
-    """
-    given = str(settings_in_force(task.spec).get(PATTERN) or "")
-    (chunks,), is_whole = virtual_stages(train, layout), not takes_layouts(task.spec)
-    stages = int(layout.pipeline[0] * layout.virtual[0])
-    if not chunks and (is_whole or layout.first_layers[0] or layout.last_layers[0]):
-        stages = 1
-    if task.spec.train.command is not None and not given and not chunks and layout.virtual[0] == 1:
-        return {}
-    text = pattern_text(task.spec.model, chunks or [task.spec.model.num_layers // stages] * stages, given)
-    return {PATTERN: text, LAYERS_PER_VIRTUAL: None} if text and text != given else {}
 
 
 def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:

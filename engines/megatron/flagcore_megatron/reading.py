@@ -13,9 +13,11 @@ from typing import Any
 
 from flagcore_training.reading import MAX_MIB, LogFiles, finite_number, measurement, program_progress, read_program
 
+from flagcore.contracts import Steps
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
+from flagcore.domain.steps import warmup_of_fewer, warmup_steps
+from flagcore.domain.trial import Measurement
 from flagcore.launchers.programs import NoMetrics
 from flagcore_megatron.mixed.equal_meshes import as_asked, devices_of
 from flagcore_megatron.space.knobs import BY_NAME
@@ -106,9 +108,11 @@ def _step(line: str, seconds: float) -> LoggedStep:
     return LoggedStep(seconds=seconds, losses=losses, skipped=skipped)
 
 
-def progress(task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-    """Return a function that returns the seconds of each step that a running trial has finished so far."""
-    return partial(program_progress, folder) if task.spec.train.command is None else command_progress(folder)
+def steps(task: Task, folder: str) -> Steps:
+    """Return the steps of a running trial. A user's command is stopped after those of the trial."""
+    if task.spec.train.command is None:
+        return Steps(partial(program_progress, folder))
+    return Steps(command_progress(folder), limit=task.spec.control.train_iters)
 
 
 def command_progress(folder: str) -> Callable[[], tuple[float, ...]]:
@@ -137,12 +141,6 @@ def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False
         effective=lambda values: as_asked(task, candidate, dict(_program_values(candidate, values))),
         devices=devices_of(task, candidate),
     )
-
-
-def step_limit(task: Task) -> int | None:
-    """Return the number of steps after which a user's command is stopped, or None for flagcore's own program."""
-    train, control = task.spec.train, task.spec.control
-    return control.train_iters if train.command is not None else None
 
 
 def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:

@@ -21,13 +21,13 @@ from flagcore_megatron.command.checks import check_command, release_problems
 from flagcore_megatron.command.launch import own_launch, reference_launch
 from flagcore_megatron.mixed import hetero
 from flagcore_megatron.mixed.equal_meshes import data_problem, hosts_of, on_groups, shares
-from flagcore_megatron.predict import with_layout
 from flagcore_megatron.program.user_command import DISTRIBUTION
 from flagcore_megatron.space import production
 from flagcore_megatron.space.knobs import BY_NAME, plain_values, program_runs_meshes
 from flagcore_megatron.space.meshes import DP, MESHES, PP
 from flagcore_megatron.space.options import DEFAULTS, runs, schedule
 from flagcore_megatron.trial.job import TrialCandidate
+from flagcore_megatron.written import with_layout
 
 PROGRAM = "flagcore_megatron.trial"
 MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}

@@ -188,7 +188,7 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
     job = tasks.task(model, devices=4, settings=settings, global_batch_size=16)
     knobs = {"pipeline_model_parallel_size": 4, "micro_batch_size": 1}
     row = ENGINE.columns(job, {**knobs, "num_layers_per_virtual_pipeline_stage": 1 if virtual > 1 else None})
-    (passes,) = ENGINE.pipelines(job, row, tasks.costs(job))
+    (passes,) = ENGINE.plans.pipelines(job, row, tasks.costs(job))
     assert (passes.schedule, passes.microbatches, passes.virtual) == (schedule, 16, virtual)
     assert bool(passes.paired_s) is schedule.startswith("dualpipe")
     step = ENGINE.predict(job, row, tasks.costs(job)).time_s
@@ -294,17 +294,17 @@ TIED = dataclasses.replace(tasks.DENSE, untie_embeddings_and_output_weights=Fals
 @pytest.mark.parametrize("model", [tasks.DENSE, tasks.EXPERTS, LATENT, TIED])
 def test_parts_add_up_to_the_unsplit_model(model: Model) -> None:
     task = tasks.task(model, devices=1)
-    held = ENGINE.components(task, candidate_columns({}), np.zeros(1, dtype=np.int64), tasks.costs(task))
-    parts = ENGINE.parts(task)
+    held = ENGINE.plans.components(task, candidate_columns({}), np.zeros(1, dtype=np.int64), tasks.costs(task))
+    parts = ENGINE.plans.model(task)
     assert sum(part.params * part.layers for part in parts) == sum(float(each["params"][0]) for each in held.values())
 
 
 def test_parts_do_not_depend_on_settings_that_split() -> None:
     settings = {"expert_tensor_parallel_size": 2, "account_for_loss_in_pipeline_split": True}
-    assert ENGINE.parts(tasks.task(LATENT, settings=settings)) == ENGINE.parts(tasks.task(LATENT))
+    assert ENGINE.plans.model(tasks.task(LATENT, settings=settings)) == ENGINE.plans.model(tasks.task(LATENT))
 
 
 def test_parts_are_named_as_papers_name_them() -> None:
-    assert " ".join(part.name for part in ENGINE.parts(tasks.task(LATENT))) == "Embedding MLA MoE MLP MTP Output"
-    found = {part.name: part.layers for part in ENGINE.parts(tasks.task())}
+    assert " ".join(part.name for part in ENGINE.plans.model(tasks.task(LATENT))) == "Embedding MLA MoE MLP MTP Output"
+    found = {part.name: part.layers for part in ENGINE.plans.model(tasks.task())}
     assert found == {"Embedding": 1, "Attention": 4, "MLP": 4, "Output": 1}

@@ -10,8 +10,7 @@ import numpy as np
 from flagcore_training.knobs import divisors, read_knobs
 from flagcore_vendorkit.settings import UNKNOWN_TIME
 
-from flagcore.contracts import Costs
-from flagcore.contracts.capabilities import Advice, JobRecords, Pruning, RuleOfThumb
+from flagcore.contracts import Costs, Published, differs_only
 from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.prediction import Predictions
@@ -23,7 +22,7 @@ from flagcore_rl.job import job_of
 from flagcore_rl.predict import Framework, predict
 from flagcore_rl.roles import DEVICES, STALENESS, engine_of, keys_of, serve_task, train_task
 from flagcore_rl.rules import EP, PP, RTP, TP, rules
-from flagcore_rl.trials import UserCommand
+from flagcore_rl.trials import RlCommands, UserCommand
 
 
 def _rollout_devices(task: Task) -> tuple[KnobValue, ...]:
@@ -67,14 +66,7 @@ MORE_MEMORY = {RECOMPUTE: -1} | {knob.name: knob.memory_order for knob in KNOBS 
 """The knobs whose larger values need more memory, or less for -1."""
 
 
-def _differs_only(columns: Columns, candidate: Candidate, order: Mapping[str, int]) -> BoolArray:
-    """Return which of `columns` differ from `candidate` only by larger values of knobs in `order`, smaller for -1."""
-    more = {name: columns[name] - BY_NAME[name].axis(()).encode(value) for name, value in candidate.items}
-    signed = [each * order[name] >= 0 if name in order else each == 0 for name, each in more.items()]
-    return np.asarray(np.logical_and.reduce(signed))
-
-
-class RlEngine(UserCommand, JobRecords, Pruning, RuleOfThumb):
+class RlEngine(UserCommand):
     """A framework of reinforcement learning."""
 
     kind = "rl"
@@ -85,6 +77,7 @@ class RlEngine(UserCommand, JobRecords, Pruning, RuleOfThumb):
         rows = package_yaml(__package__, "frameworks.yaml")
         self.framework = Framework(**{**next(iter(rows.values())), **rows[name]})
         self.distribution = self.framework.distribution
+        self.commands = RlCommands(name, self.knobs)
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         fixed = self.fixed(task)
@@ -96,11 +89,11 @@ class RlEngine(UserCommand, JobRecords, Pruning, RuleOfThumb):
         return (*rules(task), *super().rules(task))
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        return _differs_only(columns, candidate, MORE_MEMORY)
+        return differs_only(self.knobs, columns, candidate, MORE_MEMORY)
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return which of `columns` differ from `candidate` only by more recompute."""
-        return _differs_only(columns, candidate, {RECOMPUTE: 1})
+        return differs_only(self.knobs, columns, candidate, {RECOMPUTE: 1})
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return colocated, on-policy layouts with full recompute and micro-batches of the longest sample."""
@@ -121,13 +114,13 @@ class RlEngine(UserCommand, JobRecords, Pruning, RuleOfThumb):
             for knob in self.knobs
         }
 
-    def task_warnings(self, task: Task) -> Sequence[str]:
+    def warnings(self, task: Task) -> Sequence[str]:
         """Return warnings of unknown releases, and of staleness and lengths that do not mean what they say."""
         work = job_of(task)
         lines = unknown_release("rl.engine_version", self.name, work.engine_version, self.framework.releases)
         role, rollout = serve_task(task, task.cluster.devices), engine_of(work.rollout.engine, "rl.rollout.engine")
-        own = rollout.spec_warnings(role.spec) if isinstance(rollout, Advice) else ()
-        lines += [each.replace("serve.", "rl.rollout.") for each in own if each.startswith("serve.engine_version")]
+        own = (each for each in rollout.warnings(role) if each.startswith("serve.engine_version"))
+        lines += [each.replace("serve.", "rl.rollout.") for each in own]
         if work.staleness > 1:
             steps = work.staleness
             lines.append(_("rl.staleness = {steps} is predicted as 1: as much overlaps with more", steps=steps))
@@ -157,7 +150,7 @@ class RlEngine(UserCommand, JobRecords, Pruning, RuleOfThumb):
         for prefix, role in roles.items():
             engine = engine_of(role.spec.work.engine, f"{prefix}engine")
             with keys_of(prefix):
-                found = engine.unmodelled(role) if isinstance(engine, Advice) else ()
+                found = engine.unmodelled(role)
             unknown += [replace(each, name=re.sub(r"\b(train|serve)\.", prefix, each.name)) for each in found]
         return unknown
 
@@ -165,10 +158,8 @@ class RlEngine(UserCommand, JobRecords, Pruning, RuleOfThumb):
         axes = {knob.name: knob.axis(()) for knob in self.knobs}
         return predict(task, columns, costs, self.framework, lambda name, code: axes[name].decode(code))
 
-    def published(
-        self, task: Task, values: Mapping[str, KnobValue], notes: str
-    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
-        return task, dict(values), frozenset()
+    def published(self, task: Task, values: Mapping[str, KnobValue], notes: str) -> Published:
+        return Published(task, dict(values))
 
 
 NEMO_RL, OPENRLHF, SLIME, TRL, VERL = (RlEngine(name) for name in ("nemo-rl", "openrlhf", "slime", "trl", "verl"))

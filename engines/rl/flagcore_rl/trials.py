@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flagcore_training.reading import FAILURES, LogFiles
 
-from flagcore.contracts import Engine, Platform
-from flagcore.contracts.capabilities import Advice, Commands, Steps
-from flagcore.domain.launch import FailurePattern, Launch, Start
+from flagcore.contracts import Commands, Engine, Platform, Steps
+from flagcore.domain.knob import Knob
+from flagcore.domain.launch import Launch, Start
 from flagcore.domain.space import BoolArray, Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import ImportNote, Spec, Task
-from flagcore.domain.trial import Measurement, warmup_of_fewer
+from flagcore.domain.steps import warmup_of_fewer
+from flagcore.domain.trial import Measurement
 from flagcore.errors import SpecError
 from flagcore.i18n import Message, _
 from flagcore.launchers.programs import NoMetrics, check_version, find_program, interquartile_range, package_version
@@ -34,18 +35,24 @@ NUMBER = r"'?[:=]? *'?([\d.]+(?:e[+-]?\d+)?)"
 """What follows the name of a time in a log, in the words of any of the frameworks."""
 
 
-class UserCommand(Engine, Advice, Commands, Steps):
-    """Reads, changes and runs commands of a framework."""
+class RlCommands(Commands):
+    """Reads commands of the framework `name`."""
+
+    def __init__(self, name: str, knobs: Sequence[Knob]) -> None:
+        self.name, self.knobs = name, knobs
+
+    def role(self, command: Sequence[str], directory: str) -> str | None:
+        return "" if importing.starts(self.name, command) else None
+
+    def read(self, start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+        return importing.spec_of(self.name, start, directory, model, self.knobs)
+
+
+class UserCommand(Engine):
+    """Changes and runs commands of a framework."""
 
     kind = "rl"
-
-    def starts(self, command: Sequence[str], directory: str) -> bool:
-        return importing.starts(self.name, command)
-
-    def read_command(
-        self, start: Start, directory: Path, model: str | None
-    ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-        return importing.spec_of(self.name, start, directory, model, self.knobs)
+    failures = FAILURES
 
     def reading(self, work: RlSpec) -> Reading:
         """Return the command of a job, as it is read. Raises SpecError."""
@@ -146,15 +153,14 @@ class UserCommand(Engine, Advice, Commands, Steps):
         """Return the number of optimizer steps in a step."""
         return work.epochs * -(-work.step_samples // work.optimizer_samples)
 
-    def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
+    def trial_notes(self, platform: Platform, candidate: Candidate | None) -> Sequence[str]:
+        if candidate is None:
+            return ()
         keys = ", ".join(self._of_trial(platform.task, ""))
         return (_("trials set in {key}: {words}", key="rl.command", words=keys),)
 
-    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-        return self._log(task, folder)
-
-    def step_limit(self, task: Task) -> int | None:
-        return task.spec.control.train_iters
+    def steps(self, task: Task, folder: str) -> Steps:
+        return Steps(self._log(task, folder), limit=task.spec.control.train_iters)
 
     def _log(self, task: Task, folder: str) -> Log:
         dialect, work = dialect_of(self.name), job_of(task)
@@ -177,9 +183,6 @@ class UserCommand(Engine, Advice, Commands, Steps):
             figures=parts,
             warmup_steps=warmup if len(times) < control.train_iters else None,
         )
-
-    def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return FAILURES
 
 
 def _keys(row: Row, value: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
 )
 def test_odd_values_are_named(changes: Mapping[str, Any], warning: str) -> None:
     data = {**spec(**changes), "model": "Qwen/Qwen3-8B"}
-    found = NEMO_RL.task_warnings(open_spec(data, plan=True).problem.platform.task)
+    found = NEMO_RL.warnings(open_spec(data, plan=True).problem.platform.task)
     assert [warning in each for each in found] == [True] * bool(warning)
 
 

@@ -180,6 +180,7 @@ class ServeSpec(Work):
     has_steps: ClassVar[bool] = False
     reserves_memory: ClassVar[bool] = True
     takes_any_flag: ClassVar[bool] = True
+    start_seconds: ClassVar[float] = 1200.0  # servers load their weights and compile before the load begins
 
     loads: tuple[Load, ...]
     precision: str = "bf16"

@@ -33,8 +33,8 @@ from flagcore.spec.plain_data import dump_yaml
 from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.load.progress import RESOLUTION
 from flagcore_serving.load.traces import read_trace
-from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import INSTANCES, PREFILL_DECODE
+from flagcore_serving.space.roles import roles
 
 RATE = "serve.profile.request_rate"
 WHOLE = 8
@@ -387,7 +387,7 @@ def _planner(found: Sizing, numbers: Sequence[int], devices: int) -> dict[str, A
     if found.engine not in PLANNED:
         raise UsageError(_("Dynamo's planner knows only {engines}", engines=", ".join(PLANNED)))
     limits = {"ttft_ms": found.slo.get("ttft_s"), "itl_ms": found.slo.get("itl_s") or found.slo.get("tpot_s")}
-    kinds = placement.roles(str(pair))[-2:] if (pair := found.best.candidate.get(PREFILL_DECODE)) else ()
+    kinds = roles(str(pair))[-2:] if (pair := found.best.candidate.get(PREFILL_DECODE)) else ()
     sizes: dict[str, int] = {} if kinds else {"decode_engine_num_gpu": devices}
     for kind, role in zip(("prefill", "decode"), kinds, strict=False):
         sizes |= {f"{kind}_engine_num_gpu": role.devices, f"{kind}_min_endpoint": min(numbers) * role.count}

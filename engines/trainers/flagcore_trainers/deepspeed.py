@@ -4,7 +4,7 @@ Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runti
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,14 @@ from flagcore_training.commands import parse
 from flagcore_training.lengths import length_warnings
 from flagcore_training.time.step import replica_wait
 
-from flagcore.contracts import Costs, Engine
-from flagcore.contracts.capabilities import Commands, JobRecords
+from flagcore.contracts import Commands, Costs, Engine, Published
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import SettingValue, Spec, Task
+from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import Message, _
 from flagcore.spec.plain_data import package_yaml
@@ -61,11 +60,28 @@ NAMES = {"AUTOTP": AUTOTP, "HPZ": HPZ, "OFFLOAD": OFFLOAD, "ULYSSES": ULYSSES, "
 """The names of knobs in messages of rules, by their fields."""
 
 
-class DeepSpeed(Trainer, Commands, JobRecords):
-    """Training with a script that calls `deepspeed.initialize`."""
+class DeepSpeedCommands(Commands):
+    """Reads commands that pass a configuration of DeepSpeed to a script that is not Megatron-LM's."""
 
     trains_depths = False
     keeps_scripts = True
+
+    def role(self, command: Sequence[str], directory: str) -> str | None:
+        if framework_of(command):  # read with its own arguments
+            return None
+        named = [value for flag in FLAGS if isinstance(value := start.flag_value(command, flag), str)]
+        program = parse(command, directory)
+        is_own = any(Path(each).suffix in start.SUFFIXES for each in named) and not (program and program.is_megatron)
+        return "" if is_own else None
+
+    def read(self, start: Start, directory: Path, model: str | None) -> Imported:
+        return spec_of_deepspeed(start, FLAGS, directory, model)
+
+
+class DeepSpeed(Trainer):
+    """Training with a script that calls `deepspeed.initialize`."""
+
+    commands = DeepSpeedCommands()
     distribution = "deepspeed"
     releases = ">=0.10,<0.20"
 
@@ -87,17 +103,6 @@ class DeepSpeed(Trainer, Commands, JobRecords):
         only_listed = {*QUANTIZED, AUTOTP, ULYSSES, AC} - {*own}  # the script has to have them
         engine.knobs = tuple(_unless_listed(each) if each.name in only_listed else each for each in engine.knobs)
         return engine
-
-    def starts(self, command: Sequence[str], directory: str) -> bool:
-        """Return whether a command passes a configuration of DeepSpeed to a script that is not Megatron-LM's."""
-        if framework_of(command):  # read with its own arguments
-            return False
-        named = [value for flag in FLAGS if isinstance(value := start.flag_value(command, flag), str)]
-        program = parse(command, directory)
-        return any(Path(each).suffix in start.SUFFIXES for each in named) and not (program and program.is_megatron)
-
-    def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
-        return spec_of_deepspeed(start, FLAGS, directory, model)
 
     def config_of(self, spec: Spec) -> str | None:
         """Return the path of the configuration file that the command names. Raises SpecError."""
@@ -222,16 +227,9 @@ class DeepSpeed(Trainer, Commands, JobRecords):
         hooks = layout.microbatches * np.maximum(host - work, 0.0) * (layout.data > 1)
         return np.where(zero == 3, sharded + hooks + waits[1], seconds + waits[0])
 
-    def published(
-        self, task: Task, values: Mapping[str, KnobValue], notes: str
-    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+    def published(self, task: Task, values: Mapping[str, KnobValue], notes: str) -> Published:
         task, noted = as_noted(task, notes)
-        return task, dict(values), noted
-
-    def job_warnings(
-        self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
-    ) -> Sequence[str]:
-        return [*length_warnings(task.spec.train, noted), *_one_by_one(task)]
+        return Published(task, dict(values), noted, [*length_warnings(task.spec.train, noted), *_one_by_one(task)])
 
     def task_warnings(self, task: Task) -> Sequence[str]:
         return [*super().task_warnings(task), *_one_by_one(task)]

@@ -26,11 +26,9 @@ from flagcore_training.memory.training import (
 from flagcore_training.stages import parts_of_model, stage, stage_parameters
 from flagcore_training.time.step import step_time
 
-from flagcore.contracts import Costs
-from flagcore.contracts.capabilities import Details, Pruning
-from flagcore.domain.knob import Knob
+from flagcore.contracts import Costs, Plans
 from flagcore.domain.prediction import ModelPart, Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Rule
+from flagcore.domain.space import Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_, Message
 from flagcore_trainers import plain
@@ -131,30 +129,14 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
     return tuple(each for each in found if each.knobs)
 
 
-class WholeModel(Details):
+class WholeModel(Plans):
     """The parts of the model, which do not depend on how a program divides it."""
 
-    def parts(self, task: Task) -> tuple[ModelPart, ...]:
+    def model(self, task: Task) -> tuple[ModelPart, ...]:
         train, model = task.spec.train, task.spec.model
         sequence, batch = train.seq_length, train.global_batch_size
         inputs = Training(model=model, sequence=sequence, global_batch=batch, precision=train.precision)
         return parts_of_model(inputs)
-
-
-class ByMemory(Pruning):
-    """Pruning by the knobs with a larger value that needs more memory, such as the micro-batch size."""
-
-    knobs: tuple[Knob, ...]
-
-    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return whether candidates differ from `candidate` only by larger values of such knobs."""
-        others = candidate.as_dict()
-        result = np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
-        for knob in self.knobs:
-            code = knob.axis(()).encode(others[knob.name])
-            same: BoolArray = columns[knob.name] >= code if knob.memory_order else columns[knob.name] == code
-            result &= same
-        return result
 
 
 def predict(

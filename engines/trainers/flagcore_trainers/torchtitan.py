@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from flagcore_training.commands import parse
 
-from flagcore.contracts import Costs, Engine, Platform
-from flagcore.contracts.capabilities import Commands
+from flagcore.contracts import Commands, Costs, Engine, Platform
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
@@ -47,23 +46,29 @@ COMPILE_FLAG = "--compile.enable"
 PROGRAM: Mapping[str, Any] = package_yaml(__package__, "torchtitan.yaml")
 
 
-class TorchTitan(Trainer, Commands):
-    """Training with torchtitan, whose replicas share weights with FSDP2."""
+class TitanCommands(Commands):
+    """Reads commands of torchtitan."""
 
     trains_depths = False
     keeps_scripts = True
+
+    def role(self, command: Sequence[str], directory: str) -> str | None:
+        return "" if starts_torchtitan(parse(command, directory)) else None
+
+    def read(self, start: Start, directory: Path, model: str | None) -> Imported:
+        return spec_of_torchtitan(start, directory, model, list(PROGRAM["knobs"]))
+
+
+class TorchTitan(Trainer):
+    """Training with torchtitan, whose replicas share weights with FSDP2."""
+
+    commands = TitanCommands()
     distribution = "torchtitan"
     releases = ">=0.1,<0.4"
 
     def with_program(self, program: object) -> Engine:
         """Return the engine with further knobs and arguments of `program`."""
         return super().with_program(_merged(program))
-
-    def starts(self, command: Sequence[str], directory: str) -> bool:
-        return starts_torchtitan(parse(command, directory))
-
-    def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
-        return spec_of_torchtitan(start, directory, model, list(PROGRAM["knobs"]))
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         given = self._given(task.spec)

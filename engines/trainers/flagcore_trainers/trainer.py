@@ -4,7 +4,7 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,20 +12,20 @@ import numpy as np
 from flagcore_training.commands import environment, unknown_placeholders
 from flagcore_training.reading import FAILURES, measurement
 
-from flagcore.contracts import Costs, Engine, Platform
-from flagcore.contracts.capabilities import Advice, Programs, RuleOfThumb, Steps
+from flagcore.contracts import Costs, Engine, Platform, Steps
 from flagcore.domain.knob import Knob, unknown_release
-from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.launch import Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Spec, Task
-from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
+from flagcore.domain.steps import warmup_of_fewer, warmup_steps
+from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore.launchers.programs import NoMetrics, check_version, find_program, package_version
 from flagcore_trainers import logs, meaning, start
 from flagcore_trainers.importing import processes
-from flagcore_trainers.meaning import ByMemory, Codes, WholeModel
+from flagcore_trainers.meaning import Codes, WholeModel
 from flagcore_trainers.program import (
     LARGEST,
     MEANINGS,
@@ -53,7 +53,7 @@ def _whole_number(value: object) -> int | None:
     return None
 
 
-class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel):
+class Trainer(Engine):
     """Training with a program that somebody else wrote.
 
     `program`: the description of the program. None if the engine was not yet asked for a spec's.
@@ -62,6 +62,8 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
 
     kind = "train"
     knobs: tuple[Knob, ...] = ()
+    failures = FAILURES
+    plans = WholeModel()
     program: ProgramSection | None = None
     releases = ""
 
@@ -166,7 +168,11 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
             raise SpecError(key="train.program.config", value=config, problem=str(error), fix=fix) from None
         return start.Command(words=train.command, directory=directory, config=config, content=content)
 
+    def warnings(self, task: Task) -> Sequence[str]:
+        return [*self.spec_warnings(task.spec), *self.task_warnings(task)]
+
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
+        """Return warnings about the release, placeholders without a meaning, and knobs that nothing passes."""
         train, program = spec.train, self.described
         words = " ".join((*(train.command or ()), *train.flags, *program.trial_args))
         unused = [*unknown_placeholders([words], (*FILLED, *MEANINGS, *program.knobs))]
@@ -184,6 +190,7 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
         return unused
 
     def task_warnings(self, task: Task) -> Sequence[str]:
+        """Return warnings about the baseline, and about processes of the command without devices."""
         lines, key = list[str](), "train.command"
         if task.spec.baseline is None:
             lines += self._unlisted(task.spec)
@@ -273,7 +280,9 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
             "folder": folder,
         }
 
-    def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
+    def trial_notes(self, platform: Platform, candidate: Candidate | None) -> Sequence[str]:
+        if candidate is None:
+            return ()
         program, lines, key = self.described, [], "train.command"
         if program.trial_args:
             lines.append(_("trials add to {key}: {words}", key=key, words=" ".join(program.trial_args)))
@@ -304,11 +313,9 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
             printed={name: logs.Pattern(pattern) for name, pattern in printed.items()},
         )
 
-    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-        return logs.Reading(folder, logs.Log.of(task, self.patterns()))
-
-    def step_limit(self, task: Task) -> int | None:
-        return task.spec.control.train_iters
+    def steps(self, task: Task, folder: str) -> Steps:
+        reading = logs.Reading(folder, logs.Log.of(task, self.patterns()))
+        return Steps(reading, limit=task.spec.control.train_iters)
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         reading = logs.Reading(folder, logs.Log.of(task, self.patterns()))
@@ -347,9 +354,6 @@ class Trainer(Engine, Advice, ByMemory, Programs, RuleOfThumb, Steps, WholeModel
             by_text = {str(value).lower(): value for value in values_of(row)}
             found[name] = by_text.get(text.strip().lower(), text)
         return found
-
-    def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return FAILURES
 
 
 COMMAND = Trainer("command")

@@ -315,6 +315,6 @@ def test_layers_are_recomputed_where_the_space_says_so() -> None:
     assert found.step_time_s[1] > found.step_time_s[0]
     own = DEEPSPEED.with_program({"fixed": {"recompute": 2}})
     assert AC not in {knob.name for knob in own.knobs}
-    published, values, _noted = DEEPSPEED.published(job, {ZERO: 3, AC: "full"}, "LoRA r 8")
+    published, values, *_ = DEEPSPEED.published(job, {ZERO: 3, AC: "full"}, "LoRA r 8")
     assert published.spec.train.adapter == Adapter(rank=8)
     assert values == {ZERO: 3, AC: "full"}

@@ -95,7 +95,7 @@ def test_parts_that_are_not_predicted_are_reported_by_key() -> None:
         FSDP2.rules(task(replace(DENSE, moe_latent_size=16), engine="fsdp2"))
     with refuses("train.command"):
         FSDP2.rules(task(engine="fsdp2", command=("train",)))
-    assert FSDP2.task_warnings(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))
+    assert FSDP2.warnings(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))
 
 
 def test_adapters_are_divided_if_the_spec_lists_it() -> None:
@@ -168,7 +168,7 @@ def test_job_records_share_weights_over_all_other_devices() -> None:
 
 @pytest.mark.parametrize(("release", "warnings"), [("2.9", 0), ("banana", 1), ("2.1", 1)])
 def test_a_release_is_one_of_torch(release: str, warnings: int) -> None:
-    assert len(FSDP2.spec_warnings(task(engine="fsdp2", engine_version=release).spec)) == warnings
+    assert len(FSDP2.warnings(task(engine="fsdp2", engine_version=release))) == warnings
 
 
 def test_no_candidates_have_no_predictions() -> None:

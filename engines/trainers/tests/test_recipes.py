@@ -7,7 +7,7 @@ import pytest
 
 from flagcore import api
 from flagcore.api.inputs import open_spec
-from flagcore.contracts.capabilities import commands_of
+from flagcore.contracts import commands_of
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError, UsageError
 from flagcore.plugins import command_reader, find_engine

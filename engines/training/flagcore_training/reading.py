@@ -16,7 +16,8 @@ from flagcore.domain.chip import SPEED_TEST
 from flagcore.domain.files import open_regular, read_regular
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Measurement, TrialState, warmup_of_fewer
+from flagcore.domain.steps import warmup_of_fewer
+from flagcore.domain.trial import Measurement, TrialState
 from flagcore.launchers.programs import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.spec.plain_data import package_yaml
 

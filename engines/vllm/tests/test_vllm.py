@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_serving.advice import spec_warnings
 from flagcore_serving.job import Load
 from flagcore_serving.trial.loads import shares
 from flagcore_vllm import json_flags
@@ -105,16 +106,20 @@ def test_a_removed_flag_is_reported_with_its_replacement() -> None:
     for release in ("0.17.1", None):  # an unknown release may have it
         older = cards(engine_version=release, engine_args={"swap_space": 4})
         assert server(older).argv[-2:] == ("--swap-space", "4")
-        warned = [each for each in ENGINE.spec_warnings(older.spec) if each.startswith("serve.engine_args.swap-space")]
+        warned = [
+            each
+            for each in spec_warnings(older.spec, ENGINE.program)
+            if each.startswith("serve.engine_args.swap-space")
+        ]
         assert bool(warned) is (release is None)
 
 
 def test_a_format_that_became_a_package_is_named_from_that_release_on() -> None:
     for release, is_moved in (("0.27.1", False), ("0.28.0", True), (None, True)):
         task = cards(engine_version=release, engine_args={"quantization": "bitsandbytes"})
-        assert any("vllm-bnb-plugin" in each for each in ENGINE.spec_warnings(task.spec)) is is_moved
+        assert any("vllm-bnb-plugin" in each for each in spec_warnings(task.spec, ENGINE.program)) is is_moved
         start = Start(words=("vllm", "serve", "m", "-q", "bitsandbytes"), version=release or "")
-        _data, notes = ENGINE.read_command(start, Path(), None)
+        _data, notes = ENGINE.commands.read(start, Path(), None)
         assert any("vllm-bnb-plugin" in each.text for each in notes) is is_moved
 
 
@@ -283,8 +288,8 @@ def test_each_scheme_of_speculation_has_its_own_cost_and_acceptance() -> None:
     assert rate("eagle3", 0.8, 0.5, 0.1) == pytest.approx(rate("eagle3", 0.5, 0.5, 0.4), rel=0.02)  # 1.4 accepted
     heads = found("eagle3")["kv_cache_bytes"], found("draft_model", engine_args=draft)["kv_cache_bytes"]
     assert found(None)["kv_cache_bytes"] == found("ngram")["kv_cache_bytes"] > heads[0] > heads[1]
-    assert ENGINE.spec_warnings(cards(space={"speculation": (None, "ngram")}).spec)
-    assert not ENGINE.spec_warnings(cards(weights=None).spec)
+    assert [*spec_warnings(cards(space={"speculation": (None, "ngram")}).spec, ENGINE.program)]
+    assert not [*spec_warnings(cards(weights=None).spec, ENGINE.program)]
 
 
 def test_the_draft_model_is_that_of_candidates_with_speculation() -> None:

@@ -28,7 +28,8 @@ from extras.hosts.tests.cluster.bed import HOST, missing
 from flagcore import plugins
 from flagcore.api.commands.run import run_best
 from flagcore.domain.launch import Exit, Launch
-from flagcore.domain.trial import Probe, TrialState
+from flagcore.domain.probe import Probe
+from flagcore.domain.trial import TrialState
 from flagcore.errors import HostLost, LaunchError, NoDevice
 from flagcore.launchers import guard
 from flagcore.launchers.guarded import MARKER, START_SECONDS
@@ -542,7 +543,7 @@ def test_ranks_run_on_separate_hosts_and_a_lost_host_proves_nothing(tmp_path: Pa
         program = f"open({str(tmp_path / 'metrics')!r}); open('metrics.json', 'w').write({METRICS!r})"
         (tmp_path / "metrics").touch()
         engine = Rehearsal(lambda rank: program)
-        engine.probe_launch = lambda platform, candidate, rank, folder, device=0: Launch(  # type: ignore[method-assign]
+        engine.probes.launch = lambda platform, candidate, rank, folder, device=0: Launch(  # type: ignore[method-assign]
             argv=(sys.executable, "-c", program), folder=folder
         )
         folder = str(tmp_path / hosts[-1])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from flagcore.contracts.capabilities import Commands
+from flagcore.contracts import Commands
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.errors import SpecError
@@ -68,8 +68,9 @@ def engines_in(given: Input, programs: Sequence[Program]) -> Found:
     starts = [each for each in programs if isinstance(each, Start) and each.words]
     for name, engine in given.engines.items():
         for start in sorted(starts, key=_follows):
-            if engine.starts(start.words, os.getcwd()) and not KEYS.tools.match(_text(start)):
-                key = name, start.role or engine.role(start.words), _OF_COPY.sub("", shlex.join(start.words))
+            role = engine.role(start.words, os.getcwd())
+            if role is not None and not KEYS.tools.match(_text(start)):
+                key = name, start.role or role, _OF_COPY.sub("", shlex.join(start.words))
                 found[key] = _joined(found[key], start) if key in found else start
     bare = [[*entry] for each in given.engines.values() for entry in each.images.values()]  # beside the server's
     found = {key: each for key, each in found.items() if [*each.words] not in bare} or found
@@ -165,6 +166,6 @@ def _joined(start: Start, other: Start) -> Start:
 def others(engine: Commands, starts: Sequence[Start]) -> dict[str, str]:
     """Return the other programs of an input, with their arguments, that may change speed."""
     words = [(each.image, *each.words) if each.image else each.words for each in starts
-             if not (each.words and engine.starts(each.words, os.getcwd()))]  # fmt: skip
+             if not (each.words and engine.role(each.words, os.getcwd()) is not None)]  # fmt: skip
     named = {os.path.basename(each[0]): " ".join(each[1:]) for each in reversed(words)}
     return left_out(KEYS.programs, {name: text or name for name, text in named.items()})

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flagcore.contracts import ImportedSpec
-from flagcore.contracts.capabilities import Commands
+from flagcore.contracts import Commands, ImportedSpec
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.errors import SpecError, UsageError, join_errors
@@ -106,7 +105,7 @@ class _Conversion:
         of_program = replace(start, envs=envs, job={**start.job, **hosts})
         read = replace(start, envs={**start.job, **envs}, words=script) if script else of_program
         try:
-            data, engine_notes = self.engine.read_command(read, Path.cwd(), self.model)
+            data, engine_notes = self.engine.read(read, Path.cwd(), self.model)
         except SpecError as error:
             if script and error.key == "train.command":
                 return self._read((), "cannot start it in trials")

@@ -8,21 +8,21 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Costs, Engine, Platform
-from flagcore.contracts.capabilities import Probes, Pruning, RuleOfThumb, Shortening, Sizes, Steps
+from flagcore.contracts import Costs, Engine, Platform, Probes, Steps, differs_only
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions, RankPrediction
+from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
-from flagcore.domain.trial import Measurement, RankMeasurement, TrialState
+from flagcore.domain.trial import Measurement, TrialState
 from flagcore.errors import FlagError
 from flagcore_testing import toy_program
 
@@ -55,14 +55,20 @@ KNOBS: tuple[Knob, ...] = (
 SPACE_KNOBS = tuple(knob for knob in KNOBS if knob.searchable)
 
 
-class Toy(Engine, Probes, Pruning, RuleOfThumb, Shortening, Sizes, Steps):
+class Toy(Engine):
     """Training that takes no time: a small program claims the times of its steps."""
 
     name = "toy"
     kind = "train"
     knobs = KNOBS
     replicas = DP
-    work_parts = ("compute_s", "tp_comm_s")
+    failures = (
+        FailurePattern(pattern=r"out of memory: (.*)", state=TrialState.OUT_OF_MEMORY),
+        FailurePattern(pattern=r"invalid: (.*)", state=TrialState.INVALID),
+    )
+
+    def __init__(self) -> None:
+        self.probes = ToyProbes(self)
 
     # The search space
 
@@ -85,19 +91,8 @@ class Toy(Engine, Probes, Pruning, RuleOfThumb, Shortening, Sizes, Steps):
 
         return (Merge(name="no_recompute", knobs=(RECOMPUTE, METHOD), canonical=canonical),)
 
-    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        return self._in_order(columns, candidate, {knob.name: knob.memory_order for knob in SPACE_KNOBS})
-
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        return self._in_order(columns, candidate, {RECOMPUTE: 1, METHOD: 1})
-
-    def _in_order(self, columns: Columns, candidate: Candidate, orders: Mapping[str, int]) -> BoolArray:
-        values, holds = candidate.as_dict(), np.ones(columns[DP].shape, dtype=np.bool_)
-        for knob in SPACE_KNOBS:
-            more = columns[knob.name] - knob.axis(()).encode(values[knob.name])
-            order = orders.get(knob.name, 0)
-            holds &= order * more >= 0 if order else more == 0
-        return holds
+        return differs_only(SPACE_KNOBS, columns, candidate, {RECOMPUTE: 1, METHOD: 1})
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         return {**{knob.name: (knob.neutral,) for knob in SPACE_KNOBS}, **dict.fromkeys((DP, TP, PP), AUTO)}
@@ -151,9 +146,9 @@ class Toy(Engine, Probes, Pruning, RuleOfThumb, Shortening, Sizes, Steps):
     # Trials
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-        return self._launch(platform, candidate, folder)
+        return self.started(platform, candidate, folder)
 
-    def _launch(self, platform: Platform, candidate: Candidate, folder: str, **probe: int) -> Launch:
+    def started(self, platform: Platform, candidate: Candidate, folder: str, **probe: int) -> Launch:
         """Write `job.json`. The user's command, if there is one, is started instead of the program."""
         train, knobs = platform.task.spec.train, candidate.as_dict()
         settings, batch = train.settings, train.global_batch_size
@@ -189,14 +184,8 @@ class Toy(Engine, Probes, Pruning, RuleOfThumb, Shortening, Sizes, Steps):
             partial=partial,
         )
 
-    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-        return lambda: tuple(row["step_s"] for row in _rows(folder))
-
-    def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return (
-            FailurePattern(pattern=r"out of memory: (.*)", state=TrialState.OUT_OF_MEMORY),
-            FailurePattern(pattern=r"invalid: (.*)", state=TrialState.INVALID),
-        )
+    def steps(self, task: Task, folder: str) -> Steps:
+        return Steps(lambda: tuple(row["step_s"] for row in _rows(folder)))
 
     def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
         values, whole = candidate.as_dict(), task.spec.train.global_batch_size
@@ -204,21 +193,26 @@ class Toy(Engine, Probes, Pruning, RuleOfThumb, Shortening, Sizes, Steps):
         batch = unit * max(2 * int(values[PP] or 1), math.ceil(share * whole / unit))
         return batch if batch < whole else None
 
-    # Probes
 
-    def ready_to_probe(self, spec: Spec) -> None:
+class ToyProbes(Probes):
+    """Probes by the toy program."""
+
+    def __init__(self, engine: Toy) -> None:
+        self.engine = engine
+
+    def ready(self, spec: Spec) -> None:
         """Every machine can probe."""
 
     def stage_ranks(self, task: Task, columns: Columns) -> tuple[int, ...]:
         stages = int(columns[PP][0])
         return tuple(stage * task.cluster.devices // stages for stage in range(stages))
 
-    def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
-        ranks = self.stage_ranks(task, self.columns(task, candidate.as_dict()))
+    def ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
+        ranks = self.stage_ranks(task, self.engine.columns(task, candidate.as_dict()))
         return (ranks[0], ranks[-1])[: len(ranks)]
 
-    def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-        whole = self.predict(task, columns, costs).row(0)
+    def predict(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+        whole = self.engine.predict(task, columns, costs).row(0)
         return RankPrediction(
             rank=rank,
             static_bytes=whole.static_bytes,
@@ -229,10 +223,10 @@ class Toy(Engine, Probes, Pruning, RuleOfThumb, Shortening, Sizes, Steps):
             optimizer_time_s=whole.time_s.get("optimizer_s"),
         )
 
-    def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
-        return self._launch(platform, candidate, folder, rank=rank, device=device)
+    def launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
+        return self.engine.started(platform, candidate, folder, rank=rank, device=device)
 
-    def read_probe(self, task: Task, folder: str) -> RankMeasurement:
+    def read(self, task: Task, folder: str) -> RankMeasurement:
         rows = _rows(folder)
         if not rows:
             raise FlagError("it wrote no metrics.json")

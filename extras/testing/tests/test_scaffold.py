@@ -63,4 +63,4 @@ def test_a_trial_fails_as_its_settings_say(does: str, where: str, state: TrialSt
         assert (len(measured.step_times_s), measured.effective["global_batch_size"]) == (4, 8)
     else:
         end = Exit(code=done.returncode, ended_by=None, duration_s=1.0)
-        assert classify(end, done.stderr.decode(), ENGINE.failure_patterns())[0] is state
+        assert classify(end, done.stderr.decode(), ENGINE.failures)[0] is state

@@ -27,7 +27,8 @@ import numpy as np
 from packaging.requirements import Requirement
 
 from flagcore import plugins
-from flagcore.api.inputs import LOG, SpecLike, loaded_plugins, spec_data
+from flagcore.api.inputs import SpecLike, loaded_plugins, spec_data
+from flagcore.api.notes import LOG
 from flagcore.contracts import HostCheck, Telemetry, device_use
 from flagcore.domain.chip import (
     MEMORY_IN_USE,

@@ -15,7 +15,6 @@ from flagcore.api.inputs import SpecLike, changed_spec, open_spec
 from flagcore.api.jobs import NEAREST, detailed_predictions, expected_seconds, published_runs
 from flagcore.api.runs import snapshot_of
 from flagcore.contracts import Platform, Problem
-from flagcore.contracts.capabilities import Details, MixedClusters, Production, RuleOfThumb, optional
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
 from flagcore.domain.metrics import PER_DEVICE
@@ -89,7 +88,7 @@ def estimate(
     published = published_runs(problem, loaded, None if evidence else NEAREST)
     place = recommended(problem, order)
     candidate = problem.space.candidate(int(order[place]))
-    can_run = not task.spec.work.missing and problem.engine.start_seconds > 0
+    can_run = not task.spec.work.missing and not problem.engine.plans.only
     target = first_target(snapshot_of(opened), candidate) if start and can_run else ""
     if on_page is not None:
         on_page(plan_report(problem, spec, start(target) if start and target else ""))
@@ -117,7 +116,7 @@ def estimate(
         unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
         candidates=tuple(candidates),
         objective=task.spec.objective,
-        model=tuple(model_table(optional(problem.engine, Details).parts(task))),
+        model=tuple(model_table(problem.engine.plans.model(task))),
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
         precision=task.spec.work.precision,
@@ -130,7 +129,7 @@ def estimate(
         search=search_time(problem) if can_run else None,
         mixing=mixing,
         knobs=problem.knobs,
-        labels=optional(problem.engine, Details).labels,
+        labels=problem.engine.plans.labels,
         target=target,
     )
 
@@ -198,7 +197,7 @@ def _runs(problem: Problem) -> str:
     spec, work = problem.task.spec, problem.task.spec.work
     if text := work.runs_as:
         return text
-    method = optional(problem.engine, Production).runs_as(spec) or _("as {engine} runs it", engine=work.engine)
+    method = problem.engine.plans.runs_as(spec) or _("as {engine} runs it", engine=work.engine)
     return _("{how}; with train.settings", how=method) if work.settings else method
 
 
@@ -221,7 +220,7 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
         candidate = space.candidate(int(row))
         more: dict[str, Any] = {}
         if task.spec.work.assumed:
-            more["assumed"] = optional(problem.engine, Production).assumed(task, candidate)
+            more["assumed"] = problem.engine.plans.assumed(task, candidate)
         if limits:
             figures = {name: found.figures.get(name, 0.0) for name in limits}
             more = {"slo": {name: figure for name, figure in figures.items() if figure > limits[name]}, **more}
@@ -232,7 +231,7 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
 def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
     """Return the candidate of the engine's own defaults with its prediction, or None if it is the baseline."""
     engine, values = problem.engine, problem.baseline.as_dict()
-    values |= engine.defaults(problem.task.for_engine()) if isinstance(engine, RuleOfThumb) else {}
+    values |= engine.plans.defaults(problem.task.for_engine())
     if values == problem.baseline.as_dict():
         return None
     columns = candidate_columns(problem.platform, values)
@@ -276,7 +275,7 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
 def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | None:
     """Compare a mixed cluster with each of its chips alone. Returns None if no mixed plan has a predicted time."""
     order, titles = rows_by_time(problem), problem.task.cluster.names
-    ways = optional(problem.engine, MixedClusters).splits(problem.task, problem.space.columns(order))
+    ways = problem.engine.plans.splits(problem.task, problem.space.columns(order))
     rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
     plans = [(rows, _plan(problem, rows, name)) for name, rows in rows_of_ways.items()]
     known_plans = [(plan, row) for row, plan in plans if plan]
@@ -287,7 +286,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     alone = {title: _alone(spec, problem, group, plugins) for group, title in enumerate(titles)}
     columns = problem.space.columns(row)
     task = problem.task.for_engine(effects_of_row(problem.task, columns))
-    pipelines = optional(problem.engine, Details).pipelines(task, columns, problem.costs)
+    pipelines = problem.engine.plans.pipelines(task, columns, problem.costs)
     shares = {title: idle_of(pipelines, number) for number, title in enumerate(titles)}
     stages = [
         (seconds, titles[group])
@@ -314,9 +313,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
 def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> ChipPlan | None:
     """Return the fastest plan of one kind of chips, or None if it cannot run the job or has no predicted time."""
     engine, fixed = mixed.engine, {name: values for name, values in spec.space.items() if values != AUTO}
-    mixes = optional(engine, MixedClusters)
-    space = {**mixes.values_alone(mixed.task, group), **fixed}
-    space = {name: values for name, values in space.items() if name not in mixes.derived_knobs}
+    space = engine.plans.space_alone(mixed.task, group, fixed)
     spec_of_kind = replace(spec, cluster=spec.cluster.groups[group], space=space, baseline=None)
     try:
         problem = build_problem(spec_of_kind, plugins, engine, plan=True)

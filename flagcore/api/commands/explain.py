@@ -13,7 +13,6 @@ from flagcore.api.inputs import SpecLike, changed_spec, read_spec
 from flagcore.api.jobs import predicted_like, published_job
 from flagcore.api.runs import Snapshot, all_trials, load_snapshot, no_best_error
 from flagcore.api.subject import Subject, best_of
-from flagcore.contracts.capabilities import Layouts, Production, Shortening, optional
 from flagcore.domain.plan import failed_repeats
 from flagcore.domain.space import DOES_NOT_FIT, Candidate
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
@@ -244,7 +243,7 @@ def explain_like(
     if "--" in name:
         parsed_spec = read_spec(spec, chip, without)
         engine = plugins.engine_of(parsed_spec.work)
-        name, settings, unused = optional(engine, Layouts).read_flags(name, parsed_spec)
+        name, settings, unused = engine.plans.read_flags(name, parsed_spec)
         changes = {f"{engine.kind}.settings.{key}": value for key, value in settings.items()}
         report = candidate_report(load_snapshot(changed_spec(spec, changes), chip, without), name)
         lines = [_("with {settings}", settings=", ".join(f"{k}={v}" for k, v in settings.items()))] if settings else []
@@ -255,8 +254,8 @@ def explain_like(
         return candidate_report(snapshot, name)
     problem, plan_row = snapshot.problem, recommended_row(snapshot.problem)
     title, job = published_job(problem, snapshot.plugins, name)
-    layout = optional(problem.engine, Layouts).in_space(job.candidate, job.model)
-    axes = [axis for axis in problem.space.axes if axis.knob != optional(problem.engine, Shortening).replicas]
+    layout = problem.engine.plans.in_space(job.candidate, job.model)
+    axes = [axis for axis in problem.space.axes if axis.knob != problem.engine.replicas]
     sizes = {axis.knob: axis.neutral for axis in axes if knob_of(axis.knob, problem.knobs).layout}
     known = {axis.knob: layout.get(axis.knob, sizes.get(axis.knob)) for axis in axes}
     values = {knob: value for knob, value in known.items() if value is not None}
@@ -310,7 +309,7 @@ def _fits_without(subject: Subject) -> Iterator[str]:
     platform, predicted = subject.snapshot.problem.platform, subject.predicted
     if predicted is None or predicted.fits is not False:
         return
-    for name, value in optional(platform.engine, Production).assumed(platform.task, subject.candidate).items():
+    for name, value in platform.engine.plans.assumed(platform.task, subject.candidate).items():
         train = platform.task.spec.train
         train = replace(train, assumed={key: each for key, each in train.assumed.items() if key != name})
         task = replace(platform.task, spec=replace(platform.task.spec, work=train))

@@ -17,10 +17,9 @@ from flagcore.api.outcome import require_startable
 from flagcore.api.runs import Snapshot, load_snapshot
 from flagcore.api.subject import columns_of, named_columns
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
-from flagcore.contracts.capabilities import Servers, optional
 from flagcore.contracts.exchange import ANY_HOST
 from flagcore.domain.files import writable
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.secrets import is_secret, secrets_in_arguments
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import HOSTFILE
@@ -194,14 +193,15 @@ def _job(
     platform = platform if exporter is None or exporter is engine else without_local_devices(platform)
     platform = _elsewhere(platform, exporter, engine)
     comments = _comments(snapshot, candidate)
-    single_server, replicas, servers_of = candidate, 1, optional(snapshot.problem.engine, Servers)
+    single_server, replicas, servers_of = candidate, 1, snapshot.problem.engine
     make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
     make = partial(make, image=servers_of.image(platform))
     if exporter is not None and exporter.per_server:
-        if servers := servers_of.groups(platform, candidate, name):
+        servers = servers_of.servers(platform, candidate, name)
+        if isinstance(servers, ServerGroups):
             groups = tuple(replace(each, launch=prepared_launch(platform, each.launch)) for each in servers.groups)
             return make(launch=groups[0].launch, devices=groups[0].devices, servers=replace(servers, groups=groups))
-        single_server, replicas = servers_of.replica(candidate)
+        single_server, replicas = servers
     launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, single_server, folder)
     per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
     used = servers_of.device_counts(snapshot.task, columns_of(snapshot, single_server))

@@ -21,8 +21,7 @@ from flagcore.api.inputs import (
     spec_data,
     write_spec,
 )
-from flagcore.contracts import HistoryReader, ImportedSpec, Problem
-from flagcore.contracts.capabilities import commands_of
+from flagcore.contracts import HistoryReader, ImportedSpec, Problem, commands_of
 from flagcore.domain.knob import Knobs
 from flagcore.domain.secrets import redact_data
 from flagcore.domain.space import Candidate, KnobValue

@@ -68,7 +68,7 @@ def spec_of_model(
 def _default_engine() -> str:
     for name in plugins.engines():
         with suppress(FlagError):  # raised for engines that cannot be loaded
-            if plugins.find_engine(name).plans_by_default:
+            if plugins.find_engine(name).plans.by_default:
                 return name
     return ""
 

@@ -10,14 +10,15 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import parse_candidate
-from flagcore.api.inputs import LoadedSpec, loaded_plugins, read_spec, warn_about_problem
-from flagcore.contracts import Engine, Problem
-from flagcore.contracts.capabilities import probing
+from flagcore.api.inputs import LoadedSpec, loaded_plugins, read_spec
+from flagcore.api.notes import warn_about_problem
+from flagcore.contracts import Engine, Problem, probes_of
 from flagcore.domain.knob import Knobs
+from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.records import in_gib, prediction_record, rank_record
 from flagcore.domain.space import Candidate, as_candidate
 from flagcore.domain.spec import Spec
-from flagcore.domain.trial import PROBE, Probe, RankProbe, Role
+from flagcore.domain.trial import PROBE, Role
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
@@ -70,7 +71,7 @@ def probe(
     if spec.cluster.groups:
         raise UsageError(_("{file} has cluster.groups: a probe needs one kind of chip", file=os.fspath(spec_file)))
     engine = plugins.engine_of(spec.work)
-    probing(engine).ready_to_probe(spec)
+    probes_of(engine).ready(spec)
     if seconds is not None:
         spec = replace(spec, control=replace(spec.control, max_time_per_task=seconds))
     with loaded_plugins(without) as loaded, ExitStack() as stack:

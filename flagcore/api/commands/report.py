@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.api.inputs import RUNS, SpecLike, knobs_of_spec, labels_of_spec, spec_data, warn
+from flagcore.api.inputs import RUNS, SpecLike, knobs_of_spec, labels_of_spec, spec_data
+from flagcore.api.notes import warn
 from flagcore.api.runs import (
     INTERRUPTED,
     RESULT,
@@ -34,7 +35,6 @@ from flagcore.api.runs import (
     state_of_ended,
 )
 from flagcore.contracts import Costs, Engine, Problem
-from flagcore.contracts.capabilities import Details, Probes, optional
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.files import open_regular, write
 from flagcore.domain.prediction import MEMORY, components_of_row
@@ -209,7 +209,7 @@ def plan_report(problem: Problem, spec: SpecLike, start: str) -> str:
     """
     (file, content), plan = spec_data(spec), replace(dry_run(problem), fidelity=ESTIMATE)
     data, best = result(plan, ""), plan.best.candidate if plan.best else None
-    context: dict[str, Any] = {"knobs": plan.knobs, "labels": optional(problem.engine, Details).labels}
+    context: dict[str, Any] = {"knobs": plan.knobs, "labels": problem.engine.plans.labels}
     here = f"{file.parent.resolve()}/"  # paths below the spec become relative
     context["start"] = start.replace(here, "")
     with TemporaryDirectory() as parent:
@@ -232,7 +232,7 @@ def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> b
         write(run_dir / INSIGHT, json.dumps(insight_data, ensure_ascii=False) + "\n")
         context: dict[str, Any] = {
             "knobs": ending.plan.knobs,
-            "labels": optional(ending.problem.engine, Details).labels,
+            "labels": ending.problem.engine.plans.labels,
         }
         return printable(page_writer().as_html(_redacted(data, insight_data, run_dir, run_dir, **context)))
 
@@ -340,7 +340,7 @@ def insight(problem: Problem, best: Candidate | None) -> dict[str, Any]:
         return data
     columns, engine = problem.space.columns(np.array([row])), problem.engine
     task, costs = problem.task.for_engine(effects_of_row(problem.task, columns)), problem.platform.costs
-    pipelines = optional(engine, Details).pipelines(task, columns, costs)
+    pipelines = engine.plans.pipelines(task, columns, costs)
     is_one_stage = len(problem.task.cluster.groups) < 2 and all(len(each.forward_s) < 2 for each in pipelines)
     return {
         **data,
@@ -352,11 +352,11 @@ def insight(problem: Problem, best: Candidate | None) -> dict[str, Any]:
 
 def _stages(engine: Engine, task: Task, columns: Columns, costs: Costs) -> Iterator[dict[str, Any]]:
     """Yield the memory of the first device of each pipeline stage, split into components if the engine has them."""
-    if not isinstance(engine, Probes):
+    if engine.probes is None:
         return
-    for stage, first in enumerate(engine.stage_ranks(task, columns)):
-        parts = optional(engine, Details).components(task, columns, np.array([stage]), costs)
-        rank = engine.rank(task, columns, first, costs)
+    for stage, first in enumerate(engine.probes.stage_ranks(task, columns)):
+        parts = engine.plans.components(task, columns, np.array([stage]), costs)
+        rank = engine.probes.predict(task, columns, first, costs)
         levels = in_gib({name: getattr(rank, name) for name in MEMORY if name != "activation_bytes"})
         components = {name: in_gib(part) for name, part in components_of_row(parts, 0).items()}
         yield {"stage": stage, "rank": rank.rank, **levels, "components": components}

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from flagcore import plugins
-from flagcore.api.inputs import warn
+from flagcore.api.notes import warn
 from flagcore.api.outcome import SECRETS, SECRETS_HERE
 from flagcore.api.runs import no_best_error, read_run
 from flagcore.domain.files import read_regular, write

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flagcore.contracts import Costs, Engine, Platform
-from flagcore.contracts.capabilities import Bounds
 from flagcore.domain.engine import JOB_KEYS, SHARED_PREFIXES, RefusedValues, ValueRule
 from flagcore.domain.knob import Factor, Knob, Requirement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Legality, Merge, Rule, Space, decode
@@ -45,30 +44,29 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
     candidates that are likely to be fast and to fit: from their predictions follows `known_s`. With `plan`, no trial
     corrects predictions, so more candidates are removed. There are no rules if a plugin's knob changes time or memory.
     """
-    task, engine = platform.task, platform.engine
+    task, engine_bounds = platform.task, platform.engine.bounds
     effects = [effect for knob in task.knobs for effect in knob.effects.values()]
-    if not isinstance(engine, Bounds) or any(
-        (effect.time, effect.memory) != (Factor(), Factor()) for effect in effects
-    ):
+    if engine_bounds is None or any((each.time, each.memory) != (Factor(), Factor()) for each in effects):
         return ()
+    own = engine_bounds
 
     def values(bound: Callable[[Task, Columns, Costs], FloatArray], columns: Columns) -> FloatArray:
-        result = np.zeros(columns[engine.bound_knobs[0]].shape)
+        result = np.zeros(columns[own.knobs[0]].shape)
         for effect, group_columns, rows in rows_by_effects(task, columns):
             result[rows] = bound(task.for_engine(effect), group_columns, platform.costs)
         return result
 
     def is_not_likely(columns: Columns) -> BoolArray:
-        order = np.argsort(values(engine.least_seconds, columns), kind="stable")
+        order = np.argsort(values(own.seconds, columns), kind="stable")
         sample, kept = order[:: 1 + order.size // SAMPLE_ROWS], np.zeros(order.size, dtype=np.bool_)
         sampled = {name: column[sample] for name, column in columns.items()}
         neutral = {axis.knob: np.full(sample.shape, axis.encode(axis.neutral)) for axis in axes}
         for each in (sampled, neutral | sampled):
-            fitting = sample[values(engine.least_share, each) <= PLANNED_SHARE]
+            fitting = sample[values(own.share, each) <= PLANNED_SHARE]
             kept[fitting[: 1 + fitting.size // 16]] = True
         return ~kept
 
-    knobs = (*engine.bound_knobs, *(knob.name for knob in task.knobs))
+    knobs = (*own.knobs, *(knob.name for knob in task.knobs))
     if known_s is None:
         return (Rule(name=NOT_LIKELY, knobs=knobs, message="", broken=is_not_likely),)
     large, slow = PLAN_FACTORS if plan else TRIAL_FACTORS
@@ -77,7 +75,7 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
         name="far_too_slow",
         knobs=knobs,
         message=Message("takes more than {slow} times as long as a known candidate, by a lower bound", slow=slow),
-        broken=lambda columns: values(engine.least_seconds, columns) > limit_s,
+        broken=lambda columns: values(own.seconds, columns) > limit_s,
     )
     too_large = Rule(
         name="far_too_large",
@@ -85,7 +83,7 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
         message=Message(
             "needs more than {large} times the memory of a device, whatever the other knobs are", large=large
         ),
-        broken=lambda columns: values(engine.least_share, columns) > large,
+        broken=lambda columns: values(own.share, columns) > large,
     )
     return too_slow, too_large, replace(too_slow, knobs=tuple(axis.knob for axis in axes))
 

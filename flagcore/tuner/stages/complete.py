@@ -9,8 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.requirements import Requirement
 
 from flagcore.contracts import Engine, HostSetup, Platform
-from flagcore.contracts.capabilities import Advice, Installation, MixedClusters, Production, optional
-from flagcore.domain.chip import TRAINED, slowness, usual_precision
+from flagcore.domain.chip import TRAINED, Chip, slowness, usual_precision
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import (
     UNKNOWN,
@@ -40,23 +39,20 @@ def complete(spec: Spec, plugins: LoadedPlugins, engine: Engine, *, plan: bool =
     2. Precision: `train.precision: auto` becomes the fastest precision that all chips support.
     3. Forced settings, without which the engine does not run on the chips.
     4. Advice of the plugins on this task: faster settings, and the warm-up of its trials.
-    5. Production defaults of the engine on these chips, if the job is only planned and cannot run on this machine.
-    6. Defaults of the software that is installed on this machine.
-    7. Knobs of plugins, and settings that the space compares. Their effects are applied outside the engine.
-    8. Values that the engine derives from the costs of the completed task, such as splits over node groups.
+    5. Knobs of plugins, and settings that the space compares. Their effects are applied outside the engine.
+    6. What the engine completes: defaults of production jobs on these chips, if the job is only planned and cannot run
+       on this machine; defaults of the software that is installed here; and values that it derives from the costs of
+       the completed task, such as splits over node groups.
 
     Steps 1 to 4 are those of `complete_by_plugins`. `plan`: whether the job is only planned, so that no trial runs.
 
     Raises SpecError for values that the engine or its release does not support. Raises NoDevice if no device is found,
     if a chip is unknown, or if the engine cannot run on it.
     """
-    optional(engine, Advice).check_values(spec)
+    engine.check_values(spec)
     platform = complete_by_plugins(spec, plugins, engine, engine_version(spec, engine))
-    if plan and not _runs_here(platform, plugins):
-        platform = optional(engine, Production).as_in_production(platform)  # step 5
-    platform = optional(engine, Installation).as_installed(platform)  # step 6
-    platform = with_plugin_knobs(platform)  # step 7
-    return optional(engine, MixedClusters).with_derived_values(platform, plan=plan)  # step 8
+    runs_here = not plan or _runs_here(platform, plugins)
+    return engine.complete(with_plugin_knobs(platform), runs_here=runs_here, plan=plan)  # steps 5 and 6
 
 
 def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, engine: Engine, version: str | None = None) -> Platform:
@@ -117,7 +113,7 @@ def unmodelled(task: Task, engine: Engine, plugins: LoadedPlugins, advice: TaskA
     What is known about a setting replaces that its effect is not known to others. The engine's word replaces that for
     all engines, and the word of the chip's plugin replaces both.
     """
-    found = [*plugins.unmodelled(task), *optional(engine, Advice).unmodelled(task), *advice.unmodelled]
+    found = [*plugins.unmodelled(task), *engine.unmodelled(task), *advice.unmodelled]
     by_name = {each.name: each for each in sorted(found, key=lambda each: each.why != UNKNOWN)}
     return tuple(each for each in by_name.values() if each.why and each.name not in advice.harmless)
 
@@ -132,16 +128,8 @@ def _with_precision(
     """
     if spec.work.precision != AUTO:
         return spec, ""
-    about = [rule for rule in value_rules if isinstance(rule, RefusedValues) and rule.knob == "precision"]
-    refused_everywhere = {value for rule in about for value in rule.values}
-    usable, chips = [name for name in TRAINED if name not in refused_everywhere], [group.chip for group in groups]
-    for chip, support in zip(chips, supports, strict=True):
-        refused = {"fp16"} if support.shared_devices else set()
-        usable = [
-            name
-            for name in usable
-            if name not in refused and (not chip.dense_flops_per_second or usual_precision(chip, [name]))
-        ]
+    chips = [group.chip for group in groups]
+    usable = _usable_precisions(chips, supports, value_rules)
     precision = usable[0] if usable else TRAINED[-1]
     names = {"precision": precision, "chips": " and ".join(dict.fromkeys(chip.name for chip in chips))}
     slow = [
@@ -152,6 +140,21 @@ def _with_precision(
     ]
     reason = _("train.precision = {precision}: the fastest on {chips}", **names)
     return replace(spec, work=replace(spec.work, precision=precision)), "; ".join([reason, *slow])
+
+
+def _usable_precisions(
+    chips: Sequence[Chip], supports: Sequence[EngineSupport], value_rules: Sequence[ValueRule]
+) -> list[str]:
+    """Return the precisions in which all chips compute at least as fast as in fp32, and that no plugin refuses."""
+    about = [rule for rule in value_rules if isinstance(rule, RefusedValues) and rule.knob == "precision"]
+    refused = {value for rule in about for value in rule.values}
+    refused |= {"fp16"} if any(support.shared_devices for support in supports) else set()
+    return [
+        name
+        for name in TRAINED
+        if name not in refused
+        and all(not chip.dense_flops_per_second or usual_precision(chip, [name]) for chip in chips)
+    ]
 
 
 def _advised(task: Task, support: EngineSupport, advice: TaskAdvice) -> tuple[Task, EngineSupport]:

@@ -24,40 +24,46 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     if measured_interference and not measured_interference.is_negligible:
         disturbed = {each.number for each in own_trials if each.group is not None and each.state in TIMED_STATES}
         own_trials = [replace(each, inconclusive=True) if each.number in disturbed else each for each in own_trials]
-    by_candidate: dict[Candidate, Trial] = {}
-    for trial in own_trials:
-        if trial.role in (Role.REPEAT, Role.INTERFERENCE):
-            continue
-        earlier = by_candidate.get(trial.candidate)
-        if earlier is None or not earlier.is_conclusive or earlier.source or earlier.state is TrialState.FAILED:
-            by_candidate[trial.candidate] = trial
+    by_candidate = _results(own_trials)
     baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]
     repeats = tuple(trial for trial in own_trials if trial.role is Role.REPEAT)
-    search_state = SearchState(
+    state = SearchState(
         by_candidate=by_candidate,
         repeats=repeats,
         baseline=baseline[0] if baseline else None,
         probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
         interference=measured_interference,
     )
-    measured = [each for each in by_candidate.values() if each.is_conclusive and search_state.runs_of(each.candidate)]
+    measured = [each for each in by_candidate.values() if each.is_conclusive and state.runs_of(each.candidate)]
+    order = sorted(measured, key=lambda trial: state.speed_of(trial.candidate), reverse=True)
+    return replace(state, best=_best(state, order), fastest=next(iter(order), None))
 
-    def speed_of(trial: Trial) -> float:
-        return search_state.speed_of(trial.candidate)
 
-    order = sorted(measured, key=speed_of, reverse=True)
-    kept = [trial for trial in order if search_state.keeps_limits(trial.candidate)]
-    known = replace(search_state, best=next(iter(kept), None))
+def _results(trials: Sequence[Trial]) -> dict[Candidate, Trial]:
+    """Return the result of each candidate: its first conclusive trial that did not fail, or else its last trial."""
+    found: dict[Candidate, Trial] = {}
+    for trial in trials:
+        if trial.role in (Role.REPEAT, Role.INTERFERENCE):
+            continue
+        earlier = found.get(trial.candidate)
+        if earlier is None or not earlier.is_conclusive or earlier.source or earlier.state is TrialState.FAILED:
+            found[trial.candidate] = trial
+    return found
+
+
+def _best(state: SearchState, order: Sequence[Trial]) -> Trial | None:
+    """Return the best of the measured trials in `order`, the fastest first. None if all exceed a limit."""
+    kept = [trial for trial in order if state.keeps_limits(trial.candidate)]
+    known = replace(state, best=next(iter(kept), None))
     rivals = {trial.candidate for trial in known.rivals}
     near = [each for each in kept if each is known.best or each.candidate in rivals]
-    again = [each for each in near if search_state.repeats_of(each.candidate)] or near[:1]
-    spreads = {each.candidate: spread(search_state.runs_of(each.candidate)) for each in again}
+    again = [each for each in near if state.repeats_of(each.candidate)] or near[:1]
+    speeds = [state.speed_of(each.candidate) for each in again]
+    spreads = [spread(state.runs_of(each.candidate)) for each in again]
     equals = [
         each
-        for each in again
-        if speed_of(each)
-        >= (1.0 - max(MIN_NOISE, spreads[each.candidate], spreads[again[0].candidate])) * speed_of(again[0])
+        for each, speed, own in zip(again, speeds, spreads, strict=True)
+        if speed >= (1.0 - max(MIN_NOISE, own, spreads[0])) * speeds[0]
     ]
-    settings = {*baseline[0].candidate.items} if baseline else set()
-    best = min(equals, key=lambda trial: len({*trial.candidate.items} - settings), default=None)
-    return replace(search_state, best=best, fastest=next(iter(order), None))
+    settings = {*state.baseline.candidate.items} if state.baseline else set()
+    return min(equals, key=lambda trial: len({*trial.candidate.items} - settings), default=None)

@@ -17,20 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flagcore.contracts import Platform, RunningLaunch
-from flagcore.contracts.capabilities import Steps, optional
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.launch import INCONCLUSIVE, LONGEST_REASON, Exit, failure
 from flagcore.domain.spec import Control, objective_value
-from flagcore.domain.trial import (
-    MIN_STEPS,
-    Measurement,
-    TimeLimit,
-    Trial,
-    TrialState,
-    is_step_time,
-    steps_in_time,
-    warmup_steps,
-)
+from flagcore.domain.steps import MIN_STEPS, is_step_time, steps_in_time, warmup_steps
+from flagcore.domain.trial import Measurement, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError
 from flagcore.i18n import N_
 from flagcore.tuner.devices import device_readers
@@ -91,16 +82,15 @@ class _Monitor:
 
     def outcome(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
         """Wait until the trial ends, or stop it, and return it with its outcome."""
-        readings, reports = Readings(self.platform), optional(self.platform.engine, Steps)
-        read_steps = reports.progress(self.platform.task, self.folder)
-        step_limit = reports.step_limit(self.platform.task)
+        readings, running_steps = Readings(self.platform), self.platform.engine.steps(self.platform.task, self.folder)
+        step_limit = running_steps.limit
         start, warmup, steps_to_run = time.monotonic(), self.control.warmup_iters, step_limit
         has_run_steps = is_slower = is_too_long = False
         step_count, last_step_at = 0, 0.0
 
         def progress() -> tuple[float, ...]:
             """Return the step times so far. Those that cannot be are infinite; the trial fails at its end."""
-            return tuple(each if is_step_time(each) else math.inf for each in read_steps())
+            return tuple(each if is_step_time(each) else math.inf for each in running_steps.times())
 
         try:
             while (ended := running.wait(POLL_SECONDS)) is None:
@@ -214,7 +204,7 @@ class _Monitor:
         return replace(self.trial, state=state, reason=reason, inconclusive=is_inconclusive, lost_host=ended.lost_host)
 
     def _failure(self, ended: Exit, limit: TimeLimit | None = None) -> tuple[TrialState, str]:
-        patterns = (*self.platform.failure_patterns, *self.platform.engine.failure_patterns())
+        patterns = (*self.platform.failure_patterns, *self.platform.engine.failures)
         return failure(ended, self.folder, patterns, self.platform.task.spec.secrets, limit)
 
     def _checked(self, measured: Measurement) -> Trial:

@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from flagcore.contracts import Platform
-from flagcore.contracts.capabilities import Details, optional
 from flagcore.domain.knob import Effect, Factor
 from flagcore.domain.metrics import PER_DEVICE
 from flagcore.domain.plan import cost_figures
@@ -123,11 +122,10 @@ def predict_components(platform: Platform, columns: Columns, stages: IntArray) -
 
     `stages`: for each row, the pipeline stage whose metrics are returned. Factors of knobs' effects are not applied.
     """
-    details = optional(platform.engine, Details)
     figures_by_component: dict[str, dict[str, FloatArray]] = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
         task = platform.task.for_engine(effects)
-        components = details.components(task, group_columns, stages[rows], platform.costs)
+        components = platform.engine.plans.components(task, group_columns, stages[rows], platform.costs)
         for component, figures in components.items():
             for name, values in figures.items():
                 figures_by_component.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values
@@ -136,9 +134,9 @@ def predict_components(platform: Platform, columns: Columns, stages: IntArray) -
 
 def predict_stage_layers(platform: Platform, columns: Columns) -> dict[int, Sequence[int]]:
     """Return the number of layers of each pipeline stage, by row, for rows whose layer split the engine chooses."""
-    details, layers_by_row = optional(platform.engine, Details), {}
+    layers_by_row = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
-        layers = details.stage_layers(platform.task.for_engine(effects), group_columns, platform.costs)
+        layers = platform.engine.plans.stage_layers(platform.task.for_engine(effects), group_columns, platform.costs)
         layers_by_row.update({int(row): each for row, each in zip(rows, layers, strict=False) if each})
     return layers_by_row
 

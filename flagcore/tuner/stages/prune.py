@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import Problem, PruningRule
-from flagcore.contracts.capabilities import Pruning, optional
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import (
     DOES_AS_MUCH_WORK,
@@ -86,7 +85,7 @@ def _by_trial(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool) -
     They do at least as much work, or need at least as much memory. `itself`: whether the candidate of the trial is
     removed, too.
     """
-    order, predictions = optional(problem.engine, Pruning), problem.predictions
+    order, predictions = problem.engine, problem.predictions
     rows, space = pruned.open_rows, problem.space
     if trial.state is TrialState.OUT_OF_MEMORY:
         name, is_at_least, predicted = NEEDS_AS_MUCH_MEMORY, order.needs_at_least, predictions.device_used_bytes

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flagcore.contracts import Choice, Problem, SearchContext, Strategy
-from flagcore.domain.prediction import PastMeasurements
+from flagcore.domain.features import PastMeasurements
 from flagcore.domain.space import IntArray
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.i18n import N_

@@ -9,7 +9,8 @@ import scipy
 from threadpoolctl import threadpool_limits
 
 from flagcore.contracts import Choice, SearchContext, Strategy
-from flagcore.domain.prediction import Belief, Features, Observations
+from flagcore.domain.features import Features, Observations
+from flagcore.domain.prediction import Belief
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TIMED_STATES, Role, Trial, TrialState
 from flagcore.i18n import Message

@@ -171,7 +171,8 @@ def test_bounds_hold_and_keep_the_first_layouts(
     predictions = problem.predictions
     if not compared:
         known, arguments = (predictions.share_in_use, predictions.step_time_s), (problem.space.columns(), problem.costs)
-        for bound, predicted in zip((problem.engine.least_share, problem.engine.least_seconds), known, strict=True):
+        bounds = given(problem.engine.bounds)
+        for bound, predicted in zip((bounds.share, bounds.seconds), known, strict=True):
             ratio = bound(problem.task, *arguments) / predicted
             assert ratio.max() < 1.1
             assert np.median(ratio) > 0.6

@@ -12,7 +12,7 @@ import pytest
 from flagcore_watchers import webhook
 
 from flagcore import plugins
-from flagcore.api.commands.tune import Watchers
+from flagcore.api.commands.watching import Watchers
 from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, TRIAL_STARTED, RunEvent
 from flagcore.errors import NoDevice, SpecError
 from tests.product.cli.conftest import Flag, Project

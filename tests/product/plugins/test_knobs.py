@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.contracts import Problem
+from flagcore.contracts import Problem, probes_of
+from flagcore.domain.features import features
 from flagcore.domain.knob import Effect, Factor, Knob, Requirement
-from flagcore.domain.prediction import Predictions, features
+from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, IntArray
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
@@ -174,11 +175,11 @@ def test_memory_by_component_and_rank_follows_the_schedule_knob() -> None:
     assert held.tolist() == ffn_bytes
     assert held[0] == 1.5 * held[1]
     with_setting = tasks.task(settings={"pipeline_schedule": "zb-2p"})
-    bare = engine_of(with_setting.spec.work)
-    expected = bare.rank(
+    bare = probes_of(engine_of(with_setting.spec.work))
+    expected = bare.predict(
         with_setting, candidate_columns(tasks.platform(with_setting), own), 0, tasks.costs(with_setting)
     )
-    ranks = [engine.rank(task.for_engine(effects_of_row(task, one)), one, 0, costs) for one in (on, off)]
+    ranks = [probes_of(engine).predict(task.for_engine(effects_of_row(task, one)), one, 0, costs) for one in (on, off)]
     assert ranks[0] == expected != ranks[1]
 
 

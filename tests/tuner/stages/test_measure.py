@@ -1,7 +1,7 @@
 """Watching a trial: how each end is called, and what is concluded from what it measured."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from flagcore_testing.toy import ENGINE, Toy
 
-from flagcore.contracts import Platform
+from flagcore.contracts import Platform, Steps
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
@@ -52,21 +52,15 @@ class Engine(Toy):
     """The engine's adapter, as far as measuring asks it: a trial has the next of `steps` at each poll."""
 
     def __init__(self, *steps: Sequence[float], result: Measurement | str = MEASURED, limit: int | None = None) -> None:
-        self.steps, self.result, self.limit = list(steps) or [()], result, limit
+        self.seconds, self.result, self.limit = [tuple(each) for each in steps] or [()], result, limit
 
-    def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
-        return lambda: self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
-
-    def step_limit(self, task: Task) -> int | None:
-        return self.limit
+    def steps(self, task: Task, folder: str) -> Steps:
+        return Steps(lambda: self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0], limit=self.limit)
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         if isinstance(self.result, str):
             raise FlagError(self.result)
         return self.result
-
-    def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return ENGINE.failure_patterns()
 
 
 def ended(code: int = 0, by: str | None = None) -> Exit:
@@ -380,7 +374,7 @@ def test_a_trial_is_stopped_if_its_whole_steps_are_slower_than_the_noise_of_the_
 def test_loss_of_a_peer_counts_only_if_nothing_else_explains_the_failure() -> None:
     peer = FailurePattern(pattern=r"closed by peer", state=TrialState.FAILED, weak=True)
     log = "[rank0]: RuntimeError: gloo: Connection closed by peer\n[rank1]: invalid: heads"
-    patterns = (peer, *ENGINE.failure_patterns())
+    patterns = (peer, *ENGINE.failures)
     assert classify(ended(1), log, patterns) == (TrialState.INVALID, "[rank1]: invalid: heads")
     assert classify(ended(1), log.partition("\n")[0], patterns)[0] is TrialState.FAILED
 

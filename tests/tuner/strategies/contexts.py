@@ -8,7 +8,8 @@ import numpy as np
 from flagcore_testing.toy import ENGINE
 
 from flagcore.contracts import SearchContext
-from flagcore.domain.prediction import PastMeasurements, Predictions
+from flagcore.domain.features import PastMeasurements
+from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray, Pruned
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.tuner.stages.build import build

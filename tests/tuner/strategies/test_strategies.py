@@ -11,7 +11,8 @@ import pytest
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import CORES, OTHERS_CORES
-from flagcore.domain.prediction import Belief, Observations, PastMeasurements, Predictions
+from flagcore.domain.features import Observations, PastMeasurements
+from flagcore.domain.prediction import Belief, Predictions
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.tuner.learning import (

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_megatron.command import checks
 from flagcore_megatron.command.launch import model_arguments, reference_launch
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.program.arguments import known_releases, release_table
@@ -85,8 +86,8 @@ def test_other_release_than_the_trees_is_a_warning(tmp_path: Path) -> None:
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\n")
-    of_tree = ENGINE.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
-    (line,) = set(ENGINE.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path, release="0.12.0"))) - set(of_tree)
+    of_tree = checks.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
+    (line,) = set(checks.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path, release="0.12.0"))) - set(of_tree)
     assert "0.12.0" in line
     assert "0.16.1" in line
 
@@ -114,26 +115,26 @@ def test_setting_that_the_found_release_lacks_is_refused_before_any_trial(tmp_pa
 def test_contradiction_of_the_spec_is_a_warning(arguments: str, words: str, tmp_path: Path) -> None:
     found = spec(f"{LAUNCH} {arguments}", tmp_path)
     ENGINE.ready(found)
-    assert any(words in line for line in ENGINE.spec_warnings(found))
+    assert any(words in line for line in checks.spec_warnings(found))
 
 
 def test_command_that_agrees_with_the_spec_only_warns_of_its_knobs(tmp_path: Path) -> None:
-    lines = ENGINE.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
+    lines = checks.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
     (line,) = (line for line in lines if "engine_version" not in line)  # Python 3.13 installs a later release
     assert "--micro-batch-size" in line
 
 
 def test_program_that_cannot_be_read_is_only_a_warning(tmp_path: Path) -> None:
     task = replace(tasks.task(), spec=spec("make train", tmp_path))
-    assert ENGINE.spec_warnings(task.spec) == []
-    (line,) = ENGINE.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
+    assert checks.spec_warnings(task.spec) == []
+    (line,) = checks.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     assert "train.command" in line
 
 
 def test_environment_that_a_script_would_load_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"mkdir -p a\nmodule load cuda\n{LAUNCH}")
     task = replace(tasks.task(), spec=spec("bash run.sh", tmp_path))
-    (text,) = ENGINE.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
+    (text,) = checks.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     assert "module load cuda" in text
     assert "this shell" in text.splitlines()[-1]
 
@@ -141,12 +142,12 @@ def test_environment_that_a_script_would_load_is_reported(tmp_path: Path) -> Non
 def test_changes_are_printed_with_a_line_per_reason(tmp_path: Path) -> None:
     words = f"{LAUNCH} --save a --load b --bf16".replace("torchrun", "torchrun --master_port 29500")
     task = replace(tasks.task(), spec=spec(words, tmp_path))
-    (text,) = ENGINE.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
+    (text,) = checks.command_changes(tasks.platform(task), tasks.candidate(data_parallel_size=4))
     (checkpoints,) = [line for line in text.splitlines() if "--save" in line]
     assert "--load b" in checkpoints
     assert "--micro-batch-size" not in text
     assert "--master_port 29500 -> {master_port}" in text
-    assert ENGINE.command_changes(tasks.platform(tasks.task()), tasks.candidate(data_parallel_size=4)) == []
+    assert checks.command_changes(tasks.platform(tasks.task()), tasks.candidate(data_parallel_size=4)) == []
 
 
 LATENT = replace(tasks.EXPERTS, **tasks.LATENT, q_lora_rank=24, moe_first_dense_layers=1, mtp_num_layers=1)

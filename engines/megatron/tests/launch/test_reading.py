@@ -149,7 +149,7 @@ def test_a_users_command_without_step_times_is_reported(tmp_path: Path) -> None:
 def test_unusable_times_end_a_users_command_and_are_named(tmp_path: Path, time: str) -> None:
     lines = [f" iteration {number}/ 4 | elapsed time per iteration (ms): {time} |\n" for number in (1, 2)]
     (tmp_path / "stdout.log").write_text("".join(lines))
-    assert ENGINE.progress(COMMAND, str(tmp_path))() == (math.inf, math.inf)
+    assert ENGINE.steps(COMMAND, str(tmp_path)).times() == (math.inf, math.inf)
     with pytest.raises(FlagError, match=f"unusable step time: the log states {time} ms"):
         ENGINE.read(COMMAND, ONE, str(tmp_path))
 
@@ -198,5 +198,5 @@ def test_steps_that_the_loss_scale_skipped_do_not_count(tmp_path: Path) -> None:
 
 
 def test_only_a_command_is_stopped_after_its_steps() -> None:
-    assert ENGINE.step_limit(COMMAND) == 5
-    assert ENGINE.step_limit(TASK) is None
+    assert ENGINE.steps(COMMAND, "").limit == 5
+    assert ENGINE.steps(TASK, "").limit is None

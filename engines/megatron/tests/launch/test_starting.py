@@ -94,7 +94,7 @@ METRICS: dict[str, Any] = {
 
 def ranks(model: Model, devices: int, **knobs: int) -> tuple[int, ...]:
     task = tasks.task(model, devices=devices, global_batch_size=64)
-    return ENGINE.probe_ranks(task, Candidate.of(knobs), tasks.costs(task))
+    return ENGINE.probes.ranks(task, Candidate.of(knobs), tasks.costs(task))
 
 
 def test_a_world_of_one_stage_is_probed_by_its_first_rank() -> None:
@@ -117,7 +117,7 @@ def test_stage_that_takes_longest_is_probed() -> None:
         settings={"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1},
     )
     knobs = Candidate.of({"pipeline_model_parallel_size": 4})
-    assert ENGINE.probe_ranks(task, knobs, tasks.costs(task)) == (0, 1, 3)
+    assert ENGINE.probes.ranks(task, knobs, tasks.costs(task)) == (0, 1, 3)
 
 
 def test_the_stage_with_experts_is_probed_if_others_are_dense() -> None:
@@ -129,7 +129,7 @@ def test_the_stage_with_experts_is_probed_if_others_are_dense() -> None:
 
 def test_figures_are_medians_of_the_steps_after_the_warm_up(tmp_path: Path) -> None:
     (tmp_path / "metrics.json").write_text(json.dumps(METRICS))
-    found = ENGINE.read_probe(tasks.task(), str(tmp_path))
+    found = ENGINE.probes.read(tasks.task(), str(tmp_path))
     assert (found.compute_time_s, found.optimizer_time_s, found.steps) == (2.0, 0.5, 3)
     assert (found.compute_spread_s, found.optimizer_spread_s) == (1.0, 0.0)
     assert (found.stage, found.peak_allocated_bytes, found.reserved_bytes) == (1, 30, None)
@@ -142,4 +142,4 @@ def test_missing_parts_and_steps_of_the_warm_up_alone_are_reported(tmp_path: Pat
     found = {key: value for key, value in {**METRICS, "steps": steps}.items() if key != missing}
     (tmp_path / "metrics.json").write_text(json.dumps(found))
     with pytest.raises(NoMetrics, match=missing):
-        ENGINE.read_probe(tasks.task(), str(tmp_path))
+        ENGINE.probes.read(tasks.task(), str(tmp_path))

@@ -305,9 +305,9 @@ def test_a_candidate_has_the_same_split_alone_and_among_others() -> None:
 def test_stages_of_a_derived_split_are_reported() -> None:
     task = tasks.task(dataclasses.replace(tasks.DENSE, num_layers=7), devices=4)
     columns = ENGINE.columns(task, {PP: 4, SPLIT: "balanced"})
-    (layers,) = ENGINE.stage_layers(task, columns, tasks.costs(task))
+    (layers,) = ENGINE.plans.stage_layers(task, columns, tasks.costs(task))
     assert sum(layers) == 7
     assert len(layers) == 4
-    assert list(ENGINE.stage_layers(task, ENGINE.columns(task, {PP: 4}), tasks.costs(task))) == []
+    assert list(ENGINE.plans.stage_layers(task, ENGINE.columns(task, {PP: 4}), tasks.costs(task))) == []
     assert inputs(task, ENGINE.columns(task, {PP: 4}), tasks.costs(task))[1].split.tolist() == [0.0]
     assert base_inputs(task, columns)[1].split.tolist() == [0.0]

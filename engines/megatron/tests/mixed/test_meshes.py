@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_megatron.engine import ENGINE
+from flagcore_megatron.mixed import planner
 from flagcore_megatron.mixed.equal_meshes import as_asked, hosts_of, require_runnable
 from flagcore_megatron.mixed.options import mesh_options
 from flagcore_megatron.mixed.planner import _useful
@@ -144,7 +145,7 @@ def test_the_order_of_the_meshes_is_that_of_the_pipeline() -> None:
     texts = "fast dp8 + slow dp8", "slow dp8 + fast dp8"
     job, made = task(*texts), pair(slow_capacity=12e9)
     columns = {name: np.concatenate(each) for name, each in _rows(job, texts).items()}
-    predictions, layers = ENGINE.predict(job, columns, made), ENGINE.stage_layers(job, columns, made)
+    predictions, layers = ENGINE.predict(job, columns, made), ENGINE.plans.stage_layers(job, columns, made)
     assert layers[0][0] > layers[0][1]
     assert layers[1][0] < layers[1][1]
     assert predictions.step_time_s[0] != predictions.step_time_s[1]
@@ -159,7 +160,7 @@ def _rows(job: Task, texts: tuple[str, ...]) -> dict[str, list[Any]]:
 def test_the_time_of_unequal_stages_is_that_of_the_simulated_schedule(text: str) -> None:
     job, made = task(text), pair()
     row = ENGINE.columns(job, {MESHES: text, "micro_batch_size": 2, "sequence_parallel": True})
-    (passes,) = ENGINE.pipelines(job, row, made)
+    (passes,) = ENGINE.plans.pipelines(job, row, made)
     assert passes is not None
     assert set(passes.groups) == {0, 1}
     assert max(passes.forward_s) > 1.05 * min(passes.forward_s)
@@ -185,7 +186,7 @@ def test_thousands_of_devices_have_few_candidates(model: Model) -> None:
     made = replace(mixed(first, others[0]), further={1024: others[0], 2048: others[1]})
     job = replace(replace_space(task(model=model), {}), cluster=Cluster(groups=tuple(groups)))
     job = job.with_batch(4096)
-    platform = ENGINE.with_derived_values(tasks.platform(job, costs=made))
+    platform = planner.with_meshes(tasks.platform(job, costs=made))
     space = build(ENGINE.axes(platform.task), ENGINE.rules(platform.task), ENGINE.merges(platform.task))
     assert 1_000 < np.count_nonzero(space.columns()[MESHES]) < len(space) < 60_000
 
@@ -196,10 +197,10 @@ def test_sizes_of_planned_meshes_have_the_best_of_each_group_alone(
 ) -> None:
     monkeypatch.setattr("flagcore_megatron.mixed.planner.LARGE", 0)
     made, whole = pair(devices=4), replace_space(task(model=model, devices=4), {})
-    platform = ENGINE.with_derived_values(tasks.platform(whole, costs=made))
+    platform = planner.with_meshes(tasks.platform(whole, costs=made))
     for number, group in enumerate(whole.cluster.groups):
         alone = replace(whole, cluster=Cluster(groups=(group,)))
-        few = replace_space(alone, ENGINE.values_alone(platform.task, number))
+        few = replace_space(alone, planner.values_alone(platform.task, number))
         best = []
         for job in (few, alone):
             _, predictions = predicted(job, replace(made.groups[number], further={}, between=None))
@@ -289,7 +290,7 @@ def test_trials_refuse_meshes_of_other_sizes() -> None:
 
 def test_the_meshes_of_trials_have_equal_sizes_and_another_order() -> None:
     job = on_hosts(replace_space(task(), {"context_parallel_size": (1,)}))
-    made = ENGINE.with_derived_values(tasks.platform(job, costs=pair()), plan=False).task
+    made = planner.with_meshes(tasks.platform(job, costs=pair()), plan=False).task
     texts = [str(text) for text in made.spec.space[MESHES] if text]
     assert {text.split()[0] for text in texts} == {"fast", "slow"}
     assert not [text for text in texts if text.startswith("fast") and "+" in text]

@@ -10,7 +10,8 @@ from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.mixed.equal_meshes import require_runnable, shares
 from flagcore_megatron.mixed.hetero import mixed
 from flagcore_megatron.mixed.options import share_sizes
-from flagcore_megatron.mixed.planner import planned_replicas, with_meshes
+from flagcore_megatron.mixed.planner import with_meshes
+from flagcore_megatron.mixed.replicas import planned_replicas
 from flagcore_megatron.space.knobs import plain_values
 from flagcore_megatron.space.meshes import MESHES, SIZES
 from flagcore_training.knobs import divisors
@@ -103,15 +104,15 @@ def test_an_even_data_split_over_equal_groups_is_predicted_like_one_group() -> N
 def test_the_slowest_replicas_and_the_fullest_device_count() -> None:
     job, made = task(UNEVEN), pair()
     row = ENGINE.columns(job, {MESHES: UNEVEN, "micro_batch_size": 1, "sequence_parallel": True})
-    predictions, pipelines = ENGINE.predict(job, row, made), ENGINE.pipelines(job, row, made)
+    predictions, pipelines = ENGINE.predict(job, row, made), ENGINE.plans.pipelines(job, row, made)
     work = sum(float(each[0]) for name, each in predictions.time_s.items() if name not in AFTER)
     assert [(each.groups, each.microbatches) for each in pipelines] == [((0,), 6), ((1,), 2)]
     assert work == pytest.approx(max(each.predicted_s or 0.0 for each in pipelines))
     assert (predictions.capacity_bytes, predictions.worst_stage) == (32e9, 1)  # the slow chips have less memory
-    parts = ENGINE.components(job, row, predictions.worst_stage, made)
+    parts = ENGINE.plans.components(job, row, predictions.worst_stage, made)
     static = sum(float(part[name][0]) for part in parts.values() for name in part if name in STATIC)
     assert static == pytest.approx(float(predictions.static_bytes[0]))
-    ranks = [ENGINE.rank(job, row, rank, made).peak_allocated_bytes for rank in (0, 7, 8, 15)]
+    ranks = [ENGINE.probes.predict(job, row, rank, made).peak_allocated_bytes for rank in (0, 7, 8, 15)]
     assert ranks[0] == ranks[1]
     assert ranks[3] == pytest.approx(float(predictions.peak_allocated_bytes[0]))
 
@@ -152,7 +153,7 @@ def test_only_the_trial_program_runs_data_splits(tmp_path: Path) -> None:
 def test_ways_to_split_a_job_have_names() -> None:
     job = task(UNEVEN, "fast tp2 dp4 + slow tp2 dp4", "fast dp8")
     space, _ = predicted(job, pair())
-    ways = ENGINE.splits(job, space.columns())
+    ways = ENGINE.plans.splits(job, space.columns())
     texts = [space.candidate(row).as_dict()[MESHES] for row in range(len(space))]
     for name, sign in (("layer split", "+"), ("data split", "|")):
         assert {texts[row] for row in np.flatnonzero(ways[name])} == {text for text in texts if text and sign in text}

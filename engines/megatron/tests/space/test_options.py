@@ -217,7 +217,7 @@ def test_published_run_sends_tokens_to_experts_on_other_nodes_once(
 @pytest.mark.parametrize(("tensor", "size"), [(1, 1), (2, 2), (4, 1)])
 def test_published_run_splits_experts_like_other_layers_if_it_can(tensor: int, size: int) -> None:
     values = {"expert_model_parallel_size": 8, "tensor_model_parallel_size": tensor}
-    task, values, _ = ENGINE.published(tasks.task(WIDE, devices=16), values, "")
+    task, values, *_ = ENGINE.published(tasks.task(WIDE, devices=16), values, "")
     assert layout_of(task, candidate_columns(values)).expert_tensor.tolist() == [size]
 
 
@@ -265,10 +265,10 @@ def test_published_run_that_packs_offline_has_the_settings_of_recipes_for_fine_t
 
 
 def test_notes_on_schedules_mention_unfused_attention_and_waits_for_messages() -> None:
-    task, _, _ = ENGINE.published(tasks.task(), {}, "schedule=ZB-H1")
+    task, *_ = ENGINE.published(tasks.task(), {}, "schedule=ZB-H1")
     assert not training(task).flash
     assert not options(task).overlap_p2p_comm
-    task, _, _ = ENGINE.published(tasks.task(), {"pipeline_schedule": "zb-h1"}, "")
+    task, *_ = ENGINE.published(tasks.task(), {"pipeline_schedule": "zb-h1"}, "")
     assert training(task).flash
 
 
@@ -281,7 +281,7 @@ def test_a_record_overrides_its_notes_and_these_override_defaults() -> None:
 
 def test_layout_of_a_published_run_gives_its_virtual_stages() -> None:
     task = tasks.task(devices=2, settings={"pipeline_model_parallel_layout": "Et|t|t|tL"})
-    found, values, _ = ENGINE.published(task, {"pipeline_model_parallel_size": 2}, "")
+    found, values, *_ = ENGINE.published(task, {"pipeline_model_parallel_size": 2}, "")
     assert layout_of(found, ENGINE.columns(found, values)).virtual.tolist() == [2.0]
 
 

@@ -68,7 +68,7 @@ def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(
     found = ENGINE.predict(task, space.columns(everything), costs)
     kinds: dict[tuple[tuple[str, SettingValue], ...], list[int]] = defaultdict(list)
     for row in everything:
-        kinds[tuple(ENGINE.assumed(task, space.candidate(int(row))).items())].append(int(row))
+        kinds[tuple(ENGINE.plans.assumed(task, space.candidate(int(row))).items())].append(int(row))
     assert len(kinds) > 2
     for settings, some in kinds.items():
         strict, columns = typed(task, dict(settings)), space.columns(np.array(some))
@@ -152,12 +152,13 @@ def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Pa
 def test_tp_over_nodes_and_short_context_parallel_ranks_are_unusual(knobs: dict[str, int], count: float) -> None:
     task = tasks.task(devices=8, seq_length=8192)
     columns = ENGINE.columns(task, knobs)
-    assert ENGINE.unusual(task, columns, ENGINE.predict(task, columns, tasks.costs(task))) == pytest.approx([count])
+    predictions = ENGINE.predict(task, columns, tasks.costs(task))
+    assert ENGINE.plans.unusual(task, columns, predictions) == pytest.approx([count])
 
 
 def test_short_context_parallel_ranks_of_a_mesh_are_unusual() -> None:
     texts = ("fast cp2 dp2 + slow dp4", "fast cp4 | slow dp4", "fast dp4 | slow dp4")
     task, costs = job(2, *texts, devices=4, model=tasks.DENSE)  # 4,096 tokens
     columns = [ENGINE.columns(task, {MESHES: text}) for text in (*texts, None)]
-    weights = [ENGINE.unusual(task, each, ENGINE.predict(task, each, costs)) for each in columns]
+    weights = [ENGINE.plans.unusual(task, each, ENGINE.predict(task, each, costs)) for each in columns]
     assert np.concatenate(weights) == pytest.approx([5.1, 5.1, 0, 0])

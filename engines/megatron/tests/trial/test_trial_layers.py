@@ -41,18 +41,18 @@ def platform(device_type: str, **train: Any) -> Platform:
 
 def test_layers_of_transformer_engine_are_used_if_it_can_be_imported(install: Install) -> None:
     install()
-    found = ENGINE.as_installed(platform("cuda"))
+    found = start.as_installed(platform("cuda"))
     assert found.task.spec.train.implementation == "transformer_engine"
     assert training(found.task).transformer_engine
-    assert ENGINE.installation_notes(found) == ()
+    assert start.installation_notes(found) == ()
 
 
 def test_layers_are_megatrons_own_otherwise_with_a_note(install: Install) -> None:
-    assert ENGINE.as_installed(platform("cuda")).task.spec.train.implementation is None
+    assert start.as_installed(platform("cuda")).task.spec.train.implementation is None
     install(imports=False)
-    found = ENGINE.as_installed(platform("cuda"))
+    found = start.as_installed(platform("cuda"))
     assert found.task.spec.train.implementation is None
-    (note,) = ENGINE.installation_notes(found)
+    (note,) = start.installation_notes(found)
     assert "transformer-engine" in note
 
 
@@ -62,8 +62,8 @@ def test_layers_are_megatrons_own_otherwise_with_a_note(install: Install) -> Non
 def test_a_cpu_a_given_implementation_and_a_command_stay(install: Install, device: str, train: Any) -> None:
     install()
     arguments = platform(device, **train)
-    assert ENGINE.as_installed(arguments) is arguments
-    assert ENGINE.installation_notes(arguments) == ()
+    assert start.as_installed(arguments) is arguments
+    assert start.installation_notes(arguments) == ()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_settings_that_need_transformer_engine_run_if_it_is_installed(install: I
 def test_the_job_names_the_layers_and_their_settings(install: Install, tmp_path: Path) -> None:
     install()
     settings = {"tp_comm_overlap": True, "cp_comm_type": "a2a"}
-    found = ENGINE.as_installed(platform("cuda", settings=settings, precision="fp8"))
+    found = start.as_installed(platform("cuda", settings=settings, precision="fp8"))
     ENGINE.launch(found, tasks.candidate(), str(tmp_path))
     job = parse_job(json.loads((tmp_path / "job.json").read_text()))
     assert job.transformer_engine

@@ -17,14 +17,15 @@ from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs, rules
+from flagcore_serving.space.flags import as_words
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, count, longest_request
 from flagcore_serving.space.knobs import CONTEXT, DRAFTED, PREFIX, SPECULATION, or_default
-from flagcore_serving.space.program import Program, as_words
+from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import weight_bytes
 
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import Columns, KnobValue, Rule
+from flagcore.domain.space import Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.i18n import Message
@@ -65,26 +66,6 @@ NAMES = {"EP": EP, "TP": TP, "DP": DP, "BATCH": BATCH}
 """The names of knobs in messages of rules, by their fields."""
 
 
-def _settings(task: Task, columns: Columns) -> Settings:
-    """Return MindIE's effective settings. The cache has a fixed size, or the rest of a share of the memory. Prompts are
-    not divided, and have iterations of their own (`engine.yaml`)."""
-    values = PROGRAM.columns(task, columns)
-    ranks = values[TP] * values[DP]
-    rest = _share(task) * Hardware.of(task).memory_bytes - weight_bytes(task) / ranks
-    return Settings.of(
-        task,
-        values,
-        max_running=PROGRAM.values(values, BATCH),
-        max_batched_tokens=prefill_tokens(task, values[TOKENS], int(PROGRAM.defaults[TOKENS] or 0)),
-        block_size=PROGRAM.values(values, BLOCK),
-        chunked=np.zeros_like(ranks),
-        cache_bytes=np.where(values[MEMORY] > 0, values[MEMORY] * 2.0**30, np.maximum(rest, 0.0)),
-        cache_element_bytes=PROGRAM.element_bytes(values),
-        drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
-        scheme=PROGRAM.scheme(task, values),
-    )
-
-
 def _share(task: Task) -> float:
     """Return the share of the memory for weights and cache. Raises SpecError."""
     text, share = task.spec.envs.get(SHARE_VARIABLE, str(SHARE)), 0.0
@@ -96,51 +77,6 @@ def _share(task: Task) -> float:
     return share
 
 
-def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
-    spec, tensor, data, longest = task.spec, count(values, TP), count(values, DP), longest_request(task)
-    host = "0.0.0.0" if spec.serve.elsewhere == "image" else address(task)
-    tokens = values.get(TOKENS) or int(prefill_tokens(task, np.zeros(1, dtype=np.int64), 8192)[0])
-    settings: dict[str, Any] = {
-        **dict.fromkeys((f"{SERVER}.ipAddress", f"{SERVER}.managementIpAddress"), host),
-        **dict.fromkeys((f"{SERVER}.port", f"{SERVER}.managementPort", f"{SERVER}.metricsPort"), PORT),
-        f"{SERVER}.httpsEnabled": "false",
-        f"{SERVER}.allowAllZeroIpListening": "true",
-        "BackendConfig.npuDeviceIds": json.dumps([list(range(tensor * data))]),
-        f"{DEPLOY}.maxSeqLen": values.get(CONTEXT) or longest,
-        f"{DEPLOY}.maxInputTokenLen": longest_prompt(task),
-        f"{MODEL}.modelName": "model",
-        f"{MODEL}.modelWeightPath": spec.serve.weights or "",
-        WORLD: tensor * data,
-        f"{SCHEDULE}.maxPrefillTokens": tokens,
-        f"{SCHEDULE}.maxIterTimes": longest,
-    }
-    argv = [*PROGRAM.start_command(spec), *as_words(settings, has_negation=False)]
-    argv += knobs.arguments(PROGRAM.knobs, {**values, CONTEXT: None, TOKENS: None})
-    argv += [f"--{MODEL}.tp", str(tensor)] if data > 1 and tensor == 1 else []
-    others = PROGRAM.parse(spec).others
-    argv += as_words({name: value for name, value in others.items() if name != WORLD}, has_negation=False)
-    return Instance(argv=tuple(argv), environment={"MINDIE_LOG_TO_STDOUT": "1"})
-
-
-def _with_file(instance: Instance) -> Instance:
-    """Return a server whose flags are in a file of settings, which a shell writes before it starts the server."""
-    start = next(number for number, word in enumerate(instance.argv) if word.startswith("--"))
-    content: dict[str, Any] = {"Version": "1.0.0"}
-    for path, value in pairs(instance.argv[start:]):
-        section, (*sections, name) = content, path.split(".")
-        for each in sections:
-            section = section.setdefault(each, {})
-        section[name] = True if value is None else _typed(value)
-    model = content["BackendConfig"]["ModelDeployConfig"]["ModelConfig"]
-    params = model.get("plugin_params", {})
-    plugins = [params.get("plugin_type"), "prefix_cache" if params.pop("prefix_cache", False) else None]
-    if types := ",".join(filter(None, plugins)):
-        model["plugin_params"] = json.dumps({**params, "plugin_type": types})
-    content["BackendConfig"]["ModelDeployConfig"]["ModelConfig"] = [model]
-    text = json.dumps(content).replace(json.dumps(PORT), PORT)
-    return replace(instance, argv=("sh", "-c", START, "sh", text, f"mindie-{PORT}.json", *instance.argv[:start]))
-
-
 def _typed(text: str) -> Any:
     try:
         return json.loads(text)
@@ -148,33 +84,98 @@ def _typed(text: str) -> Any:
         return text
 
 
-def _rules(task: Task) -> tuple[Rule, ...]:
-    """Return MindIE's legality rules for candidates."""
-    experts = task.spec.model.num_moe_experts or 1
-    return (
-        *rules.split_rules(task, attention_and_experts=True, pipeline=False),
-        *rules.forbidden(task, PROGRAM),
-        Rule(
-            name="expert_parallel",
-            knobs=(TP, DP, EP),
-            message=Message("{EP} must divide {TP} x {DP}, and the {experts} experts", **NAMES, experts=experts),
-            broken=lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
-        ),
-        whole_prompts(task, TOKENS),
-        *rules.speculation_rules(task, PROGRAM, (), "", "mtp"),
-        *rules.context_rules(task),
-    )
+class MindIE(ServingEngine):
+    """MindIE."""
+
+    name = "mindie"
+    where = "flagcore_servers.mindie:REPORTS"
+    program = PROGRAM
+    modules: Mapping[str, str] = {"mindie_llm": "mindie_llm>=2.2"}
+    untested = UNTESTED
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        return (*rules.same_as_unset(PROGRAM), rules.no_drafts())
+
+    def settings(self, task: Task, columns: Columns) -> Settings:
+        """Return MindIE's effective settings. The cache has a fixed size, or the rest of a share of the memory. Prompts
+        are not divided, and have iterations of their own (`engine.yaml`)."""
+        values = PROGRAM.columns(task, columns)
+        ranks = values[TP] * values[DP]
+        rest = _share(task) * Hardware.of(task).memory_bytes - weight_bytes(task) / ranks
+        return Settings.of(
+            task,
+            values,
+            max_running=PROGRAM.values(values, BATCH),
+            max_batched_tokens=prefill_tokens(task, values[TOKENS], int(PROGRAM.defaults[TOKENS] or 0)),
+            block_size=PROGRAM.values(values, BLOCK),
+            chunked=np.zeros_like(ranks),
+            cache_bytes=np.where(values[MEMORY] > 0, values[MEMORY] * 2.0**30, np.maximum(rest, 0.0)),
+            cache_element_bytes=PROGRAM.element_bytes(values),
+            drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
+            scheme=PROGRAM.scheme(task, values),
+        )
+
+    def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
+        spec, tensor, data, longest = task.spec, count(values, TP), count(values, DP), longest_request(task)
+        host = "0.0.0.0" if spec.serve.elsewhere == "image" else address(task)
+        tokens = values.get(TOKENS) or int(prefill_tokens(task, np.zeros(1, dtype=np.int64), 8192)[0])
+        settings: dict[str, Any] = {
+            **dict.fromkeys((f"{SERVER}.ipAddress", f"{SERVER}.managementIpAddress"), host),
+            **dict.fromkeys((f"{SERVER}.port", f"{SERVER}.managementPort", f"{SERVER}.metricsPort"), PORT),
+            f"{SERVER}.httpsEnabled": "false",
+            f"{SERVER}.allowAllZeroIpListening": "true",
+            "BackendConfig.npuDeviceIds": json.dumps([list(range(tensor * data))]),
+            f"{DEPLOY}.maxSeqLen": values.get(CONTEXT) or longest,
+            f"{DEPLOY}.maxInputTokenLen": longest_prompt(task),
+            f"{MODEL}.modelName": "model",
+            f"{MODEL}.modelWeightPath": spec.serve.weights or "",
+            WORLD: tensor * data,
+            f"{SCHEDULE}.maxPrefillTokens": tokens,
+            f"{SCHEDULE}.maxIterTimes": longest,
+        }
+        argv = [*PROGRAM.start_command(spec), *as_words(settings, has_negation=False)]
+        argv += knobs.arguments(PROGRAM.knobs, {**values, CONTEXT: None, TOKENS: None})
+        argv += [f"--{MODEL}.tp", str(tensor)] if data > 1 and tensor == 1 else []
+        others = PROGRAM.parse(spec).others
+        argv += as_words({name: value for name, value in others.items() if name != WORLD}, has_negation=False)
+        return Instance(argv=tuple(argv), environment={"MINDIE_LOG_TO_STDOUT": "1"})
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        """Return MindIE's legality rules for candidates."""
+        experts = task.spec.model.num_moe_experts or 1
+        return (
+            *rules.split_rules(task, attention_and_experts=True, pipeline=False),
+            *rules.forbidden(task, PROGRAM),
+            Rule(
+                name="expert_parallel",
+                knobs=(TP, DP, EP),
+                message=Message("{EP} must divide {TP} x {DP}, and the {experts} experts", **NAMES, experts=experts),
+                broken=lambda c: (
+                    (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0))
+                ),
+            ),
+            whole_prompts(task, TOKENS),
+            *rules.speculation_rules(task, PROGRAM, (), "", "mtp"),
+            *rules.context_rules(task),
+        )
+
+    def form(self, instance: Instance) -> Instance:
+        """Return a server whose flags are in a file of settings, which a shell writes before it starts the server."""
+        start = next(number for number, word in enumerate(instance.argv) if word.startswith("--"))
+        content: dict[str, Any] = {"Version": "1.0.0"}
+        for path, value in pairs(instance.argv[start:]):
+            section, (*sections, name) = content, path.split(".")
+            for each in sections:
+                section = section.setdefault(each, {})
+            section[name] = True if value is None else _typed(value)
+        model = content["BackendConfig"]["ModelDeployConfig"]["ModelConfig"]
+        params = model.get("plugin_params", {})
+        plugins = [params.get("plugin_type"), "prefix_cache" if params.pop("prefix_cache", False) else None]
+        if types := ",".join(filter(None, plugins)):
+            model["plugin_params"] = json.dumps({**params, "plugin_type": types})
+        content["BackendConfig"]["ModelDeployConfig"]["ModelConfig"] = [model]
+        text = json.dumps(content).replace(json.dumps(PORT), PORT)
+        return replace(instance, argv=("sh", "-c", START, "sh", text, f"mindie-{PORT}.json", *instance.argv[:start]))
 
 
-ENGINE = ServingEngine(
-    name="mindie",
-    where="flagcore_servers.mindie:REPORTS",
-    program=PROGRAM,
-    modules={"mindie_llm": "mindie_llm>=2.2"},
-    rules=_rules,
-    merges=lambda task: (*rules.same_as_unset(PROGRAM), rules.no_drafts()),
-    settings=_settings,
-    server=_server,
-    form=_with_file,
-    untested=UNTESTED,
-)
+ENGINE = MindIE()

@@ -14,14 +14,15 @@ from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs, rules
+from flagcore_serving.space.flags import as_words
 from flagcore_serving.space.hardware import DP, EP, PP, TP, Hardware, count
 from flagcore_serving.space.knobs import DRAFTED, EAGER, PREFIX, SPECULATION, or_default
-from flagcore_serving.space.program import Program, as_words
+from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import weight_bytes
 
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import Columns, KnobValue, Rule
+from flagcore.domain.space import Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.i18n import Message
@@ -84,47 +85,6 @@ NAMES = {"DP": DP, "EP": EP, "TP": TP}
 """The names of knobs in messages of rules, by their fields."""
 
 
-def _settings(task: Task, columns: Columns) -> Settings:
-    """Return TensorRT-LLM's effective settings. Limits on a batch, and tiers of the cache, are those of each rank. The
-    cache takes a share of the memory that the weights leave free; evicted blocks move to the tiers behind it."""
-    values = PROGRAM.columns(task, columns)
-    ranks = values[TP] * values[PP] * values[DP]
-    free = Hardware.of(task).memory_bytes - weight_bytes(task) / ranks
-    return Settings.of(
-        task,
-        values,
-        max_running=PROGRAM.values(values, BATCH),
-        max_batched_tokens=prefill_tokens(task, values[TOKENS], int(PROGRAM.defaults[TOKENS] or 0)),
-        block_size=PROGRAM.values(values, BLOCK),
-        chunked=values[CHUNKED],
-        graph_tokens=np.where(values[EAGER] == 0, PROGRAM.values(values, GRAPHS), 0),
-        cache_bytes=knobs.shares(values[MEMORY], 0.9) * np.maximum(free, 0.0),
-        cache_element_bytes=PROGRAM.element_bytes(values),
-        drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
-        scheme=PROGRAM.scheme(task, values),
-        host_cache=values[OFFLOAD] * ranks * 2.0**30,
-        disk_cache=values[DISK] * ranks * 2.0**30,
-        writes_through=ranks < 1,
-    )
-
-
-def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
-    spec, data = task.spec, count(values, DP)
-    argv = [*PROGRAM.start_command(spec), spec.serve.weights or "", "--host", address(task), "--port", PORT]
-    argv += knobs.arguments(PROGRAM.knobs, {**values, TP: count(values, TP) * data})
-    argv += ["--enable_attention_dp", "true"] if data > 1 else []
-    if values.get(TOKENS) is None and (needed := int(prefill_tokens(task, np.zeros(1, dtype=np.int64), 0)[0])) > 8192:
-        argv += ["--max_num_tokens", str(needed)] if not values.get(CHUNKED) else []
-    argv += as_words(PROGRAM.parse(spec).others, has_negation=False)
-    return Instance(argv=tuple(argv), environment={} if spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1"})
-
-
-def _with_paths(instance: Instance) -> Instance:
-    """Return a server with `--set PATH=VALUE` in place of flags that `trtllm-serve` does not have."""
-    start = next(number for number, word in enumerate(instance.argv) if word.startswith("--"))
-    return replace(instance, argv=(*instance.argv[:start], *_spelled(instance.argv[start:])))
-
-
 def _spelled(words: tuple[str, ...]) -> Iterator[str]:
     for flag, value in pairs(words):
         head, dot, tail = flag.partition(".")
@@ -139,39 +99,84 @@ def _spelled(words: tuple[str, ...]) -> Iterator[str]:
             yield from ("--set", f"{name}={'true' if value is None else value}")
 
 
-def _rules(task: Task) -> tuple[Rule, ...]:
-    """Return TensorRT-LLM's legality rules for candidates."""
-    experts = task.spec.model.num_moe_experts or 1
-    return (
-        *rules.split_rules(task, attention_and_experts=True),
-        *rules.forbidden(task, PROGRAM),
-        Rule(
-            name="attention_dp",
-            knobs=(TP, DP),
-            message=Message("{TP} must be 1 with {DP} > 1: enable_attention_dp makes each rank a group", **NAMES),
-            broken=lambda c: (c[DP] > 1) & (c[TP] > 1),
-        ),
-        Rule(
-            name="expert_parallel",
-            knobs=(TP, DP, EP),
-            message=Message("{EP} must divide {TP} x {DP}, and the {experts} experts", **NAMES, experts=experts),
-            broken=lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
-        ),
-        whole_prompts(task, TOKENS, CHUNKED),
-        *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.speculative_model", "MTP"),
-        *rules.context_rules(task),
-    )
+class TensorRtLlm(ServingEngine):
+    """TensorRT-LLM."""
+
+    name = "trtllm"
+    where = "flagcore_servers.trtllm:REPORTS"
+    program = PROGRAM
+    modules: Mapping[str, str] = {"tensorrt_llm": "tensorrt_llm>=1.4"}
+    untested = UNTESTED
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        return (*rules.same_as_unset(PROGRAM), rules.no_drafts())
+
+    def settings(self, task: Task, columns: Columns) -> Settings:
+        """Return TensorRT-LLM's effective settings. Limits on a batch, and tiers of the cache, are those of each rank.
+        The cache takes a share of the memory that the weights leave free; evicted blocks move to the tiers behind it.
+        """
+        values = PROGRAM.columns(task, columns)
+        ranks = values[TP] * values[PP] * values[DP]
+        free = Hardware.of(task).memory_bytes - weight_bytes(task) / ranks
+        return Settings.of(
+            task,
+            values,
+            max_running=PROGRAM.values(values, BATCH),
+            max_batched_tokens=prefill_tokens(task, values[TOKENS], int(PROGRAM.defaults[TOKENS] or 0)),
+            block_size=PROGRAM.values(values, BLOCK),
+            chunked=values[CHUNKED],
+            graph_tokens=np.where(values[EAGER] == 0, PROGRAM.values(values, GRAPHS), 0),
+            cache_bytes=knobs.shares(values[MEMORY], 0.9) * np.maximum(free, 0.0),
+            cache_element_bytes=PROGRAM.element_bytes(values),
+            drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
+            scheme=PROGRAM.scheme(task, values),
+            host_cache=values[OFFLOAD] * ranks * 2.0**30,
+            disk_cache=values[DISK] * ranks * 2.0**30,
+            writes_through=ranks < 1,
+        )
+
+    def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
+        spec, data = task.spec, count(values, DP)
+        argv = [*PROGRAM.start_command(spec), spec.serve.weights or "", "--host", address(task), "--port", PORT]
+        argv += knobs.arguments(PROGRAM.knobs, {**values, TP: count(values, TP) * data})
+        argv += ["--enable_attention_dp", "true"] if data > 1 else []
+        if (
+            values.get(TOKENS) is None
+            and (needed := int(prefill_tokens(task, np.zeros(1, dtype=np.int64), 0)[0])) > 8192
+        ):
+            argv += ["--max_num_tokens", str(needed)] if not values.get(CHUNKED) else []
+        argv += as_words(PROGRAM.parse(spec).others, has_negation=False)
+        return Instance(argv=tuple(argv), environment={} if spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1"})
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        """Return TensorRT-LLM's legality rules for candidates."""
+        experts = task.spec.model.num_moe_experts or 1
+        return (
+            *rules.split_rules(task, attention_and_experts=True),
+            *rules.forbidden(task, PROGRAM),
+            Rule(
+                name="attention_dp",
+                knobs=(TP, DP),
+                message=Message("{TP} must be 1 with {DP} > 1: enable_attention_dp makes each rank a group", **NAMES),
+                broken=lambda c: (c[DP] > 1) & (c[TP] > 1),
+            ),
+            Rule(
+                name="expert_parallel",
+                knobs=(TP, DP, EP),
+                message=Message("{EP} must divide {TP} x {DP}, and the {experts} experts", **NAMES, experts=experts),
+                broken=lambda c: (
+                    (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0))
+                ),
+            ),
+            whole_prompts(task, TOKENS, CHUNKED),
+            *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.speculative_model", "MTP"),
+            *rules.context_rules(task),
+        )
+
+    def form(self, instance: Instance) -> Instance:
+        """Return a server with `--set PATH=VALUE` in place of flags that `trtllm-serve` does not have."""
+        start = next(number for number, word in enumerate(instance.argv) if word.startswith("--"))
+        return replace(instance, argv=(*instance.argv[:start], *_spelled(instance.argv[start:])))
 
 
-ENGINE = ServingEngine(
-    name="trtllm",
-    where="flagcore_servers.trtllm:REPORTS",
-    program=PROGRAM,
-    modules={"tensorrt_llm": "tensorrt_llm>=1.4"},
-    rules=_rules,
-    merges=lambda task: (*rules.same_as_unset(PROGRAM), rules.no_drafts()),
-    settings=_settings,
-    server=_server,
-    form=_with_paths,
-    untested=UNTESTED,
-)
+ENGINE = TensorRtLlm()

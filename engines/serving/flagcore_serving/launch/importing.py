@@ -22,10 +22,10 @@ from flagcore.launchers.programs import strip_dashes
 from flagcore.spec.plain_data import Notes, mapping_of, read_mapping
 from flagcore_serving.job import CLIENTS_PER_DEVICE, Load
 from flagcore_serving.launch.start import EngineProfile
+from flagcore_serving.space.flags import as_words, leaves
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP
 from flagcore_serving.space.knobs import CONTEXT, DEFAULT_SPACE, QUANTIZATION, TRANSFER
-from flagcore_serving.space.placement import parse_roles
-from flagcore_serving.space.program import as_words, leaves
+from flagcore_serving.space.roles import parse_roles
 from flagcore_serving.space.rules import check_text
 
 LENGTHS = (

@@ -2,9 +2,10 @@
 
 import re
 import sys
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +13,13 @@ from pkgutil import resolve_name
 
 import numpy as np
 
-from flagcore.contracts import ExportJob, Platform
+from flagcore.contracts import Engine, ExportJob, Platform
 from flagcore.contracts.exchange import ADDRESS, DEVICES_OF_HOST
 from flagcore.domain.engine import device_variables, without_devices
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, ServerGroup, ServerGroups
 from flagcore.domain.secrets import secrets_in_arguments
-from flagcore.domain.space import Axis, Candidate, Columns, KnobValue, Merge, Rule
+from flagcore.domain.space import Axis, Candidate, Columns, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import LaunchError, SpecError, UsageError
 from flagcore.i18n import _
@@ -31,7 +32,7 @@ from flagcore_serving.load.result import MinRate
 from flagcore_serving.load.routing import ENCODE
 from flagcore_serving.load.traffic import in_flight
 from flagcore_serving.space import knobs as common_knobs
-from flagcore_serving.space.hardware import PREFILL_DECODE, TP, Hardware
+from flagcore_serving.space.hardware import INSTANCES, PREFILL_DECODE, TP, Hardware, count
 from flagcore_serving.space.placement import Placement, placements
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import PublishedRuns, Settings
@@ -46,62 +47,64 @@ STOPPABLE = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
 """Objectives whose loads may be stopped early. The rate of an open loop follows from its arrivals."""
 
 
-@dataclass(kw_only=True, eq=False)
-class EngineProfile:
-    """One serving engine: its program, rules, settings and overheads, and how its servers are started.
+class EngineProfile(Engine):
+    """A serving engine as its servers see it: its program, rules and settings, and how its servers are started.
 
-    Where releases of the engine differ, the engine version in the spec decides.
+    An engine must define `name`, `where`, `program`, `settings` and `server`. Where releases of the engine differ, the
+    engine version in the spec decides.
     """
 
-    name: str
+    kind = "serve"
     where: str
     """The import path of the engine's `ServerReports`, as module:attribute, from which the trial program loads it."""
     program: Program
-    modules: Mapping[str, str]
-    """Modules that the server imports, each with its pip requirement."""
-    rules: Callable[[Task], tuple[Rule, ...]]
-    """Returns the engine's legality rules for candidates."""
-    settings: Callable[[Task, Columns], Settings]
-    server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
-    """Returns the server for a task, its knob values, and the CPU cores to use (empty for other devices)."""
-    on_host: Callable[[int, str], tuple[str, ...]] | None = None
-    """Returns the additional flags for one host of an instance. Arguments: the number of the instance's hosts, and the
-    index of this host. None: an instance cannot span hosts.
-    """
     host_address: str = ""
     """The variable with a host's address for the other hosts of an instance. Without it, the server uses the address of
     the default route."""
-    of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
-    """Returns an instance changed for its kind: it only encodes, prefills or decodes, or others encode images for it.
-    None: the engine has no such servers."""
-    protocol: Callable[[Task, Mapping[str, KnobValue]], str] = lambda task, values: ""
-    """Returns the protocol by which prefill and decode servers exchange caches, as named in `load.routing`."""
-    router: Callable[[Task, Mapping[str, KnobValue]], Router] = lambda task, values: Router.of_replicas(
-        ("vllm-router",), prefix_aware=task.spec.serve.prefix_aware
-    )
-    """Returns the router in front of several servers. Raises UsageError if no router supports such servers."""
-    form: Callable[[Instance], Instance] = lambda instance: instance
-    """Returns an instance with its flags in the form that the engine reads, such as a file."""
-    merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
-    """Returns the merges: rules by which candidates that the engine treats as equal become one."""
     split_by: str = TP
     """The knob (TP or PP) that by default splits the weights over the minimum number of devices."""
     host_times: tuple[float, float] | None = None
     """Seconds of host overhead per iteration, and per sequence in an iteration, if devices are CPU cores."""
     receive_flag: str = ""
     """The flag for the number of iterations between two polls for new requests."""
-    published_runs: PublishedRuns = field(default_factory=PublishedRuns)
-    untested: str = ""
-    """Why predictions for this engine are less certain. Empty if runs of the engine were measured."""
-    plans_by_default: bool = False
-    """As in `Engine`."""
-    start_seconds: float = 1200.0
-    """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
-    knobs: tuple[Knob, ...] = field(init=False)
-    images: Mapping[str, Sequence[str]] = field(init=False)
+    published_runs: PublishedRuns = PublishedRuns()
 
-    def __post_init__(self) -> None:
-        self.knobs, self.images = self.program.knobs, self.program.images
+    def __init__(self) -> None:
+        self.knobs = self.program.knobs
+
+    @abstractmethod
+    def settings(self, task: Task, columns: Columns) -> Settings:
+        """Return the effective settings of each candidate."""
+
+    @abstractmethod
+    def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
+        """Return the server for knob values. `cores`: the CPU cores to use, empty for other devices."""
+
+    def on_host(self, hosts: int, rank: str) -> tuple[str, ...]:
+        """Return the additional flags for the host with index `rank` of an instance on several `hosts`.
+
+        By default there are none: an instance cannot span hosts.
+        """
+        return ()
+
+    def of_kind(self, task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
+        """Return an instance changed for its kind: it only encodes, prefills or decodes, or others encode its images.
+
+        By default unchanged: the engine has no such servers.
+        """
+        return instance
+
+    def protocol(self, task: Task, values: Mapping[str, KnobValue]) -> str:
+        """Return the protocol by which prefill and decode servers exchange caches, as named in `load.routing`."""
+        return ""
+
+    def router(self, task: Task, values: Mapping[str, KnobValue]) -> Router:
+        """Return the router in front of several servers. Raises UsageError if no router supports such servers."""
+        return Router.of_replicas(("vllm-router",), prefix_aware=task.spec.serve.prefix_aware)
+
+    def form(self, instance: Instance) -> Instance:
+        """Return an instance with its flags in the form that the engine reads, such as a file. By default unchanged."""
+        return instance
 
     @cached_property
     def reports(self) -> ServerReports:
@@ -166,7 +169,7 @@ class EngineProfile:
                 instances=instances,
                 loads=tuple(in_flight(load) for load in serve.loads),
                 vocab_size=platform.task.spec.model.vocab_size,
-                timeout_s=platform.task.spec.control.max_time_per_task or self.start_seconds,
+                timeout_s=platform.task.spec.control.max_time_per_task or serve.start_seconds,
                 repeats=serve.repeats,
                 slo=serve.slo,
                 asked=(*serve.slo, task.spec.objective),
@@ -254,17 +257,17 @@ class EngineProfile:
         )
         return {export.COMPOSE: text}
 
-    def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-        """Return the groups of identical servers of a candidate, or None if they need no router, and one host each.
+    def servers(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | tuple[Candidate, int]:
+        """Return the groups of identical servers, or the candidate of one if they need no router and one host each.
 
-        See `Engine.groups`. Raises UsageError if the target cannot start such servers.
+        See `Engine.servers`. Raises UsageError if the target cannot start such servers.
         """
         values, on_cores = candidate.as_dict(), Hardware.of(platform.task).on_cores
         instances = self.instances(platform, candidate)
         router = self.router_of(platform, candidate, len(instances))
         spans = any(each.further for each in instances)
         if not (router or spans) or (on_cores and not values.get(PREFILL_DECODE)):
-            return None
+            return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
         if on_cores:
             raise UsageError("this target starts servers on devices only")
         if any(secrets_in_arguments(each.argv) for each in instances):
@@ -275,11 +278,11 @@ class EngineProfile:
         if count_of[ENCODE] and not any(ENCODER_URLS in each.argv for each in instances):
             raise UsageError("this target starts servers on several hosts, but embeddings pass through a folder")
         groups, addresses = list[ServerGroup](), list[tuple[str, str, int]]()
-        for kind, count in count_of.items():
+        for kind, replicas in count_of.items():
             instance, place = next(each for each in placed if each[0].kind == kind)
             hosts = len(place.hosts)
-            if hosts > 1 and self.on_host:
-                own = instance.argv[: -len(self.on_host(hosts, "0"))]
+            if hosts > 1 and (of_head := self.on_host(hosts, "0")):
+                own = instance.argv[: -len(of_head)]
                 instance = replace(instance, further=((*own, *self.on_host(hosts, "{node_rank}")),))
             instance = instance.filled({ADDRESS: OWN_ADDRESS}).with_encoders(encoders)
             first = instance.at_head(OWN_ADDRESS, str(export.MEETING_PORT)).at_port(export.FRONT_PORT)
@@ -288,9 +291,9 @@ class EngineProfile:
             ready = (f"http://127.0.0.1:{export.FRONT_PORT}{self.reports.health}",)
             launch = Launch(argv=first.argv, environment=environment, folder="", ready=ready)
             group = kind or "server"
-            of_group = ServerGroup(name=group, launch=launch, devices=place.width // hosts, replicas=count)
+            of_group = ServerGroup(name=group, launch=launch, devices=place.width // hosts, replicas=replicas)
             groups.append(replace(of_group, hosts=hosts, others=others))
-            names = _names(name, group, count)
+            names = _names(name, group, replicas)
             addresses += [(kind, host, export.FRONT_PORT) for host in names]
         if router is None:
             return ServerGroups(groups=tuple(groups), front=None)
@@ -306,7 +309,6 @@ class EngineProfile:
         explicit = self._explicit(task, placement.values, instance.argv)
         instance = self.form(replace(instance, argv=(*instance.argv, *explicit)))
         if values.get(PREFILL_DECODE):
-            assert self.of_kind, "the candidate is legal"
             instance = self.of_kind(task, values, placement.kind, instance)
         is_exported = bool(task.spec.serve.elsewhere)
         spans = {self.host_address: ADDRESS} if len(placement.hosts) > 1 and self.host_address else {}
@@ -322,7 +324,6 @@ class EngineProfile:
         set_values = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
         argv, other_argvs, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)
         if hosts > 1:
-            assert self.on_host, "the candidate is legal"
             argv, *other_argvs = [(*argv, *self.on_host(hosts, str(rank))) for rank in range(hosts)]
         return replace(
             instance,

@@ -24,6 +24,7 @@ from flagcore_serving.space.hardware import (
     max_in_flight,
     most_images,
 )
+from flagcore_serving.space.roles import auto_roles, balanced_roles, known_roles, parse_roles
 from flagcore_serving.space.weights import min_devices
 
 LAYOUT = (INSTANCES, TP, PP, DP, EP)
@@ -57,7 +58,7 @@ def axes(
     result, wide = [], wide_values(task, fixed)
     for knob in knobs:
         if knob.name == PREFILL_DECODE:
-            knob = replace(knob, words=placement.known_roles(task))
+            knob = replace(knob, words=known_roles(task))
         value = fixed.get(knob.name, knob.neutral)
         extra_values, baseline_value = [value, knob.neutral], knob.value_in(baseline)
         if knob.name in (EXCHANGE, PREFILL_EXCHANGE) and knob.is_available(version):
@@ -91,7 +92,7 @@ def wide_values(task: Task, fixed: Mapping[str, KnobValue]) -> dict[str, tuple[K
     recipe: dict[str, tuple[KnobValue, ...]] = {REDUNDANT: copies, BALANCING: (False, True)}
     recipe["mem_fraction_static"] = (None, RECIPE_SHARE)
     is_set = {PREFILL_DECODE, *recipe} & {*fixed, *(task.spec.baseline or {})}
-    pairs = placement.balanced_roles(task) if task.spec.serve.default_space and not is_set else ()
+    pairs = balanced_roles(task) if task.spec.serve.default_space and not is_set else ()
     return {PREFILL_DECODE: pairs, **recipe} if len(pairs) > 1 else {}
 
 
@@ -242,7 +243,7 @@ class RolesKnob(Knob):
     """The knob PREFILL_DECODE. Its values are texts such as 2xtp2+1xtp4, and the valid ones depend on the task."""
 
     def parse(self, value: object, key: str) -> KnobValue:
-        return None if value is None else placement.parse_roles(value, key)
+        return None if value is None else parse_roles(value, key)
 
 
 ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
@@ -268,7 +269,7 @@ def _has_wide_experts(task: Task) -> bool:
 
 
 AUTOS = {
-    "roles": Auto(placement.auto_roles, "not set; for a rate also divisions of all devices between two layouts"),
+    "roles": Auto(auto_roles, "not set; for a rate also divisions of all devices between two layouts"),
     "tensor_sizes": Auto(tensor_sizes, "divisors of the devices, and powers of two, within a host"),
     "divisors": Auto(divisors, "divisors of the devices"),
     "unset_and_divisors": Auto(lambda task: (None, *divisors(task)), "not set, and divisors of the devices"),

@@ -1,12 +1,8 @@
 """The program of an engine: `engine.yaml`, the spec's `engine_args`, the installed version, and the command line."""
 
-import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import lru_cache
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -26,6 +22,7 @@ from flagcore.launchers.programs import strip_dashes
 from flagcore.spec.plain_data import SafeLoader, package_yaml
 from flagcore_serving.job import SCHEMES, EngineArg
 from flagcore_serving.space import knobs
+from flagcore_serving.space.flags import FlagProblem, flags_in_source, forms, leaves, similar
 from flagcore_serving.space.knobs import Auto
 from flagcore_serving.space.weights import check_directory
 
@@ -37,19 +34,6 @@ class EngineArgs(NamedTuple):
 
     fixed: dict[str, KnobValue]
     others: dict[str, EngineArg]
-
-
-class FlagProblem(NamedTuple):
-    """Why an engine may reject a flag, and what to do.
-
-    - `removed`: whether earlier releases had the flag.
-    - `is_certain`: False if the release is unknown, and may still have the flag.
-    """
-
-    problem: str
-    fix: str
-    removed: bool = False
-    is_certain: bool = True
 
 
 P = TypeVar("P", bound="Program")
@@ -307,7 +291,7 @@ class Program:
         `installed_flags`: as in `check`. They have priority over the known flags. A release that is newer than the
         known ones may have more flags than these.
         """
-        names = _forms(name)
+        names = forms(name)
         if names & set(installed_flags):
             return None
         for since, flags in self.removed.items():
@@ -325,7 +309,7 @@ class Program:
             problem = f"is not a flag of the installed {self.title}"
             return FlagProblem(problem, f"did you mean {close}?" if close else "remove it")
         is_unknown = bool(self.flags) and in_versions(self.releases, version) and not self.knows_flag(name)
-        close = (named or _similar(name, self.flags)) if is_unknown else ""
+        close = (named or similar(name, self.flags)) if is_unknown else ""
         return FlagProblem(f"is not a flag of {self.title}", f"did you mean {close}?") if close else None
 
     def needed_package(self, name: str, value: object, version: str) -> str:
@@ -336,7 +320,7 @@ class Program:
 
     def knows_flag(self, name: str) -> bool:
         """Return whether a known release has a flag, which may be negated or have a key after a dot."""
-        return bool(_forms(name) & {*self.flags, *chain.from_iterable(self.removed.values())})
+        return bool(forms(name) & {*self.flags, *chain.from_iterable(self.removed.values())})
 
     def unabbreviated(self, name: str, version: str) -> str:
         """Return the long flag of which `name` is the unique start, if the engine accepts such starts; else `name`."""
@@ -356,7 +340,7 @@ class Program:
 
     def flags_in(self, folders: tuple[str, ...]) -> Collection[str]:
         """Return the flags of the engine's source in the first of `folders` that has it, without dashes."""
-        return _flags_in_source(folders, tuple(self.flag_files), tuple(self.flag_fields))
+        return flags_in_source(folders, tuple(self.flag_files), tuple(self.flag_fields))
 
     def installed_release(self) -> tuple[Collection[str], str]:
         """Return the flags and the version of the engine that `program` starts. Both are empty if unknown."""
@@ -449,66 +433,3 @@ class Program:
             fix = f"install {self.packages[0]} there, or set serve.command"
             raise NoDevice(f"{self.title} is not installed for {command[0]}; {fix}")
         self.parse(spec)
-
-
-def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the values of a JSON object, or of a list with a single one, by their path with dots, or else `value`."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        with suppress(ValueError):
-            value = json.loads(value)
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
-        value = value[0]
-    if isinstance(value, Mapping) and value:
-        for key, each in value.items():
-            yield from leaves(f"{name}.{key}", each)
-    else:
-        yield name, value
-
-
-def _forms(name: str) -> set[str]:
-    """Return a flag, and the flag without its negation and without a key after a dot."""
-    return {name, name.split(".")[0], name.removeprefix("no-").split(".")[0]}
-
-
-@lru_cache(maxsize=256)
-def _similar(name: str, flags: frozenset[str]) -> str:
-    """Return the one of `flags` that `name` abbreviates, or else the most similar one; empty if there is none."""
-    longer = [flag for flag in flags if len(name) > 3 and flag.startswith(name)]
-    return next(iter(longer if len(longer) == 1 else get_close_matches(name, sorted(flags), n=1, cutoff=0.85)), "")
-
-
-_LITERAL_PATTERN = re.compile(r"""["'](--?[A-Za-z][\w-]*)["']""")
-_FIELD_PATTERN = re.compile(r"^ {4}([a-z]\w*)\s*: .*[^,\s]$", re.MULTILINE)
-_MAX_BYTES = 8 << 20
-
-
-@lru_cache(maxsize=16)
-def _flags_in_source(folders: tuple[str, ...], files: tuple[str, ...], fields: tuple[str, ...]) -> frozenset[str]:
-    """Extract the flags from an engine's source files, without importing or running it. Missing files are ignored."""
-    flags: set[str] = set()
-    for folder in folders:
-        for names, pattern in ((files, _LITERAL_PATTERN), (fields, _FIELD_PATTERN)):
-            for name in names:
-                path = Path(folder, name)
-                if path.is_file() and path.stat().st_size < _MAX_BYTES:
-                    flags |= {strip_dashes(word) for word in pattern.findall(path.read_text("utf-8", errors="replace"))}
-        if flags:
-            break
-    return frozenset(flags)
-
-
-def as_words(args: Mapping[str, EngineArg], *, has_negation: bool) -> list[str]:
-    """Return flags and their values as command-line words.
-
-    True gives the bare flag. False gives `--no-` with the flag if `has_negation`, else nothing. None gives nothing.
-    """
-    words: list[str] = []
-    for name, value in args.items():
-        dashes = "-" if len(name) <= 3 and name.isalpha() else "--"
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            words += [dashes + name] if value else [f"--no-{name}"] if has_negation else []
-        else:
-            words += [dashes + name, *map(str, value if isinstance(value, list) else [value])]
-    return words

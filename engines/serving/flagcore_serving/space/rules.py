@@ -36,6 +36,7 @@ from flagcore_serving.space.knobs import (
     wide_values,
 )
 from flagcore_serving.space.program import Program
+from flagcore_serving.space.roles import SPLITS
 from flagcore_serving.space.weights import DENSE, EXPERTS, SHARED, context_limit, quantization
 
 NAMES = {
@@ -116,7 +117,7 @@ def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
     on_cores, has_kinds = Hardware.of(task).on_cores, any(knob.name == PREFILL_DECODE for knob in program.knobs)
     items = program.forbidden.items()
     rules = [_forbidden(program, name, item) for name, item in items if on_cores or not item.get("on_cores")]
-    layout_knobs = {*placement.SPLITS.values()}
+    layout_knobs = {*SPLITS.values()}
     recipe = {*wide_values(task, program.parse(task.spec).fixed)} & {knob.name for knob in program.knobs}
     names = tuple(sorted(recipe - {PREFILL_DECODE}))
     combined = Rule(
@@ -290,7 +291,7 @@ def merges_of_kinds() -> tuple[Merge, ...]:
     def is_set(c: Columns) -> BoolArray:
         return c[PREFILL_DECODE] > 0
 
-    replaced = (INSTANCES, *placement.SPLITS.values())
+    replaced = (INSTANCES, *SPLITS.values())
     return (
         *(ignoring(f"{knob}_of_kinds", (PREFILL_DECODE, knob), is_set, 1) for knob in replaced),
         ignoring("no_transfer", (PREFILL_DECODE, TRANSFER), lambda c: ~is_set(c)),

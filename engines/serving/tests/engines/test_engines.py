@@ -23,7 +23,7 @@ from engines.serving.tests.engines.tasks import (
     server,
     settings,
 )
-from flagcore.contracts.capabilities import probing
+from flagcore.contracts import probes_of
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import TrialState
@@ -649,7 +649,7 @@ def test_empty_columns_are_the_engines_defaults(name: str) -> None:
         engine.columns(task, {"kv_cache_type": "no such type"})
     assert "kv_cache_type" in refused.value.key
     with refuses("serve.engine", name):
-        probing(engine)
+        probes_of(engine)
 
 
 @pytest.mark.parametrize(
@@ -666,4 +666,4 @@ def test_plans_avoid_pipelines_without_need_and_long_queues(
 ) -> None:
     task, engine = planned(name, loads=(load,)), engine_of(name)
     columns = row(engine, task, **values)
-    assert engine.unusual(task, columns, engine.predict(task, columns, serving_inputs.costs())) == [count]
+    assert engine.plans.unusual(task, columns, engine.predict(task, columns, serving_inputs.costs())) == [count]

@@ -25,7 +25,6 @@ from flagcore.domain.launch import PORT, Launch, ServerGroups
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import SpecError, UsageError
-from tests.checks import given
 from tests.product.tasks import SOURCE
 from tests.product.tasks import platform as small_platform
 
@@ -99,7 +98,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
         vocab_size=9,
         timeout_s=1.5,
         slo={"ttft_s.p99": 1.0},
-        patterns=LLAMACPP.failure_patterns(),
+        patterns=LLAMACPP.failures,
         versions={"a": "1"},
     )
     (tmp_path / "serve.json").write_text(as_text(job))
@@ -298,9 +297,7 @@ def test_pairs_that_a_target_cannot_start_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="vllm-router does not know kv_transfer = P2pNcclConnector"):
         VLLM.launch(where, candidate, str(tmp_path), for_real=True)
     with pytest.raises(UsageError, match="kv_transfer"):
-        VLLM.groups(where, candidate, "x")
-    with pytest.raises(UsageError, match="prefill_decode"):
-        VLLM.replica(candidate)
+        VLLM.servers(where, candidate, "x")
 
 
 def test_a_prefix_aware_router_is_in_front_of_several_instances(tmp_path: Path) -> None:
@@ -315,6 +312,11 @@ def test_a_prefix_aware_router_is_in_front_of_several_instances(tmp_path: Path) 
     assert "router" in yaml.safe_load(LLAMACPP.export(job, "compose")[export.COMPOSE])["services"]
     launched(where, tmp_path, **values)
     assert read_job(tmp_path).prefix_aware
+
+
+def of_kinds(servers: ServerGroups | tuple[Candidate, int]) -> ServerGroups:
+    assert isinstance(servers, ServerGroups)
+    return servers
 
 
 def manifests(where: Platform, candidate: Candidate, servers: ServerGroups) -> dict[tuple[str, str], Any]:
@@ -334,7 +336,7 @@ def manifests(where: Platform, candidate: Candidate, servers: ServerGroups) -> d
 def test_kubernetes_starts_each_kind_with_names_that_the_router_has(tmp_path: Path) -> None:
     where = on_two_kinds(tmp_path)
     candidate = of_pair(where, "2xtp1+1xtp2")
-    servers = given(VLLM.groups(where, candidate, "x"))
+    servers = of_kinds(VLLM.servers(where, candidate, "x"))
     found = manifests(where, candidate, servers)
     sets = [found["StatefulSet", f"x-{kind}"]["spec"] for kind in ("prefill", "decode")]
     assert [each["replicas"] for each in sets] == [2, 1]
@@ -355,7 +357,7 @@ def test_kubernetes_has_a_prefix_aware_router_in_front_of_several_instances(tmp_
     support = dataclasses.replace(where.support, kubernetes=KubernetesResource(name="x.com/card", source=SOURCE))
     where = dataclasses.replace(where, support=support)
     candidate = Candidate.of({**LLAMACPP.defaults(where.task), "instances": 2, "pipeline_model_parallel_size": 4})
-    servers = given(LLAMACPP.groups(where, candidate, "x"))
+    servers = of_kinds(LLAMACPP.servers(where, candidate, "x"))
     servers_set = manifests(where, candidate, servers)["StatefulSet", "x-server"]["spec"]
     assert servers_set["replicas"] == 2
     assert servers_set["template"]["spec"]["containers"][0]["resources"]["limits"] == {"x.com/card": 4}

@@ -16,9 +16,9 @@ from flagcore_serving.model.work import UNFITTED, overheads_of
 from flagcore_serving.space.placement import uniform_kinds
 from flagcore_serving.space.weights import parameters
 from flagcore_sglang.engine import ENGINE as SGLANG
-from flagcore_sglang.engine import RECEIVE
+from flagcore_sglang.servers import RECEIVE
 from flagcore_vllm.engine import ENGINE as VLLM
-from flagcore_vllm.engine import graph_tokens
+from flagcore_vllm.space import graph_tokens
 
 from engines.serving.tests.engines.tasks import predict, published
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -313,19 +313,18 @@ def test_generated_servers_mix_prompts_and_decoding(
 ) -> None:
     load = Load(input_len=lengths[0], output_len=lengths[1], concurrency=20, num_prompts=None)
     made = task(load, engine="sglang", engine_version=version)
-    values, noted = SGLANG.published(made, {}, source)[1:]
+    _, values, noted, warnings = SGLANG.published(made, {}, source)
     assert values.get("enable_mixed_chunk") is expected
     assert noted == ({"enable_mixed_chunk"} if expected else set())
-    warnings = SGLANG.job_warnings(made, values, {}, noted)
     assert any("aiconfigurator" in each for each in warnings) is bool(expected)
 
 
 @pytest.mark.parametrize(("source", "expected"), [("InferenceX experimental", 2), ("", None)])
 def test_a_job_that_asks_for_no_cpus_gets_one_core(source: str, expected: int | None) -> None:
     made = task(LOAD)
-    found, values, noted = VLLM.published(made, {}, source)
+    found, _, _, warnings = VLLM.published(made, {}, source)
     assert found.cluster.groups[0].cpus_per_node == expected
-    assert any("cpus_per_node" in each for each in VLLM.job_warnings(made, values, {}, noted)) is bool(expected)
+    assert any("cpus_per_node" in each for each in warnings) is bool(expected)
     group = replace(made.cluster.groups[0], cpus_per_node=64)
     known = replace(made, cluster=replace(made.cluster, groups=(group,)))
     assert VLLM.published(known, {}, source)[0].cluster == known.cluster

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from flagcore_models.config import context_of
+from flagcore_serving.advice import spec_warnings
 from flagcore_serving.job import Load
 from flagcore_serving.space.hardware import longest_request
 from flagcore_vllm.engine import ENGINE as ENGINE
@@ -121,6 +122,6 @@ def load(objective: str = "output_tokens_per_s", **fields: Any) -> dict[str, Any
 def test_a_spec_that_may_mislead_has_a_warning(arguments: dict[str, Any], warned: str) -> None:
     objective = arguments.get("objective", "tpot_s.p99")
     work = {key: value for key, value in arguments.items() if key != "objective"}
-    lines = ENGINE.spec_warnings(replace(serving("vllm", **work).spec, objective=objective))
+    lines = [*spec_warnings(replace(serving("vllm", **work).spec, objective=objective), ENGINE.program)]
     assert len(lines) == bool(warned)
     assert all(warned in line for line in lines)

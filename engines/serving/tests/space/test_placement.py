@@ -13,6 +13,7 @@ from flagcore_serving.launch.server import Instance
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP, Hardware
 from flagcore_serving.space.placement import placements
+from flagcore_serving.space.roles import auto_roles, balanced_roles, parse_roles, roles
 from flagcore_sglang.engine import ENGINE as SGLANG
 from flagcore_vllm.engine import ENGINE as VLLM
 
@@ -117,9 +118,9 @@ def test_an_invalid_pair_is_reported(given: object) -> None:
 
 
 def test_a_pair_has_one_spelling() -> None:
-    assert placement.parse_roles("2xTP2pp1 + 1xtp4", "x") == PAIR
-    assert placement.parse_roles("1xdp8ep8+1xtp4pp2", "x") == "1xtp1dp8ep8+1xtp4pp2"
-    assert placement.parse_roles("2xENC + 1xtp2", "x") == "2xenc+1xtp2"
+    assert parse_roles("2xTP2pp1 + 1xtp4", "x") == PAIR
+    assert parse_roles("1xdp8ep8+1xtp4pp2", "x") == "1xtp1dp8ep8+1xtp4pp2"
+    assert parse_roles("2xENC + 1xtp2", "x") == "2xenc+1xtp2"
 
 
 @ENGINES
@@ -128,7 +129,7 @@ def test_kinds_are_opt_in_and_auto_divides_all_cards(engine: ServingEngine) -> N
     words = [each[PREFILL_DECODE] for each in rows if each[PREFILL_DECODE]]
     assert len(words) == len(set(words))
     assert {PAIR, "4xtp1+1xtp4", "1xtp4+2xtp2"} <= set(words)
-    pairs = [placement.roles(str(word)) for word in words]
+    pairs = [roles(str(word)) for word in words]
     assert {sum(each.count * each.devices for each in pair) for pair in pairs} == {8}
     assert {(each[INSTANCES], each[TP]) for each in rows if each[PREFILL_DECODE]} == {(1, 1)}
     assert all(not each[PREFILL_DECODE] for each in _rows(space_of(engine, cards(engine, space={TP: "auto"}))))
@@ -139,10 +140,10 @@ def _rows(space: Any) -> list[dict[str, Any]]:
 
 
 def test_auto_has_attention_groups_for_experts_and_few_values_for_many_cards() -> None:
-    assert "1xtp4+1xtp1dp4ep4" in placement.auto_roles(cards(SGLANG, model=EXPERTS))
-    many = placement.auto_roles(cards(VLLM, 256, hosts=32))
+    assert "1xtp4+1xtp1dp4ep4" in auto_roles(cards(SGLANG, model=EXPERTS))
+    many = auto_roles(cards(VLLM, 256, hosts=32))
     assert 100 < len(many) < 1000
-    assert max(max(each.devices for each in placement.roles(str(word))) for word in many[1:]) == 8
+    assert max(max(each.devices for each in roles(str(word))) for word in many[1:]) == 8
 
 
 def test_a_latency_needs_no_second_kind_unless_it_is_listed() -> None:
@@ -246,9 +247,9 @@ def test_routers_know_encoders_or_leave_them_to_the_others() -> None:
 
 def test_auto_divides_cards_also_into_encoders_for_a_load_with_images() -> None:
     images = Load(images=Images(buckets=((1280, 720, 1.0),)))
-    words = {str(each) for each in placement.auto_roles(cards(VLLM, model=TOWER, loads=(images,)))}
+    words = {str(each) for each in auto_roles(cards(VLLM, model=TOWER, loads=(images,)))}
     assert {"4xenc+1xtp4", "4xenc+2xtp2", "2xenc+3xtp2", "1xenc+1xtp1+3xtp2", "1xenc+7xtp1"} <= words
-    assert not any("enc" in str(each) for each in placement.auto_roles(cards(VLLM, model=TOWER)))
+    assert not any("enc" in str(each) for each in auto_roles(cards(VLLM, model=TOWER)))
 
 
 def test_sglang_has_no_second_kind_on_cores() -> None:
@@ -324,7 +325,7 @@ def test_experts_are_split_over_hosts_with_copies() -> None:
     experts = replace(EXPERTS, num_moe_experts=256)
     task = cards(SGLANG, 96, hosts=12, space={PREFILL_DECODE: "auto"}, model=experts)
     pair = "1xtp1dp32ep32+1xtp1dp64ep64"
-    assert {pair, "1xtp1dp16ep16+1xtp1dp80ep80"} <= {*placement.auto_roles(task)}
+    assert {pair, "1xtp1dp16ep16+1xtp1dp80ep80"} <= {*auto_roles(task)}
     assert illegal(SGLANG, task, pair, redundant_experts=32) == ["expert_parallel"]
     assert illegal(SGLANG, task, pair, redundant_experts=64) == []
     assert illegal(SGLANG, task, "1xtp1dp24ep24+1xtp1dp72ep72", redundant_experts=32) == []
@@ -364,7 +365,7 @@ def test_experts_on_several_hosts_are_started_with_the_exchange_that_predictions
     columns = placement.instance_kinds(task, found.columns(np.zeros(1, dtype=np.int64))).columns
     settings = engine.settings(task, columns)
     assert settings.exchanges.tolist() == [word not in (None, "none") for word in words]
-    assert bool(engine.task_warnings(task)) == (not given and words[0] is not None)
+    assert bool(engine.warnings(task)) == (not given and words[0] is not None)
 
 
 def test_a_spec_without_a_space_divides_hosts_by_the_work_of_prompts_and_answers() -> None:
@@ -373,8 +374,8 @@ def test_a_spec_without_a_space_divides_hosts_by_the_work_of_prompts_and_answers
     for output_len in (100, 2000):
         loads = (Load(input_len=2000, output_len=output_len, concurrency=16),)
         task = cards(SGLANG, 96, hosts=12, model=experts, default_space=True, loads=loads)
-        pairs.append([placement.roles(str(word)) for word in placement.balanced_roles(task)[1:]])
+        pairs.append([roles(str(word)) for word in balanced_roles(task)[1:]])
         assert 2 <= len(pairs[-1]) <= 30
     few, many = (sum(decode.count * decode.devices for _, decode in each) / len(each) for each in pairs)
     assert 2 * few < many
-    assert placement.balanced_roles(cards(SGLANG, 8, model=experts, default_space=True)) == (None,)
+    assert balanced_roles(cards(SGLANG, 8, model=experts, default_space=True)) == (None,)

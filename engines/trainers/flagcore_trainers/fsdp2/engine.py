@@ -11,13 +11,12 @@ import numpy as np
 from flagcore_training.adapters import absent_targets, as_noted
 from flagcore_training.lengths import length_warnings
 
-from flagcore.contracts import Engine, Platform
-from flagcore.contracts.capabilities import Advice, Commands, JobRecords, RuleOfThumb
+from flagcore.contracts import Commands, Costs, Engine, Platform, Published
 from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Candidate, Columns, KnobValue, Rule
-from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
+from flagcore.domain.space import Candidate, Columns, KnobValue, Merge, Rule
+from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
@@ -26,7 +25,7 @@ from flagcore_trainers.fsdp2 import space
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.memory import of_rank
 from flagcore_trainers.importing import Imported
-from flagcore_trainers.meaning import ByMemory, WholeModel
+from flagcore_trainers.meaning import WholeModel
 from flagcore_trainers.recipes import framework_of, spec_of
 
 RELEASES = ">=2.8"
@@ -35,9 +34,24 @@ NO_PROGRAM = "predicts programs on torch's fully_shard, and has none that trials
 OWN_PROGRAM = "use `flag estimate`, or run your program: set engine: command, or torchtitan, and train.command"
 
 
-class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, WholeModel):
-    """Training with FSDP2 in any program, which is predicted and not run. It reads commands of fine-tuning frameworks,
-    also for other engines that they run on."""
+class FrameworkCommands(Commands):
+    """Reads commands of fine-tuning frameworks, also for other engines that they run on."""
+
+    def role(self, command: Sequence[str], directory: str) -> str | None:
+        return None if framework_of(command) is None else ""
+
+    def read(self, start: Start, directory: Path, model: str | None) -> Imported:
+        return spec_of(start, directory, model)
+
+
+class OnlyPlans(WholeModel):
+    """Plans without trials."""
+
+    only = True
+
+
+class Fsdp2(Engine):
+    """Training with FSDP2 in any program, which is predicted and not run."""
 
     trains_depths = False
 
@@ -45,10 +59,14 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, WholeMo
     kind = "train"
     knobs: tuple[Knob, ...] = space.KNOBS
     distribution = "torch"
-    start_seconds = 0.0
+    plans = OnlyPlans()
+    commands = FrameworkCommands()
 
-    merges = staticmethod(space.merges)
-    predict = staticmethod(prediction.predict)
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        return space.merges(task)
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        return prediction.predict(task, columns, costs)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)
@@ -71,17 +89,13 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, WholeMo
         missing_bytes = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
         return int(np.lexsort((-columns[fs.MBS], columns[fs.AC], columns[fs.TP], missing_bytes))[0])
 
-    def spec_warnings(self, spec: Spec) -> Sequence[str]:
-        return unknown_release("train.engine_version", "torch", spec.train.engine_version, RELEASES)
-
-    def task_warnings(self, task: Task) -> Sequence[str]:
-        return _without_depths(task)
+    def warnings(self, task: Task) -> Sequence[str]:
+        version = task.spec.train.engine_version
+        return [*unknown_release("train.engine_version", "torch", version, RELEASES), *_without_depths(task)]
 
     # Job records
 
-    def published(
-        self, task: Task, values: Mapping[str, KnobValue], notes: str
-    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+    def published(self, task: Task, values: Mapping[str, KnobValue], notes: str) -> Published:
         """Return the task and the knobs of a job record: all devices without another part share the weights, or have
         replicas if the record says how many share.
 
@@ -108,11 +122,10 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, WholeMo
             if of_rank(job).peak[0] > limit.value:
                 values[fs.AC] = "full"
                 noted.add(fs.AC)
-        return task, values, frozenset(noted)
+        return Published(task, values, frozenset(noted), self._assumed(task, values, noted))
 
-    def job_warnings(
-        self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
-    ) -> Sequence[str]:
+    def _assumed(self, task: Task, values: Mapping[str, KnobValue], noted: Collection[str]) -> Sequence[str]:
+        """Return a line for each key of a job record that has no effect or was filled in."""
         train, layers, stages = task.spec.train, task.spec.model.num_layers, int(values.get(fs.PP) or 1)
         given = {"train.implementation": train.implementation, "train.attention": train.attention}
         unused = {name: value for name, value in given.items() if value not in (None, "flash")}
@@ -123,14 +136,6 @@ class Fsdp2(Engine, Advice, ByMemory, Commands, JobRecords, RuleOfThumb, WholeMo
         if layers % stages:
             lines.append(f"{layers} layers do not divide over {stages} stages: predicted as if they did")
         return lines
-
-    # Commands
-
-    def starts(self, command: Sequence[str], directory: str) -> bool:
-        return framework_of(command) is not None
-
-    def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
-        return spec_of(start, directory, model)
 
     # Trials, which it does not have
 

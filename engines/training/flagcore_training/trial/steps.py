@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from flagcore.domain.trial import MIN_STEPS, steps_in_time
+from flagcore.domain.steps import MIN_STEPS, steps_in_time
 from flagcore_training.trial.job import Train, TrainingJob
 from flagcore_training.trial.rank_device import RankDevice
 

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 
 from flagcore import plugins
-from flagcore.api.inputs import loaded_plugins, warn
+from flagcore.api.inputs import loaded_plugins
+from flagcore.api.notes import warn
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport, device_variables
 from flagcore.domain.launch import Launch

@@ -1,0 +1,95 @@
+"""Warnings about the settings of a serving job."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from flagcore_models.public import find_public
+
+from flagcore.domain.knob import unknown_release
+from flagcore.domain.metrics import MIN_REQUESTS, RATES
+from flagcore.domain.spec import AUTO, Spec
+from flagcore_serving.load.traffic import in_flight
+from flagcore_serving.model.speculation import USUAL
+from flagcore_serving.space import knobs as common_knobs
+from flagcore_serving.space.adapters import CONFIG, DEFAULT_RANK, rank_of
+from flagcore_serving.space.adapters import SWITCH as ADAPTER_SWITCH
+from flagcore_serving.space.program import Program
+from flagcore_serving.space.weights import WIDE_PRECISIONS, has_unknown_format, is_quantized, quantizes
+
+FIXED_RATES = RATES[:3]
+"""Rates that the arrivals of requests determine as long as the servers keep up."""
+
+LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
+"""Limits of at least this many seconds cause a warning. `e2e_s` has no such bound: a whole answer may take long."""
+
+
+def speculations(spec: Spec, program: Program) -> list[str]:
+    """Return the methods of speculation that a spec fixes or searches."""
+    name, fixed = common_knobs.SPECULATION, program.parse(spec).fixed
+    given = fixed.get(name, spec.space.get(name)), (spec.baseline or {}).get(name)
+    words = [word for each in given for word in (each if isinstance(each, tuple) else (each,))]
+    return [*dict.fromkeys(str(word) for word in words if word not in (None, "none", AUTO))]
+
+
+def spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
+    """Yield a one-line warning for each doubtful setting of a spec.
+
+    Doubtful settings are an unknown release, unknown flags, limits that look like milliseconds, too few requests, an
+    objective that the load determines, speculation with unknown acceptance, and adapters or weights that are missing or
+    of another format.
+    """
+    serve = spec.serve
+    yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
+    flags = program.flags_of(spec)
+    for name in program.split(spec).others:
+        key = f"serve.engine_args.{name}"
+        if found := program.flag_problem(name, flags, program.version(spec)):
+            release = ", or set serve.engine_version to your release" if found.removed else ""
+            yield f"{key} {found.problem}; {found.fix}{release}"
+    fixed = program.parse(spec).fixed
+    for name in program.moved:
+        for value in (fixed.get(name), *spec.space.get(name, ()), (spec.baseline or {}).get(name)):
+            if text := program.needed_package(name, value, program.version(spec)):
+                yield f"{name}: {text}"
+    for name, limit in serve.slo.items():
+        if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf):
+            yield f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"
+    fewest = min((load.num_prompts for load in serve.loads if load.num_prompts is not None), default=math.inf)
+    min_requests = {name: MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in serve.slo}
+    name = max(min_requests, key=lambda each: min_requests[each], default="")
+    if fewest < min_requests.get(name, 0):
+        yield f"serve.slo.{name}: {fewest} requests are too few; use serve.profile.num_prompts >= {min_requests[name]}"
+    is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in serve.loads)
+    if is_open and serve.highest is None and spec.objective in FIXED_RATES:
+        fix = (
+            "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
+        )
+        yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
+    for folder in serve.adapters:
+        if not rank_of(folder):
+            yield f"serve.adapters: {folder} has no {CONFIG} with a rank r; predictions assume r = {DEFAULT_RANK}"
+    if ADAPTER_SWITCH in program.split(spec).others and not serve.loads[0].adapters:
+        yield "serve.profile.adapters is 0: all requests are predicted to use the base model; set it"
+    for word in speculations(spec, program):
+        scheme = program.schemes_of(spec).get(word, "")
+        if all(load.accepted(scheme) for load in serve.loads):
+            continue
+        text, fix = f"{common_knobs.SPECULATION} = {word}", "set serve.profile.acceptance"
+        if scheme in USUAL:
+            yield f"{text} is predicted with a usual acceptance of {USUAL[scheme]} before its first trial; {fix}"
+        else:
+            why = "how often drafts are right depends on the traffic"
+            yield f"{text} is predicted without a gain before its first trial: {why}; {fix}"
+    weights, precision = serve.weights, serve.precision
+    if weights is None:
+        return
+    if not serve.elsewhere and not find_public(weights) and not Path(weights).exists():
+        size = f"predictions compute their size from the model and serve.precision = {precision}"
+        yield f"serve.weights: {weights} does not exist here; {size}"
+    elif precision in WIDE_PRECISIONS and has_unknown_format(weights):
+        text = f"the format of the quantized weights is unknown, so predictions assume {precision}; set it"
+        yield f"serve.precision: {text}"
+    elif not (precision in WIDE_PRECISIONS or is_quantized(weights) or quantizes(spec)):
+        fix = f"set the weights to a checkpoint in {precision}, or serve.engine_args: {{quantization: ...}}"
+        yield f"serve.precision: predictions assume {precision}, but {weights} is not quantized; {fix}"

@@ -1,0 +1,89 @@
+"""Flags of a server: their spellings in commands, and which of them a program has."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from flagcore.launchers.programs import strip_dashes
+from flagcore_serving.job import EngineArg
+
+
+class FlagProblem(NamedTuple):
+    """Why an engine may reject a flag, and what to do.
+
+    - `removed`: whether earlier releases had the flag.
+    - `is_certain`: False if the release is unknown, and may still have the flag.
+    """
+
+    problem: str
+    fix: str
+    removed: bool = False
+    is_certain: bool = True
+
+
+def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the values of a JSON object, or of a list with a single one, by their path with dots, or else `value`."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
+        value = value[0]
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            yield from leaves(f"{name}.{key}", each)
+    else:
+        yield name, value
+
+
+def forms(name: str) -> set[str]:
+    """Return a flag, and the flag without its negation and without a key after a dot."""
+    return {name, name.split(".")[0], name.removeprefix("no-").split(".")[0]}
+
+
+@lru_cache(maxsize=256)
+def similar(name: str, flags: frozenset[str]) -> str:
+    """Return the one of `flags` that `name` abbreviates, or else the most similar one; empty if there is none."""
+    longer = [flag for flag in flags if len(name) > 3 and flag.startswith(name)]
+    return next(iter(longer if len(longer) == 1 else get_close_matches(name, sorted(flags), n=1, cutoff=0.85)), "")
+
+
+_LITERAL_PATTERN = re.compile(r"""["'](--?[A-Za-z][\w-]*)["']""")
+_FIELD_PATTERN = re.compile(r"^ {4}([a-z]\w*)\s*: .*[^,\s]$", re.MULTILINE)
+_MAX_BYTES = 8 << 20
+
+
+@lru_cache(maxsize=16)
+def flags_in_source(folders: tuple[str, ...], files: tuple[str, ...], fields: tuple[str, ...]) -> frozenset[str]:
+    """Extract the flags from an engine's source files, without importing or running it. Missing files are ignored."""
+    flags: set[str] = set()
+    for folder in folders:
+        for names, pattern in ((files, _LITERAL_PATTERN), (fields, _FIELD_PATTERN)):
+            for name in names:
+                path = Path(folder, name)
+                if path.is_file() and path.stat().st_size < _MAX_BYTES:
+                    flags |= {strip_dashes(word) for word in pattern.findall(path.read_text("utf-8", errors="replace"))}
+        if flags:
+            break
+    return frozenset(flags)
+
+
+def as_words(args: Mapping[str, EngineArg], *, has_negation: bool) -> list[str]:
+    """Return flags and their values as command-line words.
+
+    True gives the bare flag. False gives `--no-` with the flag if `has_negation`, else nothing. None gives nothing.
+    """
+    words: list[str] = []
+    for name, value in args.items():
+        dashes = "-" if len(name) <= 3 and name.isalpha() else "--"
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words += [dashes + name] if value else [f"--no-{name}"] if has_negation else []
+        else:
+            words += [dashes + name, *map(str, value if isinstance(value, list) else [value])]
+    return words

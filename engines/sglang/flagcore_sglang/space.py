@@ -1,0 +1,330 @@
+"""SGLang (`sglang.launch_server`), releases from 0.5: its knobs, defaults and settings.
+
+Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook, rules), 0.5.6 `srt/server_args.py`,
+`srt/entrypoints/http_server.py` (reported settings). The releases that have a flag follow from `srt/server_args.py` of
+0.5.0 to 0.5.15 and `srt/arg_groups/` of 0.5.16 to 0.5.23.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+from flagcore_serving.job import EngineArg
+from flagcore_serving.space import adapters, knobs
+from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
+from flagcore_serving.space.knobs import DRAFTED, EAGER, EXCHANGE, KV, SPECULATION, or_default
+from flagcore_serving.space.program import Program
+from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
+from flagcore_serving.space.weights import cache_bytes_per_token
+
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import SpecError
+from flagcore.launchers.programs import strip_dashes
+
+PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
+RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
+MIXED = "enable_mixed_chunk"
+HICACHE, STORAGE = "hicache_size", "hicache_storage_backend"
+NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
+MIN_RUNNING = 2048
+"""The smallest default that SGLang uses for max_running_requests."""
+STATE_RATIO, STATE_SLOTS = 0.9, 5.0
+"""SGLang's memory for states relative to that for tokens, and states per running request with a radix cache: three, and
+two for states that it tracks (0.5.23 `kv_cache_configurator.py`)."""
+DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
+"""SGLang's default numbers of drafted tokens: of models (5 for Llama, which is ignored here), and of n-grams (0.5.23
+`speculative_hook.py`)."""
+_MIN_POOL = 4096
+_MEMORY_STEPS = (
+    (20, 2048, 8, 8),
+    (35, 4096, 48, 160),
+    (60, 4096, 32, 160),
+    (90, 8192, 256, 512),
+    (160, 8192, 256, 512),
+    (math.inf, 16384, 512, 512),
+)
+"""SGLang's defaults by memory of a device: (below this many GiB, chunked_prefill_size, largest decode graph for TP < 4,
+largest decode graph for TP >= 4). Source: `memory_hook.py`."""
+
+MANY_GRAPHS = 300
+"""The largest decode graph above which attention data parallelism needs half as much memory again (`memory_hook.py`).
+"""
+
+TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
+EP_FLAGS = ("ep-size", "expert-parallel-size", "ep")
+DP_FLAGS = ("dp-size", "dp_size", "data-parallel-size", "dp")
+"""Flags for the number of servers behind one port or, with `enable-dp-attention`, of attention groups in one server."""
+STEPS, BREADTH, VERIFIED = "speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens"
+DRAFT_FLAG = "speculative-draft-model-path"
+SPANNING = ("deepep", "deepep_v2", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "megamoe", "pplx")
+"""Values of EXCHANGE with which SGLang sets ep-size to tp-size (0.5.23: `arg_groups/overrides.py`)."""
+
+
+HICACHE_RATIO = 2.0
+"""SGLang's default size of the host's cache relative to that of the device (0.5.23 `arg_groups/hicache_hook.py`)."""
+POLICIES = ("write_back", "write_through", "write_through_selective")
+"""Values of hicache-write-policy (0.5.23 `arg_groups/fields/memory.py`)."""
+
+
+def _check_tiers(args: Mapping[str, EngineArg]) -> None:
+    """Raise SpecError for a wrong setting of HiCache."""
+    ratio, policy = args.get("hicache-ratio", HICACHE_RATIO), args.get("hicache-write-policy", POLICIES[0])
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or ratio <= 0:
+        problem, fix = "is not a size relative to the cache of the devices", "write a number above 0"
+        raise SpecError(key="serve.engine_args.hicache-ratio", value=ratio, problem=problem, fix=fix)
+    if policy not in POLICIES:
+        problem, fix = "is not a policy of HiCache", f"use {', '.join(POLICIES)}"
+        raise SpecError(key="serve.engine_args.hicache-write-policy", value=policy, problem=problem, fix=fix)
+
+
+class SglangProgram(Program):
+    """SGLang's server. Some knobs correspond to several flags together."""
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """Return `args` with knobs in place of flags that express the knob only in combination.
+
+        SGLang's tp-size is the product of TP and attention DP, and with some libraries for the exchange between experts
+        also EP. A chain of drafts has one draft in each step.
+        """
+        result = dict(args)
+        _check_tiers({strip_dashes(name): value for name, value in args.items()})
+
+        def take(*names: str) -> EngineArg:
+            keys = [key for key in result if key.lstrip("-") in names or strip_dashes(key) in names[:1]]
+            return next((result.pop(key) for key in keys), None)
+
+        if isinstance(servers := take(*DP_FLAGS), int):
+            divides_attention = take("enable-dp-attention")
+            if servers > 1:
+                result["attn-dp-size" if divides_attention else INSTANCES] = servers
+        elif servers is not None:
+            result[DP_FLAGS[0]] = servers
+        result |= _sizes(result)
+        if draft := take("speculative-draft-model"):
+            result[DRAFT_FLAG] = draft
+        return result | _chain(result)
+
+    def schemes_of(self, spec: Spec) -> Mapping[str, str]:
+        """See `Program`. If the model has layers for multi-token prediction, EAGLE uses them without a draft model."""
+        uses_layers = spec.model.mtp_num_layers > 0 and DRAFT_FLAG not in self.split(spec).others
+        return {**self.schemes, "EAGLE": "mtp"} if uses_layers else self.schemes
+
+
+def _sizes(args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+    """Return TP in place of tp-size, and the EP size that a library for the exchange between experts implies."""
+    names, found = {strip_dashes(key): key for key in args}, dict[str, EngineArg]()
+    tensor_key = next((names[name] for name in TP_FLAGS if name in names), "")
+    tensor = args.get(tensor_key)
+    data = args.get(names.get("attn-dp-size") or names.get(strip_dashes(DP)) or "")
+    exchange = args.get(names.get("moe-a2a-backend") or names.get(strip_dashes(EXCHANGE)) or "")
+    if isinstance(tensor, int) and exchange in SPANNING:
+        found[next((names[name] for name in (*EP_FLAGS, strip_dashes(EP)) if name in names), EP)] = tensor
+    if isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
+        found[tensor_key] = tensor // data
+    return found
+
+
+def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
+    """Remove the flags of a draft chain from `args`, and return the number of drafted tokens as a knob.
+
+    The flags of a draft tree remain in `args`, and the result is empty.
+    """
+    names = {strip_dashes(key): key for key in args}
+    method, steps, breadth, verified = (
+        args.get(names.get(name, "")) for name in ("speculative-algorithm", STEPS, BREADTH, VERIFIED)
+    )
+    is_ngram = str(method).upper() == NGRAM
+    drafted = verified if is_ngram else steps
+    if not isinstance(drafted, int) or not (is_ngram or breadth == 1):
+        return {}
+    for name in (VERIFIED,) if is_ngram else (STEPS, BREADTH, VERIFIED):
+        args.pop(names.get(name, ""), None)
+    return {DRAFTED: drafted}
+
+
+CHUNKS, WIDE_CHUNKS = (2048, 4096, 8192, 16384), (131072, 524288)
+
+
+def _chunks(task: Task) -> tuple[int, ...]:
+    """Return the values of `auto` for the prefill chunk in tokens. SGLang divides a chunk among attention DP groups."""
+    is_wide = task.spec.model.num_moe_experts is not None and Hardware.of(task).hosts > 1
+    return (*CHUNKS, *WIDE_CHUNKS) if is_wide else CHUNKS
+
+
+PROGRAM = SglangProgram.read(
+    "flagcore_sglang",
+    {
+        "cache_types": knobs.if_fp8("auto", "fp8_e4m3"),
+        "chunks": knobs.Auto(_chunks, f"{', '.join(map(str, CHUNKS))}; larger with experts on several hosts"),
+    },
+)
+KNOBS = PROGRAM.knobs
+
+
+GRAPH_FLAGS = ("cuda-graph-max-bs", "cuda-graph-max-bs-decode", "cuda-graph-bs", "cuda-graph-bs-decode")
+"""The flags for the largest decode graph, or for all of them."""
+
+
+def largest_graph(task: Task) -> int | None:
+    """Return the sequences of the largest decode graph that `engine_args` set, or None."""
+    args = PROGRAM.parse(task.spec).others
+    sizes = re.findall(r"\d+", " ".join(str(args.get(flag, "")) for flag in GRAPH_FLAGS))
+    return max(map(int, sizes), default=None)
+
+
+def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
+    """Return SGLang's default chunked_prefill_size, and the largest decode graph: by default SGLang's.
+
+    `tensor`: the tp-size of each candidate.
+    """
+    gib = Hardware.of(task).memory_bytes / 2**30
+    unknown = (4096, 160, 160)
+    chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), unknown)
+    graph = largest_graph(task) or np.where(tensor < 4, small, large)
+    return np.full_like(tensor, chunk), np.full_like(tensor, graph)
+
+
+def chunk_sizes(task: Task, columns: Columns) -> IntArray:
+    """Return the prefill chunk of each candidate in tokens, by default SGLang's; -1 if prompts are not divided."""
+    default = memory_defaults(task, columns[TP] * columns[DP])[0]
+    return np.where(columns[CHUNK] != 0, columns[CHUNK], default)
+
+
+def graph_mib(task: Task, columns: Columns) -> FloatArray:
+    """Return what SGLang expects captured graphs to take on a device, in MiB.
+
+    With attention data parallelism, each rank captures batches of all ranks. Source: sglang 0.5.23 `memory_hook.py`
+    (`reserve_for_graph_mb`); 20 GB with 32 ranks and with 8 ranks (sgl-project/sglang #24453, #25453).
+    """
+    ranks = columns[DP]
+    largest = np.where(columns[EAGER] == 1, 0, memory_defaults(task, columns[TP] * ranks)[1])
+    of_ranks = np.where(ranks > 1, ranks * np.where(largest > MANY_GRAPHS, 4.5, 3.0), 0.0)
+    return largest * (2.0 + of_ranks)
+
+
+def memory_share(task: Task, columns: Columns) -> FloatArray:
+    """Return SGLang's default share of memory for weights and cache, or NaN if the memory is unknown.
+
+    The share leaves SGLang's reserve free.
+    """
+    mib = Hardware.of(task).memory_bytes / 2**20
+    chunk, prefill = chunk_sizes(task, columns), PROGRAM.values(columns, PREFILL)
+    reserved_mib = 512 + 1.5 * np.maximum(np.where(chunk > 0, chunk, prefill), 2048) + graph_mib(task, columns)
+    reserved_mib = reserved_mib + columns[TP] * columns[DP] * columns[PP] / 8 * 1024
+    if mib > 60 * 1024:
+        reserved_mib = np.maximum(reserved_mib, 10 * 1024)
+    return np.round((mib - reserved_mib) / mib, 3)
+
+
+def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
+    """Return the cache size of an instance on CPU cores in tokens.
+
+    SGLang's own default would use most of the memory.
+    """
+    sequences: FloatArray = np.ceil(2 * max_in_flight(task.spec.serve.loads) / np.maximum(instances, 1))
+    return np.maximum(sequences * longest_request(task), _MIN_POOL)
+
+
+def element_bytes(task: Task, columns: Columns) -> FloatArray:
+    """Return the bytes per element of the KV cache.
+
+    By default, sparse latent attention has a cache in fp8 on chips with a compute capability of 10 or more (0.5.6 and
+    0.5.14 `server_args.py`, 0.5.23 `arg_groups/overrides.py`).
+    """
+    element, model = PROGRAM.element_bytes(columns), task.spec.model
+    capability = re.fullmatch(r"sm_(\d+)\d[a-z]?", task.cluster.groups[0].chip.architecture)
+    is_new = capability is not None and int(capability[1]) >= 10
+    if not (is_new and model.multi_latent_attention and model.indexer):
+        return element
+    default = (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
+    return np.where(default, 1.0, element)
+
+
+def settings(task: Task, columns: Columns) -> Settings:
+    """Return SGLang's effective settings for each candidate.
+
+    SGLang divides its limits on chunks and requests among the attention DP groups.
+    """
+    values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
+    hardware = Hardware.of(task)
+    chunk = chunk_sizes(task, values)
+    tokens = np.where(chunk > 0, np.maximum(chunk // values[DP], 1), PROGRAM.values(values, PREFILL))
+    ranks = values[TP] * values[PP] * values[DP]
+    devices = hardware.share(values[INSTANCES]) if hardware.on_cores else ranks
+    element = element_bytes(task, values)
+    share = knobs.shares(values[MEMORY], memory_share(task, values))
+    given = other_args.get("mamba-full-memory-ratio")
+    ratio = float(given) if isinstance(given, (int, float)) and given > 0 else STATE_RATIO
+    return Settings.of(
+        task,
+        values,
+        devices=devices,
+        max_running=np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), MIN_RUNNING),
+        max_batched_tokens=tokens,
+        block_size=or_default(values[PAGE], 1),
+        chunked=(chunk > 0).astype(np.int64),
+        mixed_chunks=(values[MIXED] > 0) & (chunk > 0),
+        graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest_graph(task) or GRAPH_TOKENS, 0),
+        graph_bytes=np.where((values[DP] > 1) & (not hardware.on_cores), graph_mib(task, values) * 2.0**20, np.nan),
+        memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
+        cache_bytes=_cache_bytes(task, other_args, values, devices, element),
+        cache_element_bytes=element,
+        state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
+        state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
+        drafted=_drafted(other_args, values),
+        scheme=PROGRAM.scheme(task, values),
+        **_tiers(other_args, values),
+        quantized=PROGRAM.converts_to_fp8(values),
+        tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
+        **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
+        **adapters.adapter_settings(
+            task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
+        ),
+    )
+
+
+FILES = "file"
+"""The storage backend that writes caches to a folder; the others are stores on the network."""
+
+
+def _tiers(other_args: Mapping[str, EngineArg], columns: Columns) -> dict[str, FloatArray | BoolArray]:
+    """Return the fields of `Settings` for the tiers of HiCache (0.5.23 `mem_cache/pool_host/base.py`: GB of each rank).
+
+    A storage backend needs the host's cache, and is assumed to have room for all tokens.
+    """
+    size, storage = columns[HICACHE] * 1e9, columns[STORAGE]
+    is_on = (size > 0) | (storage > 0) | bool(other_args.get("enable-hierarchical-cache"))
+    ratio = other_args.get("hicache-ratio", HICACHE_RATIO)
+    ranks = columns[TP] * columns[PP] * columns[DP]
+    return {
+        "host_cache": size * ranks,
+        "host_ratio": np.where(is_on, float(ratio) if isinstance(ratio, int | float) else HICACHE_RATIO, 0.0),
+        "disk_cache": np.where(storage == PROGRAM.code(STORAGE, FILES), np.inf, 0.0),
+        "store_cache": np.where((storage > 0) & (storage != PROGRAM.code(STORAGE, FILES)), np.inf, 0.0),
+        "writes_through": np.full(size.shape, other_args.get("hicache-write-policy") != "write_back"),
+    }
+
+
+def _drafted(other_args: Mapping[str, EngineArg], columns: Columns) -> IntArray:
+    """Return the number of tokens that each candidate drafts one after the other.
+
+    By default it is the number of steps of a draft tree in `engine_args`, or SGLang's own default.
+    """
+    steps = other_args.get(STEPS)
+    default = np.where(columns[SPECULATION] == PROGRAM.code(SPECULATION, NGRAM), NGRAM_TOKENS, DRAFTED_TOKENS)
+    if isinstance(steps, int):
+        default = np.full_like(default, steps)
+    return np.where(columns[SPECULATION] > 0, or_default(columns[DRAFTED], default), 0)
+
+
+def _cache_bytes(
+    task: Task, other_args: Mapping[str, EngineArg], get: Columns, devices: IntArray, element: FloatArray
+) -> FloatArray:
+    """Return the cache size of a device in bytes if its number of tokens is fixed, or NaN if it fills the memory."""
+    fixed = other_args.get("max-total-tokens")
+    if not isinstance(fixed, int) and not Hardware.of(task).on_cores:
+        return np.full(devices.shape, np.nan)
+    pools = float(fixed) if isinstance(fixed, int) else pool_tokens(task, get[INSTANCES])
+    return pools * cache_bytes_per_token(task.spec.model, 1.0) * element / devices

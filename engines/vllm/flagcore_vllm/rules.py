@@ -1,0 +1,226 @@
+"""vLLM's legality rules, and the merges of candidates that it treats as equal."""
+
+import numpy as np
+from flagcore_serving.load import routing
+from flagcore_serving.space import adapters, placement, rules
+from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, most_images
+from flagcore_serving.space.knobs import ASYNC, CONTEXT, EAGER, KV, REDUNDANT, SHARING, TRANSFER
+from flagcore_serving.space.roles import Roles, language
+
+from flagcore.domain.knob import in_versions
+from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore.i18n import N_, Message
+from flagcore_vllm import connectors
+from flagcore_vllm.servers import CONFIG, EMBEDDINGS, ENCODERS_SINCE, NIXL, P2P, P2P_RELEASES
+from flagcore_vllm.space import (
+    BLOCK,
+    CHUNKED,
+    CPU_BLOCK,
+    GRAPHS,
+    IMAGES,
+    MLA_CPU_BLOCK,
+    NEED_DRAFT_MODEL,
+    PROGRAM,
+    SEQS,
+    THREADS,
+    TOKENS,
+    batch_defaults,
+    is_async,
+    limits,
+    state_block,
+)
+
+NAMES = {
+    "CHUNKED": CHUNKED,
+    "CONFIG": CONFIG,
+    "CONTEXT": CONTEXT,
+    "DP": DP,
+    "EMBEDDINGS": "ec-transfer-config",
+    "EP": EP,
+    "IMAGES": IMAGES,
+    "INSTANCES": INSTANCES,
+    "NIXL": NIXL,
+    "P2P": P2P,
+    "P2P_RELEASES": P2P_RELEASES,
+    "PREFILL_DECODE": PREFILL_DECODE,
+    "REDUNDANT": REDUNDANT,
+    "SEQS": SEQS,
+    "SHARING": SHARING,
+    "THREADS": THREADS,
+    "TOKENS": TOKENS,
+    "TP": TP,
+}
+"""The names of knobs in messages of rules, by their fields."""
+
+
+def rules_of(task: Task) -> tuple[Rule, ...]:
+    """Return vLLM's legality rules for candidates."""
+    hardware, experts = Hardware.of(task), task.spec.model.num_moe_experts or 0
+    given = connectors.connectors(PROGRAM.parse(task.spec).others)
+    own_offload = any("spec_module_path" in str(each) for each in given)  # may copy between cores
+    layouts = (
+        *rules.split_rules(task, attention_and_experts=True, span=True),
+        Rule(
+            name="expert_parallel",
+            knobs=(TP, DP, EP),
+            message=Message("{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch", **NAMES),
+            broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
+        ),
+        *(each for each in rules.forbidden(task, PROGRAM) if each.name != "offload_on_cores" or not own_offload),
+    )
+    groups = 1 if task.spec.model.multi_latent_attention else task.spec.model.num_query_groups
+    sharing = Rule(
+        name="sharing",
+        knobs=(TP, PREFILL_DECODE, SHARING),
+        message=Message(
+            "{SHARING} must divide the {TP} / {groups} copies of the cache, and needs {PREFILL_DECODE} unset",
+            **NAMES,
+            groups=groups,
+        ),
+        broken=lambda c: (
+            (c[SHARING] > 1) & ((c[TP] % (groups * np.maximum(c[SHARING], 1)) != 0) | (c[PREFILL_DECODE] > 0))
+        ),
+    )
+    even_experts = Rule(
+        name="even_experts",
+        knobs=(EP, REDUNDANT),
+        message=Message("{EP} must divide the {experts} experts with {REDUNDANT}", **NAMES, experts=experts),
+        broken=lambda c: (c[REDUNDANT] > 0) & ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0),
+    )
+    images = most_images(task.spec.serve.loads)
+    return (
+        *layouts,
+        *placement.rules(task, layouts, version=PROGRAM.version(task.spec), encoders=ENCODERS_SINCE),
+        placement.of_each_kind(task, even_experts),
+        sharing,
+        *_transfer_rules(task),
+        Rule(
+            name="threads_on_cores",
+            knobs=(INSTANCES, TP, THREADS),
+            message=Message(
+                "{THREADS} x {TP} x {INSTANCES} must not exceed the {cards} cores", **NAMES, cards=hardware.cards
+            ),
+            broken=lambda c: (c[THREADS] * c[TP] > hardware.share(c[INSTANCES])) & hardware.on_cores,
+        ),
+        Rule(
+            name="tokens_hold_sequences",
+            knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
+            message=Message("{TOKENS} must be at least {SEQS}", **NAMES),
+            broken=lambda c: np.less(*limits(task, c)),
+        ),
+        Rule(
+            name="whole_prompts",
+            knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
+            message=Message("without {CHUNKED}, {TOKENS} must be at least {CONTEXT}", **NAMES),
+            broken=lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
+        ),
+        *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
+        *rules.context_rules(task),
+        *adapters.adapter_rules(task, adapters.RANKS),
+        _block_rule(task),
+        Rule(
+            name="images_of_request",
+            knobs=(IMAGES,),
+            message=Message("{IMAGES} must be at least {images}, the most images of a request", **NAMES, images=images),
+            broken=lambda c: c[IMAGES] < images,
+        ),
+    )
+
+
+def _transfer_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules for the connectors that move caches between instances."""
+    version, p2p = PROGRAM.version(task.spec), PROGRAM.code(TRANSFER, P2P)
+    others = PROGRAM.parse(task.spec).others
+    encodes = placement.broken_by_code(task, lambda parts: parts[-1].kind == routing.ENCODE)
+
+    def unequal(parts: Roles) -> bool:
+        first, *others = language(parts)
+        return any(each.tp != first.tp for each in others)
+
+    def staged(parts: Roles) -> bool:
+        pair = [each for each in parts if each.kind in (routing.PREFILL, routing.DECODE)]
+        sizes = sorted(each.tp for each in pair)
+        return bool(pair) and (max(each.pp for each in pair) > 1 or sizes[1] % sizes[0] != 0)
+
+    by_nixl, by_p2p = (placement.broken_by_code(task, check) for check in (staged, unequal))
+    return (
+        Rule(
+            name="transfer_release",
+            knobs=(PREFILL_DECODE, TRANSFER),
+            message=Message("{P2P} needs vllm {P2P_RELEASES}", **NAMES),
+            broken=lambda c: (c[PREFILL_DECODE] > 0) & (c[TRANSFER] == p2p) & (not in_versions(P2P_RELEASES, version)),
+        ),
+        Rule(
+            name="own_transfer_config",
+            knobs=(PREFILL_DECODE,),
+            message=Message("{PREFILL_DECODE} sets {CONFIG}: remove it from serve.engine_args", **NAMES),
+            broken=lambda c: (c[PREFILL_DECODE] > 0) & (CONFIG in others),
+        ),
+        Rule(
+            name="own_embeddings_config",
+            knobs=(PREFILL_DECODE,),
+            message=Message("enc in {PREFILL_DECODE} sets {EMBEDDINGS}: remove it from serve.engine_args", **NAMES),
+            broken=lambda c: encodes[c[PREFILL_DECODE]] & (EMBEDDINGS in others),
+        ),
+        Rule(
+            name="embeddings_on_host",
+            knobs=(PREFILL_DECODE,),
+            message=Message("enc in {PREFILL_DECODE} needs one host: a folder passes the embeddings", **NAMES),
+            broken=lambda c: encodes[c[PREFILL_DECODE]] & (Hardware.of(task).hosts > 1),
+        ),
+        Rule(
+            name="transfer_of_kinds",
+            knobs=(PREFILL_DECODE, TRANSFER),
+            message=Message(
+                "{NIXL} needs pp1 and TP sizes of which one divides the other; {P2P} needs equal TP sizes", **NAMES
+            ),
+            broken=lambda c: np.where(c[TRANSFER] == p2p, by_p2p[c[PREFILL_DECODE]], by_nixl[c[PREFILL_DECODE]]),
+        ),
+    )
+
+
+def _block_rule(task: Task) -> Rule:
+    """Return the rule for the block sizes that the attention backend supports."""
+    if not Hardware.of(task).on_cores:
+        problem = N_("{knob} must be 1 or a multiple of 16, and a size that attention_backend supports")
+        return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: (sizes % 16 != 0) & (sizes != 1))
+    if task.spec.model.multi_latent_attention:
+        problem = N_("{knob} must be 16 for vLLM's CPU kernels for latent attention")
+        return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: sizes != MLA_CPU_BLOCK)
+    problem = N_("{knob} must be a multiple of 32 for vLLM's CPU attention")
+    return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: sizes % 32 != 0)
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return merges that ignore knobs without effect, and that treat vLLM's defaults as not set."""
+
+    def batch(c: Columns) -> dict[str, IntArray]:
+        tokens, seqs = batch_defaults(task, c[TP] * c[PP])
+        fits = (c[TOKENS] == 0) | (c[TOKENS] >= seqs)
+        return {
+            TOKENS: np.where(c[TOKENS] == tokens, 0, c[TOKENS]),
+            SEQS: np.where((c[SEQS] == seqs) & fits, 0, c[SEQS]),
+        }
+
+    defaults: dict[str, KnobValue] = {ASYNC: "on" if is_async(task) else "off"}
+    if Hardware.of(task).on_cores and not task.spec.model.multi_latent_attention:
+        defaults[BLOCK] = CPU_BLOCK
+    return (
+        *rules.merges_of_kinds(),
+        Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
+        *rules.same_as_unset(PROGRAM, defaults),
+        rules.no_drafts(),
+        rules.tower_merge(task),
+        rules.ignoring("no_graphs_is_eager", (EAGER, GRAPHS), lambda c: c[EAGER] == 1),
+        *rules.exchange_merge(task, PROGRAM),
+        *_forced_block(task),
+        *adapters.adapter_merges(task, PROGRAM.parse(task.spec).others),
+    )
+
+
+def _forced_block(task: Task) -> tuple[Merge, ...]:
+    """Return the merge that ignores block sizes below those that states of linear attention force."""
+    if not task.spec.model.state_bytes:
+        return ()
+    return (rules.ignoring("forced_block", (TP, KV, BLOCK), lambda c: c[BLOCK] <= state_block(task, c)[0]),)

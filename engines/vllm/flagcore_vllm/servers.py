@@ -1,0 +1,167 @@
+"""The command lines of vLLM's servers, and of routers in front of them."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flagcore_serving.launch.server import (
+    EPD_PROXY,
+    HEAD,
+    HEAD_PORT,
+    LOCAL_ADDRESS,
+    TRANSFER_PORT,
+    Instance,
+    Router,
+    address,
+)
+from flagcore_serving.load import routing
+from flagcore_serving.space import adapters, knobs
+from flagcore_serving.space.flags import as_words
+from flagcore_serving.space.hardware import EP, INSTANCES, PREFILL_DECODE, TP, Hardware, count
+from flagcore_serving.space.knobs import BACKEND, PREFIX, SPECULATION, TRANSFER
+from flagcore_serving.space.roles import roles
+
+from flagcore.domain.launch import PORT
+from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import Task
+from flagcore.errors import UsageError
+from flagcore_vllm.space import (
+    BACKEND_VARIABLE,
+    CACHE_SPACE,
+    DRAFT_FLAGS,
+    KNOBS,
+    PROGRAM,
+    THREAD_BINDING,
+    THREADS,
+    cache_gib,
+    caches_by_default,
+)
+
+ENCODERS_SINCE = ">=0.16"
+"""The releases with `--mm-encoder-only`, with which an encoder does not load the language model (0.14 has none)."""
+NIXL, P2P = "NixlConnector", "P2pNcclConnector"
+P2P_RELEASES = "<0.24"
+PROTOCOLS = {NIXL: routing.NIXL, P2P: routing.P2P}
+BUFFER_BYTES = {True: "1e1", False: "8e9"}
+"""Buffer sizes of the P2P connector in bytes, by whether the instance prefills. A prefill instance needs almost no
+buffer, because it sends each layer as soon as it is computed."""
+CONFIG = "kv-transfer-config"
+
+
+def server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
+    """Return the server for knob values. On CPU cores, it uses `cores`."""
+    command = PROGRAM.start_command(task.spec)
+    weights = task.spec.serve.weights or ""
+    model = (weights,) if command[-1] == "serve" else ("--model", weights)
+    version = PROGRAM.version(task.spec)
+    argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(KNOBS, values, version)]
+    if count(values, EP) > 1:
+        argv.append(f"--{PROGRAM.expert_switch}")
+    if values.get(PREFIX) is True and not caches_by_default(task.spec):
+        argv.append("--enable-prefix-caching")
+    others = PROGRAM.parse(task.spec).others
+    if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # the draft model is for other candidates
+        others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
+    argv += adapters.words(task.spec.serve, values, others, "lora-modules")
+    argv += as_words(others, has_negation=True)
+    environment = {} if task.spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if (backend := values.get(BACKEND)) and f"--{BACKEND.replace('_', '-')}" not in argv:
+        environment[BACKEND_VARIABLE] = str(backend)
+    if Hardware.of(task).on_cores:
+        environment |= _cpu_environment(task, values, cores)
+    return Instance(argv=tuple(argv), environment=environment)
+
+
+def on_host(hosts: int, rank: str) -> tuple[str, ...]:
+    """Return the flags for one host of an instance (0.32: `engine/arg_utils.py`, `entrypoints/cli/serve.py`)."""
+    flags = ("--nnodes", str(hosts), "--node-rank", rank, "--master-addr", HEAD, "--master-port", HEAD_PORT)
+    return flags if rank == "0" else (*flags, "--headless")
+
+
+def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> dict[str, str]:
+    """Return the environment variables of vLLM's CPU build: the size of the cache, and the cores of each rank.
+
+    vLLM itself pins the single rank of a single instance, and leaves a core to the API server. With several ranks or
+    instances, each rank needs explicit cores, because vLLM otherwise requires one NUMA node per rank and fails.
+    """
+    instances, ranks, threads = count(values, INSTANCES), count(values, TP), values.get(THREADS)
+    environment = {}
+    if "kv-cache-memory-bytes" not in PROGRAM.parse(task.spec).others:
+        environment[CACHE_SPACE] = f"{cache_gib(task, instances, ranks):.0f}"
+    if instances * ranks > 1 or threads is not None:
+        share = max(1, len(cores) // ranks)
+        parts = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
+        bound_cores = [part[: threads if isinstance(threads, int) and threads else share] for part in parts]
+        environment[THREAD_BINDING] = "|".join(",".join(map(str, part)) for part in bound_cores)
+    return environment
+
+
+def of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
+    """Return `instance` with the flags and environment variables of its kind."""
+    if routing.ENCODE in (kinds := [each.kind for each in roles(str(values[PREFILL_DECODE]))]):
+        instance = _with_embeddings(kind, instance)
+    if kind == routing.ENCODE or routing.PREFILL not in kinds:
+        return instance
+    connector, prefills = values.get(TRANSFER) or NIXL, kind == routing.PREFILL
+    environment = dict(instance.environment)
+    config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_producer" if prefills else "kv_consumer"}
+    if connector == NIXL:
+        environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": HEAD, "VLLM_NIXL_SIDE_CHANNEL_PORT": TRANSFER_PORT}
+        config |= {"kv_buffer_device": "cpu"} if Hardware.of(task).on_cores else {}
+    else:
+        # the connector reads both addresses from the request's id, to which newer releases add random digits
+        environment |= {"VLLM_HOST_IP": HEAD, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
+        config |= {"kv_port": TRANSFER_PORT, "kv_buffer_size": BUFFER_BYTES[prefills]}
+        config |= {"kv_connector_extra_config": {"send_type": "PUT_ASYNC"}}
+    return replace(instance, argv=(*instance.argv, f"--{CONFIG}", json.dumps(config)), environment=environment)
+
+
+EMBEDDINGS = "ec-transfer-config"
+EMBEDDINGS_FOLDER = "/dev/shm/vllm-embeddings"
+ENCODER_FLAGS = (
+    "--mm-encoder-only",
+    "--enforce-eager",
+    "--no-enable-prefix-caching",
+    "--max-num-batched-tokens",
+    "114688",
+)
+"""Flags of an instance that encodes (vllm-project/vllm `examples/disaggregated/disaggregated_encoder`)."""
+
+
+def _with_embeddings(kind: str, instance: Instance) -> Instance:
+    """Return `instance` with the flags to pass embeddings of images, which instances that only decode do not get.
+
+    The connector writes them to a folder that all instances share. That of Mooncake knows no separate instances that
+    prefill (0.33 `distributed/ec_transfer`).
+    """
+    if kind == routing.DECODE:
+        return instance
+    is_encoder = kind == routing.ENCODE
+    config: dict[str, Any] = {
+        "ec_connector": "ECExampleConnector",
+        "ec_role": "ec_producer" if is_encoder else "ec_consumer",
+    }
+    config["ec_connector_extra_config"] = {"shared_storage_path": EMBEDDINGS_FOLDER}
+    flags = ENCODER_FLAGS if is_encoder else ()
+    return replace(instance, argv=(*instance.argv, *flags, f"--{EMBEDDINGS}", json.dumps(config)))
+
+
+def router(task: Task, values: Mapping[str, KnobValue]) -> Router:
+    """Return vLLM's router.
+
+    For prefill and decode instances it supports only NIXL. Raises UsageError for other connectors. In front of
+    instances that encode is a proxy of vLLM's examples.
+    """
+    if values.get(PREFILL_DECODE) and roles(str(values[PREFILL_DECODE]))[-1].kind == routing.ENCODE:
+        kinds = (routing.ENCODE, routing.PREFILL, routing.DECODE)
+        return Router(argv=(EPD_PROXY, *LOCAL_ADDRESS), lists={kind: f"--{kind}-servers-urls" for kind in kinds})
+    folder = str(Path(PROGRAM.start_command(task.spec)[0]).parent)
+    program = (shutil.which("vllm-router", path=folder) or "vllm-router",)
+    if not values.get(PREFILL_DECODE):
+        return Router.of_replicas(program, prefix_aware=task.spec.serve.prefix_aware)
+    if (connector := values.get(TRANSFER) or NIXL) != NIXL:
+        raise UsageError(f"vllm-router does not know {TRANSFER} = {connector}; use {NIXL}")
+    return Router.of_pairs(program, "--vllm-pd-disaggregation")

