@@ -37,7 +37,7 @@ from flagcore_megatron.space.stages import VIRTUAL_STAGES
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a command, with notes (see `Engine.read_command`). Raises SpecError."""
+    """Return the data of a spec for a command, with notes (see `Commands.read`). Raises SpecError."""
     command = start.words
     user_command = read_command(command, str(directory), start.envs)
     if user_command is None:

@@ -52,7 +52,7 @@ Pair: TypeAlias = tuple[str, list[str]]
 def spec_of_command(
     engine: EngineProfile, start: Start, directory: Path, model: str | None
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Convert a command to the data of a spec, with notes (see `Engine.read_command`). Raises SpecError."""
+    """Convert a command to the data of a spec, with notes (see `Commands.read`). Raises SpecError."""
     notes = Notes()
     program, words = _program(engine, start, notes)
     is_default = tuple(program) == tuple(engine.program.program)

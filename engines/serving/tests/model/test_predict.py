@@ -74,7 +74,7 @@ def test_a_trial_takes_the_time_of_its_requests_at_all_points() -> None:
     found = predicted(on)
     (rate,), (answer_s,) = figure(found, "requests_per_s"), figure(found, "e2e_s.mean")
     expected = 2 * (64 / rate + 64 / min(rate, 4 / answer_s) + (400 + 32) / rate)
-    assert VLLM.load_seconds(on, found) == pytest.approx(expected)
+    assert VLLM.plans.load_seconds(on, found) == pytest.approx(expected)
     assert np.isnan(VLLM.load_seconds(task(highest="concurrency"), found)).all()
 
 
