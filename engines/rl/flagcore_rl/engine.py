@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from flagcore_serving.advice import spec_warnings
+from flagcore_serving.engine import ServingEngine
 from flagcore_training.knobs import divisors, read_knobs
 from flagcore_vendorkit.settings import UNKNOWN_TIME
 
@@ -119,8 +121,8 @@ class RlEngine(UserCommand):
         work = job_of(task)
         lines = unknown_release("rl.engine_version", self.name, work.engine_version, self.framework.releases)
         role, rollout = serve_task(task, task.cluster.devices), engine_of(work.rollout.engine, "rl.rollout.engine")
-        own = (each for each in rollout.warnings(role) if each.startswith("serve.engine_version"))
-        lines += [each.replace("serve.", "rl.rollout.") for each in own]
+        own = spec_warnings(role.spec, rollout.program) if isinstance(rollout, ServingEngine) else ()
+        lines += [each.replace("serve.", "rl.rollout.") for each in own if each.startswith("serve.engine_version")]
         if work.staleness > 1:
             steps = work.staleness
             lines.append(_("rl.staleness = {steps} is predicted as 1: as much overlaps with more", steps=steps))
