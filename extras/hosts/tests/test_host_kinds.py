@@ -1,6 +1,11 @@
-"""Hosts with different chips in one trial: each has the environment of its own chip's plugin. Agents are real."""
+"""Hosts with different chips in one trial: each has the environment of its own chip's plugin. Agents are real.
+
+`flag tune` of a mixed job through FlagScale's options, on two kinds of hosts with real agents. Both kinds are this
+machine. Small programs stand for torchrun and for FlagScale's program, which logs as Megatron does.
+"""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +14,9 @@ from typing import Any
 
 import pytest
 from flagcore_hosts.connection import agent_command
-from flagcore_hosts.launcher import HostsLauncher
+from flagcore_hosts.launcher import SSH, HostsLauncher
 
+from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport
@@ -24,8 +30,7 @@ from flagcore.tuner.stages.launch import host_lines, planned_launch, prepared_la
 from tests.checks import refuses
 from tests.launchers.processes import ended
 from tests.product import tasks
-
-pytestmark = pytest.mark.spread
+from tests.product.tasks import SHAPE
 
 HOSTS = "a slots=2 type=chip-x\nb slots=1 type=chip-y\nc slots=2 type=chip-x\n"
 PROGRAM = """
@@ -72,6 +77,7 @@ def platform(given: Spec) -> Platform:
     return complete_by_plugins(given, loaded, tasks.ENGINES[given.work.engine])
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("kinds", [HOSTS, "a slots=2\nb slots=2\n"])
 def test_variables_of_a_host_override_all_others(kinds: str, tmp_path: Path) -> None:
     chip: dict[str, Any] = {} if "type" in kinds else {"chip": "chip-x"}
@@ -81,6 +87,7 @@ def test_variables_of_a_host_override_all_others(kinds: str, tmp_path: Path) -> 
     assert on_host["a"].environment["X_VISIBLE"] == "0,1"
 
 
+@pytest.mark.spread
 @pytest.mark.slow
 def test_each_host_has_the_environment_of_its_own_chip(tmp_path: Path) -> None:
     groups = [{"chip": "chip-x"}, {"chip": "chip-y", "envs": {"OF_GROUP": "ours"}}]
@@ -104,6 +111,7 @@ def test_each_host_has_the_environment_of_its_own_chip(tmp_path: Path) -> None:
     assert "Y_VISIBLE" not in record["127.0.0.1"]["environment"]
 
 
+@pytest.mark.spread
 def test_types_of_a_host_file_are_groups(tmp_path: Path) -> None:
     cluster = spec(tmp_path).cluster
     assert [(group.chip, group.nodes, group.devices_per_node) for group in cluster.groups] == [
@@ -116,6 +124,7 @@ def test_types_of_a_host_file_are_groups(tmp_path: Path) -> None:
     assert host_lines(there.task, ("c",)) == ["c slots=2 type=chip-x"]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("lines", "cluster", "key"),
     [
@@ -135,6 +144,7 @@ def test_hosts_that_do_not_match_the_groups_are_refused(
         spec(tmp_path, lines, **cluster)
 
 
+@pytest.mark.spread
 def test_the_devices_of_each_group_are_checked_on_its_first_host(tmp_path: Path) -> None:
     there = platform(spec(tmp_path))
     found = [Device(index=index, chip="chip-x", host=host) for host in "ac" for index in range(2)]
@@ -142,3 +152,79 @@ def test_the_devices_of_each_group_are_checked_on_its_first_host(tmp_path: Path)
     require_devices(there, tuple(found))  # the devices of host b are unknown
     with pytest.raises(NoDevice, match="b"):
         require_devices(there, (*found, Device(index=0, chip="chip-x", host="b")))
+
+
+PROGRAM_TUNE_KINDS = """
+import os, sys
+words = sys.argv[1:]
+def values(flag):
+    rest = words[words.index(flag) + 1 :]
+    return rest[: next((n for n, word in enumerate(rest) if word.startswith("--")), len(rest))]
+assert "--enable-hetero" in words
+(kind,) = values("--hetero-current-device-type")
+assert kind == os.environ["KIND"], (kind, os.environ["KIND"])
+steps = int(values("--train-iters")[0])
+if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+    split = [int(each) for each in values("--hetero-pipeline-layer-split")]
+    for step in range(1, steps + 1):
+        ms = 100.0 * max(split)
+        print(f" iteration {step}/ {steps} | elapsed time per iteration (ms): {ms} | lm loss: 7.0E+00 |", flush=True)
+"""
+TORCHRUN = """#!{python}
+import os, sys
+options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--") and "=" in word)
+start = sys.argv.index("train_gpt.py")
+os.environ.update(RANK=options["node-rank"], WORLD_SIZE=options["nnodes"])
+assert options["nproc-per-node"] == "1"
+os.execv(sys.executable, [sys.executable, *sys.argv[start:]])
+"""
+ARGUMENTS = ("--enable-hetero", "--num-layers", "4", "--train-iters", "9")
+
+
+@pytest.mark.slow
+@pytest.mark.spread
+def test_meshes_are_tuned_on_two_kinds_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SSH, "channel", lambda host: ["sh", "-c", agent_command()])
+    monkeypatch.setattr(SSH, "logs_in", False)  # both hosts are this machine
+    monkeypatch.setattr(SSH, "owner", "")  # other tests use it, too
+    (tmp_path / "hosts").write_text("localhost slots=1 type=fast\n127.0.0.1 slots=1 type=slow\n")
+    (tmp_path / "train_gpt.py").write_text(PROGRAM_TUNE_KINDS)
+    (tmp_path / "torchrun").write_text(TORCHRUN.format(python=sys.executable))
+    (tmp_path / "torchrun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    kinds = [{"chip": "cpu", "name": kind, "envs": {"KIND": kind}} for kind in ("fast", "slow")]
+    spec = {
+        "model": SHAPE,
+        "cluster": {"hostfile": str(tmp_path / "hosts"), "groups": kinds},
+        "train": {
+            "engine": "megatron",
+            "seq_length": 64,
+            "global_batch_size": 4,
+            "precision": "fp32",
+            "engine_version": "0.15.0+flagscale",
+            "command": ["torchrun", "train_gpt.py", *ARGUMENTS],
+            "directory": str(tmp_path),
+        },
+        "auto_tuner": {
+            "launcher": "ssh",
+            "space": {"meshes": ["fast + slow", "fast"], "micro_batch_size": [1]},
+            "control": {
+                "max_trials": 2,
+                "repeats": 0,
+                "train_iters": 3,
+                "compare_hosts": False,
+                "use_experience": False,
+            },
+        },
+    }
+    outcome = api.tune(spec, run_dir=tmp_path / "run")
+    hosts = {}
+    for file in sorted((tmp_path / "run" / "trials").glob("*/launch.json")):
+        started = json.loads(file.read_text())
+        words = started["on_host"][started["hosts"][0]]["argv"]
+        hosts[tuple(words[words.index("--hetero-device-types") + 1 :][: len(started["hosts"])])] = started["hosts"]
+    assert hosts[("fast", "slow")] == ["localhost", "127.0.0.1"]
+    assert hosts[("fast",)] == ["localhost"]
+    times = {str(trial["candidate"]["meshes"]): trial["measured"] for trial in outcome.data["trials"]}
+    assert times["None"]["step_time_s"]["median"] == 0.2  # two layers on each kind
+    assert times["fast"]["step_time_s"]["median"] == 0.4
