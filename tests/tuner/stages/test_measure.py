@@ -404,11 +404,11 @@ LIMITED = replace(
 ON_CPU = tasks.platform(TASK, support=EngineSupport(support=Support.YES, shared_devices=True))
 
 
-class Steps(Engine):
+class ScriptedSteps(Engine):
     """An engine that reads the finished steps of its trial as a measurement."""
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        timed = tuple(self.steps[0][1:])
+        timed = self.seconds[0][1:]
         return replace(
             MEASURED, step_times_s=timed, step_time_s=timed[0], losses=(), warmup_steps=1, notes=("partial",) * partial
         )
@@ -421,7 +421,7 @@ def ran(engine: Any, run: Ran, monkeypatch: pytest.MonkeyPatch, platform: Platfo
 
 def test_a_trial_without_time_for_a_second_step_ends_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Ran(ended(), polls=9, seconds=58.0)
-    done = ran(Steps((58.0,)), run, monkeypatch)
+    done = ran(ScriptedSteps((58.0,)), run, monkeypatch)
     assert (done.state, done.measurement, done.finished_steps_s) == (TrialState.TIMED_OUT, None, (58.0,))
     assert run.stopped
     assert run.polls == 8
@@ -430,14 +430,14 @@ def test_a_trial_without_time_for_a_second_step_ends_after_the_first(monkeypatch
 
 def test_on_an_accelerator_a_long_first_step_compiles_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Ran(ended(-15, "timeout"), polls=2, seconds=40.0)
-    done = ran(Steps((90.0,)), run, monkeypatch, tasks.platform(TASK))
+    done = ran(ScriptedSteps((90.0,)), run, monkeypatch, tasks.platform(TASK))
     assert not run.stopped
     assert (done.state, done.finished_steps_s) == (TrialState.TIMED_OUT, ())
 
 
 def test_a_command_ends_after_the_steps_that_fit_in_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Ran(ended(), polls=9, seconds=55.0)
-    done = ran(Steps((10.0, 12.0), limit=5), run, monkeypatch)
+    done = ran(ScriptedSteps((10.0, 12.0), limit=5), run, monkeypatch)
     assert (done.state, run.stopped, run.polls) == (TrialState.MEASURED, True, 8)
     measured = done.measurement
     assert measured.few_steps
@@ -446,7 +446,7 @@ def test_a_command_ends_after_the_steps_that_fit_in_its_target(monkeypatch: pyte
 
 
 def test_steps_before_the_time_limit_are_a_measurement_with_their_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = ran(Steps((10.0, 20.0, 30.0)), Ran(ended(-15, "timeout"), polls=1), monkeypatch)
+    done = ran(ScriptedSteps((10.0, 20.0, 30.0)), Ran(ended(-15, "timeout"), polls=1), monkeypatch)
     assert (done.state, done.measurement.notes) == (TrialState.MEASURED, ("partial",))
     assert done.measurement.partial
     assert done.interval == pytest.approx((30.0 - 10.0) / 20.0 / 2.0)
@@ -455,7 +455,7 @@ def test_steps_before_the_time_limit_are_a_measurement_with_their_spread(monkeyp
 def test_the_time_without_steps_is_not_the_start_of_a_trial_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     for steps in ((0.1,), (0.1, 0.2, 0.1)):
         run = Ran(ended(-15, "timeout"), polls=3, seconds=30.0)
-        done = ran(Steps(steps), run, monkeypatch)
+        done = ran(ScriptedSteps(steps), run, monkeypatch)
         assert (done.silent_s, done.measurement is None) == (run.now, len(steps) == 1)
         assert "did not end" in (done.reason or "")
         done = replace(done, duration_s=run.now + 7.0)
@@ -464,5 +464,5 @@ def test_the_time_without_steps_is_not_the_start_of_a_trial_that_hangs(monkeypat
 
 def test_steps_of_a_failed_trial_are_stored_with_its_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = replace(ON_CPU, **tasks.read(devices(0), [Readings({"cores": 2.0})]))
-    done = ran(Steps((1.0, 2.0)), Ran(ended(3), polls=1), monkeypatch, platform)
+    done = ran(ScriptedSteps((1.0, 2.0)), Ran(ended(3), polls=1), monkeypatch, platform)
     assert (done.state, done.finished_steps_s, done.telemetry["cores"]) == (TrialState.FAILED, (1.0, 2.0), 2.0)
