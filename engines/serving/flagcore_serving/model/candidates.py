@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeAlias
 
 import numpy as np
+from flagcore_models.layers import state_bytes
 
 from flagcore.domain.metrics import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
@@ -259,7 +260,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     sizes = {name: (float(each[row]), float(token_s[row])) for name, (each, token_s) in context.tiers.items() if caches}
     tiers = [(name, max(each, least) if each else 0.0, token_s) for name, (each, token_s) in sizes.items()]
     writes = bool(settings.writes_through[row])
-    if context.task.spec.model.state_bytes:  # a state is stored only at the end of a block
+    if state_bytes(context.task.spec.model):  # a state is stored only at the end of a block
         found -= found % block
     used = load.load.adapters + (context.overheads.base_takes_slot and load.load.adapter_share < 1.0)
     slots = float(settings.adapter_slots[row]) * ranks or math.inf
