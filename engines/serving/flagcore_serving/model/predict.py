@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import TypeVar
 
 import numpy as np
-from flagcore_models.layers import parameters
+from flagcore_models.layers import parameters, state_bytes
 
 from flagcore.contracts import Costs, KernelCosts, communicator_bytes
 from flagcore.domain.model import Model
@@ -101,6 +101,7 @@ def predict(
         overheads=overheads,
         transfer=transfer_seconds(task, kinds, settings, costs),
         swap_s=swap_seconds(serving, settings),
+        has_states=state_bytes(task.spec.model) > 0.0,
         encoder=encoder,
         tiers=tiers_of(task, serving, settings, memory, costs),
     )

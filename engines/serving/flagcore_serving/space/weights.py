@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -181,24 +182,30 @@ def quantization(spec: Spec) -> Quantization | None:
     found = config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
     if not isinstance(found, dict):
         return Quantization(block=_GROUP) if public and public[1] == "int4" else None
+    sizes = _block_sizes(found)
+    is_int4 = format_of_weights(config) == "int4" and found.get("quant_method") != "mxfp4"
+    return Quantization(
+        block=max(sizes, default=1),
+        bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
+        wide=_wide_parts(found, spec.model.num_layers // 2),
+    )
+
+
+def _block_sizes(found: Mapping[str, Any]) -> list[int]:
+    """Return the columns and rows that share a scale in a quantization_config, or its number of weights in a group."""
     groups = found.get("config_groups")
     group = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     stored = group.get("weights") if isinstance(group, dict) else None
     stored = stored if isinstance(stored, dict) else found
     blocks = stored.get("block_structure") or found.get("weight_block_size") or [stored.get("group_size")]
-    sizes = [size for size in blocks if isinstance(size, int) and size > 0] if isinstance(blocks, list) else []
-    is_int4 = format_of_weights(config) == "int4" and found.get("quant_method") != "mxfp4"
-    layer = spec.model.num_layers // 2
-    ignored = [str(each) for key in _IGNORED if isinstance(found.get(key), list) for each in found[key]]
-    return Quantization(
-        block=max(sizes, default=1),
-        bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
-        wide=frozenset(
-            part
-            for part, modules in _MODULES.items()
-            if any(_matches(pattern, module.format(middle=layer)) for pattern in ignored for module in modules)
-        ),
-    )
+    return [size for size in blocks if isinstance(size, int) and size > 0] if isinstance(blocks, list) else []
+
+
+def _wide_parts(found: Mapping[str, Any], layer: int) -> frozenset[str]:
+    """Return the parts of which a quantization_config leaves out a module of a `layer`."""
+    patterns = [str(each) for key in _IGNORED if isinstance(found.get(key), list) for each in found[key]]
+    modules = [(part, each.format(middle=layer)) for part, names in _MODULES.items() for each in names]
+    return frozenset(part for part, module in modules if any(_matches(each, module) for each in patterns))
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from flagcore_models.layers import parameters
 from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.model import candidates, simulated_load
-from flagcore_serving.model.candidates import PARTS
+from flagcore_serving.model.closed_loop import PARTS
 from flagcore_serving.model.predict import crowding
 from flagcore_serving.model.simulated_load import STEADY_RATIO
 from flagcore_serving.model.work import UNFITTED, overheads_of
