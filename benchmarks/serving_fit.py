@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from flagcore_serving.model.candidates import ClosedLoop, steady_state
+from flagcore_serving.model.closed_loop import ClosedLoop, steady_state
 from flagcore_serving.model.iteration import iteration_costs
 from flagcore_serving.model.memory import serving_memory
 from flagcore_serving.model.predict import predict, serving_of

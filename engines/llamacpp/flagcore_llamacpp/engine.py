@@ -12,6 +12,8 @@ from importlib.util import find_spec
 
 import numpy as np
 from flagcore_models.gguf import context_length
+from flagcore_models.layers import expert_count, layers_of
+from flagcore_models.networks.experts import Experts
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
@@ -135,7 +137,7 @@ LAYERS_OF_DEVICES = Auto(
 EXPERT_LAYERS = Auto(
     lambda task: (
         tuple(task.spec.model.num_layers * part // 4 for part in range(5))
-        if task.spec.model.num_moe_experts and not Hardware.of(task).on_cores
+        if expert_count(task.spec.model) and not Hardware.of(task).on_cores
         else (0,)
     ),
     "quarters of the layers; on cores and without experts 0",
@@ -187,9 +189,7 @@ def _host_experts(task: Task, columns: Columns) -> FloatArray:
     not on devices are also the first ones.
     """
     model, on_cores = task.spec.model, Hardware.of(task).on_cores
-    has_experts = [each.feed_forward == "experts" for each in model.layers] or [
-        model.num_moe_experts is not None and layer >= model.moe_first_dense_layers for layer in range(model.num_layers)
-    ]
+    has_experts = [isinstance(each.network, Experts) for each in layers_of(model)]
     before = np.array([0, *np.cumsum(has_experts)], dtype=np.float64)
     first = np.where(columns[LAYERS] < 0, 0, model.num_layers + 1 - columns[LAYERS]).clip(0, model.num_layers)
     on_host = np.maximum(columns[HOST_EXPERTS].clip(max=model.num_layers), first)
@@ -384,7 +384,7 @@ class LlamaCpp(ServingEngine):
                 name="host_experts",
                 knobs=(HOST_EXPERTS,),
                 message=Message("{HOST_EXPERTS} must be 0 for a model without experts", **NAMES),
-                broken=lambda c: (c[HOST_EXPERTS] > 0) & (task.spec.model.num_moe_experts is None),
+                broken=lambda c: (c[HOST_EXPERTS] > 0) & (expert_count(task.spec.model) == 0),
             ),
             *speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "spec-draft-model", "draft-mtp"),
         )

@@ -8,6 +8,7 @@ Sources: lmdeploy 0.18.0 `cli/serve.py`, `cli/utils.py` (block sizes, powers of 
 from collections.abc import Mapping
 
 import numpy as np
+from flagcore_models.layers import expert_count
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs
@@ -106,7 +107,7 @@ class Lmdeploy(ServingEngine):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return LMDeploy's legality rules for candidates."""
-        experts = task.spec.model.num_moe_experts or 1
+        experts = expert_count(task.spec.model) or 1
         return (
             *split_rules(task, attention_and_experts=True, pipeline=False),
             *forbidden(task, PROGRAM),

@@ -136,9 +136,58 @@ def network_counts(model: Model) -> Mapping[Network, int]:
     return Counter(each.network for each in layers_of(model) if each.network is not None)
 
 
+@lru_cache(maxsize=256)
+def product_counts(model: Model) -> Mapping[Product, int]:
+    """Return the distinct products of a model's layers in order, with the number of each."""
+    found: Counter[Product] = Counter()
+    for layer, number in layer_counts(model).items():
+        for part in layer.parts:
+            for product in part.products(model.hidden_size):
+                found[product] += number
+    return found
+
+
+def other_weights(model: Model) -> int:
+    """Return the weights of a model's layers in no product, which tensor-parallel ranks divide. Norms do not count."""
+    return sum(number * part.other_weights for each, number in layer_counts(model).items() for part in each.parts)
+
+
 def attention_counts(model: Model) -> Mapping[Attention, int]:
     """Return the distinct kinds of softmax attention of a model, with the number of layers of each."""
     return {each: number for each, number in mixer_counts(model).items() if isinstance(each, Attention)}
+
+
+@lru_cache(maxsize=256)
+def attention_by_size(model: Model) -> Mapping[Attention, Mapping[Attention, int]]:
+    """Return the distinct kinds of softmax attention of a model, whatever their windows.
+
+    The value of each: those with any window, with the number of layers of each.
+    """
+    found: dict[Attention, dict[Attention, int]] = {}
+    for each, number in attention_counts(model).items():
+        found.setdefault(replace(each, window=None), {})[each] = number
+    return found
+
+
+def other_mixers(model: Model) -> Mapping[Mixer, int]:
+    """Return the distinct mixers of a model but softmax attention, with the number of layers of each."""
+    return {each: number for each, number in mixer_counts(model).items() if not isinstance(each, Attention)}
+
+
+def latent_layers(model: Model) -> int:
+    """Return the number of layers with latent attention."""
+    return sum(number for each, number in attention_counts(model).items() if isinstance(each, LatentAttention))
+
+
+def expert_count(model: Model) -> int:
+    """Return the number of routed experts of a layer that has them. 0 for a model without experts."""
+    experts = experts_of(model)
+    return experts.count if experts else 0
+
+
+def state_bytes(model: Model) -> float:
+    """Return the bytes of the largest recurrent state that a layer has for a sequence. 0 if no layer has one."""
+    return max((each.state_bytes for each in mixer_counts(model) if each.recurrent), default=0.0)
 
 
 def depth_layer(model: Model) -> Layer:
@@ -190,12 +239,11 @@ def weights_by_group(model: Model) -> dict[str, int]:
     "": those that stay in 16 bits: tables, routers, residual connections. Biases and norms, below 0.1% of a model, and
     multi-token prediction are not included.
     """
-    found: Counter[str] = Counter({"": table_weights(model) + connections(model) * model.residual_weights})
-    for layer in own_layers(model):
-        for part in layer.parts:
-            for product in part.products(model.hidden_size):
-                found[product.group] += product.weights
-            found["attention"] += part.other_weights
+    own = without_repeats(model)
+    found = Counter({"": table_weights(model) + connections(model) * model.residual_weights})
+    for product, number in product_counts(own).items():
+        found[product.group] += number * product.weights
+    found["attention"] += other_weights(own)
     return found
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from flagcore_serving.space.weights import parameters
+from flagcore_models.layers import experts_of, weights_by_group
 
 from flagcore.contracts import Costs
 from flagcore.domain.model import Model
@@ -110,16 +110,14 @@ Values = dict[str, KnobValue]
 
 def sizes_of(model: Model) -> tuple[float, float]:
     """Return the numbers of weights of a model, and of its routed experts."""
-    experts = model.num_moe_experts or 0
-    matrices = 3.0 if model.gated_linear_unit else 2.0
-    width = (model.moe_ffn_hidden_size or 0) * float(model.expert_hidden_size) if experts else 0.0
-    return parameters(model), model.feed_forward_layers("experts") * matrices * experts * width
+    weights = weights_by_group(model)
+    return float(sum(weights.values())), float(weights.get("experts", 0))
 
 
 def _active(model: Model) -> float:
     """Return the number of weights with which a model multiplies a token."""
-    weights, experts = sizes_of(model)
-    return weights - experts * (1.0 - (model.moe_router_topk or 0) / (model.num_moe_experts or 1))
+    (weights, routed), experts = sizes_of(model), experts_of(model)
+    return weights - routed * (1.0 - experts.chosen / experts.count if experts else 0.0)
 
 
 def predict(

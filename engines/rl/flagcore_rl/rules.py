@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
+from flagcore_models.layers import attention_counts, expert_count
 from flagcore_training.adapters import absent_targets
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Rule
@@ -57,6 +59,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
         raise SpecError(key="cluster.groups", value=task.cluster.chips, problem=problem, fix=fix)
     check_settings(job_of(task))
     work, model, devices = job_of(task), task.spec.model, task.cluster.devices
+    heads = math.gcd(*(each.heads for each in attention_counts(model)))
     absent_targets(model, work.trainer.adapter, "rl.trainer")
 
     def size(columns: Columns, name: str) -> IntArray:
@@ -77,7 +80,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
         if work.trainer.engine == "fsdp2":  # experts on the ranks that share weights
             ranks = ranks // size(columns, TP)
         return np.asarray(
-            (columns[EP] > 1) & (((model.num_moe_experts or 1) % size(columns, EP) != 0) | (ranks % expert != 0))
+            (columns[EP] > 1) & (((expert_count(model) or 1) % size(columns, EP) != 0) | (ranks % expert != 0))
         )
 
     def instances(columns: Columns) -> BoolArray:
@@ -111,7 +114,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             "whole_heads",
             (TP, RTP),
             N_("TP and rollout TP must divide the attention heads"),
-            lambda c: (model.num_attention_heads % size(c, TP) != 0) | (model.num_attention_heads % size(c, RTP) != 0),
+            lambda c: (heads % size(c, TP) != 0) | (heads % size(c, RTP) != 0),
         ),
         rule("even_stages", (PP,), N_("PP must divide the layers, unless the ends have numbers of their own"), uneven),
         rule(

@@ -1,6 +1,7 @@
 """SGLang's legality rules, and the merges of candidates that it treats as equal."""
 
 import numpy as np
+from flagcore_models.layers import expert_count, latent_layers
 from flagcore_serving.space import adapters, placement, rules
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, longest_request
 from flagcore_serving.space.knobs import BACKEND, EAGER, EXCHANGE, REDUNDANT
@@ -37,7 +38,7 @@ NAMES = {
 
 def rules_of(task: Task) -> tuple[Rule, ...]:
     """Return SGLang's legality rules for candidates."""
-    experts = task.spec.model.num_moe_experts or 1
+    experts = expert_count(task.spec.model) or 1
     longest = longest_request(task)
     layouts = rules.split_rules(task, attention_and_experts=True, span=True)
     expert_parallel = Rule(
@@ -126,7 +127,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     """Return merges that ignore knobs without effect, and that treat SGLang's defaults as not set."""
     defaults: dict[str, KnobValue] = {POLICY: "fcfs"}
     has_backend = BACKEND in task.spec.space or BACKEND in PROGRAM.parse(task.spec).fixed
-    if not has_backend and not task.spec.model.multi_latent_attention:
+    if not has_backend and not latent_layers(task.spec.model):
         defaults[PAGE] = 1
     on_cores = Hardware.of(task).on_cores
     return (

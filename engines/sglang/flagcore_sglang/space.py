@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 
 import numpy as np
+from flagcore_models.layers import attention_counts
+from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
@@ -149,8 +151,7 @@ CHUNKS, WIDE_CHUNKS = (2048, 4096, 8192, 16384), (131072, 524288)
 
 def _chunks(task: Task) -> tuple[int, ...]:
     """Return the values of `auto` for the prefill chunk in tokens. SGLang divides a chunk among attention DP groups."""
-    is_wide = task.spec.model.num_moe_experts is not None and Hardware.of(task).hosts > 1
-    return (*CHUNKS, *WIDE_CHUNKS) if is_wide else CHUNKS
+    return (*CHUNKS, *WIDE_CHUNKS) if knobs.has_wide_experts(task) else CHUNKS
 
 
 PROGRAM = SglangProgram.read(
@@ -233,10 +234,11 @@ def element_bytes(task: Task, columns: Columns) -> FloatArray:
     By default, sparse latent attention has a cache in fp8 on chips with a compute capability of 10 or more (0.5.6 and
     0.5.14 `server_args.py`, 0.5.23 `arg_groups/overrides.py`).
     """
-    element, model = PROGRAM.element_bytes(columns), task.spec.model
+    element = PROGRAM.element_bytes(columns)
     capability = re.fullmatch(r"sm_(\d+)\d[a-z]?", task.cluster.groups[0].chip.architecture)
     is_new = capability is not None and int(capability[1]) >= 10
-    if not (is_new and model.multi_latent_attention and model.indexer):
+    is_sparse = any(isinstance(each, LatentAttention) and each.indexer for each in attention_counts(task.spec.model))
+    if not (is_new and is_sparse):
         return element
     default = (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
     return np.where(default, 1.0, element)

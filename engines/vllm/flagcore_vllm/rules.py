@@ -1,11 +1,13 @@
 """vLLM's legality rules, and the merges of candidates that it treats as equal."""
 
 import numpy as np
+from flagcore_models.layers import expert_count, latent_layers, state_bytes
 from flagcore_serving.load import routing
 from flagcore_serving.space import adapters, placement, rules
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, most_images
 from flagcore_serving.space.knobs import ASYNC, CONTEXT, EAGER, KV, REDUNDANT, SHARING, TRANSFER
 from flagcore_serving.space.roles import Roles, language
+from flagcore_serving.space.weights import cached_heads
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
@@ -56,7 +58,7 @@ NAMES = {
 
 def rules_of(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
-    hardware, experts = Hardware.of(task), task.spec.model.num_moe_experts or 0
+    hardware, experts = Hardware.of(task), expert_count(task.spec.model)
     given = connectors.connectors(PROGRAM.parse(task.spec).others)
     own_offload = any("spec_module_path" in str(each) for each in given)  # may copy between cores
     layouts = (
@@ -69,7 +71,7 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
         ),
         *(each for each in rules.forbidden(task, PROGRAM) if each.name != "offload_on_cores" or not own_offload),
     )
-    groups = 1 if task.spec.model.multi_latent_attention else task.spec.model.num_query_groups
+    groups = cached_heads(task.spec.model)
     sharing = Rule(
         name="sharing",
         knobs=(TP, PREFILL_DECODE, SHARING),
@@ -185,7 +187,7 @@ def _block_rule(task: Task) -> Rule:
     if not Hardware.of(task).on_cores:
         problem = N_("{knob} must be 1 or a multiple of 16, and a size that attention_backend supports")
         return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: (sizes % 16 != 0) & (sizes != 1))
-    if task.spec.model.multi_latent_attention:
+    if latent_layers(task.spec.model):
         problem = N_("{knob} must be 16 for vLLM's CPU kernels for latent attention")
         return rules.block_rule(PROGRAM, BLOCK, problem, lambda sizes: sizes != MLA_CPU_BLOCK)
     problem = N_("{knob} must be a multiple of 32 for vLLM's CPU attention")
@@ -204,7 +206,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
         }
 
     defaults: dict[str, KnobValue] = {ASYNC: "on" if is_async(task) else "off"}
-    if Hardware.of(task).on_cores and not task.spec.model.multi_latent_attention:
+    if Hardware.of(task).on_cores and not latent_layers(task.spec.model):
         defaults[BLOCK] = CPU_BLOCK
     return (
         *rules.merges_of_kinds(),
@@ -221,6 +223,6 @@ def merges(task: Task) -> tuple[Merge, ...]:
 
 def _forced_block(task: Task) -> tuple[Merge, ...]:
     """Return the merge that ignores block sizes below those that states of linear attention force."""
-    if not task.spec.model.state_bytes:
+    if not state_bytes(task.spec.model):
         return ()
     return (rules.ignoring("forced_block", (TP, KV, BLOCK), lambda c: c[BLOCK] <= state_block(task, c)[0]),)

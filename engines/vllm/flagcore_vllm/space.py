@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import numpy as np
+from flagcore_models.layers import attention_counts, latent_layers, other_mixers, state_bytes
+from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
@@ -226,25 +228,26 @@ def state_block(task: Task, columns: Columns) -> tuple[IntArray, FloatArray]:
     `platforms/interface.py` (`_align_hybrid_block_size`).
     """
     model, tensor = task.spec.model, columns[TP].clip(1)
-    if not model.state_bytes or model.multi_latent_attention or Hardware.of(task).on_cores:
+    state, attention = state_bytes(model), next(iter(attention_counts(model)), None)
+    if not state or attention is None or isinstance(attention, LatentAttention) or Hardware.of(task).on_cores:
         return np.zeros_like(tensor), np.zeros(tensor.shape)
-    token = 2.0 * np.maximum(model.num_query_groups / tensor, 1.0) * model.kv_channels * PROGRAM.element_bytes(columns)
-    tokens = GPU_BLOCK * np.ceil(model.state_bytes / tensor / (GPU_BLOCK * token)).astype(np.int64)
+    token = np.asarray(attention.cached_on(tensor) * PROGRAM.element_bytes(columns))
+    tokens = GPU_BLOCK * np.ceil(state / tensor / (GPU_BLOCK * token)).astype(np.int64)
     return tokens, tokens * token
 
 
 def caches_by_default(spec: Spec) -> bool:
     """Return whether prefixes are cached if no flag says so."""
-    return not spec.model.state_bytes or PROGRAM.release(spec) >= CACHES_STATES_SINCE
+    return not state_bytes(spec.model) or PROGRAM.release(spec) >= CACHES_STATES_SINCE
 
 
 def _least_cache(task: Task, columns: Columns, seqs: IntArray) -> FloatArray:
     """Return the bytes of a device's cache that full graphs need: a block for each sequence, of the layers that share
     it."""
     model, stages = task.spec.model, columns[PP].clip(1)
-    if not model.state_bytes or PROGRAM.release(task.spec) < CHECKS_STATES_SINCE:
+    if not state_bytes(model) or PROGRAM.release(task.spec) < CHECKS_STATES_SINCE:
         return np.zeros(seqs.shape)
-    layers = np.ceil(min(sum(model.other_mixers.values()), model.attention_layers) / stages)
+    layers = np.ceil(min(sum(kinds(model).values()) for kinds in (other_mixers, attention_counts)) / stages)
     partial = [PROGRAM.code(GRAPHS, word) for word in ("NONE", "PIECEWISE")]
     is_full = (columns[EAGER] == 0) & ~np.isin(columns[GRAPHS], partial)
     return np.where(is_full, seqs * layers * state_block(task, columns)[1], 0.0)
@@ -259,7 +262,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     share = hardware.share(values[INSTANCES])
     cores = np.where(values[THREADS] > 0, np.minimum(values[THREADS] * ranks, share), share)
     devices = cores if hardware.on_cores else ranks
-    block_on_cores = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
+    block_on_cores = MLA_CPU_BLOCK if latent_layers(task.spec.model) else CPU_BLOCK
     cache_bytes = _cache_bytes(task, other_args, values, ranks, devices)
     default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
     is_wide = other_args.get("dtype") in ("float32", "float")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_models.layers import parameters
 from flagcore_models.public import find_public, public_models
-from flagcore_serving.space.weights import parameters
 
 from engines.models.tests.test_models import DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_NEXT, QWEN35_MOE, config
 from flagcore.errors import SpecError

@@ -144,6 +144,11 @@ class Attention(Mixer):
         """The width of a cached key and value of one head. 0 if an earlier layer caches them."""
         return (self.head_dim + self.value_dim) * (self.projections > 0)
 
+    @property
+    def cached_heads(self) -> int:
+        """The number of heads of a cached key. More tensor-parallel ranks than these have copies of the cache."""
+        return self.groups
+
     def cached_on(self, ranks: FloatArray | float) -> FloatArray | float:
         """Return the cached elements per token on one of `ranks` tensor-parallel ranks, without those of an indexer."""
         return np.maximum(self.groups / ranks, 1.0) * self.cached_width

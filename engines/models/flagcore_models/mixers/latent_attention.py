@@ -67,6 +67,10 @@ class LatentAttention(Attention):
             *self._index(hidden_size, rank or hidden_size),
         )
 
+    @property
+    def cached_heads(self) -> int:
+        return 1
+
     def cached_on(self, ranks: FloatArray | float) -> FloatArray | float:
         """The compressed key with the value, and the rotary part of the key, which each rank has whole."""
         return float(self.latent_rank + self.rope_dim) + 0.0 * ranks

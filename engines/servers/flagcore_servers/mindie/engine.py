@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from flagcore_models.layers import expert_count
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
@@ -142,7 +143,7 @@ class MindIE(ServingEngine):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return MindIE's legality rules for candidates."""
-        experts = task.spec.model.num_moe_experts or 1
+        experts = expert_count(task.spec.model) or 1
         return (
             *rules.split_rules(task, attention_and_experts=True, pipeline=False),
             *rules.forbidden(task, PROGRAM),

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from flagcore_models.shapes import attended, own_key_width, widths
+from flagcore_models.layers import product_counts
 
 from flagcore.contracts import Costs, KernelCosts
-from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore_serving.model.work import DISK_RATE, Serving, distinct_experts
 from flagcore_serving.space.settings import Settings
+from flagcore_serving.space.weights import EXPERTS
 
 LAUNCHES = 3
 """Kernels beside a product: one sets the result of the first matrix to 0, and one multiplies with each matrix (vllm
@@ -52,43 +52,16 @@ class Pair(NamedTuple):
 
 
 def pairs_of(serving: Serving, settings: Settings) -> Iterator[Pair]:
-    """Yield the pairs of all layers."""
-    model, tensor, ones = serving.model, settings.tensor, np.ones_like(settings.tensor)
-    hidden, gates = model.hidden_size * ones, 2.0 if model.gated_linear_unit else 1.0
-    for each in model.by_attention:
-        yield from _attention(each, settings)
-    for mixer, number in model.other_mixers.items():
-        for product in mixer.products(model.hidden_size):
-            inner = product.inputs / (tensor if product.split == "inputs" else ones)
-            yield Pair(number, inner, product.outputs / (tensor if product.split == "outputs" else ones))
-    shared = model.moe_shared_expert_intermediate_size or 0
-    for layers, width in ((serving.dense_layers, model.ffn_hidden_size), (serving.moe_layers, shared)):
-        if layers and width:
-            yield Pair(layers, hidden, gates * width / tensor, gates)
-            yield Pair(layers, width / tensor, hidden)
-    if layers := serving.moe_layers:
-        part = (model.moe_ffn_hidden_size or 0) * settings.expert / (tensor * settings.data)
-        inner, experts = model.expert_hidden_size * ones, (model.num_moe_experts or 1) / settings.expert
-        chosen = model.moe_router_topk / settings.expert
-        yield Pair(layers, inner, gates * part, gates, experts, chosen)
-        yield Pair(layers, part, inner, 1.0, experts, chosen)
-
-
-def _attention(model: Model, settings: Settings) -> Iterator[Pair]:
-    """Yield the pairs of the layers with attention, which all have the sizes of the model."""
-    layers, tensor, ones = float(model.attention_layers), settings.tensor, np.ones_like(settings.tensor)
-    hidden, query = model.hidden_size * ones, widths(model)[0] / tensor
-    yield Pair(layers, attended(model) / tensor, hidden)
-    if not model.multi_latent_attention:
-        groups = np.maximum(model.num_query_groups / tensor, 1.0)
-        outer = (1 + model.attention_output_gate) * query + groups * own_key_width(model)
-        yield Pair(layers, hidden, outer, 1.0 + model.key_value_projections)
-        return
-    rank, low = float(model.kv_lora_rank or 0), float(model.q_lora_rank or 0)
-    yield Pair(layers, hidden, (low + rank + float(model.qk_pos_emb_head_dim or 0)) * ones, 2.0 if low else 1.0)
-    yield Pair(layers, (low or model.hidden_size) * ones, query)
-    heads = model.num_attention_heads / tensor
-    yield Pair(layers, rank * ones, heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0)))
+    """Yield the pairs of all layers. Each linear layer that a product joins is a slice."""
+    for product, number in product_counts(serving.model).items():
+        if not product.adapts:
+            continue
+        ranks, experts, chosen = settings.tensor, np.ones(1), np.ones(1)
+        if product.group == EXPERTS and serving.experts is not None:
+            ranks = ranks * settings.data / settings.expert
+            experts, chosen = product.copies / settings.expert, serving.experts.chosen / settings.expert
+        inner, outer = (np.asarray(size(ranks)) for size in (product.inner, product.outer))
+        yield Pair(number, inner, outer, float(len(product.layers)), experts, chosen)
 
 
 def adapter_bytes(serving: Serving, settings: Settings) -> FloatArray:

@@ -1,9 +1,4 @@
-"""Computes the metrics of all candidates: by simulation or, for the slower ones of a large space, in closed form.
-
-The closed form is the steady state of a closed loop, computed for all candidates at once. A request takes the time of
-its prompt and then one iteration per token. A mean iteration decodes `decoding` sequences, and computes the prompt
-tokens of the requests that replace finished sequences. `decoding` is iterated until Little's law holds.
-"""
+"""Computes the metrics of all candidates: by simulation or, for the slower ones of a large space, in closed form."""
 
 from __future__ import annotations
 
@@ -16,18 +11,19 @@ from typing import TypeAlias
 import numpy as np
 
 from flagcore.domain.metrics import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS
-from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT
 from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict, highest_load
+from flagcore_serving.model.closed_loop import PARTS, ClosedLoop, LoopMeans, parts, steady_state
 from flagcore_serving.model.disaggregated import Prefill
-from flagcore_serving.model.iteration import IterationCosts, interpolate
+from flagcore_serving.model.iteration import IterationCosts
 from flagcore_serving.model.memory import ServingMemory
 from flagcore_serving.model.simulated_load import CACHE_FIGURES, HIT_RATE, MAX_REQUESTS, TIER_HIT_RATE, SimulatedLoad
 from flagcore_serving.model.simulation import Lane, Price
 from flagcore_serving.model.speculation import rates, tokens_per_iteration
-from flagcore_serving.model.tiers import reached
+from flagcore_serving.model.tiers import Tier, reached
 from flagcore_serving.model.vision import EncoderCosts, Encoders, ImageWork
 from flagcore_serving.model.work import TOKENIZER, Overheads
 from flagcore_serving.space.placement import ENCODES, InstanceKinds
@@ -65,6 +61,7 @@ class Candidates:
 
     `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode, or the
     embedding of one token of an image, for kinds that only encode. `swap_s`: those to load an adapter into a slot.
+    `has_states`: whether the model has recurrent states.
     `encoder`: the costs of the vision tower; None if there is none. `tiers`: those of `tiers_of`.
     """
 
@@ -76,6 +73,7 @@ class Candidates:
     overheads: Overheads
     transfer: FloatArray
     swap_s: FloatArray
+    has_states: bool = False
     encoder: EncoderCosts | None = None
     tiers: Mapping[str, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
@@ -102,21 +100,7 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     measurement.
     """
     loads = [context.draw(load) for load in context.serve.loads]
-    times, members = context.times, context.kinds.members
-    has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
-    has_costs &= np.isfinite(context.transfer) | (context.kinds.role == 0)
-    has_costs &= (context.settings.on_device >= 1.0) | context.settings.encodes
-    candidates_by_key: dict[tuple[Key, ...], list[int]] = {}
-    for candidate, kinds in enumerate(members):
-        if has_costs[kinds].all():
-            candidates_by_key.setdefault(tuple(_key(context, loads, row) for row in kinds), []).append(candidate)
-    absent = {TIER_HIT_RATE.format(tier=tier) for tier in TIERS if tier not in context.tiers}
-    names = FIGURE_NAMES
-    if any(load.parts for load in loads):
-        names += tuple(name for name in CACHE_FIGURES if name not in absent) if context.tiers else (HIT_RATE,)
-    if (turns := max((int(load.turn.max()) + 1 for load in loads if load.turn is not None), default=0)) > 0:
-        names += (TASK_S, *(TURN_TTFT.format(number=turn + 1) for turn in range(min(turns, MAX_TURNS))))
-    names = (*names, HIGHEST_LOAD) if context.serve.highest else names
+    members, candidates_by_key, names = context.kinds.members, _by_key(context, loads), _names(context, loads)
     table = {name: np.full(context.kinds.size, np.nan) for name in names}
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
@@ -138,13 +122,34 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
             best = _select(points, context.serve.slo, context.task.spec.objective)
             for name in names:
                 table[name][rows] = best.get(name, np.nan)
-    if not simulates_all:
-        for name in FIGURE_NAMES:
-            ratio = float(np.nanmedian(table[name][simulated] / closed_form[name][simulated]))
-            is_scaled = np.isnan(table[name])
-            is_scaled[np.isnan(closed_form[name])] = False
-            table[name] = np.where(is_scaled, closed_form[name] * ratio, table[name])
+    for name in () if simulates_all else FIGURE_NAMES:
+        ratio = float(np.nanmedian(table[name][simulated] / closed_form[name][simulated]))
+        is_scaled = np.isnan(table[name]) & ~np.isnan(closed_form[name])
+        table[name] = np.where(is_scaled, closed_form[name] * ratio, table[name])
     return table
+
+
+def _by_key(context: Candidates, loads: Sequence[SimulatedLoad]) -> dict[tuple[Key, ...], list[int]]:
+    """Return the candidates whose costs are known, by what determines their simulation."""
+    times, found = context.times, dict[tuple[Key, ...], list[int]]()
+    has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
+    has_costs &= np.isfinite(context.transfer) | (context.kinds.role == 0)
+    has_costs &= (context.settings.on_device >= 1.0) | context.settings.encodes
+    for candidate, kinds in enumerate(context.kinds.members):
+        if has_costs[kinds].all():
+            found.setdefault(tuple(_key(context, loads, row) for row in kinds), []).append(candidate)
+    return found
+
+
+def _names(context: Candidates, loads: Sequence[SimulatedLoad]) -> tuple[str, ...]:
+    """Return the names of the metrics that loads have: those of caches, turns and searches only where they exist."""
+    names = FIGURE_NAMES
+    if any(load.parts for load in loads):
+        absent = {TIER_HIT_RATE.format(tier=tier) for tier in TIERS if tier not in context.tiers}
+        names += tuple(name for name in CACHE_FIGURES if name not in absent) if context.tiers else (HIT_RATE,)
+    if (turns := max((int(load.turn.max()) + 1 for load in loads if load.turn is not None), default=0)) > 0:
+        names += (TASK_S, *(TURN_TTFT.format(number=turn + 1) for turn in range(min(turns, MAX_TURNS))))
+    return (*names, HIGHEST_LOAD) if context.serve.highest else names
 
 
 _known: dict[Hashable, Mapping[str, float]] = {}
@@ -251,16 +256,10 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, min(float(settings.max_running[row]), float(context.memory.sequences[row]))) * ranks
-    acceptance, caches = rates(load.load, settings, row), bool(settings.prefix_caching[row] and load.parts)
-    found, device, least = float(load.load.prefix_len), max(tokens, 0.0) if caches else 0.0, 0.0
-    if context.overheads.whole_prompts:  # each slot has one, and a tier at least one, even one larger than the tier
-        least = sum(load.means)
-        device = min(device, float(settings.max_running[row]) * ranks * least)
-    sizes = {name: (float(each[row]), float(token_s[row])) for name, (each, token_s) in context.tiers.items() if caches}
-    tiers = [(name, max(each, least) if each else 0.0, token_s) for name, (each, token_s) in sizes.items()]
-    writes = bool(settings.writes_through[row])
-    if context.task.spec.model.state_bytes:  # a state is stored only at the end of a block
+    acceptance, found = rates(load.load, settings, row), float(load.load.prefix_len)
+    if context.has_states:  # a state is stored only at the end of a block
         found -= found % block
+    device, tiers = _retained(context, load, row, tokens)
     used = load.load.adapters + (context.overheads.base_takes_slot and load.load.adapter_share < 1.0)
     slots = float(settings.adapter_slots[row]) * ranks or math.inf
     drafted = 0.0 if acceptance is None else float(settings.drafted[row])
@@ -273,7 +272,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         stages=stages,
         shared_prefix=found if settings.prefix_caching[row] else 0.0,
         retained=device,
-        tiers=tuple(reached(device, tiers, writes_through=writes, own_order=context.overheads.own_order)),
+        tiers=tiers,
         whole_prompts=context.overheads.whole_prompts,
         adapters=slots if slots < used else 0.0,
         swap_s=float(context.swap_s[row]) if slots < used else 0.0,
@@ -282,6 +281,21 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         drafted=drafted,
         gain=tokens_per_iteration(acceptance or (), drafted),
     )
+
+
+def _retained(context: Candidates, load: SimulatedLoad, row: int, tokens: float) -> tuple[float, tuple[Tier, ...]]:
+    """Return the tokens of prefixes that a candidate's devices retain in a cache of `tokens`, and the tiers behind."""
+    settings, overheads, least = context.settings, context.overheads, 0.0
+    if not (settings.prefix_caching[row] and load.parts):
+        return 0.0, ()
+    device = max(tokens, 0.0)
+    if overheads.whole_prompts:  # each slot has one, and a tier at least one, even one larger than the tier
+        least = sum(load.means)
+        device = min(device, float(settings.max_running[row]) * float(settings.data[row]) * least)
+    sizes = {name: (float(each[row]), float(token_s[row])) for name, (each, token_s) in context.tiers.items()}
+    tiers = [(name, max(each, least) if each else 0.0, token_s) for name, (each, token_s) in sizes.items()]
+    writes = bool(settings.writes_through[row])
+    return device, tuple(reached(device, tiers, writes_through=writes, own_order=overheads.own_order))
 
 
 def _select(points: Sequence[Mapping[str, float]], slo: Mapping[str, float], objective: str) -> Mapping[str, float]:
@@ -399,179 +413,3 @@ def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: Int
     longest = max(load.longest for load in map(context.draw, context.serve.loads))
     full = context.kinds.total(np.where(context.memory.cache_tokens < longest, 1.0, 0.0))[rows] > 0
     return rows[np.lexsort((-base if name in RATES else base, full))[:limit]]
-
-
-ROUNDS = 30
-"""Number of damped iterations. Each moves the number of decoding sequences half of the way to its new value. A choice:
-after as many, the iteration has converged."""
-
-MAX_BUSY = 0.95
-"""Maximum share of the time that iterations with prompts may take; it keeps the queue finite. A choice."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedLoop:
-    """One lane of each candidate, and its load in a closed loop. A lane is one instance.
-
-    - `costs`, `overheads`: costs of the iterations, and overheads of the engine.
-    - `flight`: requests in flight.
-    - `prompt`, `output`: tokens of a prompt and of an answer.
-    - `budget`, `running`: maximum tokens and sequences in an iteration, summed over all `ranks` and `stages`.
-    - `cache_tokens`: the capacity of the cache in tokens, summed likewise.
-    - `ranks`, `stages`: numbers of attention DP ranks and of pipeline stages.
-    - `role`: 1 if the lane only computes prompts, 2 if it only decodes, else 0.
-    - `mixes`: whether iterations combine prompts and decoding.
-    - `encode`: seconds of the vision tower for the images of a request.
-    - `cached`: the share of a prompt that need not be computed. Only `parts` depend on it.
-    """
-
-    costs: IterationCosts
-    overheads: Overheads
-    flight: FloatArray
-    prompt: FloatArray
-    output: FloatArray
-    budget: FloatArray
-    running: FloatArray
-    cache_tokens: FloatArray
-    ranks: FloatArray
-    stages: FloatArray
-    role: IntArray | int = 0
-    mixes: BoolArray | bool = True
-    encode: FloatArray | float = 0.0
-    cached: FloatArray | float = 0.0
-
-    @property
-    def front_end(self) -> FloatArray:
-        """The seconds that a request takes to pass the front end and reach the scheduler."""
-        return self.costs.crowding * (self.overheads.request + self.overheads.entry)
-
-    def reads(self, decoding: FloatArray) -> FloatArray:
-        """Return the seconds that an iteration of `decoding` sequences takes to read their cache."""
-        ranks, context = self.ranks * self.stages, self.prompt + 0.5 * self.output
-        return self.costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
-
-    def device(self, decoding: FloatArray) -> FloatArray:
-        """Return the seconds that an iteration of `decoding` sequences takes on the device."""
-        costs, per_rank = self.costs, decoding / (self.ranks * self.stages)
-        return (
-            interpolate(costs.local, per_rank)
-            + interpolate(costs.shared, decoding / self.stages)
-            + interpolate(costs.sampled, per_rank)
-            + self.reads(decoding)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LoopMeans:
-    """Mean TTFT and TPOT in seconds, and output tokens per second of one lane, by candidate."""
-
-    ttft: FloatArray
-    tpot: FloatArray
-    rate: FloatArray
-
-
-def steady_state(loop: ClosedLoop) -> LoopMeans:
-    """Return the mean latencies and the rate of a closed loop.
-
-    For lanes that only compute prompts, the rate counts the output tokens of the answers to their prompts, and TPOT is
-    0.
-    """
-    overheads = loop.overheads
-    decodes_only = np.asarray(loop.role) == 2
-    context = loop.prompt + 0.5 * loop.output
-    room = np.maximum(loop.cache_tokens / context, 1.0)
-    limit = np.minimum(np.minimum(loop.flight, loop.running), room)
-    decoding = limit.copy()
-    decode_steps = np.maximum(loop.output - 1.0, 1.0)
-    for _ in range(ROUNDS):
-        plain, mixed, prompt_tokens = _iterations(loop, decoding)
-        # number of iterations with prompts per decoding iteration
-        prompt_share = np.where(decodes_only, 0.0, decoding * loop.prompt / (loop.output * prompt_tokens))
-        tpot = plain + prompt_share * (mixed - np.where(loop.mixes, plain, 0.0))
-        busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)
-        pieces = np.maximum(loop.prompt / prompt_tokens, 1.0)
-        wait = 0.5 * overheads.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
-        ttft = loop.front_end + np.where(decodes_only, tpot, wait + pieces * mixed)
-        active = np.minimum(loop.flight, limit) * decode_steps * tpot / (ttft + decode_steps * tpot)
-        decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
-    e2e = (ttft + decode_steps * tpot) * loop.flight / limit
-    means = LoopMeans(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
-    return _with_prompts_only(loop, means) if np.any(loop.role) else means
-
-
-def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
-    """Return `means` with recomputed values for prefill-only lanes: the TTFT of a prompt alone, and the rate of full
-    iterations, whose prompts are divided among all ranks."""
-    prefills, none = np.asarray(loop.role) == 1, np.full_like(loop.flight, 1e-9)
-    (_, alone, piece), (_, full, tokens) = _iterations(loop, none), _iterations(loop, none, loop.flight * loop.prompt)
-    seconds = np.maximum(loop.prompt / piece, 1.0) * alone
-    return LoopMeans(
-        np.where(prefills, loop.front_end + seconds, means.ttft),
-        np.where(prefills, 0.0, means.tpot),
-        np.where(prefills, loop.output * tokens / (loop.prompt * full), means.rate),
-    )
-
-
-def _iterations(
-    loop: ClosedLoop, decoding: FloatArray, waiting: FloatArray | float = 0.0
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of an iteration without prompts, and the seconds and prompt tokens of one with prompts. It
-    computes at least `waiting` prompt tokens, up to the limit."""
-    costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
-    plain, reads = loop.device(decoding), loop.reads(decoding)
-    plain = np.maximum(plain, np.where(batch / loop.ranks > costs.captured, costs.floor, costs.decode_floor))
-    chunk = np.maximum(loop.budget - decoding * loop.mixes, 1.0)
-    arrived = np.maximum(decoding * loop.prompt / loop.output, waiting)
-    prompt_tokens = np.minimum(np.maximum(loop.prompt, arrived), chunk)
-    piece = np.minimum(np.minimum(loop.prompt, prompt_tokens), loop.budget / loop.ranks)
-    piece = np.maximum(np.minimum(piece, loop.budget / ranks), piece / loop.stages)
-    longest = np.maximum(prompt_tokens / ranks, piece)
-    mixed_in = np.where(loop.mixes, decoding, 0.0)
-    tokens = mixed_in / loop.stages + np.maximum(prompt_tokens / loop.stages, longest)
-    mixed = interpolate(costs.local, mixed_in / ranks + longest) + interpolate(costs.shared + costs.summed, tokens)
-    mixed = mixed + interpolate(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
-    mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + np.where(loop.mixes, reads, 0.0)
-    mixed = mixed + loop.encode * longest / loop.prompt
-    is_eager = (tokens / loop.ranks > costs.captured) | (not overheads.mixes)
-    mixed = np.maximum(mixed, np.where(is_eager, costs.floor, costs.mixed_floor))
-    host, mixed_host = (costs.fixed + costs.sequence * each / loop.ranks for each in (decoding, mixed_in))
-    return plain + host, mixed + mixed_host, prompt_tokens
-
-
-PARTS = ("queue_s", "prefill_s", "decode_s", "shared_s", "collectives_s", "host_s")
-"""Parts of a request's time, in the order in which reports list them."""
-
-
-def parts(loop: ClosedLoop, decoding: FloatArray) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
-    """Return the seconds that a request spends in each part of its time before and after the first token, without waits
-    for a slot or other prompts.
-
-    `decoding`: the mean number of decoding sequences of a lane. A prompt is assumed to run alone, and an answer to run
-    only with other decoding sequences.
-    """
-    role = np.asarray(loop.role)
-    costs, batch, per_rank = loop.costs, decoding / loop.stages, decoding / (loop.ranks * loop.stages)
-    decode_steps = np.where(role == 1, 0.0, np.maximum(loop.output - (role == 0), 0.0))
-    device = loop.device(decoding)
-    decode_comm = interpolate(costs.messages, per_rank) + interpolate(costs.exchanged, batch)
-    decode_floor = np.where(batch / loop.ranks > costs.captured, costs.floor, costs.decode_floor)
-    launch_wait = np.maximum(decode_floor - device, 0.0)
-    computed = np.maximum(loop.prompt * (1.0 - loop.cached), 1.0)
-    piece = np.minimum(computed, np.maximum(loop.budget, 1.0))
-    pieces = np.where(role == 2, 0.0, computed / piece)
-    prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged + costs.summed, piece))
-    prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared + costs.summed, piece))
-    prompt = prompt + interpolate(costs.sampled, np.ones_like(piece))
-    prompt = np.where(role == 2, 0.0, prompt + costs.pair * (computed * (loop.prompt - 0.5 * computed)) + loop.encode)
-    is_eager = (piece > costs.captured) | (not loop.overheads.mixes)
-    prefill_wait = np.maximum(pieces * np.where(is_eager, costs.floor, costs.mixed_floor) - prompt, 0.0)
-    host = costs.fixed + costs.sequence * decoding / loop.ranks + launch_wait
-    return {
-        "prefill_s": prompt - prefill_comm,
-        "collectives_s": prefill_comm,
-        "host_s": loop.front_end + prefill_wait + pieces * costs.fixed,
-    }, {
-        "decode_s": decode_steps * (device - decode_comm),
-        "collectives_s": decode_steps * decode_comm,
-        "host_s": decode_steps * host,
-    }

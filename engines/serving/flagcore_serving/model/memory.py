@@ -3,26 +3,27 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_models.shapes import (
-    attended,
-    cached_layers,
-    cached_widths,
+from flagcore_models.layers import (
+    attention_counts,
+    connections,
+    dense_of,
     layer_embeddings,
-    own_key_width,
-    projection_weights,
-    widths,
+    mixer_counts,
+    other_weights,
+    product_counts,
+    without_repeats,
 )
+from flagcore_models.mixers.attention import Attention
 
 from flagcore.contracts import Costs, communicator_bytes
-from flagcore.domain.model import Model
+from flagcore.domain.model import Model, Product
 from flagcore.domain.space import FloatArray
-from flagcore.physics.roofline import BYTES
 from flagcore_serving.model.adapters import adapter_bytes
 from flagcore_serving.model.speculation import drafts
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import ATTENTION, DENSE, SHARED, connections
+from flagcore_serving.space.weights import ATTENTION, EXPERTS
 
 GRAPH_BYTES = 12e6
 """Bytes of captured graphs per layer, an estimate: start-up logs report 0.4 to 1 GiB for 32 to 80 layers."""
@@ -68,7 +69,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     if settings.adapter_rank.any():
         adapters = settings.adapter_slots * adapter_bytes(serving, settings)
     running = settings.max_running.astype(np.float64)
-    activations = activation_bytes(model, settings, np.minimum(batched_tokens, settings.pass_tokens), running)
+    activations = activation_bytes(serving, settings, np.minimum(batched_tokens, settings.pass_tokens), running)
     if model.vision is not None:
         tower, peak = tower_bytes(model.vision, settings.tower_shares, batched_tokens)
         tower, peak = tower / settings.cores, peak / settings.cores
@@ -119,41 +120,29 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
 def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of the weights on the fullest device.
 
-    Matrices are split over the tensor ranks, experts over all ranks of a stage. Embedding, head, router
-    and hyper-connections have 16 bits. The fullest pipeline stage holds its share of the layers, rounded up, and either
-    the embedding or the head.
+    Embedding, head, router and hyper-connections have 16 bits. The fullest pipeline stage holds its share of the
+    layers, rounded up, and either the embedding or the head.
     """
-    serving = replace(serving, model=serving.model.once)
-    model, h = serving.model, float(serving.model.hidden_size)
-    stored_bytes = serving.weight_bytes
-    width = BYTES.get(serving.precision, 2.0) if stored_bytes is None else stored_bytes
-    attention_width = BYTES.get(serving.attention_precision, 2.0) if stored_bytes is None else stored_bytes
-    attention_width = 2.0 if ATTENTION in serving.wide else attention_width
-    dense_width, shared_width = (2.0 if part in serving.wide else width for part in (DENSE, SHARED))
-    gates, moe = 3.0 if model.gated_linear_unit else 2.0, float(serving.moe_layers)
-    kinds = (each.attention_layers * attention_weights(each, settings.tensor) for each in model.by_attention)
-    total = sum(kinds, np.zeros_like(settings.tensor, dtype=np.float64)) * attention_width
-    for mixer, number in model.other_mixers.items():
-        split, whole = mixer.weights(model.hidden_size)
-        total = total + number * (split / settings.tensor + whole) * attention_width
-    total = total + serving.dense_layers * gates * h * model.ffn_hidden_size / settings.tensor * dense_width
-    if moe:
-        count = model.num_moe_experts or 0
-        shared = gates * h * (model.moe_shared_expert_intermediate_size or 0) / settings.tensor
-        latent = 2.0 * h * (model.moe_latent_size or 0)
-        routed = expert_bytes(serving, settings)
-        total = total + moe * (routed + (shared + latent) * shared_width + 2.0 * h * count)
+    model = without_repeats(serving.model)
+    total = other_weights(model) / settings.tensor * serving.bytes_of(ATTENTION)
+    for product, number in product_counts(model).items():
+        total = total + number * serving.bytes_of(product.group) * weights_on_rank(product, settings)
     total = total + 2.0 * connections(model) * model.residual_weights
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
     return total * stage_share / settings.cores + table_bytes(model, settings)
 
 
+def weights_on_rank(product: Product, settings: Settings) -> FloatArray:
+    """Return the number of weights of all copies of a product on a rank. All ranks of a stage divide routed experts."""
+    ranks = settings.tensor * settings.data if product.group == EXPERTS else settings.tensor
+    return np.asarray(product.copies * product.inner(ranks) * product.outer(ranks))
+
+
 def expert_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of the routed experts of one layer on a rank."""
-    model, gates = serving.model, 3.0 if serving.model.gated_linear_unit else 2.0
-    width = BYTES.get(serving.precision, 2.0) if serving.weight_bytes is None else serving.weight_bytes
-    weights = gates * model.expert_hidden_size * (model.moe_ffn_hidden_size or 0) * (model.num_moe_experts or 0)
-    return np.asarray(weights / (settings.tensor * settings.data) * width)
+    products = serving.experts.routed(serving.model.hidden_size) if serving.experts else ()
+    none = np.zeros(settings.tensor.shape)
+    return sum((weights_on_rank(each, settings) for each in products), none) * serving.bytes_of(EXPERTS)
 
 
 def _on_host(serving: Serving, settings: Settings) -> FloatArray:
@@ -163,6 +152,8 @@ def _on_host(serving: Serving, settings: Settings) -> FloatArray:
 
 def offloaded_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of a device's weights that are in the memory of the host: at most those of its layers."""
+    if not settings.offloaded.any():
+        return np.zeros(settings.offloaded.shape)
     layers = weight_bytes(serving, settings) - table_bytes(serving.model, settings)
     return np.minimum(settings.offloaded, layers)
 
@@ -171,23 +162,8 @@ def table_bytes(model: Model, settings: Settings) -> FloatArray:
     """Return the bytes of the 16-bit embedding and output head on the fullest device."""
     tables = np.where(settings.pipeline > 1, 1.0, 1.0 + model.untie_embeddings_and_output_weights)
     rank_bytes: FloatArray = tables * 2.0 * model.vocab_size * float(model.hidden_size) / settings.tensor
-    return (rank_bytes + 2.0 * layer_embeddings(model) / settings.tensor) / settings.cores
-
-
-def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
-    """Return the number of weights of one attention layer on a device. Each tensor rank has at least one KV head."""
-    h, (query, _, _) = float(model.hidden_size), widths(model)
-    if model.multi_latent_attention:
-        compression, projection = projection_weights(model)
-        split = (projection + attended(model) * h) / tensor
-        if model.indexer:
-            split = split + model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size)
-        return compression + split
-    groups = np.maximum(model.num_query_groups / tensor, 1.0) * own_key_width(model)
-    queries = (1 + model.attention_output_gate) * query
-    index = model.indexer.weights(model.hidden_size, model.hidden_size) if model.indexer else 0
-    weights: FloatArray = h * ((queries + attended(model)) / tensor + groups) + index
-    return weights
+    own = sum(each.weights for each in layer_embeddings(model))
+    return (rank_bytes + 2.0 * own / settings.tensor) / settings.cores
 
 
 def token_bytes(
@@ -206,53 +182,43 @@ def token_bytes(
     the sequence. `frees_windows`, `indexes_all`: see `Overheads`.
     """
     stage_layers = np.ceil(model.num_layers / settings.pipeline)
-    total = stage_layers * 0.0
-    key_bytes = [each.indexer.token_bytes for each in model.by_attention if each.indexer]
-    for each in model.by_attention:
-        share = cached_layers(each, tokens, computed, frees_windows=frees_windows) / model.num_layers
-        layers = stage_layers * share * settings.cache_element_bytes / (settings.cores * settings.sharing)
-        if model.multi_latent_attention:
-            total = total + layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
-        else:
-            total = total + layers * np.maximum(each.num_query_groups / settings.tensor, 1.0) * cached_widths(each)
-        if each.indexer:
-            indexed = stage_layers * (each.attention_layers / model.num_layers)
-            own = max(key_bytes) if indexes_all else each.indexer.token_bytes
-            total = total + indexed * own / settings.cores
-    return total + _mixer_bytes(model, settings, stage_layers, tokens)
-
-
-def _mixer_bytes(
-    model: Model, settings: Settings, stage_layers: FloatArray, tokens: FloatArray | float
-) -> FloatArray | float:
-    """Return the bytes per token of the caches and states of mixers on a device."""
+    largest = max((each.index_bytes for each in attention_counts(model)), default=0.0)
     total = _state_bytes(model, settings) / np.maximum(tokens, 1.0)
-    for mixer, number in model.other_mixers.items():
-        element = settings.cache_element_bytes / settings.cores
-        total = total + stage_layers * (number / model.num_layers) * mixer.token_bytes(1.0) * element
+    for mixer, number in mixer_counts(model).items():
+        size, index = mixer.token_bytes(1.0) * settings.cache_element_bytes, 0.0
+        if isinstance(mixer, Attention):
+            share = mixer.cached(tokens, computed, frees_windows=frees_windows)
+            size = share * mixer.cached_on(settings.tensor) * settings.cache_element_bytes / settings.sharing
+            index = largest if indexes_all and mixer.indexer else mixer.index_bytes
+        total = total + stage_layers * (number / model.num_layers) * (size + index) / settings.cores
     return total
 
 
 def _state_bytes(model: Model, settings: Settings, *, recurrent: bool = False) -> FloatArray:
     """Return the bytes of a sequence's states on a device, over all layers, or only of those that are recurrent."""
     layers = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
-    mixers = model.other_mixers.items()
+    mixers = mixer_counts(model).items()
     total = sum((number * each.state_bytes for each, number in mixers if each.recurrent or not recurrent), 0.0)
     return layers * total / settings.tensor / settings.cores
 
 
-def activation_bytes(model: Model, settings: Settings, batched_tokens: FloatArray, running: FloatArray) -> FloatArray:
+def activation_bytes(
+    serving: Serving, settings: Settings, batched_tokens: FloatArray, running: FloatArray
+) -> FloatArray:
     """Return the peak bytes of activations in an iteration.
 
     The peak is the residual, the norm and the widest layer in 16 bits, or the logits in 16 and 32 bits if these take
     more.
     """
-    gates, h = 2.0 if model.gated_linear_unit else 1.0, float(model.hidden_size)
-    if model.num_moe_experts is None:
-        inner = (gates + 1.0) * model.ffn_hidden_size / settings.tensor
+    model, experts = serving.model, serving.experts
+    hidden, tensor, expert = model.hidden_size, settings.tensor, settings.expert
+    if experts is None:
+        up, down = dense_of(model).products(hidden)
+        inner = up.outer(tensor) + down.inner(tensor)
     else:
-        width = (model.moe_ffn_hidden_size or 0) * settings.expert / (settings.tensor * settings.data)
-        inner = model.moe_router_topk / settings.expert * ((gates + 1.0) * width + 2.0 * model.expert_hidden_size)
-    layer = batched_tokens * 2.0 * (3.0 * h + inner)
-    logits = np.minimum(running, batched_tokens) * model.vocab_size * (2.0 / settings.tensor + 4.0)
+        up, down = experts.routed(hidden)
+        ranks = tensor * settings.data / expert
+        inner = experts.chosen / expert * (up.outer(ranks) + down.inner(ranks) + 2.0 * up.inputs)
+    layer = batched_tokens * 2.0 * (3.0 * hidden + inner)
+    logits = np.minimum(running, batched_tokens) * model.vocab_size * (2.0 / tensor + 4.0)
     return np.maximum(layer, logits) / settings.cores

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import TypeVar
 
 import numpy as np
+from flagcore_models.layers import parameters, state_bytes
 
 from flagcore.contracts import Costs, KernelCosts, communicator_bytes
 from flagcore.domain.model import Model
@@ -13,8 +14,9 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.domain.spec import Task, figure_name, is_rate
 from flagcore_serving.model.adapters import swap_seconds
+from flagcore_serving.model.attention import REFERENCE_TOKENS
 from flagcore_serving.model.candidates import Candidates, expected_figures, time_parts
-from flagcore_serving.model.iteration import NODES, REFERENCE_TOKENS, IterationCosts, at_counts, iteration_costs
+from flagcore_serving.model.iteration import NODES, IterationCosts, at_counts, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory
 from flagcore_serving.model.speculation import drafts, uncertainty
 from flagcore_serving.model.tiers import tiers_of
@@ -27,7 +29,7 @@ from flagcore_serving.space.weights import (
     STORED_BYTES,
     Quantization,
     cache_bytes_per_token,
-    parameters,
+    cached_heads,
     quantization,
 )
 
@@ -99,6 +101,7 @@ def predict(
         overheads=overheads,
         transfer=transfer_seconds(task, kinds, settings, costs),
         swap_s=swap_seconds(serving, settings),
+        has_states=state_bytes(task.spec.model) > 0.0,
         encoder=encoder,
         tiers=tiers_of(task, serving, settings, memory, costs),
     )
@@ -129,8 +132,7 @@ def transfer_seconds(task: Task, kinds: InstanceKinds, settings: Settings, costs
     if not kinds.role.any():
         return np.zeros(kinds.owner.size)
     model, hardware = task.spec.model, Hardware.of(task)
-    groups = 1.0 if model.multi_latent_attention else float(model.num_query_groups)
-    parts = np.minimum(settings.tensor, groups) * settings.pipeline
+    parts = np.minimum(settings.tensor, float(cached_heads(model))) * settings.pipeline
     smaller, encodes = np.full(kinds.size, np.inf), kinds.role == ENCODES
     np.minimum.at(smaller, kinds.owner, np.where(encodes, np.inf, parts))
     prompt = float(np.mean([load.input_len + load.prefix_len for load in task.spec.serve.loads]))

@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from flagcore_models.layers import attention_of, depth_layer
 
+from flagcore.domain.model import Layer
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore_serving.job import SCHEMES, Load, Rates
 from flagcore_serving.model.work import AdaptedRequests, Serving
@@ -42,8 +44,14 @@ def drafts(serving: Serving, settings: Settings) -> Iterator[Draft]:
     those of `serving.draft`; it is left out if they are unknown."""
     model, serving = serving.model, replace(serving, adapters=AdaptedRequests())
     wide = replace(serving, precision=serving.wide_precision, weight_bytes=None)
-    head = replace(model, num_layers=1, layers=(), num_moe_experts=None, moe_first_dense_layers=0)
-    own_layer = replace(model.mtp_layer, num_layers=1, moe_first_dense_layers=0)
+    depth = depth_layer(model)
+    head, own_layer = (
+        replace(model, num_layers=1, moe_first_dense_layers=0, layers=(layer,))
+        for layer in (
+            Layer(mixer=attention_of(model)),
+            Layer(mixer=depth.mixer, feed_forward=depth.network.kind if depth.network else ""),
+        )
+    )
     of_scheme = {
         "mtp": (replace(serving, model=own_layer), 0.0),
         "eagle": (replace(wide, model=head), 0.0),

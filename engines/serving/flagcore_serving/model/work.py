@@ -13,10 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from flagcore_models.layers import network_counts
+from flagcore_models.networks.experts import Experts
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.launchers.programs import release
+from flagcore.physics.roofline import BYTES
 from flagcore_serving.job import Load
 from flagcore_serving.space.weights import ATTENTION
 
@@ -250,16 +253,25 @@ class Serving:
     @property
     def attention_precision(self) -> str:
         """The format of the attention projections: 4-bit checkpoints with experts keep them in 16 bits."""
-        narrow = ATTENTION in self.wide or (self.precision == "nvfp4" and self.model.num_moe_experts is not None)
+        narrow = ATTENTION in self.wide or (self.precision == "nvfp4" and self.experts is not None)
         return self.wide_precision if narrow else self.precision
 
     @property
-    def moe_layers(self) -> int:
-        return self.model.feed_forward_layers("experts")
+    def experts(self) -> Experts | None:
+        """The experts of the layers that have some. None for a model without experts."""
+        return next((each for each in network_counts(self.model) if isinstance(each, Experts)), None)
 
     @property
-    def dense_layers(self) -> int:
-        return self.model.feed_forward_layers("dense")
+    def moe_layers(self) -> int:
+        """The number of layers with experts."""
+        return sum(number for each, number in network_counts(self.model).items() if isinstance(each, Experts))
+
+    def bytes_of(self, group: str) -> float:
+        """Return the bytes of a weight of a group (see `Product`)."""
+        if not group or group in self.wide:
+            return 2.0
+        precision = self.attention_precision if group == ATTENTION else self.precision
+        return BYTES.get(precision, 2.0) if self.weight_bytes is None else self.weight_bytes
 
 
 UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)

@@ -6,6 +6,8 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import numpy as np
+from flagcore_models.layers import attention_counts, expert_count
+from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.domain.knob import SHARES, Flag, Knob
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, KnobValue
@@ -88,7 +90,7 @@ def wide_values(task: Task, fixed: Mapping[str, KnobValue]) -> dict[str, tuple[K
     These are values of PREFILL_DECODE, and settings of published recipes. The result is empty if there is nothing to
     search, or if the baseline or `fixed` sets one of these knobs.
     """
-    copies = (None, (task.spec.model.num_moe_experts or 0) // 8)
+    copies = (None, expert_count(task.spec.model) // 8)
     recipe: dict[str, tuple[KnobValue, ...]] = {REDUNDANT: copies, BALANCING: (False, True)}
     recipe["mem_fraction_static"] = (None, RECIPE_SHARE)
     is_set = {PREFILL_DECODE, *recipe} & {*fixed, *(task.spec.baseline or {})}
@@ -206,7 +208,8 @@ def slot_counts(task: Task) -> tuple[int | None, ...]:
 
 def shares_cache(task: Task) -> bool:
     """Return whether tensor ranks have copies of one cache, which they may share: that of dense latent attention."""
-    return task.spec.model.multi_latent_attention and task.spec.model.indexer is None
+    kinds = attention_counts(task.spec.model)
+    return any(isinstance(each, LatentAttention) for each in kinds) and not any(each.indexer for each in kinds)
 
 
 class Auto(NamedTuple):
@@ -264,8 +267,9 @@ EXTENSIBLE = (BACKEND, MOE, QUANTIZATION, SPECULATION)
 not."""
 
 
-def _has_wide_experts(task: Task) -> bool:
-    return task.spec.model.num_moe_experts is not None and Hardware.of(task).hosts > 1
+def has_wide_experts(task: Task) -> bool:
+    """Return whether the experts of a task's model may be on several hosts."""
+    return bool(expert_count(task.spec.model)) and Hardware.of(task).hosts > 1
 
 
 AUTOS = {
@@ -274,7 +278,7 @@ AUTOS = {
     "divisors": Auto(divisors, "divisors of the devices"),
     "unset_and_divisors": Auto(lambda task: (None, *divisors(task)), "not set, and divisors of the devices"),
     "divisors_with_experts": Auto(
-        lambda task: divisors(task) if task.spec.model.num_moe_experts else (1,),
+        lambda task: divisors(task) if expert_count(task.spec.model) else (1,),
         "1; with experts divisors of the devices",
     ),
     "divisors_for_rates": Auto(  # several instances do not reduce a latency
@@ -282,14 +286,12 @@ AUTOS = {
         "divisors of the devices; 1 for a latency",
     ),
     "switch_between_hosts": Auto(
-        lambda task: (False, True) if _has_wide_experts(task) else (False,),
+        lambda task: (False, True) if has_wide_experts(task) else (False,),
         "false; with experts on several hosts also true",
     ),
     "copies_between_hosts": Auto(
         lambda task: (
-            (None, *((task.spec.model.num_moe_experts or 0) // part for part in (8, 4)))
-            if _has_wide_experts(task)
-            else (None,)
+            (None, *(expert_count(task.spec.model) // part for part in (8, 4))) if has_wide_experts(task) else (None,)
         ),
         "not set; on several hosts also an eighth and a quarter of the experts",
     ),

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 from flagcore_models.config import MODELS
+from flagcore_models.layers import attention_counts, expert_count, network_counts, other_mixers, product_counts
 
+from flagcore.domain.model import Model
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
@@ -37,7 +39,7 @@ from flagcore_serving.space.knobs import (
 )
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.roles import SPLITS
-from flagcore_serving.space.weights import DENSE, EXPERTS, SHARED, context_limit, quantization
+from flagcore_serving.space.weights import EXPERTS, context_limit, quantization
 
 NAMES = {
     "CONTEXT": CONTEXT,
@@ -169,9 +171,8 @@ def _condition(program: Program, knob: str, wanted: Any) -> Callable[[IntArray],
 
 def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
     model = task.spec.model
-    heads = math.gcd(*(each.num_attention_heads for each in model.by_attention))
-    groups, latent = model.num_query_groups, model.multi_latent_attention
-    linear_heads = math.gcd(*(mixer.heads for mixer in model.other_mixers))
+    heads = math.gcd(*(each.heads for each in attention_counts(model)))
+    linear_heads = math.gcd(*(each.heads for each in other_mixers(model)))
     return (
         Rule(
             name="attention_heads",
@@ -179,14 +180,7 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
             message=Message("{TP} must divide num_attention_heads = {heads}", **NAMES, heads=heads),
             broken=lambda c: (c[TP] > 0) & (heads % c[TP].clip(1) != 0),
         ),
-        Rule(
-            name="query_groups",
-            knobs=(TP,),
-            message=Message(
-                "num_query_groups = {groups} must be a multiple or a divisor of {TP}", **NAMES, groups=groups
-            ),
-            broken=lambda c: (groups % c[TP].clip(1) != 0) & (c[TP] % groups != 0) & (not latent),
-        ),
+        *_query_groups(model),
         Rule(
             name="linear_heads",
             knobs=(TP,),
@@ -200,9 +194,24 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
             name="experts_exist",
             knobs=(EP,),
             message=Message("{EP} > 1 needs a model with experts", **NAMES),
-            broken=lambda c: (c[EP] > 1) & (model.num_moe_experts is None),
+            broken=lambda c: (c[EP] > 1) & (expert_count(model) == 0),
         ),
     )
+
+
+def _query_groups(model: Model) -> tuple[Rule, ...]:
+    """Return the rule that ranks have whole key heads, if the layers of a model have such heads."""
+    groups = sorted({layer.units for product in product_counts(model) for layer in product.layers} - {0})
+    if not groups:
+        return ()
+    text = N_("num_query_groups = {groups} must be a multiple or a divisor of {TP}")
+
+    def broken(c: Columns) -> BoolArray:
+        tensor = c[TP].clip(1)
+        return np.asarray(np.any([(each % tensor != 0) & (tensor % each != 0) for each in groups], axis=0))
+
+    message = Message(text, **NAMES, groups=", ".join(map(str, groups)))
+    return (Rule(name="query_groups", knobs=(TP,), message=message, broken=broken),)
 
 
 def _quantized_blocks(task: Task) -> tuple[Rule, ...]:
@@ -213,22 +222,18 @@ def _quantized_blocks(task: Task) -> tuple[Rule, ...]:
     model, stored = task.spec.model, quantization(task.spec)
     if stored is None or stored.block <= 1:
         return ()
-    block, has_experts = stored.block, model.num_moe_experts is not None
-    split = {
-        DENSE: model.ffn_hidden_size if not has_experts or model.moe_first_dense_layers else 0,
-        SHARED: model.moe_shared_expert_intermediate_size or 0 if has_experts else 0,
-    }
-    widths = [width for part, width in split.items() if width and part not in stored.wide]
-    expert_width = model.moe_ffn_hidden_size or 0 if has_experts and EXPERTS not in stored.wide else 0
+    block = stored.block
+    products = [each for network in network_counts(model) for each in network.products(model.hidden_size)]
+    split = [each for each in products if each.split == "inputs" and each.group not in stored.wide]
 
     def broken(c: Columns) -> BoolArray:
         tensor = c[TP].clip(1)
         ranks = np.maximum(tensor * c[DP].clip(1) // c[EP].clip(1), 1)
-        shares = [(width, tensor) for width in widths] + [(expert_width, ranks)]
-        bad: BoolArray = np.any([(parts > 1) & (width % (parts * block) != 0) for width, parts in shares], axis=0)
-        return bad
+        shares = [(each.inputs, ranks if each.group == EXPERTS else tensor) for each in split]
+        bad = [(parts > 1) & (width % (parts * block) != 0) for width, parts in shares]
+        return np.asarray(np.any(bad, axis=0) & (tensor > 0))
 
-    parts = ", ".join(f"{width:,}" for width in dict.fromkeys([*widths, expert_width]) if width)
+    parts = ", ".join(f"{width:,}" for width in dict.fromkeys(each.inputs for each in split))
     text = N_("a device's share of the layers' width ({parts}) must be a multiple of {block}, the block of the weights")
     message = Message(text, parts=parts, block=block)
     return (Rule(name="quantized_blocks", knobs=(TP, DP, EP), message=message, broken=broken),)

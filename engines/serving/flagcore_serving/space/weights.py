@@ -5,14 +5,16 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from flagcore_models.config import context_of, format_of_weights
 from flagcore_models.gguf import context_length
+from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
+from flagcore_models.mixers.attention import Attention
 from flagcore_models.public import find_public
-from flagcore_models.shapes import attended, cached_layers, cached_widths, layer_embeddings, projection_weights
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
@@ -180,24 +182,30 @@ def quantization(spec: Spec) -> Quantization | None:
     found = config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
     if not isinstance(found, dict):
         return Quantization(block=_GROUP) if public and public[1] == "int4" else None
+    sizes = _block_sizes(found)
+    is_int4 = format_of_weights(config) == "int4" and found.get("quant_method") != "mxfp4"
+    return Quantization(
+        block=max(sizes, default=1),
+        bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
+        wide=_wide_parts(found, spec.model.num_layers // 2),
+    )
+
+
+def _block_sizes(found: Mapping[str, Any]) -> list[int]:
+    """Return the columns and rows that share a scale in a quantization_config, or its number of weights in a group."""
     groups = found.get("config_groups")
     group = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     stored = group.get("weights") if isinstance(group, dict) else None
     stored = stored if isinstance(stored, dict) else found
     blocks = stored.get("block_structure") or found.get("weight_block_size") or [stored.get("group_size")]
-    sizes = [size for size in blocks if isinstance(size, int) and size > 0] if isinstance(blocks, list) else []
-    is_int4 = format_of_weights(config) == "int4" and found.get("quant_method") != "mxfp4"
-    layer = spec.model.num_layers // 2
-    ignored = [str(each) for key in _IGNORED if isinstance(found.get(key), list) for each in found[key]]
-    return Quantization(
-        block=max(sizes, default=1),
-        bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
-        wide=frozenset(
-            part
-            for part, modules in _MODULES.items()
-            if any(_matches(pattern, module.format(middle=layer)) for pattern in ignored for module in modules)
-        ),
-    )
+    return [size for size in blocks if isinstance(size, int) and size > 0] if isinstance(blocks, list) else []
+
+
+def _wide_parts(found: Mapping[str, Any], layer: int) -> frozenset[str]:
+    """Return the parts of which a quantization_config leaves out a module of a `layer`."""
+    patterns = [str(each) for key in _IGNORED if isinstance(found.get(key), list) for each in found[key]]
+    modules = [(part, each.format(middle=layer)) for part, names in _MODULES.items() for each in names]
+    return frozenset(part for part, module in modules if any(_matches(each, module) for each in patterns))
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -222,46 +230,6 @@ STORED_BYTES |= {"mxfp4": 17 / 32, "int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a
 formats with one scale per 32 (mxfp4) or 128 weights."""
 
 
-def parameters(model: Model) -> float:
-    """Return the number of weights of a model."""
-    return sum(_parts(model).values())
-
-
-def _parts(model: Model) -> dict[str, float]:
-    """Return the numbers of weights of the parts that a checkpoint may leave in 16 bits, of experts, and of tables."""
-    model = model.once
-    hidden, matrices = float(model.hidden_size), 3.0 if model.gated_linear_unit else 2.0
-    experts = model.num_moe_experts or 0
-    moe_layers = model.feed_forward_layers(EXPERTS)
-    expert_weights = moe_layers * experts * (model.moe_ffn_hidden_size or 0) * float(model.expert_hidden_size)
-    shared_width = moe_layers * (model.moe_shared_expert_intermediate_size or 0) if experts else 0
-    attention = sum((each.attention_layers * _attention_weights(each) for each in model.by_attention), 0.0)
-    for mixer, number in model.other_mixers.items():
-        attention += number * float(sum(mixer.weights(model.hidden_size)))
-    tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * hidden + layer_embeddings(model)
-    return {
-        ATTENTION: attention,
-        DENSE: model.feed_forward_layers(DENSE) * matrices * hidden * model.ffn_hidden_size,
-        SHARED: matrices * hidden * shared_width + moe_layers * 2 * hidden * (model.moe_latent_size or 0),
-        EXPERTS: matrices * expert_weights,
-        "tables": moe_layers * hidden * experts + connections(model) * model.residual_weights + tables,
-    }
-
-
-def connections(model: Model) -> int:
-    """Return the number of mixers and feed-forward networks, each of which reads and writes the residual streams."""
-    networks = (model.feed_forward_layers(kind) for kind in (DENSE, EXPERTS))
-    return sum(model.mixers.values()) + sum(networks)
-
-
-def _attention_weights(model: Model) -> float:
-    """Return the number of weights of an attention layer, without norms and the part that rotates latent keys."""
-    rank = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) if model.multi_latent_attention else 0
-    gate = model.attention_output_gate * attended(model)
-    index = model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size) if model.indexer else 0
-    return model.hidden_size * (rank + gate + attended(model)) + projection_weights(model)[1] + float(index)
-
-
 def weight_bytes(task: Task) -> float:
     """Return the size of a task's weights in bytes.
 
@@ -273,9 +241,10 @@ def weight_bytes(task: Task) -> float:
         return float(os.path.getsize(weights))
     precision, vision = task.spec.serve.precision, task.spec.model.vision
     width, stored = STORED_BYTES.get(precision, BYTES.get(precision, 2.0)), quantization(task.spec)
-    widths_of_parts = dict.fromkeys((*stored.wide, "tables"), 2.0) if stored else {}
+    wide = {"", *stored.wide} if stored else set()
     width = (stored and stored.bytes) or width
-    text = sum(count * widths_of_parts.get(part, width) for part, count in _parts(task.spec.model).items())
+    counts = weights_by_group(task.spec.model).items()
+    text = sum(number * (2.0 if group in wide else width) for group, number in counts)
     return text + (2.0 * vision.weights if vision else 0.0)
 
 
@@ -284,14 +253,18 @@ def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.
 
     Replication is not included. `computed`: prompt tokens of one iteration, which sliding windows hold in addition.
     """
-    total = sum((number * mixer.token_bytes(element_bytes) for mixer, number in model.other_mixers.items()), 0.0)
-    for each in model.by_attention:
-        width = each.num_query_groups * cached_widths(each)
-        if model.multi_latent_attention:
-            width = (model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)
-        index_bytes = each.indexer.token_bytes if each.indexer else 0.0
-        total += float(cached_layers(each, tokens, computed)) * (width * element_bytes + index_bytes)
+    total = 0.0
+    for mixer, number in mixer_counts(model).items():
+        size = mixer.token_bytes(element_bytes)
+        if isinstance(mixer, Attention):
+            size = float(mixer.cached(tokens, computed) * (mixer.cached_on(1.0) * element_bytes + mixer.index_bytes))
+        total += number * size
     return total
+
+
+def cached_heads(model: Model) -> int:
+    """Return the number of heads of cached keys. More tensor ranks than these have copies of the cache."""
+    return max((each.cached_heads for each in attention_counts(model)), default=1)
 
 
 def min_devices(task: Task) -> int:
@@ -299,11 +272,11 @@ def min_devices(task: Task) -> int:
 
     The result does not exceed the number of devices, and divides the number of attention heads.
     """
-    hardware, heads = Hardware.of(task), task.spec.model.num_attention_heads
+    hardware, heads = Hardware.of(task), math.gcd(*(each.heads for each in attention_counts(task.spec.model)))
     if hardware.on_cores or math.isnan(hardware.memory_bytes):
         return 1
-    devices = 1
-    while weight_bytes(task) > MAX_WEIGHT_SHARE * hardware.memory_bytes * devices and devices * 2 <= hardware.cards:
+    devices, weights = 1, weight_bytes(task)
+    while weights > MAX_WEIGHT_SHARE * hardware.memory_bytes * devices and devices * 2 <= hardware.cards:
         if heads % (devices * 2):
             break
         devices *= 2

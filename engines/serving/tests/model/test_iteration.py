@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.catalogue import public_model
+from flagcore_models.layers import parameters
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
-from flagcore_serving.model.iteration import NODES, distinct_experts, interpolate, iteration_costs
+from flagcore_serving.model.iteration import NODES, interpolate, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore_serving.model.simulation import Lane, Price
-from flagcore_serving.model.work import Serving, SparseKernel
-from flagcore_serving.space.weights import parameters
+from flagcore_serving.model.work import Serving, SparseKernel, distinct_experts
 from flagcore_testing.examples import mixed
 
 from flagcore.contracts import Costs
@@ -254,6 +255,21 @@ def memory(of: Serving, budget: float = 72e9, **arguments: object) -> ServingMem
 
 def test_the_weights_of_an_8b_model_have_the_size_of_its_files() -> None:
     assert weight_bytes(serving(), settings())[0] == pytest.approx(16.38e9, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek-ai/DeepSeek-V3.2",
+        "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+        "openai/gpt-oss-20b",
+        "google/gemma-4-E2B",
+    ],
+)
+def test_a_device_alone_has_all_weights_of_a_model(name: str) -> None:
+    model = public_model(name)
+    assert model is not None
+    assert weight_bytes(serving(model), settings()) == pytest.approx(2 * parameters(model), rel=1e-12)
 
 
 def test_weights_are_split_over_tensor_ranks_and_stages() -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flagcore_models.layers import parameters
 from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.model import candidates, simulated_load
-from flagcore_serving.model.candidates import PARTS
+from flagcore_serving.model.closed_loop import PARTS
 from flagcore_serving.model.predict import crowding
 from flagcore_serving.model.simulated_load import STEADY_RATIO
 from flagcore_serving.model.work import UNFITTED, overheads_of
 from flagcore_serving.space.placement import uniform_kinds
-from flagcore_serving.space.weights import parameters
 from flagcore_sglang.engine import ENGINE as SGLANG
 from flagcore_sglang.servers import RECEIVE
 from flagcore_vllm.engine import ENGINE as VLLM

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_serving.model import simulation
-from flagcore_serving.model.candidates import ClosedLoop, steady_state
+from flagcore_serving.model.closed_loop import ClosedLoop, steady_state
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.iteration import IterationCosts
 from flagcore_serving.model.simulation import Lane, Price, SimulatedRun, Simulation

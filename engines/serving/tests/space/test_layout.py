@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
+from flagcore_models.layers import parameters
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import Load
 from flagcore_serving.space.hardware import longest_request, max_in_flight
 from flagcore_serving.space.knobs import DEFAULT_SPACE
-from flagcore_serving.space.weights import cache_bytes_per_token, min_devices, parameters
+from flagcore_serving.space.weights import cache_bytes_per_token, min_devices
 from flagcore_sglang.engine import ENGINE as SGLANG
 from flagcore_vllm.engine import ENGINE as VLLM
 
