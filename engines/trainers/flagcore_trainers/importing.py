@@ -12,8 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.dialect import flat, read_config
 from flagcore_models.public import model_of
-from flagcore_training.commands import UserCommand, cluster_of, flat, parse
+from flagcore_training.commands import UserCommand, cluster_of, parse
 from flagcore_training.unmodelled import joined, note_effects
 from flagcore_vendorkit.settings import Settings, read_settings
 
@@ -82,7 +83,7 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
     config = next((value for flag in flags if isinstance(value := files.flag_value(words, flag), str)), None)
     if config is None:
         raise _no_program(words)
-    content = files.read_config(config, str(directory), key=flags[0])
+    content = read_config(config, str(directory), key=flags[0])
     check_sizes(content, config)
     cluster = _cluster(start, str(directory), notes)
     total, share = _batch(words, content, cluster, notes)
