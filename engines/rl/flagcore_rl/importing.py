@@ -73,12 +73,16 @@ class Reading(dialect.Reading):
             if self.keys[knob.name].per_rank:
                 value *= self.number("context_parallel_size") or 1
             found[knob.name] = f"{value:g}" if knob.kind == "share" else value
+        return found | self._instances(found)
+
+    def _instances(self, found: Mapping[str, Any]) -> dict[str, int]:
+        """Return the sizes of the rollout's instances that differ from those of the command in `found`."""
         tensor, experts, data = (int(found.get(name) or 1) for name in (RTP, "rollout_expert_parallel_size", RDP))
         if self.dialect.nested and tensor % data == 0 and data > 1:
-            found[RTP] = tensor // data
-        elif experts > tensor * data and not experts % tensor:  # attention of the ranks beyond TP is data-parallel
-            found[RDP] = experts // tensor
-        return found
+            return {RTP: tensor // data}
+        if experts > tensor * data and not experts % tensor:  # attention of the ranks beyond TP is data-parallel
+            return {RDP: experts // tensor}
+        return {}
 
     @property
     def generates_itself(self) -> bool:
@@ -105,54 +109,61 @@ def spec_of(
     text = " ".join(start.words)
     section = model_of(model, [read.value("model")], directory, notes)
     cluster, rollout_devices = _cluster(read, notes)
-    for key, value in read.dialect.refused.items():
-        if read.given.get(key) == value:
-            fix = "describe the training in a spec with engine: megatron"
-            notes.report(key, "generates no answers: it is no reinforcement learning", value=value, fix=fix)
+    for key in (key for key, value in read.dialect.refused.items() if read.given.get(key) == value):
+        problem, fix = (
+            "generates no answers: it is no reinforcement learning",
+            "describe the training in a spec with engine: megatron",
+        )
+        notes.report(key, problem, value=read.given[key], fix=fix)
     if notes.problems:
         raise join_errors(notes.problems)
-    rl = {"engine": name, **_engines(read, notes), **_samples(read, cluster, notes)}
-    baseline = read.baseline(knobs)
-    ranks = cluster["nodes"] * (read.number("devices_per_node") or 1) // (read.number("context_parallel_size") or 1)
-    for size in ("micro_batch_size", "logprob_batch_size"):
-        if (whole := read.number(f"whole_{size}")) and size not in baseline and not read.packs:
-            baseline[size] = max(whole // max(ranks, 1), 1)
+    rl = {"engine": name, **_engines(read, notes), **_samples(read, notes)}
+    baseline = {**_of_all_ranks(read, cluster["nodes"]), **read.baseline(knobs)}
     if rollout_devices:
         baseline[DEVICES] = rollout_devices
     if read.is_on("asynchronous") or re.search(read.dialect.asynchronous or "$^", text):
         rl["staleness"] = baseline[STALENESS] = read.number("lag") or 1
     for each in read.unread():
-        why = each.why or ("" if each.is_known else "unknown to flagcore")
-        shown = f"is not in the predictions ({str(each.value)[:60]})" + (f": {why}" if why else "")
-        notes.note(each.key, shown, "rl.command")
+        notes.note(each.key, f"is not in the predictions ({str(each.value)[:60]}){each.reason}", "rl.command")
     if own := re.search(read.dialect.variants or "$^", text):
         notes.note("command", f"{own[0]} is predicted as if it were the framework's PPO trainer", "rl.command")
     rl |= {"command": list(start.words), "directory": str(directory)}
     return {"model": section, "cluster": cluster, "rl": rl, "auto_tuner": {"baseline": baseline}}, notes.notes
 
 
+def _of_all_ranks(read: Reading, nodes: int) -> dict[str, int]:
+    """Return the micro-batch sizes that a command gives for all ranks together."""
+    ranks = nodes * (read.number("devices_per_node") or 1) // (read.number("context_parallel_size") or 1)
+    sizes = {size: read.number(f"whole_{size}") for size in ("micro_batch_size", "logprob_batch_size")}
+    return {} if read.packs else {size: max(whole // max(ranks, 1), 1) for size, whole in sizes.items() if whole}
+
+
 def _engines(read: Reading, notes: Notes) -> dict[str, Any]:
     """Return the trainer and the rollout."""
-    given = str(read.value("rollout") or read.dialect.rollout).lower()
-    rollout = {"engine": given if given in ROLLOUTS else ROLLOUTS[0]}
-    uses_own = read.generates_itself
-    if rollout["engine"] != given or uses_own:
-        text = f"{'transformers' if uses_own else given} is predicted as {rollout['engine']}"
-        notes.note("rollout", text, "rl.rollout.engine")
     kind = read.value("distributed") if "distributed" in read.keys else read.dialect.stands_for
     if kind in ("DEEPSPEED", "DeepSpeed", "MULTI_GPU"):
         notes.note("trainer", f"{kind} is predicted as {read.trainer}", "rl.trainer.engine")
     trainer: dict[str, Any] = {"engine": read.trainer, **_offload(read)}
     if settings := {name: value for name in SETTINGS if (value := read.value(name)) not in (None, False)}:
         trainer["settings"] = settings
-    if read.is_on("adapter") if "adapter" in read.keys else read.number("rank"):
+    if read.is_on("adapter" if "adapter" in read.keys else "rank"):
         trainer["adapter"] = adapter_section("lora", read.number("rank"), read.value("targets"), read.value("base"))
-    found: dict[str, Any] = {"trainer": trainer, "rollout": rollout}
-    for role, target in ((found, "precision"), (rollout, "rollout_precision")):
-        role |= {"precision": precision} if (precision := read.value(target)) else {}
-    if "sleeps" in read.keys and not read.is_on("sleeps"):
-        found["rollout"]["sleeps"] = False
-    return found
+    return {"trainer": trainer, "rollout": _rollout(read, notes), **_precision(read, "precision")}
+
+
+def _precision(read: Reading, target: str) -> dict[str, Any]:
+    return {"precision": precision} if (precision := read.value(target)) else {}
+
+
+def _rollout(read: Reading, notes: Notes) -> dict[str, Any]:
+    """Return the engine that generates answers."""
+    given, uses_own = str(read.value("rollout") or read.dialect.rollout).lower(), read.generates_itself
+    engine = given if given in ROLLOUTS else ROLLOUTS[0]
+    if engine != given or uses_own:
+        text = f"{'transformers' if uses_own else given} is predicted as {engine}"
+        notes.note("rollout", text, "rl.rollout.engine")
+    sleeps = {"sleeps": False} if "sleeps" in read.keys and not read.is_on("sleeps") else {}
+    return {"engine": engine, **_precision(read, "rollout_precision"), **sleeps}
 
 
 def _offload(read: Reading) -> dict[str, str]:
@@ -167,24 +178,12 @@ def _offload(read: Reading) -> dict[str, str]:
     return {"offload": "all" if read.is_on("offload_params") else "optimizer"}
 
 
-def _samples(read: Reading, cluster: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+def _samples(read: Reading, notes: Notes) -> dict[str, Any]:
     """Return the samples of a step, their lengths, and what is computed with them."""
     samples = read.number("samples") or 1
     prompts, mini = _sizes(read, samples, notes)
-    algorithm = read.value("algorithm") or "grpo"
-    found: dict[str, Any] = {"algorithm": algorithm, "prompts": prompts, "samples": samples}
-    words = read.keys["algorithm"].words if "algorithm" in read.keys else {}
-    given = next(iter(read.found("algorithm").values()), "grpo")
-    if given not in ("grpo", *words.values()):
-        notes.note("algorithm", f"{given} is predicted as {algorithm}", "rl.algorithm")
-    if algorithm == "ppo" and any(key.startswith("critic.") for key in read.given):
-        notes.note("critic", "is predicted as a second policy, with its layout and micro-batches", "rl.algorithm")
-    total = prompts * samples
-    mini = mini or total // (read.number("mini_steps") or 1)
-    if mini and mini < total and total % mini == 0:
-        found["mini_batch"] = mini
-    elif mini and mini != total:
-        notes.note("rl.mini_batch", f"{mini} does not divide the {total} samples of a step: it is all of them", "rl")
+    found: dict[str, Any] = {"algorithm": _algorithm(read, notes), "prompts": prompts, "samples": samples}
+    found |= _mini_batch(mini or prompts * samples // (read.number("mini_steps") or 1), prompts * samples, notes)
     if (epochs := read.number("epochs") or 1) > 1:
         found["epochs"] = epochs
     found |= _lengths(read, notes)
@@ -192,6 +191,18 @@ def _samples(read: Reading, cluster: Mapping[str, Any], notes: Notes) -> dict[st
     if is_single or read.is_on("on_policy"):
         found["old_logprobs"] = False
     return found | _reward(read, notes) | {"reference": read.is_on("reference"), "packing": read.packs}
+
+
+def _algorithm(read: Reading, notes: Notes) -> str:
+    """Return the algorithm, or the one as which it is predicted."""
+    algorithm = str(read.value("algorithm") or "grpo")
+    words = read.keys["algorithm"].words if "algorithm" in read.keys else {}
+    given = next(iter(read.found("algorithm").values()), "grpo")
+    if given not in ("grpo", *words.values()):
+        notes.note("algorithm", f"{given} is predicted as {algorithm}", "rl.algorithm")
+    if algorithm == "ppo" and any(key.startswith("critic.") for key in read.given):
+        notes.note("critic", "is predicted as a second policy, with its layout and micro-batches", "rl.algorithm")
+    return algorithm
 
 
 def _sizes(read: Reading, samples: int, notes: Notes) -> tuple[int, int]:
@@ -207,6 +218,15 @@ def _sizes(read: Reading, samples: int, notes: Notes) -> tuple[int, int]:
     prompts = max(mini // samples, 1)
     notes.note("rl.prompts", f"{prompts}: those of an optimizer step, as the command has no other", "rl.prompts")
     return prompts, mini
+
+
+def _mini_batch(mini: int, total: int, notes: Notes) -> dict[str, int]:
+    """Return the samples of an optimizer step, unless they are the `total` of a step."""
+    if mini and mini < total and total % mini == 0:
+        return {"mini_batch": mini}
+    if mini and mini != total:
+        notes.note("rl.mini_batch", f"{mini} does not divide the {total} samples of a step: it is all of them", "rl")
+    return {}
 
 
 def _lengths(read: Reading, notes: Notes) -> dict[str, Any]:
@@ -253,15 +273,21 @@ def _cluster(read: Reading, notes: Notes) -> tuple[dict[str, Any], int]:
         notes.note("cluster", f"{per_node} process, as the command has no number: add --num_processes N", "cluster")
     is_colocated = "colocated" in read.keys and read.is_on("colocated")
     more = 0 if is_colocated else _more_devices(read, per_node)
-    devices, apart = nodes * per_node + more, more
-    if "rollout_devices_per_node" in read.keys and not is_colocated:
-        apart = (read.number("rollout_nodes") or 1) * (read.number("rollout_devices_per_node") or per_node)
+    devices = nodes * per_node + more
+    apart = 0 if is_colocated else _rollout_devices(read, per_node, more)
     if more and nodes == 1 and devices <= 8:
         per_node = devices
     if devices % per_node:
         notes.note("cluster", f"{devices} devices in one node: the roles do not share nodes evenly", "cluster")
         per_node = devices
     return {"chip": "auto", "nodes": devices // per_node, "devices_per_node": per_node}, apart
+
+
+def _rollout_devices(read: Reading, per_node: int, more: int) -> int:
+    """Return the devices that only generate answers. `more`: those that are none of the trainer's nodes."""
+    if "rollout_devices_per_node" not in read.keys:
+        return more
+    return (read.number("rollout_nodes") or 1) * (read.number("rollout_devices_per_node") or per_node)
 
 
 def _more_devices(read: Reading, per_node: int) -> int:

@@ -134,17 +134,14 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     if notes.problems:
         raise join_errors(notes.problems)
     shape = model_from(section, base=directory)
-    targets = train.get("adapter", {}).get("targets")
-    if absent := absent_targets(shape, targets and Adapter(targets=tuple(targets))):
-        notes.note("adapter", f"{', '.join(absent)}: the model has no such layers", "train.adapter")
     own, baseline = _part(read, shape, devices, replicas, train, notes)
-    if offloaded := [each for each in read.values("checkpointing") if str(each).startswith("offload")]:
-        text = f"{offloaded[0]}: predicted as full, with checkpoints on the device and without their copies"
-        notes.note(name_of(read.keys["checkpointing"].names[0]), text, "auto_tuner.baseline")
     if "command" not in own:
         text = f"trials of {own['engine']} do not start it: the spec is for `flag estimate`"
         notes.note("command", text, "train.engine")
     _note_unread(read, notes)
+    targets = train.get("adapter", {}).get("targets")
+    if absent := absent_targets(shape, targets and Adapter(targets=tuple(targets))):
+        notes.note("adapter", f"{', '.join(absent)}: the model has no such layers", "train.adapter")
     of_stage = _of_stage(read, total, micro * replicas, notes)
     tuner: dict[str, Any] = {"baseline": {**baseline, "micro_batch_size": of_stage or micro}}
     names = {"deepspeed": (fs.AC, fs.TP, fs.CP), "fsdp2": (fs.STATES, fs.REDUCE)}.get(own["engine"], ())
@@ -192,10 +189,12 @@ def _part(read: Reading, shape: Model, devices: int, replicas: int, train: Mappi
 
 def _note_unread(read: Reading, notes: Notes) -> None:
     """Add notes on the keys that are not in the predictions: a note for each reason."""
+    if offloaded := [each for each in read.values("checkpointing") if str(each).startswith("offload")]:
+        text = f"{offloaded[0]}: predicted as full, with checkpoints on the device and without their copies"
+        notes.note(name_of(read.keys["checkpointing"].names[0]), text, "auto_tuner.baseline")
     reasons = dict[str, list[str]]()
     for each in read.unread():
-        why = f": {each.why}" if each.why else "" if each.is_known else ": unknown to flagcore"
-        reasons.setdefault(f"not in the predictions{why}", []).append(each.key)
+        reasons.setdefault(f"not in the predictions{each.reason}", []).append(each.key)
     for text, keys in reasons.items():
         notes.note(", ".join(keys), text, "train")
 
@@ -242,6 +241,12 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
     section = adapter_section(
         "dora" if read.is_on("dora") else kind, read.number("rank"), targets, _base(read, kind, notes)
     )
+    _note_layers(targets, section, notes)
+    return {"adapter": section}
+
+
+def _note_layers(targets: Any, section: Mapping[str, Any], notes: Notes) -> None:
+    """Add notes on the layers with adapters that are unknown, or of experts."""
     last = {name: name.rsplit(".", 1)[-1].strip("*") for name in layer_names(targets)}
     if other := [name for name, each in last.items() if not _ALL.fullmatch(name) and each not in (*NAMES, *TARGETS)]:
         text = "left out" if "targets" in section else "taken as all linear layers"
@@ -249,7 +254,6 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
     if apart := [name for name in last if "expert" in name and name not in other]:
         text = "taken as layers of this name in all networks and experts"
         notes.note("adapter", f"{', '.join(apart)[:80]}: {text}", "train.adapter")
-    return {"adapter": section}
 
 
 def _base(read: Reading, kind: str, notes: Notes) -> str | None:
@@ -280,11 +284,8 @@ def _cluster(read: Reading, start: Start, notes: Notes) -> dict[str, Any]:
         if found["devices_per_node"] != "auto":
             return found
     nodes = read.number("nodes") or start.hosts * start.instances
-    counts = [str(value).rpartition(":")[2] for value in read.values("per_node")]  # also NAME:8
-    per_node = next((int(each) for each in counts if each.isdecimal()), start.devices or 0)
+    per_node = _per_node(read, nodes, start.devices or 0)
     visible = next((str(value) for name, value in read.around.items() if name.endswith("visible_devices")), "")
-    if processes := read.number("processes"):
-        per_node = per_node or max(processes // nodes, 1)
     fewest = _fewest(read)
     is_alone = re.search(read.row.get("alone", "$^"), read.text)
     if is_alone and per_node <= visible.count(",") > 0:
@@ -297,6 +298,14 @@ def _cluster(read: Reading, start: Start, notes: Notes) -> dict[str, Any]:
         text = f"{nodes} x {per_node} is the fewest: give a command with NPROC_PER_NODE=N, or correct it"
         notes.note("cluster", text + ", and global_batch_size" * (not read.number("global_batch_size")), "cluster")
     return {"chip": "auto", "nodes": nodes, "devices_per_node": int(per_node)}
+
+
+def _per_node(read: Reading, nodes: int, devices: int) -> int:
+    """Return the processes of a host, or 0 if the command does not say so. `devices`: those of a host, or 0."""
+    counts = [str(value).rpartition(":")[2] for value in read.values("per_node")]  # also NAME:8
+    per_node = next((int(each) for each in counts if each.isdecimal()), devices)
+    processes = read.number("processes")
+    return per_node or (max(processes // nodes, 1) if processes else 0)
 
 
 def _fewest(read: Reading) -> int:
@@ -331,16 +340,22 @@ def _on_megatron(read: Reading, model: Model) -> Part:
     baseline["sequence_parallel"] = read.is_on("sequence_parallel") and read.size(fs.TP) > 1
     if (virtual := read.size("virtual_pipeline_model_parallel_size")) > 1:
         baseline["num_layers_per_virtual_pipeline_stage"] = -(-model.num_layers // (virtual * read.size(fs.PP)))
-    granularity = read.value(RECOMPUTE[0])
-    baseline["use_recompute"] = granularity in ("selective", "full")
-    if baseline["use_recompute"]:
-        baseline |= {RECOMPUTE[1]: "uniform", RECOMPUTE[2]: 1} if granularity == "full" else {}
-        baseline |= {name: value for name in RECOMPUTE if (value := read.value(name)) is not None}
+    baseline |= _recompute(read)
     names = {**{each: each for each in MEGATRON["settings"]}, **MEGATRON["ends"]}
     settings = {new: value for name, new in names.items() if (value := read.value(name)) not in OFF}
     if not model.num_moe_experts:
         settings = {name: value for name, value in settings.items() if not name.startswith(("moe_", "expert_"))}
     return {"engine": "megatron", **({"settings": settings} if settings else {})}, baseline
+
+
+def _recompute(read: Reading) -> dict[str, Any]:
+    """Return the knobs of recomputation on Megatron-LM."""
+    granularity = read.value(RECOMPUTE[0])
+    if granularity not in ("selective", "full"):
+        return {"use_recompute": False}
+    usual = {RECOMPUTE[1]: "uniform", RECOMPUTE[2]: 1} if granularity == "full" else {}
+    given = {name: value for name in RECOMPUTE if (value := read.value(name)) is not None}
+    return {"use_recompute": True, **usual, **given}
 
 
 def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
@@ -355,16 +370,22 @@ def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
     baseline["offload_optimizer"] = "cpu" if content.get(DEVICE) == "cpu" else "none"
     baseline[fs.AC] = "full" if read.is_on("checkpointing") else "none"
     baseline |= {name: size for name in (fs.TP, fs.CP) if (size := read.size(name)) > 1}
-    baseline |= {"overlap_comm": content[OVERLAP]} if type(content.get(OVERLAP)) is bool else {}
-    if (bucket := content.get(BUCKET)) == "auto":  # transformers 4.57 `integrations/deepspeed.py`
-        bucket = hidden_size**2
-    baseline |= {"reduce_bucket_size": int(bucket)} if isinstance(bucket, (int, float)) else {}
-    plus = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
-    baseline |= {name: value for name in plus if type(value := content.get(f"zero_optimization.{name}")) in (int, bool)}
+    baseline |= _of_zero(content, hidden_size)
     if (device := content.get("zero_optimization.offload_param.device")) not in OFF:
         notes.note("deepspeed.zero_optimization.offload_param.device", f"not in the predictions ({device})", "train")
     has_trials = "set" in read.row and "deepspeed" in read.given and file.is_file()
     return {"engine": "deepspeed", **(_command(read, given) if has_trials else {})}, baseline
+
+
+def _of_zero(content: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Return the knobs of ZeRO that a configuration sets beside its stage."""
+    baseline = {"overlap_comm": content[OVERLAP]} if type(content.get(OVERLAP)) is bool else {}
+    if (bucket := content.get(BUCKET)) == "auto":  # transformers 4.57 `integrations/deepspeed.py`
+        bucket = hidden_size**2
+    baseline |= {"reduce_bucket_size": int(bucket)} if isinstance(bucket, (int, float)) else {}
+    plus = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+    given = {name: content.get(f"zero_optimization.{name}") for name in plus}
+    return baseline | {name: value for name, value in given.items() if type(value) in (int, bool)}
 
 
 def _configuration(read: Reading, given: Any, file: Path, notes: Notes) -> dict[str, Any]:

@@ -24,6 +24,7 @@ SUFFIXES = (".json", ".yaml", ".yml")
 """The ends of names of files with settings."""
 _OPTION = re.compile(r"--?[A-Za-z]|--$")
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([a-z_][\w-]*|[A-Za-z_][\w-]*[./@][\w./@-]*)=(.*)", re.DOTALL)
+_REMOVED = re.compile(r"~([A-Za-z_][\w-]*\.[\w./@-]*)")
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _ARITHMETIC: Mapping[str, Any] = {"mul": lambda a, b: a * b, "div": lambda a, b: a // b, "add": lambda a, b: a + b}
 """Resolvers that NeMo-RL registers (7ea279ab `nemo_rl/utils/config.py`)."""
@@ -54,6 +55,11 @@ class Named:
     value: Any
     why: str
     is_known: bool
+
+    @property
+    def reason(self) -> str:
+        """What follows `not in the predictions` in a note."""
+        return f": {self.why}" if self.why else "" if self.is_known else ": unknown to flagcore"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +196,8 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def placed(words: Sequence[str]) -> Iterator[tuple[str, Any, int, int]]:
     """Yield the name, the value, and the positions of the words of each option `--NAME VALUE` and word `NAME=VALUE`.
 
-    An option without a value is on. One with several values has a list; files after them are arguments.
+    The value of a word `~NAME`, which removes a setting, is None. An option without a value is on. One with several
+    values has a list; files after them are arguments.
     """
     place = 0
     while place < len(words):
@@ -202,13 +209,15 @@ def placed(words: Sequence[str]) -> Iterator[tuple[str, Any, int, int]]:
             values = [value] if equals else words[place + 1 : end]
             found = [scalar(each) for each in values if not each.endswith(SUFFIXES)] or [*values[:1]]
             yield name_of(name), (found[0] if len(found) == 1 else found or True), place, end
+        elif match := _REMOVED.fullmatch(words[place]):
+            yield name_of(match[1]), None, place, end
         elif match := _OVERRIDE.fullmatch(words[place]):
             yield name_of(match[2]), None if match[1] == "~" else scalar(match[3]), place, end
         place = end
 
 
 def _is_new(word: str) -> bool:
-    return bool(_OPTION.match(word) or _OVERRIDE.fullmatch(word))
+    return bool(_OPTION.match(word) or _OVERRIDE.fullmatch(word) or _REMOVED.fullmatch(word))
 
 
 def read_config(config: str, directory: str, key: str = "train.program.config") -> dict[str, Any]:
@@ -296,26 +305,33 @@ def read_given(dialect: Dialect, words: Sequence[str], directory: Path) -> dict[
     return {key: _resolved(value, content) for key, value in content.items()}
 
 
-def _files(dialect: Dialect, words: Sequence[str], directory: Path) -> Iterator[str]:
-    """Yield the files of settings of a command, in its order: of its launcher first."""
-    found = list[str]()
-    for before, word in zip(("", *words), words, strict=False):
-        name, equals, value = word.partition("=")
-        is_named = before in dialect.config or (equals and name in dialect.config)
-        file = value if equals and name in dialect.config else word
-        if is_named and (file.endswith(SUFFIXES) or file in dialect.presets or (directory / file).is_file()):
-            found.append(file)
-        elif word.endswith(SUFFIXES) and re.search(dialect.program, before):
-            found.append(word)
-    program = next((each for each in words if each.endswith(".py")), None)
-    if program and not found and dialect.usual_config:
-        near = Path(program).parent / "configs" / dialect.usual_config
-        found += [str(near)] if (directory / near).is_file() else []
+def _files(dialect: Dialect, words: Sequence[str], directory: Path) -> list[str]:
+    """Return the files of settings of a command, in its order: of its launcher first."""
+    found = [
+        file
+        for before, word in zip(("", *words), words, strict=False)
+        if (file := _file(dialect, before, word, directory))
+    ]
+    program = next((each for each in words if each.endswith(".py")), "")
+    near = str(Path(program).parent / "configs" / dialect.usual_config)
+    if program and dialect.usual_config and not found and (directory / near).is_file():
+        found.append(near)
     options = {name: str(value) for name, value, _start, _end in placed(words) if name.startswith("config_")}
     if {"config_path", "config_name"} <= options.keys():  # hydra's; those inside a package are not here
-        own = Path(options["config_path"], f"{options['config_name'].removesuffix('.yaml')}.yaml")
-        found += [str(own)] if (directory / own).is_file() else []
-    yield from found
+        own = str(Path(options["config_path"], f"{options['config_name'].removesuffix('.yaml')}.yaml"))
+        found += [own] if (directory / own).is_file() else []
+    return found
+
+
+def _file(dialect: Dialect, before: str, word: str, directory: Path) -> str:
+    """Return the file of settings that a word names after the word `before`, or an empty text."""
+    name, equals, value = word.partition("=")
+    is_option = bool(equals) and name in dialect.config
+    file = value if is_option else word
+    if is_option or before in dialect.config:
+        is_file = file.endswith(SUFFIXES) or file in dialect.presets or (directory / file).is_file()
+        return file if is_file else ""
+    return word if word.endswith(SUFFIXES) and re.search(dialect.program, before) else ""
 
 
 class Reading:
