@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flagcore_importers.dialect import Key, name_of
 from flagcore_training.reading import FAILURES, LogFiles
 
 from flagcore.contracts import Commands, Engine, Platform, Steps
@@ -22,7 +23,7 @@ from flagcore.errors import SpecError
 from flagcore.i18n import Message, _
 from flagcore.launchers.programs import NoMetrics, check_version, find_program, interquartile_range, package_version
 from flagcore_rl import importing
-from flagcore_rl.commands import Row, dialect_of
+from flagcore_rl.commands import dialect_of
 from flagcore_rl.importing import Reading
 from flagcore_rl.job import RlSpec, job_of
 from flagcore_rl.roles import DEVICES, ROLLOUT, THREADS
@@ -69,11 +70,10 @@ class UserCommand(Engine):
         if work.command is None:
             return {}
         read, own = self.reading(work), task.spec.baseline or {}
-        rows = read.rows
         idle = {"micro_batch_size", "logprob_batch_size"} if work.packing else set(importing.TOKENS)
         if read.generates_itself:
-            idle |= {name for name in rows if name.startswith(ROLLOUT)}
-        settable = {*rows, *([THREADS] if "processes" in rows else [])} - idle
+            idle |= {name for name in read.keys if name.startswith(ROLLOUT)}
+        settable = {*read.keys, *([THREADS] if "processes" in read.keys else [])} - idle
         return {knob.name: (own.get(knob.name, knob.neutral),) for knob in self.knobs if knob.name not in settable}
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
@@ -102,7 +102,7 @@ class UserCommand(Engine):
 
     def ready(self, spec: Spec) -> None:
         work: Any = spec.work
-        words = self.reading(work).given.words
+        words = self.reading(work).command.words
         if self.distribution and (path := find_program(words[0], work.directory or ".")):
             check_version(spec, package_version(path, self.distribution))
 
@@ -114,10 +114,10 @@ class UserCommand(Engine):
         before: dict[str, Any] = {}
         neutral = {knob.name: knob.neutral for knob in self.knobs}
         for name, value in self._values(task, values, read).items():
-            row, now = read.rows[name], read.value(name)
+            key, now = read.keys[name], read.value(name)
             if value != (neutral.get(name) if now is None else now):
-                (before if row.before_program else settings).update(_keys(row, value, read.set))
-        argv = read.given.changed(settings, before)
+                (before if key.before_program else settings).update(_named(key, value, read.given))
+        argv = read.command.changed(settings, before)
         threads = int(values.get(THREADS) or 1)
         environment = {f"{name}_NUM_THREADS": f"{threads}" for name in ("OMP", "MKL")} if threads > 1 else {}
         return Launch(argv=(*argv, *work.flags), folder=folder, environment=environment, directory=work.directory)
@@ -125,15 +125,15 @@ class UserCommand(Engine):
     def _values(self, task: Task, values: Mapping[str, KnobValue], read: Reading) -> dict[str, Any]:
         """Return the values of the command's settings for those of a candidate."""
         work, context = job_of(task), int(values.get("context_parallel_size") or 1)
-        free = set(values) & read.rows.keys() - self.fixed(task).keys()
+        free = set(values) & read.keys.keys() - self.fixed(task).keys()
         found: dict[str, Any] = {name: values[name] for name in free if values[name] is not None}
         for name in found.keys() & {*importing.TOKENS}:
-            found[name] //= context if read.rows[name].per_rank else 1
+            found[name] //= context if read.keys[name].per_rank else 1
         if dialect_of(self.name).nested and RTP in found:
             found[RTP] *= int(values.get(RDP) or 1)
         if "memory_share" in "".join(found):
             found["rollout_memory_share"] = float(found["rollout_memory_share"])
-        if "processes" in read.rows:
+        if "processes" in read.keys:
             ranks = task.cluster.devices // int(values.get(THREADS) or 1)
             each = ranks * int(values.get("micro_batch_size") or 1)
             found |= {"processes": ranks, "accumulated": work.optimizer_samples // each}
@@ -185,13 +185,13 @@ class UserCommand(Engine):
         )
 
 
-def _keys(row: Row, value: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a setting with a new value: those that the command has, or else the first."""
-    theirs = row.words.get(str(value), value) if row.words else value
+def _named(key: Key, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of a setting with a new value: those that the command has, or else the first."""
+    theirs = key.words.get(str(value), value) if key.words else value
     if isinstance(theirs, list):
-        return dict(zip(row.keys, theirs, strict=True))
-    own = [key for key in row.keys if key.lstrip("+") in settings]
-    first = () if any(not key.startswith("critic.") for key in own) else row.keys[:1]  # of the policy
+        return dict(zip(key.names, theirs, strict=True))
+    own = [name for name in key.names if name_of(name) in given]
+    first = () if any(not name.startswith("critic.") for name in own) else key.names[:1]  # of the policy
     return dict.fromkeys((*first, *own), theirs)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flagcore_importers.dialect import SUFFIXES
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
 from flagcore_training.lengths import length_warnings
@@ -71,7 +72,7 @@ class DeepSpeedCommands(Commands):
             return None
         named = [value for flag in FLAGS if isinstance(value := start.flag_value(command, flag), str)]
         program = parse(command, directory)
-        is_own = any(Path(each).suffix in start.SUFFIXES for each in named) and not (program and program.is_megatron)
+        is_own = any(Path(each).suffix in SUFFIXES for each in named) and not (program and program.is_megatron)
         return "" if is_own else None
 
     def read(self, start: Start, directory: Path, model: str | None) -> Imported:

@@ -12,12 +12,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.dialect import flat, read_config
 from flagcore_models.public import model_of
-from flagcore_training.commands import UserCommand, cluster_of, flat, parse
+from flagcore_training.commands import UserCommand, cluster_of, parse
 from flagcore_training.unmodelled import joined, note_effects
-from flagcore_vendorkit.settings import Settings, read_settings
+from flagcore_vendorkit.settings import UNKNOWN_TIME, Settings, read_settings
 
-from flagcore.domain.engine import Unmodelled
+from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
@@ -82,7 +83,7 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
     config = next((value for flag in flags if isinstance(value := files.flag_value(words, flag), str)), None)
     if config is None:
         raise _no_program(words)
-    content = files.read_config(config, str(directory), key=flags[0])
+    content = read_config(config, str(directory), key=flags[0])
     check_sizes(content, config)
     cluster = _cluster(start, str(directory), notes)
     total, share = _batch(words, content, cluster, notes)
@@ -157,6 +158,8 @@ def _note_unpredicted(words: Sequence[str], content: Mapping[str, Any], director
         text = f"{device} is not tuned: the baseline has none instead"
         notes.note("zero_optimization.offload_optimizer.device", text, "train")
     note_effects(effects_of_deepspeed(words, content), notes)
+    if own := [*_of_script(words)]:
+        notes.note(", ".join(own), "of the script, unknown to flagcore: not in the predictions", "train.command")
     checkpoints = [*_turned_on(words, CHECKPOINTS)]
     for found in checkpoints[:1]:
         notes.note(found, "is taken as the recompute of whole layers in backward", "train.program.fixed")
@@ -165,6 +168,16 @@ def _note_unpredicted(words: Sequence[str], content: Mapping[str, Any], director
     if (number(stages := option(words, "pipe_parallel_size", "pipeline_parallel_size")) or 1) > 1:
         notes.note("pipe_parallel_size", f"not in the predictions ({stages}): all devices count as replicas", "train")
     return bool(checkpoints)
+
+
+def _of_script(words: Sequence[str]) -> Iterator[str]:
+    """Yield the options of a script that no table knows."""
+    read = {*TABLES["length_flags"], *TABLES["model_flags"], *TABLES["launcher_flags"], *SIZES}
+    for name in dict.fromkeys(word.partition("=")[0] for word in words if re.match("--[A-Za-z]", word)):
+        plain = name[2:].replace("-", "_")
+        switch = f"--{re.sub('^(no|disable|without)_', '', plain)}"
+        if plain not in read and not DEEPSPEED.is_listed(plain) and not CHECKPOINTS.fullmatch(switch):
+            yield name
 
 
 CHECKPOINTS = re.compile(
@@ -200,11 +213,14 @@ OF_OFFLOAD = re.compile(
 
 
 def _effects(settings: Settings, given: Iterable[tuple[str, str, Any]]) -> list[Unmodelled]:
-    """Return the effects of settings with their names for users and their values."""
-    read = (
-        (name, shown, {"true": True, "false": False}.get(str(value).lower(), value)) for name, shown, value in given
-    )
-    return joined(effect for name, shown, value in read if (effect := settings.unmodelled(name, value, shown)))
+    """Return the effects of settings with their names for users and their values. Those without a class have one."""
+    found = list[Unmodelled]()
+    for name, shown, value in given:
+        if not settings.is_listed(name) and value != {}:
+            found.append(Unmodelled(name=shown, why=UNKNOWN, time=UNKNOWN_TIME))
+        elif effect := settings.unmodelled(name, {"true": True, "false": False}.get(str(value).lower(), value), shown):
+            found.append(effect)
+    return joined(found)
 
 
 def _turned_on(words: Sequence[str], options: re.Pattern[str]) -> Iterator[str]:
@@ -423,7 +439,7 @@ def replicas_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> 
 def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
     """Return the effects of a file's keys and of a command's options that predictions do not include."""
     options = (_option_of_torchtitan(words, place) for place, word in enumerate(words) if word.startswith("--"))
-    given = {**dict(flat(content)), **{name: value for name, value in options if "." in name}}
+    given = {**dict(flat(content)), **dict(options)}
     found = [(key, key, value) for key, value in given.items()]
     if kind := FORMATS.search(name := str(option(words, "config"))):
         found.append((f"config.{kind[0]}", f"--config {name}", True))
@@ -439,7 +455,7 @@ def _option_of_torchtitan(words: Sequence[str], place: int) -> tuple[str, Any]:
     name, equals, value = words[place][2:].partition("=")
     values = itertools.takewhile(lambda word: not word.startswith("-"), words[place + 1 :])
     section, _, key = name.rpartition(".")
-    if key.startswith(("no-", "no_")) and TORCHTITAN.unclassed([name]):
+    if key.startswith(("no-", "no_")) and not TORCHTITAN.is_listed(name):
         return f"{section}.{key[3:]}", False
     return name, value if equals else ",".join(values) or True
 

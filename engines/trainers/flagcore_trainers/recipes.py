@@ -5,15 +5,17 @@ A framework runs on DeepSpeed, Megatron-LM or torch's FSDP2, which is the engine
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from flagcore_importers import dialect
+from flagcore_importers.dialect import OFF, Dialect, flat, name_of, read_config, read_given, scalar
 from flagcore_models.public import model_of
 from flagcore_training.adapters import NAMES, TARGETS, absent_targets, adapter_section, layer_names
-from flagcore_training.commands import cluster_of, flat, parse, parse_flags
+from flagcore_training.commands import cluster_of, parse
 from flagcore_training.lengths import assumed_lengths
 
 from flagcore.domain.launch import Start
@@ -25,19 +27,21 @@ from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import Notes, package_yaml
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.importing import MICRO, MICRO_KEY, STEPS, Imported
-from flagcore_trainers.start import CONFIG, SUFFIXES, read_config
+from flagcore_trainers.start import CONFIG
 
 TABLES: Any = package_yaml(__package__, "recipes.yaml")
 COMMON, MEGATRON = TABLES.pop("common"), TABLES.pop("megatron")
 CUT = 1024
 """The longest sample, in tokens, where a configuration limits none."""
-OFF = (None, False, "", "none", "no", "false", 0)
 CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--accelerate_config")
 SIZES = (fs.TP, fs.PP, fs.CP, fs.EP)
 SCHEDULES = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "dualpipev": "dualpipev"}
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 STAGE, DEVICE = "zero_optimization.stage", "zero_optimization.offload_optimizer.device"
 BUCKET, OVERLAP = "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm"
+OF_SHARDS = (fs.OFFLOAD, fs.COMPILE, "reshard", "shard", "replicate")
+"""Meanings that only jobs on FSDP have."""
+MEGATRON_NAMES = (*MEGATRON["knobs"], *MEGATRON["settings"], *MEGATRON["ends"], *RECOMPUTE)
 PATHS = [
     f"{model}.layers.{layer}.{part}."
     for model in ("model", "model.language_model", "language_model.model")
@@ -47,9 +51,10 @@ PATHS = [
 """Where the patterns of adapters look for layers, which PEFT compares with whole paths."""
 _ALL = re.compile(r"all(-linear)?|\*(_proj)?")
 """Names of all linear layers of a decoder."""
-_PROGRAM = re.compile(r"\.py$|^(train|sft|pt|llm|automodel|[a-z_]+(\.[a-z_]+)+\.\w+)$")
+_QUANTIZED = re.compile(r"(?i)\b(gptq|awq|nf4|bnb-4bit|int4|(nv|mx)fp4|(fp|int)8)\b")
+"""The format of weights in the name of a model."""
+_PROGRAM = r"\.py$|^(train|sft|pt|llm|automodel|[a-z_]+(\.[a-z_]+)+\.\w+)$"
 """The word before the first argument of a program."""
-_WORD = re.compile(r"([a-z_][\w.]*)=(.*)")
 Part = tuple[dict[str, Any], dict[str, Any]]
 """A part of `train`, with the engine, and the values of its knobs."""
 
@@ -59,150 +64,150 @@ def framework_of(words: Sequence[str]) -> str | None:
     return next((name for name, row in TABLES.items() if re.search(row["starts"], " ".join(words))), None)
 
 
-class Reading:
+@cache
+def _dialect(framework: str, *, on_megatron: bool) -> Dialect:
+    """Return the keys of a framework, and those of the programs that start it."""
+    row, keys = TABLES[framework], dict[str, Any]()
+    for name, names in [*row["keys"].items(), *COMMON["keys"].items()]:
+        keys[name] = (*keys.get(name, ()), *names)
+    own = (*SIZES, *(MEGATRON_NAMES if on_megatron else ()))
+    keys = {**{name: (name,) for name in own}, **keys, **{f"refused {name}": (name,) for name in row["refused"]}}
+    tables: dict[str, Any] = {name: {**COMMON[name]} for name in ("harmless", "named", "why")}
+    for name, table in tables.items():
+        for start, ends in row.get(name, {}).items():
+            table[start] = ends if name == "why" else f"{table.get(start, '')} {ends}"
+    return Dialect(
+        starts=row["starts"],
+        keys=keys,
+        defaults={**row["defaults"], **(row.get("megatron_defaults", {}) if on_megatron else {})},
+        **tables,
+        classes={"deepspeed.": ("flagcore_trainers", "settings/deepspeed.yaml")},
+        config=CONFIG_FLAGS,
+        program=_PROGRAM,
+        presets=row.get("presets", {}),
+    )
+
+
+class Reading(dialect.Reading):
     """The settings of a command, of the files that it names, and of the variables around it, by meaning."""
 
     def __init__(self, framework: str, start: Start, directory: Path) -> None:
         self.row, self.words, self.directory = TABLES[framework], start.words, directory
         self.text = " ".join(start.words)
-        own, common = self.row["keys"], COMMON["keys"]
-        self.keys = {name: (*own.get(name, ()), *common.get(name, ())) for name in {**own, **common}}
-        content: dict[str, Any] = {}
-        for file in _files(start.words):
-            content |= dict(flat(read_config(file, str(directory), key="command")))
-        around = {key.removeprefix("ENV."): value for key, value in content.items() if key.startswith("ENV.")}
-        self.around = {key.lower(): _scalar(str(value)) for key, value in {**start.job, **start.envs, **around}.items()}
-        files = {key.replace("-", "_"): value for key, value in content.items() if not key.startswith("ENV.")}
-        options = dict(_options(start.words))
-        self.given = {**self.row.get("named", {}).get(str(options.get("accelerate_config")), {}), **files, **options}
+        given = read_given(_dialect(framework, on_megatron=False), start.words, directory)
+        inner = {key.removeprefix("ENV."): value for key, value in given.items() if key.startswith("ENV.")}
+        around = {key.lower(): scalar(str(value)) for key, value in {**start.job, **start.envs, **inner}.items()}
         mark, variables = self.row.get("megatron", "$^"), {"use_mca", "use_megatron_bridge"}
-        self.on_megatron = bool(re.search(mark, self.text) or mark in self.given or variables & {*self.around})
-        self.defaults = {**self.row["defaults"], **(self.row.get("megatron_defaults", {}) if self.on_megatron else {})}
+        self.on_megatron = bool(re.search(mark, self.text) or mark in given or variables & {*around})
+        super().__init__(_dialect(framework, on_megatron=self.on_megatron), given, around)
 
-    def values(self, name: str) -> list[Any]:
-        """Return the values of the keys of a meaning that are set, or else the framework's own value."""
-        found = []
-        for entry in self.keys.get(name, (name,)):
-            key, tilde, pattern = entry.lstrip("!").partition("~")
-            if (value := self.given.get(key, self.around.get(key))) is not None:
-                value = bool(re.search(pattern, str(value))) if tilde else value
-                found.append(value in OFF if entry.startswith("!") else value)
-        return found or [self.defaults.get(name)]
-
-    def value(self, name: str) -> Any:
-        """Return the first value of a meaning, or None."""
-        return self.values(name)[0]
-
-    def is_on(self, name: str) -> bool:
-        """Return whether any key of a meaning is on."""
-        return any(value not in OFF for value in self.values(name))
-
-    def number(self, name: str) -> int | None:
-        """Return the first positive number of a meaning, or None. The first of several words counts."""
-        firsts = (value[0] if isinstance(value, list) and value else value for value in self.values(name))
-        texts = (str(each).replace("_", "").removesuffix(".0") for each in firsts)
-        return next((int(text) for text in texts if text.isdecimal() and int(text)), None)
+    def set_in_command(self, name: str) -> dict[str, Any]:
+        """Return the names of a meaning that are set to other values than off or `auto`, with these."""
+        given = {key: self.given.get(name_of(key)) for key in map(name_of, self.keys[name].names)}
+        return {key: value for key, value in given.items() if value not in (*OFF, "auto")}
 
     def size(self, name: str) -> int:
         """Return a number of a meaning, by default 1."""
         return self.number(name) or 1
 
-    def unread(self) -> list[str]:
-        """Return the keys that are neither read, nor off, nor known to be harmless."""
-        read = {entry.lstrip("!").partition("~")[0] for entries in self.keys.values() for entry in entries}
-        read |= {*self.row["refused"], *SIZES}
-        if self.on_megatron:
-            read |= {each for part in MEGATRON.values() for each in part} | {*RECOMPUTE}
-        known = re.compile("|".join((self.row["harmless"], COMMON["harmless"], TABLES["ms-swift"]["harmless"])))
-        read |= {key for key in self.given if ".pipeline." in key and self.size(fs.PP) == 1}
-        others = ((key, value) for key, value in self.given.items() if value not in (*OFF, []) and key not in read)
-        return [key for key, value in others if not (known.fullmatch(key) or known.fullmatch(f"{key}~{value}"))]
-
-
-def _scalar(text: str) -> Any:
-    with suppress(yaml.YAMLError):
-        return yaml.safe_load(text)
-    return text
-
-
-def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a command, and its words KEY=VALUE, with their values."""
-    for word in words:
-        if match := _WORD.fullmatch(word):
-            yield match[1], _scalar(match[2])
-    for name, values in parse_flags([word for word in words if not _WORD.fullmatch(word)]):
-        kept = [value for value in values if not value.endswith(SUFFIXES)] or values[:1]
-        yield name.replace("-", "_"), True if not kept else _scalar(kept[0]) if len(kept) == 1 else kept
-
-
-def _files(words: Sequence[str]) -> Iterator[str]:
-    """Yield the files of a command with settings: of its launcher first. That of a program is its first argument."""
-    for before, word in zip(("", *words), words, strict=False):
-        name, _equals, value = word.partition("=")
-        if name in CONFIG_FLAGS and value:
-            yield value
-        elif word.endswith(SUFFIXES) and (before in CONFIG_FLAGS or _PROGRAM.search(before)):
-            yield word
+    def is_idle(self, name: str) -> bool:
+        return (".pipeline." in name and self.size(fs.PP) == 1) or super().is_idle(name)
 
 
 def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     """Return the data of a spec for a command of a framework, and notes. Raises SpecError."""
     notes, read = Notes(), Reading(framework_of(start.words) or "", start, directory)
-    for key, pattern in read.row["refused"].items():
-        value = next((each for name, each in read.given.items() if name.partition(".")[0] == key), None)
-        if value not in OFF and re.search(pattern, str(value)):
-            problem = "is not predicted, as only next-token training of all weights or of LoRA, DoRA or QLoRA is"
-            notes.report(key, problem, value=value, fix="describe it in a spec with engine: command")
-    for name in ("longest", "micro_batch_size", "accumulation", "global_batch_size", *SIZES):
-        given = {key: read.given.get(key) for key in read.keys.get(name, (name,))}
-        wrong = [each for each in given.items() if each[1] not in (*OFF, "auto")] if read.number(name) is None else []
-        for key, value in wrong:
-            notes.report(key, "is not a positive whole number", value=value, fix="correct it")
+    _check(read, notes)
     section = model_of(model, [read.value("model")], directory, notes)
     cluster = _cluster(read, start, notes)
     devices, micro = cluster["nodes"] * cluster["devices_per_node"], read.size("micro_batch_size")
     replicas = max(devices // math.prod(map(read.size, SIZES[:3])), 1)
     steps = read.number("accumulation") or max(1, -(-(read.number("samples") or 0) // (micro * devices)))
     total = read.number("global_batch_size") or micro * steps * replicas
-    precision = "fp16" if read.is_on("fp16") else "fp32" if read.is_on("fp32") and not read.is_on("bf16") else "bf16"
-    train: dict[str, Any] = {"seq_length": _longest(read, notes), "global_batch_size": total, "precision": precision}
+    train: dict[str, Any] = {
+        "seq_length": _longest(read, notes),
+        "global_batch_size": total,
+        "precision": _precision(read),
+    }
     train |= {"attention": "unfused"} if read.is_on("unfused") else {}
     train |= _lengths(read, train["seq_length"], notes) | _adapter(read, notes)
     if notes.problems:
         raise join_errors(notes.problems)
     shape = model_from(section, base=directory)
-    targets = train.get("adapter", {}).get("targets")
-    if absent := absent_targets(shape, targets and Adapter(targets=tuple(targets))):
-        notes.note("adapter", f"{', '.join(absent)}: the model has no such layers", "train.adapter")
-    is_ddp = devices > 1 and not (read.is_on("fsdp") or read.size(fs.EP) > 1)
-    if read.on_megatron:
-        own, baseline = _on_megatron(read, shape)
-    elif is_ddp or read.is_on("deepspeed") or any(key.startswith("deepspeed.") for key in read.given):
-        own, baseline = _on_deepspeed(read, shape.hidden_size, notes)
-    else:
-        own, baseline = _on_fsdp(read, replicas)
-        if read.is_on("pure") and precision == "bf16" and not ("adapter" in train or read.is_on("fsdp")):
-            baseline |= {fs.STATES: "bf16", fs.REDUCE: "bf16"}  # the optimizer has the weights themselves
-        if devices > 1 and not read.is_on("fsdp"):
-            notes.note("ddp", "replicas with different experts are predicted as if they shared weights", "train.engine")
-    if offloaded := [each for each in read.values("checkpointing") if str(each).startswith("offload")]:
-        text = f"{offloaded[0]}: predicted as full, with checkpoints on the device and without their copies"
-        notes.note(read.keys["checkpointing"][0], text, "auto_tuner.baseline")
+    own, baseline = _part(read, shape, devices, replicas, train, notes)
     if "command" not in own:
         text = f"trials of {own['engine']} do not start it: the spec is for `flag estimate`"
         notes.note("command", text, "train.engine")
-    if others := read.unread():
-        notes.note(", ".join(others), "not in the predictions", "train")
-    of_stage = read.number("pipeline_micro_batch") if read.size(fs.PP) > 1 else None
-    if of_stage and (runs := total // (micro * replicas)) > 1:
-        text = f"pipelines end after each local batch of {micro}, but are predicted as if once a step: {runs} times "
-        text += f"the step of a spec with global_batch_size: {micro * replicas} is nearer"
-        notes.note(read.keys["micro_batch_size"][0], text, "train.global_batch_size")
+    _note_unread(read, notes)
+    targets = train.get("adapter", {}).get("targets")
+    if absent := absent_targets(shape, targets and Adapter(targets=tuple(targets))):
+        notes.note("adapter", f"{', '.join(absent)}: the model has no such layers", "train.adapter")
+    of_stage = _of_stage(read, total, micro * replicas, notes)
     tuner: dict[str, Any] = {"baseline": {**baseline, "micro_batch_size": of_stage or micro}}
     names = {"deepspeed": (fs.AC, fs.TP, fs.CP), "fsdp2": (fs.STATES, fs.REDUCE)}.get(own["engine"], ())
     if fixed := {name: [baseline[name]] for name in names if name in baseline}:  # what no trial changes
         tuner["space"] = fixed
     return {"model": section, "cluster": cluster, "train": {**own, **train}, "auto_tuner": tuner}, notes.notes
+
+
+def _check(read: Reading, notes: Notes) -> None:
+    """Report what is not predicted, and sizes that are none."""
+    for key, pattern in read.row["refused"].items():
+        value = next((each for name, each in read.given.items() if name.partition(".")[0] == key), None)
+        if value not in OFF and re.search(pattern, str(value)):
+            problem = "is not predicted, as only next-token training of all weights or of LoRA, DoRA or QLoRA is"
+            notes.report(key, problem, value=value, fix="describe it in a spec with engine: command")
+    for name in ("longest", "micro_batch_size", "accumulation", "global_batch_size", *SIZES):
+        if read.number(name) is None:
+            for key, value in read.set_in_command(name).items():
+                notes.report(key, "is not a positive whole number", value=value, fix="correct it")
+
+
+def _precision(read: Reading) -> str:
+    """Return the precision of matrix products."""
+    if read.is_on("fp16"):
+        return "fp16"
+    return "fp32" if read.is_on("fp32") and not read.is_on("bf16") else "bf16"
+
+
+def _part(read: Reading, shape: Model, devices: int, replicas: int, train: Mapping[str, Any], notes: Notes) -> Part:
+    """Return the part of `train` with the engine, and the values of its knobs."""
+    is_ddp = devices > 1 and not (read.is_on("fsdp") or read.size(fs.EP) > 1)
+    if read.on_megatron:
+        return _on_megatron(read, shape)
+    if is_ddp or read.is_on("deepspeed") or any(key.startswith("deepspeed.") for key in read.given):
+        return _on_deepspeed(read, shape.hidden_size, notes)
+    own, baseline = _on_fsdp(read, replicas)
+    if train["precision"] != "bf16" or "adapter" in train or read.is_on("fsdp"):
+        read.drop("pure")
+    elif read.is_on("pure"):
+        baseline |= {fs.STATES: "bf16", fs.REDUCE: "bf16"}  # the optimizer has the weights themselves
+    if devices > 1 and not read.is_on("fsdp"):
+        notes.note("ddp", "replicas with different experts are predicted as if they shared weights", "train.engine")
+    return own, baseline
+
+
+def _note_unread(read: Reading, notes: Notes) -> None:
+    """Add notes on the keys that are not in the predictions: a note for each reason."""
+    if offloaded := [each for each in read.values("checkpointing") if str(each).startswith("offload")]:
+        text = f"{offloaded[0]}: predicted as full, with checkpoints on the device and without their copies"
+        notes.note(name_of(read.keys["checkpointing"].names[0]), text, "auto_tuner.baseline")
+    reasons = dict[str, list[str]]()
+    for each in read.unread():
+        reasons.setdefault(f"not in the predictions{each.reason}", []).append(each.key)
+    for text, keys in reasons.items():
+        notes.note(", ".join(keys), text, "train")
+
+
+def _of_stage(read: Reading, total: int, local: int, notes: Notes) -> int | None:
+    """Return the micro-batch size of a pipeline, if it has one. `local`: the samples of all replicas' batches."""
+    of_stage = read.number("pipeline_micro_batch") if read.size(fs.PP) > 1 else None
+    if of_stage and (runs := total // local) > 1:
+        micro = read.size("micro_batch_size")
+        text = f"pipelines end after each local batch of {micro}, but are predicted as if once a step: {runs} times "
+        text += f"the step of a spec with global_batch_size: {local} is nearer"
+        notes.note(name_of(read.keys["micro_batch_size"].names[0]), text, "train.global_batch_size")
+    return of_stage
 
 
 def _longest(read: Reading, notes: Notes) -> int:
@@ -229,20 +234,19 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
     if kind in ("full", "none", "false"):
         return {}
     if kind not in ("lora", "qlora", "dora"):
-        notes.report(read.keys["adapter"][0], "is not predicted", value=kind, fix="use full, LoRA, DoRA or QLoRA")
-    base = "int8" if read.is_on("int8") else "nf4" if read.is_on("nf4") or kind == "qlora" else None
-    if not base and (
-        found := re.search(r"(?i)\b(gptq|awq|nf4|bnb-4bit|int4|(nv|mx)fp4|(fp|int)8)\b", str(read.value("model")))
-    ):
-        base = "int8" if found[0].endswith("8") else "nf4"
-        notes.note("model", f"its weights in {found[0]} are predicted as {base}", "train.adapter.base")
-    targets = None if read.is_on("all_linear") else read.value("targets")
-    if isinstance(targets, str) and "(" in targets:
-        with suppress(re.error):
-            pattern = re.compile(targets)
-            selected = [name for name in (*TARGETS, *NAMES) if any(pattern.fullmatch(path + name) for path in PATHS)]
-            targets = selected or targets
-    section = adapter_section("dora" if read.is_on("dora") else kind, read.number("rank"), targets, base)
+        notes.report(
+            name_of(read.keys["adapter"].names[0]), "is not predicted", value=kind, fix="use full, LoRA, DoRA or QLoRA"
+        )
+    targets = None if read.is_on("all_linear") else _targets(read.value("targets"))
+    section = adapter_section(
+        "dora" if read.is_on("dora") else kind, read.number("rank"), targets, _base(read, kind, notes)
+    )
+    _note_layers(targets, section, notes)
+    return {"adapter": section}
+
+
+def _note_layers(targets: Any, section: Mapping[str, Any], notes: Notes) -> None:
+    """Add notes on the layers with adapters that are unknown, or of experts."""
     last = {name: name.rsplit(".", 1)[-1].strip("*") for name in layer_names(targets)}
     if other := [name for name, each in last.items() if not _ALL.fullmatch(name) and each not in (*NAMES, *TARGETS)]:
         text = "left out" if "targets" in section else "taken as all linear layers"
@@ -250,7 +254,27 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
     if apart := [name for name in last if "expert" in name and name not in other]:
         text = "taken as layers of this name in all networks and experts"
         notes.note("adapter", f"{', '.join(apart)[:80]}: {text}", "train.adapter")
-    return {"adapter": section}
+
+
+def _base(read: Reading, kind: str, notes: Notes) -> str | None:
+    """Return the format of the weights below adapters, or None for that of the job."""
+    if base := "int8" if read.is_on("int8") else "nf4" if read.is_on("nf4") or kind == "qlora" else None:
+        return base
+    if not (found := _QUANTIZED.search(str(read.value("model")))):
+        return None
+    base = "int8" if found[0].endswith("8") else "nf4"
+    notes.note("model", f"its weights in {found[0]} are predicted as {base}", "train.adapter.base")
+    return base
+
+
+def _targets(targets: Any) -> Any:
+    """Return the layers with adapters. Those that match a pattern are listed, as PEFT compares it with whole paths."""
+    if isinstance(targets, str) and "(" in targets:
+        with suppress(re.error):
+            pattern = re.compile(targets)
+            selected = [name for name in (*TARGETS, *NAMES) if any(pattern.fullmatch(path + name) for path in PATHS)]
+            return selected or targets
+    return targets
 
 
 def _cluster(read: Reading, start: Start, notes: Notes) -> dict[str, Any]:
@@ -260,14 +284,9 @@ def _cluster(read: Reading, start: Start, notes: Notes) -> dict[str, Any]:
         if found["devices_per_node"] != "auto":
             return found
     nodes = read.number("nodes") or start.hosts * start.instances
-    counts = [str(value).rpartition(":")[2] for value in read.values("per_node")]  # also NAME:8
-    per_node = next((int(each) for each in counts if each.isdecimal()), start.devices or 0)
+    per_node = _per_node(read, nodes, start.devices or 0)
     visible = next((str(value) for name, value in read.around.items() if name.endswith("visible_devices")), "")
-    if processes := read.number("processes"):
-        per_node = per_node or max(processes // nodes, 1)
-    tensor, stages, context, experts = map(read.size, SIZES)
-    replicas = read.size("shard") * read.size("replicate") * (experts if "apart" in read.row else 1)
-    fewest = math.lcm(tensor * stages * context * replicas, stages * experts)
+    fewest = _fewest(read)
     is_alone = re.search(read.row.get("alone", "$^"), read.text)
     if is_alone and per_node <= visible.count(",") > 0:
         text = "one process has all visible devices: layers that run on one after another are predicted as on one"
@@ -279,6 +298,21 @@ def _cluster(read: Reading, start: Start, notes: Notes) -> dict[str, Any]:
         text = f"{nodes} x {per_node} is the fewest: give a command with NPROC_PER_NODE=N, or correct it"
         notes.note("cluster", text + ", and global_batch_size" * (not read.number("global_batch_size")), "cluster")
     return {"chip": "auto", "nodes": nodes, "devices_per_node": int(per_node)}
+
+
+def _per_node(read: Reading, nodes: int, devices: int) -> int:
+    """Return the processes of a host, or 0 if the command does not say so. `devices`: those of a host, or 0."""
+    counts = [str(value).rpartition(":")[2] for value in read.values("per_node")]  # also NAME:8
+    per_node = next((int(each) for each in counts if each.isdecimal()), devices)
+    processes = read.number("processes")
+    return per_node or (max(processes // nodes, 1) if processes else 0)
+
+
+def _fewest(read: Reading) -> int:
+    """Return the fewest devices that the layout of a job needs."""
+    tensor, stages, context, experts = map(read.size, SIZES)
+    replicas = read.size("shard") * read.size("replicate") * (experts if "apart" in read.row else 1)
+    return math.lcm(tensor * stages * context * replicas, stages * experts)
 
 
 def _on_fsdp(read: Reading, replicas: int) -> Part:
@@ -293,21 +327,20 @@ def _on_fsdp(read: Reading, replicas: int) -> Part:
         baseline |= {fs.SCHEDULE: SCHEDULES.get(str(read.value(fs.SCHEDULE)).lower(), "1f1b"), fs.RESHARD: False}
     elif read.value("reshard") in (False, "SHARD_GRAD_OP"):
         baseline[fs.RESHARD] = False
+    if fs.PP in baseline or read.value("reshard") not in (None, True, False, "FULL_SHARD", "SHARD_GRAD_OP"):
+        read.drop("reshard")
     return {"engine": "fsdp2"}, baseline
 
 
 def _on_megatron(read: Reading, model: Model) -> Part:
     """Return the part of a job on Megatron-LM, with its settings."""
+    read.drop(*OF_SHARDS, "checkpointing", "deepspeed", "pure")
     baseline: dict[str, Any] = {name: size for name in SIZES if (size := read.size(name)) > 1}
     baseline["use_distributed_optimizer"] = read.is_on("use_distributed_optimizer")
     baseline["sequence_parallel"] = read.is_on("sequence_parallel") and read.size(fs.TP) > 1
     if (virtual := read.size("virtual_pipeline_model_parallel_size")) > 1:
         baseline["num_layers_per_virtual_pipeline_stage"] = -(-model.num_layers // (virtual * read.size(fs.PP)))
-    granularity = read.value(RECOMPUTE[0])
-    baseline["use_recompute"] = granularity in ("selective", "full")
-    if baseline["use_recompute"]:
-        baseline |= {RECOMPUTE[1]: "uniform", RECOMPUTE[2]: 1} if granularity == "full" else {}
-        baseline |= {name: value for name in RECOMPUTE if (value := read.value(name)) is not None}
+    baseline |= _recompute(read)
     names = {**{each: each for each in MEGATRON["settings"]}, **MEGATRON["ends"]}
     settings = {new: value for name, new in names.items() if (value := read.value(name)) not in OFF}
     if not model.num_moe_experts:
@@ -315,25 +348,21 @@ def _on_megatron(read: Reading, model: Model) -> Part:
     return {"engine": "megatron", **({"settings": settings} if settings else {})}, baseline
 
 
+def _recompute(read: Reading) -> dict[str, Any]:
+    """Return the knobs of recomputation on Megatron-LM."""
+    granularity = read.value(RECOMPUTE[0])
+    if granularity not in ("selective", "full"):
+        return {"use_recompute": False}
+    usual = {RECOMPUTE[1]: "uniform", RECOMPUTE[2]: 1} if granularity == "full" else {}
+    given = {name: value for name in RECOMPUTE if (value := read.value(name)) is not None}
+    return {"use_recompute": True, **usual, **given}
+
+
 def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
     """Return the part of a job on DeepSpeed. If its configuration is a file here, trials start the command."""
     given, file = read.value("deepspeed"), Path(read.directory, str(read.value("deepspeed")))
-    content = {key[10:]: value for key, value in read.given.items() if key.startswith("deepspeed.")}
-    if isinstance(given, dict):
-        content = dict(flat(given))
-    elif type(given) is int:
-        content = {STAGE: given, DEVICE: read.given.get("deepspeed_config.offload_optimizer_device")}
-    elif isinstance(given, str) and file.is_file():
-        content = dict(flat(read_config(given, str(read.directory), key="deepspeed")))
-    elif named := re.search(r"z(?:ero)?_?([0-3])", str(given)):
-        content = {STAGE: int(named[1]), DEVICE: "cpu" if "offload" in str(given) else None}
-        text = f"{given} is not a file in this folder: ZeRO {named[1]} is taken from its name"
-        notes.note("deepspeed", text, "auto_tuner.baseline")
-    elif given not in OFF:
-        fix = "start from the folder to which its path belongs"
-        raise SpecError(key="deepspeed", value=given, problem="is not here", fix=fix)
-    elif not content:
-        notes.note("ddp", "without DeepSpeed and FSDP, replicas are predicted as ZeRO 0", "train.engine")
+    content = _configuration(read, given, file, notes)
+    read.drop(*OF_SHARDS, fs.PP, fs.EP, "pure")
     stage = str(content.get(STAGE) or 0)
     if stage not in ("0", "1", "2", "3"):
         raise SpecError(key=STAGE, value=stage, problem="is not a stage of ZeRO from 0 to 3", fix="correct it")
@@ -341,16 +370,43 @@ def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
     baseline["offload_optimizer"] = "cpu" if content.get(DEVICE) == "cpu" else "none"
     baseline[fs.AC] = "full" if read.is_on("checkpointing") else "none"
     baseline |= {name: size for name in (fs.TP, fs.CP) if (size := read.size(name)) > 1}
-    baseline |= {"overlap_comm": content[OVERLAP]} if type(content.get(OVERLAP)) is bool else {}
-    if (bucket := content.get(BUCKET)) == "auto":  # transformers 4.57 `integrations/deepspeed.py`
-        bucket = hidden_size**2
-    baseline |= {"reduce_bucket_size": int(bucket)} if isinstance(bucket, (int, float)) else {}
-    plus = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
-    baseline |= {name: value for name in plus if type(value := content.get(f"zero_optimization.{name}")) in (int, bool)}
+    baseline |= _of_zero(content, hidden_size)
     if (device := content.get("zero_optimization.offload_param.device")) not in OFF:
         notes.note("deepspeed.zero_optimization.offload_param.device", f"not in the predictions ({device})", "train")
     has_trials = "set" in read.row and "deepspeed" in read.given and file.is_file()
     return {"engine": "deepspeed", **(_command(read, given) if has_trials else {})}, baseline
+
+
+def _of_zero(content: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Return the knobs of ZeRO that a configuration sets beside its stage."""
+    baseline = {"overlap_comm": content[OVERLAP]} if type(content.get(OVERLAP)) is bool else {}
+    if (bucket := content.get(BUCKET)) == "auto":  # transformers 4.57 `integrations/deepspeed.py`
+        bucket = hidden_size**2
+    baseline |= {"reduce_bucket_size": int(bucket)} if isinstance(bucket, (int, float)) else {}
+    plus = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+    given = {name: content.get(f"zero_optimization.{name}") for name in plus}
+    return baseline | {name: value for name, value in given.items() if type(value) in (int, bool)}
+
+
+def _configuration(read: Reading, given: Any, file: Path, notes: Notes) -> dict[str, Any]:
+    """Return the keys of a configuration of DeepSpeed: a mapping, a stage, a file, or the name of a preset."""
+    if isinstance(given, dict):
+        return dict(flat(given))
+    if type(given) is int:
+        return {STAGE: given, DEVICE: read.given.get("deepspeed_config.offload_optimizer_device")}
+    if isinstance(given, str) and file.is_file():
+        return dict(flat(read_config(given, str(read.directory), key="deepspeed")))
+    if named := re.search(r"z(?:ero)?_?([0-3])", str(given)):
+        text = f"{given} is not a file in this folder: ZeRO {named[1]} is taken from its name"
+        notes.note("deepspeed", text, "auto_tuner.baseline")
+        return {STAGE: int(named[1]), DEVICE: "cpu" if "offload" in str(given) else None}
+    if given not in OFF:
+        fix = "start from the folder to which its path belongs"
+        raise SpecError(key="deepspeed", value=given, problem="is not here", fix=fix)
+    content = {key[10:]: value for key, value in read.given.items() if key.startswith("deepspeed.")}
+    if not content:
+        notes.note("ddp", "without DeepSpeed and FSDP, replicas are predicted as ZeRO 0", "train.engine")
+    return content
 
 
 def _command(read: Reading, file: str) -> dict[str, Any]:

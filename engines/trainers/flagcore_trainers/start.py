@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -12,12 +11,11 @@ from typing import Any
 from flagcore.domain.files import replace as write_file
 from flagcore.domain.space import KnobValue
 from flagcore.errors import LaunchError, SpecError
-from flagcore.spec.plain_data import dump_yaml, load_json, parse_yaml, read_text
+from flagcore.spec.plain_data import dump_yaml
 from flagcore_trainers.program import KnobRow
 
 CONFIG = "{config}"
 """A word of a command that stands for the path of the configuration file. Without it, the user's path is replaced."""
-SUFFIXES = (".json", ".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,32 +35,6 @@ class Command:
         if row.flag and (found := flag_value(self.words, row.flag)) is not None:
             return found
         return value_at(self.content, row.key) if row.key else None
-
-
-def read_config(config: str, directory: str, key: str = "train.program.config") -> dict[str, Any]:
-    """Return the content of a configuration file. Raises SpecError. `key` is the key of the spec that names the file"""
-    path = Path(directory, config)
-    if path.suffix not in SUFFIXES:
-        fix = "convert it to JSON or YAML, or set its values by flags"
-        raise SpecError(key=key, value=config, problem="is neither JSON nor YAML", fix=fix)
-    text = read_text(path, file=str(path), key=key)
-    try:
-        content = load_json(_plain_json(text)) if path.suffix == ".json" else parse_yaml(text, file=str(path))
-    except ValueError as error:
-        raise SpecError(key=key, value=config, problem=str(error), fix="correct the file") from None
-    if not isinstance(content, dict):
-        raise SpecError(key=key, value=config, problem="is not a mapping", fix="write keys and values")
-    return content
-
-
-def _plain_json(text: str) -> str:
-    """Return JSON without the comments and the trailing commas that DeepSpeed's reader (hjson) accepts."""
-    string = r'("(?:\\.|[^"\\\n])*")'
-    for other in (r"//[^\n]*|#[^\n]*|/\*.*?\*/", r",(?=\s*[}\]])"):
-        text = re.sub(
-            f"{string}|{other}", lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text, flags=re.DOTALL
-        )
-    return text
 
 
 def value_at(content: Mapping[str, Any], key: str) -> Any:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from flagcore_importers.dialect import read_config
 from flagcore_training.commands import environment, unknown_placeholders
 from flagcore_training.reading import FAILURES, measurement
 
@@ -157,7 +158,7 @@ class Trainer(Engine):
         directory = train.directory or "."
         if config is None:
             return start.Command(words=train.command, directory=directory)
-        content = start.read_config(config, directory)
+        content = read_config(config, directory)
         start.check_config_word(train.command, config)
         try:
             start.changed(

@@ -168,15 +168,6 @@ def parse_flags(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             yield flag.replace("_", "-"), [value] if value else list(following)
 
 
-def flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of a configuration with their values, which are no mappings."""
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def expand_command(
     command: Sequence[str], candidate: Mapping[str, KnobValue], arguments: Sequence[str], folder: str
 ) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from flagcore_importers.dialect import flat
 from flagcore_megatron.importing.arguments import (
     SIZES,
     Flags,
@@ -24,6 +25,7 @@ from flagcore_megatron.importing.arguments import (
     shape,
     with_layers,
 )
+from flagcore_megatron.program.unmodelled import SETTINGS as MEGATRON
 from flagcore_megatron.space.knobs import SETTINGS
 from flagcore_megatron.space.stages import LAYOUT
 from flagcore_training.lengths import assumed_lengths
@@ -437,3 +439,13 @@ def _note_others(
             notes.note(f"{section} ({', '.join(keys)})", "dropped: predictions do not use them")
     others = [key for key, value in config.items() if key not in sections and isinstance(value, Mapping) and value]
     notes.note(", ".join(others), "dropped: they do not describe the job's sizes")
+    if unknown := [key for key, _value in flat(config) if not _is_known(key)]:
+        notes.note(", ".join(unknown), "unknown to flagcore: not in the predictions")
+
+
+def _is_known(key: str) -> bool:
+    """Return whether a table has the name of a key, or the key is part of another model's configuration."""
+    *sections, name = key.split(".")
+    listed = {*TABLES["known"].split(), *TABLES["model_keys"], *TABLES["used"], *_DEFAULTS}
+    of_model = any(each.endswith("_config") for each in sections)
+    return of_model or name in listed or not MEGATRON.unclassed([name.replace("_", "-")])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.dialect import flat
 from flagcore_megatron.importing.arguments import flag_name
 from flagcore_serving.launch.importing import LENGTHS, parse_length
 from flagcore_serving.space.hardware import PP, PREFILL_DECODE, TP
@@ -26,6 +27,7 @@ from flagcore_flagscale.source import (
     KNOB_NAMES,
     KNOBS,
     KNOBS_BY_ARGUMENT,
+    PROGRAMS,
     RESERVED_ARGUMENTS,
     TABLES,
     Source,
@@ -72,8 +74,9 @@ def serving(source: Source) -> dict[str, Any]:
         "objective": _objective(source),
     }
     source.drop("experiment.runner.deploy", "each trial starts the engine's own server", "serve")
-    for key, value in leaves(item):
-        source.note(f"serve[0]{key}", f"dropped ({value}): unknown to flagcore", "serve")
+    for key, value in flat(item):
+        if value != {}:
+            source.note(f"serve[0].{key}", f"dropped ({value}): unknown to flagcore", "serve")
     if found.nodes > 1 and "hostfile" in found.section:
         tuner["launcher"] = "ssh"
     return {"model": model, "cluster": found.section, "serve": serve, "auto_tuner": tuner}
@@ -390,5 +393,9 @@ def _add_argument(
         previous_key, previous = result[engine_name]
         text = f"dropped for {engine} ({previous}): {tree_key} is used"
         source.note(previous_key, text, f"{_SPEC_KEY}.{engine_name}")
+    flag, program = engine_name.replace("_", "-"), PROGRAMS[engine]
+    if not (program.knob_of(flag)[0] or program.knows_flag(flag)) and program.settings.unclassed([flag]):
+        text = f"is passed to {engine}, but unknown to flagcore: not in the predictions"
+        source.note(tree_key, text, f"{_SPEC_KEY}.{engine_name}")
     is_length = name in LENGTHS
     result[engine_name] = tree_key, parse_length(value) if is_length else value

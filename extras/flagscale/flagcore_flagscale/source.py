@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from flagcore_importers.dialect import flat
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_megatron.importing.arguments import flag_name
 from flagcore_sglang.engine import ENGINE as SGLANG
@@ -32,6 +33,8 @@ KNOBS = {
     for name, engine in (("vllm", VLLM), ("sglang", SGLANG), ("llamacpp", LLAMACPP))
 }
 """Names of knobs by engine."""
+PROGRAMS = {"vllm": VLLM.program, "sglang": SGLANG.program, "llamacpp": LLAMACPP.program}
+"""The command lines of engines, with the classes of their settings."""
 DEFAULT_SPACE: dict[str, dict[str, Any]] = TABLES["own_space"]
 KNOB_NAMES = {"instance": "instances", "instace": "instances"}
 """Maps names in FlagScale's spaces to flagcore's knobs. The second name is a typo in its space for SGLang."""
@@ -105,8 +108,9 @@ class Source(Notes):
 
     def note_unknown_keys(self) -> None:
         """Add a note on each remaining key."""
-        for key, _ in leaves(self.left):
-            self.note(key.removeprefix("."), "dropped: unknown to flagcore")
+        for key, value in flat(self.left):
+            if value != {}:
+                self.note(key, "dropped: unknown to flagcore")
 
 
 def leaves(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:

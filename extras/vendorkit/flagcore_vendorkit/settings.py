@@ -84,6 +84,12 @@ class Settings:
         """Return those of `names` that are in no class."""
         return [name for name in names if not (self._find(name) or self._find(name.removeprefix("no-")))]
 
+    def is_listed(self, name: str) -> bool:
+        """Return whether a setting itself is in a class, or its section has an effect."""
+        found = self._find(name) or self._find(name.removeprefix("no-"))
+        names = (_key(name), _key(name.removeprefix("no-")))
+        return found is not None and (found in names or found.endswith("*") or self._by_key[found] is not None)
+
     def unmodelled(self, name: str, value: object = True, shown: str = "", *, nodes: int = 2) -> Unmodelled | None:
         """Return the effect of a setting that predictions do not include, or None.
 

@@ -13,7 +13,7 @@ from flagcore_training.unmodelled import note_effects
 
 from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes, package_yaml
-from flagcore_megatron.program.unmodelled import not_predicted
+from flagcore_megatron.program.unmodelled import SETTINGS, is_on, knows, not_predicted
 from flagcore_megatron.space.split import SPLIT
 from flagcore_megatron.space.stages import PATTERN
 
@@ -30,8 +30,11 @@ class Flags:
     def __init__(self, source: Notes, entries: Iterable[tuple[str, Any]], usual_key: str = "--{flag}") -> None:
         self.source, self._usual_key = source, usual_key
         self._arguments: dict[str, tuple[str, Any]] = {}
+        self.empty: list[str] = []
+        """Keys with nulls and empty mappings."""
         for key, value in entries:
             if value is None or value == {}:
+                self.empty.append(key)
                 continue
             if previous := self._arguments.get(name := flag_name(key)):
                 source.note(previous[0], f"dropped ({previous[1]}): {key} comes later")
@@ -172,6 +175,10 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
     names = (each for each in flags.names() if not (on_meshes and each.endswith("_per_stage_micro_batch")))
     given = {name.replace("_", "-"): (flags.key(name), flags.get(name)) for name in names}
     note_effects(not_predicted(given), flags.source)
+    off = [key for name, (key, value) in given.items() if not is_on(name, value)]
+    for key in (*off, *flags.empty):  # others are among the effects
+        if SETTINGS.unclassed([name := flag_name(key).replace("_", "-")]) and not knows(name):
+            flags.source.note(key, "unknown to flagcore: not in the predictions", "train")
     dropouts = dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.1)  # Megatron's defaults
     settings: dict[str, Any] = {name: value for name, value in dropouts.items() if not flags.has(name)}
     kind, rank = flags.get("peft_type"), flags.get("lora_r", flags.get("lora_dim"))

@@ -57,6 +57,11 @@ def is_on(name: str, value: object) -> bool:
     return _text(value).lower() not in UNCHANGED and _text(value) != _text(default)
 
 
+def knows(name: str) -> bool:
+    """Return whether an argument is one of a known release, or of FlagScale's fork."""
+    return any(table.find(f"--{name}") for table in _TABLES)
+
+
 def _text(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
