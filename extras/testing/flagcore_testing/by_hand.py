@@ -8,8 +8,8 @@ from typing import Any
 
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import NodeGroup
-from flagcore_testing.checks import chips, figures, sources
-from flagcore_testing.checks.agreement import missing_variables
+from flagcore_testing.checks import chips, sources
+from flagcore_testing.checks.detector import missing_variables
 from flagcore_testing.kit import Check, Skip, Subject
 
 LINES = 8
@@ -125,14 +125,9 @@ def _unshared_levels(plugin: Subject) -> Iterator[str]:
                 yield f"{chip.name}: {rate}, as much as to the host; the devices of a group share its link"
 
 
-CHECKS: tuple[Check, ...] = tuple(
-    getattr(module, name)
-    for module, names in (
-        (chips, "figures_are_plausible figures_are_consistent memory_bandwidth_is_plausible peaks_are_dense"),
-        (figures, "figures_are_of_their_class links_are_named_as_they_are figures_are_those_of_their_sources"),
-        (sources, "pcie_rates_are_one_way figures_match_their_sources links_are_added_up"),
-    )
-    for name in names.split()
+CHECKS: tuple[Check, ...] = (
+    *(chips.figures_are_plausible, chips.links_are_what_they_claim, sources.link_rates_are_one_way_and_of_all_links),
+    *(sources.pcie_rates_are_one_way, sources.figures_match_their_sources),
 )
 """The checks of a chip's figures."""
 

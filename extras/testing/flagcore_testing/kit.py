@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
 
 from flagcore.contracts import KernelCosts
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Chip, Link
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
@@ -48,6 +49,20 @@ class Problem:
 
     message: str
     fix: str
+
+
+Case = tuple[object, str, str]
+"""A row of a table of rules: whether something is wrong, the message, and the fix."""
+
+
+def wrong(*cases: Case, where: str = "") -> Iterator[Problem]:
+    """Yield a problem for each case that is true. Its message begins with `where`."""
+    return (Problem(f"{where}{message}", fix) for is_wrong, message, fix in cases if is_wrong)
+
+
+def repeated(words: Iterable[T]) -> Iterator[tuple[T, int]]:
+    """Yield each word that is there several times, with its number."""
+    return ((word, times) for word, times in Counter(words).items() if times > 1)
 
 
 def fix_of(reason: str) -> str:
@@ -303,6 +318,11 @@ def chips(plugin: Subject) -> Iterable[tuple[Chip]]:
     return [(chip,) for chip in plugin.own_chips()]
 
 
+def linked(plugin: Subject) -> Iterable[tuple[Chip, Link]]:
+    """Check the link of each chip that has one. Raises Skip if there are no chips."""
+    return [(chip, chip.link) for chip in plugin.own_chips() if chip.link]
+
+
 def check(
     fix: str = "", *, each: Callable[[Subject], Iterable[tuple[Any, ...]]] = whole
 ) -> Callable[[Callable[..., Problems]], Check]:
@@ -363,6 +383,6 @@ def run(check: Check, subject: Subject) -> Result:
         check=name,
         state="failed",
         message="; ".join([*listed, *([f"and {remainder} more"] if remainder > 0 else [])]),
-        fix=problems[0].fix,
+        fix="; ".join(dict.fromkeys(problem.fix for problem in problems if problem.message in listed)),
         places=subject.places(listed, failure),
     )
