@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 from unittest import mock
 
-from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.engines import Variable, all_knobs, read_quirks, read_variables
 from flagcore_vendorkit.fields import applicable
 
@@ -26,7 +25,7 @@ from flagcore_testing.checks.detector import (
     others_hooks,
     words_of,
 )
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once, repeated, wrong
+from flagcore_testing.kit import Problem, Problems, Rule, Skip, Subject, check, need, once, repeated, table
 
 COLLECTIVES = re.compile(r"^[A-Z]{1,3}CL_")
 """The beginning of variables of collective libraries, most of which have the same names after it."""
@@ -35,11 +34,6 @@ OF_MACHINE = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_IF_IP$")
 """Variables whose value differs between machines."""
 UNSET = re.compile(r"\b(?:leave|unset|do not set) ([A-Z][A-Z0-9_]{4,})")
 DOCUMENT = "use `used` instead of `value`: it documents the value without setting it"
-RESTRICT = "use `used` instead of `value`, or restrict it by unless, several_nodes, chips or versions"
-FILL_IN = (
-    "write {interface} or {adapters}, or `used` instead of `value`: flagcore fills in what differs between machines"
-)
-ONE_NODE = "add several_nodes: true: a job on one node needs no interface or adapter"
 
 
 def _others_files(plugin: Subject, read: Any) -> Iterator[Any]:
@@ -50,13 +44,16 @@ def _others_files(plugin: Subject, read: Any) -> Iterator[Any]:
 
 
 @once
-def _others_variables(plugin: Subject) -> list[list[Variable]]:
-    """Return the variables that each other installed plugin describes."""
-    return [[*variables] for variables in _others_files(plugin, read_variables)]
+def _others_variables(plugin: Subject) -> list[Variable]:
+    """Return the variables that other installed plugins describe."""
+    return [each for variables in _others_files(plugin, read_variables) for each in variables]
 
 
+@once
 def _others_names(plugin: Subject) -> list[str]:
-    return [name for variables in _others_variables(plugin) for name in sorted({each.name for each in variables})]
+    """Return the names of these variables, one of each plugin."""
+    files = _others_files(plugin, read_variables)
+    return [name for variables in files for name in sorted({each.name for each in variables})]
 
 
 def _named(plugin: Subject) -> Iterator[tuple[str, str]]:
@@ -73,98 +70,153 @@ def _named(plugin: Subject) -> Iterator[tuple[str, str]]:
 
 @check("correct the name; if it is right, other files of the plugin may name it too, such as the README")
 def variables_are_spelled_correctly(plugin: Subject) -> Problems:
-    words, others = words_of(plugin), _others_names(plugin)
+    words, others, own = words_of(plugin), _others_names(plugin), [*dict.fromkeys(_named(plugin))]
     known: dict[str, list[str]] = {}
     for name in (*others, *(word for word in words if "_" in word and word.isupper() for _ in (1, 2))):
         known.setdefault(COLLECTIVES.sub("CL_", name), []).append(name)
-    parts = Counter(part for name in {*others, *(each for _, each in _named(plugin))} for part in name.split("_"))
-    for file, name in dict.fromkeys(_named(plugin)):
+    parts = Counter(part for name in {*others, *(name for _, name in own)} for part in name.split("_"))
+    for file, name in own:
         for part in (part for part in name.split("_") if len(part) > 6 and parts[part] == 1):
             near = (other for other in parts if is_near(part, other) and part not in other and other not in part)
             if meant := next(near, ""):
                 yield f"{file}: {name} has the word {part}, and other variables have {meant}"
         general = COLLECTIVES.sub("CL_", name)
-        if words[name] > 1 or name in others or {*known[general]} != {name}:
-            continue
+        is_known = words[name] > 1 or name in others or {*known[general]} != {name}
         near = (names[0] for each, names in known.items() if len(names) > 1 and is_near(general, each))
-        if meant := next(near, ""):
+        if not is_known and (meant := next(near, "")):
             yield f"{file}: {name} is not known, but {meant} is"
 
 
-def _variables(plugin: Subject) -> list[tuple[Subject, Variable]]:
-    return [(plugin, each) for each in plugin.variables]
+def _variables(plugin: Subject) -> Iterator[tuple[str, Variable]]:
+    return ((f"environment.yaml: {each.name}", each) for each in plugin.variables)
 
 
-@check(each=_variables)
-def variables_hold_for_all_users(plugin: Subject, each: Variable) -> Problems:
-    value, condition, known = each.value or "", each.condition, set(placeholders())
-    filled = {*PLACEHOLDER.findall(value)}
-    restricted = each.unless or each.several_nodes or each.chips or str(each.versions or "")
-    yield from wrong(
-        (re.match(r"[/~]\w|[A-Z]:\\", value), "is a path of one machine",
-         "use `used` instead of `value`, or name a file that the vendor installs on every machine"),
-        (value != value.strip() or value[:1] in ("'", '"'), "has quotes or spaces",
-         "write the value as the program reads it"),
-        (re.fullmatch(r"\w+=.*", value) and value.startswith(each.name), "repeats the name", "write only the value"),
-        (value and not each.several_nodes and re.match(r"several nodes", condition),
-         f"is set for one node, too, but its condition is {condition!r}",
-         "add several_nodes: true; condition is only a text"),
-        (value and condition and not restricted,
-         f"is always set, and condition is {condition!r}, which is only a text", RESTRICT),
-        (each.several_nodes and not value, "has several_nodes, which has no effect without value",
-         "give value, or remove it"),
-        *((True, f"has the unknown placeholder {word}", "write {address}, {interface}, {adapters}, or the value itself")
-          for word in sorted(filled - known)),
-        (known & filled and not each.several_nodes, "is set for one node, too", ONE_NODE),
-        (value and OF_MACHINE.search(each.name) and "{" not in value,
-         "is the name of a device of one machine", FILL_IN),
-        where=f"environment.yaml: {each.name} = {each.value!r} ",
-    )  # fmt: skip
+def _filled(it: Variable) -> set[str]:
+    """Return the placeholders of a value, known and unknown ones."""
+    return {*PLACEHOLDER.findall(it.value or "")}
 
 
-@check("name a setting of a training engine, as in docs/spec.md", each=_variables)
-def conditions_are_known(plugin: Subject, each: Variable) -> Problems:
+def _unknown_condition(it: Variable, plugin: Subject) -> bool:
     trains = [engine for engine in plugin.engines if kind_of(engine) == "train"]
     known = {name for engine in trains for knob in find_engine(engine).knobs for name in knob.names}
-    names, other = sorted({*_others_names(plugin), *(one.name for one in plugin.variables)}), each.overridden_by
-    meant = next((name for name in names if other and is_near(other, name)), "")
-    if meant and other not in names:
-        yield f"environment.yaml: {each.name}.overridden_by = {other!r}, but {meant} is known"
-    if each.unless and each.unless not in known:
-        yield f"environment.yaml: {each.name}.unless = {each.unless!r} is unknown"
+    return bool(it.unless) and it.unless not in known
+
+
+def _meant(it: Variable, plugin: Subject) -> str:
+    """Return the known name that `overridden_by` nearly is, or an empty string."""
+    names = sorted({*_others_names(plugin), *(each.name for each in plugin.variables)})
+    near = (name for name in names if it.overridden_by and is_near(it.overridden_by, name))
+    return "" if it.overridden_by in names else next(near, "")
+
+
+def _reader(it: Variable, plugin: Subject) -> str:
+    """Return the engine that reads a variable by the beginning of its name, if the entry is of others only."""
     starts = {f"{re.sub(r'[^A-Z]', '', engine.upper())}_": engine for engine in plugin.engines}
-    engine = starts.get(f"{each.name.partition('_')[0]}_", "")
-    for scope, reader in ((each.engines, engine), (each.kinds, kind_of(engine) if engine else "")):
-        if engine and scope and reader not in scope:
-            text = f"environment.yaml: {each.name} is for {', '.join(scope)}, and {engine} reads it"
-            yield Problem(text, "use the engine that reads the variable")
+    engine = starts.get(f"{it.name.partition('_')[0]}_", "")
+    is_other = engine and ((it.engines and engine not in it.engines) or (it.kinds and kind_of(engine) not in it.kinds))
+    return engine if is_other else ""
 
 
-@check("use `used` instead of `value`: flagcore sets them to the devices of each trial")
-def variables_of_the_detector_are_those_of_the_files(plugin: Subject) -> Problems:
-    detector = detector_of(plugin)
-    known, listed = {*detector.visible, detector.outer}, plugin.variables if _has_file(plugin) else ()
-    names = {*known, *(each.name for each in listed)}
-    both = "name the same variables in `visible` of the detector and in environment.yaml"
-    for each in listed:
-        same = each.used.removeprefix("as ")
-        yield from wrong(
-            (each.value and each.name in known, f" = {each.value!r} selects devices",
+def _differences(it: Variable, plugin: Subject) -> list[str]:
+    """Return what an entry has otherwise than all others of its name, if at least AGREE plugins agree."""
+    same = [each for each in _others_variables(plugin) if each.name == it.name and each.value and not each.chips]
+    usual, differences = {each.value for each in same}, []
+    for key in ("value", "unless", "several_nodes", "overridden_by", "engines", "kinds"):
+        values, own = {getattr(each, key) for each in same}, getattr(it, key)
+        if it.value and len(same) >= AGREE and len(usual) == len(values) == 1 and own not in values:
+            differences.append(f"{key} = {own!r}, and {len(same)} other plugins have {values.pop()!r}")
+    return differences
+
+
+def _usual_placeholder(it: Variable, plugin: Subject) -> str:
+    """Return what other plugins fill in for variables with the same ending, if it is something else."""
+    end = it.name.partition("_")[2]
+    theirs = [each for each in _others_variables(plugin) if "{" in (each.value or "")]
+    usual = Counter(str(each.value) for each in theirs if each.name.partition("_")[2] == end)
+    if not usual or "{" not in (it.value or "") or it.value in usual:
+        return ""
+    return f"{usual.total()} variables of other plugins with this ending have {usual.most_common(1)[0][0]!r}"
+
+
+def _foreign(it: Variable, plugin: Subject) -> list[str]:
+    """Return the prefix of a variable that only software of another vendor reads."""
+    prefixes = ((name, each) for name, other in others_detectors(plugin) for each in other.own_variables)
+    is_own = not plugin.detector or it.name.startswith(plugin.detector.own_variables)
+    found = [f"{each}, which only software of {name}" for name, each in prefixes if it.name.startswith(each)]
+    return [] if is_own else found
+
+
+def _selecting(plugin: Subject) -> set[str]:
+    return {*plugin.detector.visible, plugin.detector.outer} if plugin.detector else set()
+
+
+def _unread(it: Variable, plugin: Subject) -> str:
+    """Return why an entry about the selection of devices has no counterpart in the detector."""
+    known, same = _selecting(plugin), it.used.removeprefix("as ")
+    if plugin.detector is None:
+        return ""
+    if same != it.used:
+        names = {*known, *(each.name for each in plugin.variables)}
+        return f"is used as {same}" if same.isidentifier() and same not in names else ""
+    return "restricts devices" if it.name.endswith("VISIBLE_DEVICES") and it.name not in known else ""
+
+
+BOTH = "name the same variables in `visible` of the detector and in environment.yaml"
+CHECKS = (
+    table(
+        "variables_hold_for_all_users", _variables,
+        Rule(lambda it, of: re.match(r"[/~]\w|[A-Z]:\\", it.value or ""), " = {it.value!r} is a path of one machine",
+             "use `used` instead of `value`, or name a file that the vendor installs on every machine"),
+        Rule(lambda it, of: it.value and (it.value != it.value.strip() or it.value[0] in "'\""),
+             " = {it.value!r} has quotes or spaces", "write the value as the program reads it"),
+        Rule(lambda it, of: re.fullmatch(rf"{it.name}\w*=.*", it.value or ""), " = {it.value!r} repeats the name",
+             "write only the value"),
+        Rule(lambda it, of: it.value and not it.several_nodes and it.condition.startswith("several nodes"),
+             " = {it.value!r} is set for one node, too, but its condition is {it.condition!r}",
+             "add several_nodes: true; condition is only a text"),
+        Rule(lambda it, of: it.value and it.condition and not any((it.unless, it.several_nodes, it.chips, it.versions)),
+             " = {it.value!r} is always set, and condition is {it.condition!r}, which is only a text",
+             "use `used` instead of `value`, or restrict it by unless, several_nodes, chips or versions"),
+        Rule(lambda it, of: it.several_nodes and not it.value, ": several_nodes has no effect without value",
+             "give value, or remove it"),
+        Rule(lambda it, of: sorted(_filled(it) - {*placeholders()}), " has the unknown placeholder {found}",
+             "write {address}, {interface}, {adapters}, or the value itself"),
+        Rule(lambda it, of: _filled(it) & {*placeholders()} and not it.several_nodes,
+             " = {it.value!r} is set for one node, too",
+             "add several_nodes: true: a job on one node needs no interface or adapter"),
+        Rule(lambda it, of: it.value and OF_MACHINE.search(it.name) and "{" not in it.value,
+             " = {it.value!r} is the name of a device of one machine",
+             "write {interface} or {adapters}, or `used` instead of `value`: flagcore fills in what differs"),
+        Rule(lambda it, of: it.value and it.name in _selecting(of), " = {it.value!r} selects devices",
              "use `used` instead of `value`: flagcore sets them to the devices of each trial"),
-            (each.name.endswith("VISIBLE_DEVICES") and same == each.used and each.name not in known,
-             " restricts devices, but discover.py does not read it", both),
-            (same != each.used and same.isidentifier() and same not in names,
-             f" is used as {same}, which discover.py does not read", both),
-            where=f"environment.yaml: {each.name}",
-        )  # fmt: skip
+    ),
+    table(
+        "variables_have_their_meaning", _variables,
+        Rule(_meant, ".overridden_by = {it.overridden_by!r}, but {found} is known", "correct the name"),
+        Rule(_unknown_condition, ".unless = {it.unless!r} is unknown",
+             "name a setting of a training engine, as in docs/spec.md"),
+        Rule(_reader, " is for {it.engines} {it.kinds}, and {found} reads it",
+             "use the engine that reads the variable"),
+        Rule(_unread, " {found}, but discover.py does not read it", BOTH),
+        Rule(_differences, " has {found}", "write the value of the others, or restrict the variable to what differs"),
+        Rule(_usual_placeholder, " = {it.value!r}, and {found}",
+             "write what they fill in: {interface} for sockets, {adapters} for InfiniBand, {address} for hosts"),
+        Rule(_foreign, " begins with {found} reads", "remove it, or write this vendor's variable of the same meaning"),
+    ),
+)  # fmt: skip
+
+
+@check(BOTH)
+def detector_reads_what_the_files_name(plugin: Subject) -> Problems:
+    detector, listed = detector_of(plugin), read_variables(plugin.package)
     quirks = read_quirks(plugin.package)
     texts = [*(each.advice for each in quirks.failures), *(each.note for each in quirks.notes)]
     said = " ".join(text for text in texts if not re.search(r"\b(no|not|ignored|instead)\b", text))
-    for name in sorted({*re.findall(r"\b[A-Z_]+_VISIBLE_DEVICES\b", said)} - names):
-        yield Problem(f"quirks.yaml names {name}, which discover.py does not read", both)
-    selecting = detector.vendor_variables
-    if selecting and _has_file(plugin) and not {each.name for each in listed if each.value} & {*selecting}:
-        text = f"discover.py reads {', '.join(selecting)}, but environment.yaml sets none of them"
+    names = {*re.findall(r"\b[A-Z_]+_VISIBLE_DEVICES\b", said)} - {*_selecting(plugin), *(each.name for each in listed)}
+    yield from (f"quirks.yaml names {name}, which discover.py does not read" for name in sorted(names))
+    selecting = {*detector.vendor_variables}
+    if listed and selecting and not {each.name for each in listed if each.value} & selecting:
+        text = f"discover.py reads {', '.join(detector.vendor_variables)}, but environment.yaml sets none of them"
         fix = "add the variable that names the vendor to environment.yaml, with a value, or remove it from discover.py"
         yield Problem(text, fix)
     shared = {*_others_names(plugin), *SHARED}
@@ -172,39 +224,6 @@ def variables_of_the_detector_are_those_of_the_files(plugin: Subject) -> Problem
         if taken := sorted(name for name in shared if name.startswith(prefix) and "_" in prefix):
             fix = "name only prefixes of variables that no other vendor's software reads"
             yield Problem(f"discover.py: own_variables has {prefix!r}, with which {taken[0]} begins, too", fix)
-
-
-def _has_file(plugin: Subject) -> bool:
-    return (plugin.package_folder / "environment.yaml").is_file()
-
-
-@check("write the value of the others, or restrict the variable to what differs")
-def values_agree_with_other_plugins(plugin: Subject) -> Problems:
-    theirs = [each for variables in _others_variables(plugin) for each in variables]
-    ends: dict[str, Counter[str]] = {}
-    for each in (each for each in theirs if "{" in (each.value or "")):
-        ends.setdefault(each.name.partition("_")[2], Counter())[str(each.value)] += 1
-    foreign: Mapping[str, DeviceDetector] = dict(others_detectors(plugin))
-    own = plugin.detector.own_variables if plugin.detector else ()
-    for each in plugin.variables:
-        where = f"environment.yaml: {each.name}"
-        same = [one for one in theirs if one.name == each.name and one.value and not one.chips]
-        is_usual = each.value and len(same) >= AGREE and len({one.value for one in same}) == 1
-        for key in ("value", "unless", "several_nodes", "overridden_by", "engines", "kinds") if is_usual else ():
-            values = [getattr(one, key) for one in same]
-            if len(set(values)) == 1 and getattr(each, key) != values[0]:
-                yield f"{where} has {key} = {getattr(each, key)!r}, and {len(values)} other plugins have {values[0]!r}"
-        usual = ends.get(each.name.partition("_")[2], Counter()) if "{" in (each.value or "") else Counter[str]()
-        if usual and each.value not in usual:
-            shown = f"{usual.total()} variables of other plugins with this ending have {usual.most_common(1)[0][0]!r}"
-            fix = (
-                "write what the others fill in: {interface} for sockets, {adapters} for InfiniBand, {address} for hosts"
-            )
-            yield Problem(f"{where} = {each.value!r}, and {shown}", fix)
-        for name, prefix in ((name, prefix) for name, other in foreign.items() for prefix in other.own_variables):
-            if plugin.detector and each.name.startswith(prefix) and not each.name.startswith(own):
-                text = f"{where} begins with {prefix}, which only software of {name} reads"
-                yield Problem(text, "remove it, or write this vendor's variable of the same meaning")
 
 
 @check("write the same, or a pattern of this vendor's own text")
