@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial, wraps
+from functools import cached_property, lru_cache, wraps
 from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
@@ -383,25 +383,21 @@ def run(check: Check, subject: Subject) -> Result:
 
     An exception of the plugin is a failure of the check.
     """
-    name = check.__name__
-    skipped = partial(Result, check=name, state="skipped")
-    if name != LOADS and not subject.loaded.plugins:
-        return skipped(message="the plugin does not load")
-    if name not in (LOADS, SLOW) and subject.is_slow:
-        return skipped(message="a hook takes too long")
+    name, failure = check.__name__, None
+    if reason := _reason_to_skip(name, subject):
+        return Result(check=name, state="skipped", message=reason)
     problems: list[Problem] = []
-    failure: BaseException | None = None
     try:
         problems += check(subject)
     except Skip as skip:
         if not problems:
-            return skipped(message=str(skip))
+            return Result(check=name, state="skipped", message=str(skip))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         failure, reason = error, one_line(error)
         if isinstance(error, SpecError) and subject.is_reported(reason):
-            return skipped(message=f"{error.file or 'a file'} cannot be read")
+            return Result(check=name, state="skipped", message=f"{error.file or 'a file'} cannot be read")
         fix = fix_of(reason) or "the plugin raised this error: correct it, or return None for unknown values"
         problems = [Problem(reason, fix)]
     if not problems:
@@ -416,3 +412,9 @@ def run(check: Check, subject: Subject) -> Result:
         fix="; ".join(dict.fromkeys(problem.fix for problem in problems if problem.message in listed)),
         places=subject.places(listed, failure),
     )
+
+
+def _reason_to_skip(name: str, subject: Subject) -> str:
+    if name != LOADS and not subject.loaded.plugins:
+        return "the plugin does not load"
+    return "a hook takes too long" if name not in (LOADS, SLOW) and subject.is_slow else ""

@@ -2,7 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from flagcore.domain.chip import Chip, Link, normalize_name
@@ -20,32 +21,18 @@ def chips_and_devices_are_valid(plugin: Subject) -> Problems:
         yield Problem(problem.message, "give each name or alias to one chip") if is_twice else problem
 
 
-@check("write names as the vendor's tools print them, of this chip only, with single spaces")
-def chip_names_are_clean_and_own(plugin: Subject) -> Problems:
-    own = plugin.own_chips()
-    names = {name.casefold(): chip.name for chip in own for name in (chip.name, *chip.aliases)}
-    usual = Counter(chip.vendor.casefold() for chip in own).most_common(1)[0][0]
-    for chip in own:
-        where, vendor = f"{chip.name}: ", normalize_name(chip.vendor)
+@check("separate words by single spaces, and keep one of names that differ in case only")
+def chip_names_are_clean(plugin: Subject) -> Problems:
+    usual = Counter(chip.vendor.casefold() for chip in plugin.own_chips()).most_common(1)[0][0]
+    for chip in plugin.own_chips():
         if chip.vendor != usual:
-            yield Problem(f"{where}vendor is {chip.vendor}, not {usual}", "write the same lower-case word in each file")
+            text = f"{chip.name}: vendor is {chip.vendor}, not {usual}"
+            yield Problem(text, "write the same lower-case word in each chips/*.yaml")
         for name in (chip.name, chip.vendor, *chip.aliases):
             if not name or name != " ".join(name.split()) or not name.isprintable():
-                yield Problem(f"{where}the name {name!r} has extra spaces", "separate words by single spaces")
+                yield f"{chip.name}: the name {name!r} has extra spaces"
         for name, times in repeated(name.casefold() for name in chip.aliases):
-            yield Problem(f"{where}aliases has {name!r} {times} times, ignoring case", "keep one of them")
-        for name in (chip.name, *chip.aliases):
-            spellings = dict.fromkeys((name, normalize_name(name).removeprefix(vendor)))
-            if owner := next(filter(None, map(plugin.others.owner, spellings)), None):
-                yield f"{where}{name!r} is also a name of a chip of the plugin {owner}"
-            yield from _memory_in_name(chip, name)
-        for name in chip.family_names:
-            if (owner := names.get(name.casefold(), chip.name)) != chip.name:
-                yield f"{where}family_names has {name!r}, which is a name of {owner}"
-        for name in (each for each in chip.aliases if normalize_name(chip.name) not in normalize_name(each)):
-            words = {*re.split(r"[ /,()]+", name.casefold()), re.sub(r"^[a-z]+(?=\d)", "", name.casefold())}
-            for other in (other for other in own if other is not chip and other.name.casefold() in words):
-                yield f"{where}aliases has {name!r}, which names {other.name}"
+            yield f"{chip.name}: aliases has {name!r} {times} times, ignoring case"
 
 
 GIBIBYTES = re.compile(r"(?<![\w.])(\d{1,3}) ?G(?:i?B)?\b")
@@ -53,12 +40,31 @@ NAMED = (0.86, 1.08)
 """Range of a chip's memory divided by the GiB in a name; error correction takes a sixteenth."""
 
 
-def _memory_in_name(chip: Chip, name: str) -> Iterator[Problem]:
-    memory = chip.memory_bytes.value / 2**30 if chip.memory_bytes else 0.0
-    for size in GIBIBYTES.findall(name.replace("-", " ")) if memory else ():
-        if not NAMED[0] <= memory / int(size) <= NAMED[1]:
-            text = f"{chip.name}: the name {name!r} has {size} GB, but memory_bytes are {memory:.3g} GiB"
-            yield Problem(text, "correct the name or the figure")
+@check("list only names of this chip that this vendor's tools print")
+def chip_names_are_own(plugin: Subject) -> Problems:
+    for chip in plugin.own_chips():
+        vendor, memory = normalize_name(chip.vendor), chip.memory_bytes.value / 2**30 if chip.memory_bytes else 0.0
+        for name in (chip.name, *chip.aliases):
+            spellings = dict.fromkeys((name, normalize_name(name).removeprefix(vendor)))
+            if owner := next(filter(None, map(plugin.others.owner, spellings)), None):
+                yield f"{chip.name}: {name!r} is also a name of a chip of the plugin {owner}"
+            for size in (int(each) for each in GIBIBYTES.findall(name.replace("-", " ")) if memory):
+                if not NAMED[0] <= memory / size <= NAMED[1]:
+                    text = f"{chip.name}: the name {name!r} has {size} GB, but memory_bytes are {memory:.3g} GiB"
+                    yield Problem(text, "correct the name or the figure")
+        yield from _names_of_others(chip, plugin.chips)
+
+
+def _names_of_others(chip: Chip, chips: Sequence[Chip]) -> Iterator[str]:
+    """Yield the names of a chip that name another one."""
+    others = [other for other in chips if other is not chip]
+    names = {name.casefold(): other.name for other in others for name in (other.name, *other.aliases)}
+    for name in (each for each in chip.family_names if each.casefold() in names):
+        yield f"{chip.name}: family_names has {name!r}, which is a name of {names[name.casefold()]}"
+    for name in (each for each in chip.aliases if normalize_name(chip.name) not in normalize_name(each)):
+        words = {*re.split(r"[ /,()]+", name.casefold()), re.sub(r"^[a-z]+(?=\d)", "", name.casefold())}
+        named = (other.name for other in others if other.name.casefold() in words)
+        yield from (f"{chip.name}: aliases has {name!r}, which names {other}" for other in named)
 
 
 @check()
@@ -112,49 +118,52 @@ OF_A_CARD = re.compile(r"\b(a|per|each) (card|module)\b[^;]*halved|halved[^;]*\b
 
 @check("devices_per_node counts devices, as the tool lists them: a card may have several")
 def nodes_and_cards_are_counted(plugin: Subject) -> Problems:
+    listings: tuple[Transcript, ...] = ()
+    with suppress(Skip):
+        listings = plugin.listings
     for chip in plugin.own_chips():
-        card, node = chip.devices_per_card, chip.devices_per_node
-        where, link = f"{chip.name}: devices_per_node = {node}", chip.link
-        if node % card:
-            yield f"{chip.name}: devices_per_card = {card} does not divide devices_per_node = {node}"
-        said = {int(one or two) for one, two in OF_A_NODE.findall(chip.notes)}
-        if said and node not in said:
+        node, where = chip.devices_per_node, f"{chip.name}: devices_per_node = {chip.devices_per_node}"
+        is_rack = chip.link is not None and chip.link.topology == "shared-memory"
+        if node % chip.devices_per_card:
+            yield f"{where} is no multiple of devices_per_card = {chip.devices_per_card}"
+        if (said := {int(one or two) for one, two in OF_A_NODE.findall(chip.notes)}) and node not in said:
             yield f"{where}, but notes say {min(said)}"
-        if node > MOST_DEVICES and not (link and link.topology == "shared-memory"):
+        if node > MOST_DEVICES and not is_rack:
             yield f"{where}, more than any known node has"
-        for each in _listings(plugin):
+        for each in listings:
             listed = sum(one.devices for one in each.lists if chip.has_name(one.chip))
             if listed > node:
                 yield f"{where}, but {each.name} lists {listed}"
-        for key, fact in chip.figures.items() if card == 1 else ():
-            if not key.startswith(("link", "nic", "host")) and OF_A_CARD.search(fact.source.detail):
-                text = f"{chip.name}: {key} is half of a card's figure by its source, but devices_per_card = 1"
-                yield Problem(text, "write devices_per_card: the figures of a card are shared by its devices")
+        yield from _figures_of_cards(chip)
 
 
-def _listings(plugin: Subject) -> tuple[Transcript, ...]:
-    try:
-        return plugin.listings
-    except Skip:
-        return ()
+def _figures_of_cards(chip: Chip) -> Iterator[Problem]:
+    """Yield the figures of a device that are half of a card's, although each card has one device."""
+    for key, fact in chip.figures.items() if chip.devices_per_card == 1 else ():
+        if not key.startswith(("link", "nic", "host")) and OF_A_CARD.search(fact.source.detail):
+            text = f"{chip.name}: {key} is half of a card's figure by its source, but devices_per_card = 1"
+            yield Problem(text, "write devices_per_card: the figures of a card are shared by its devices")
 
 
 @check("write the compiler's target, as for the vendor's other chips")
 def architectures_are_alike(plugin: Subject) -> Problems:
     named = [chip for chip in plugin.own_chips() if chip.architecture]
-    starts = Counter(_start(chip.architecture, r"\D*") for chip in named)
-    usual, times = starts.most_common(1)[0] if starts else ("", 0)
+    usual = _usual([_start(chip.architecture, r"\D*") for chip in named])
     for chip in named:
-        shown, start = f"{chip.name}: architecture = {chip.architecture!r}", _start(chip.architecture, r"\D*")
-        if not re.fullmatch(r"[A-Za-z]+_?\d+\w*", chip.architecture) or (start != usual and times > 1):
+        own, said = chip.architecture, re.search(r"\b(gfx|sm_)\d\w+", chip.notes)
+        shown, is_name = f"{chip.name}: architecture = {own!r}", re.fullmatch(r"[A-Za-z]+_?\d+\w*", own)
+        kin = [one.architecture for one in named if _start(one.name, r"\D*\d+") == _start(chip.name, r"\D*\d+")]
+        if not is_name or _start(own, r"\D*") != (usual or _start(own, r"\D*")):
             yield shown
-        kin = [one for one in named if _start(one.name, r"\D*\d+") == _start(chip.name, r"\D*\d+")]
-        (most, times_of_most), *_ = Counter(one.architecture for one in kin).most_common(1)
-        if chip.architecture != most and times_of_most > 1:
-            yield f"{shown}, but {most!r} for others of its family"
-        said = re.search(r"\b(gfx|sm_)\d\w+", chip.notes)
-        if said and said[0] != chip.architecture:
+        if own != (_usual(kin) or own):
+            yield f"{shown}, but {_usual(kin)!r} for others of its family"
+        if said and said[0] != own:
             yield f"{shown}, but notes say {said[0]}"
+
+
+def _usual(words: list[str]) -> str:
+    """Return the most frequent word, or an empty string if none is there twice."""
+    return next((word for word, times in Counter(words).most_common(1) if times > 1), "")
 
 
 def _start(name: str, pattern: str) -> str:
@@ -196,37 +205,42 @@ NO_PEERS = re.compile(r"\bno (?:peer access|copies between devices)\b")
 
 @check(each=linked)
 def links_are_what_they_claim(chip: Chip, link: Link) -> Problems:
-    node, size, topology, host = chip.devices_per_node, link.domain_size, link.topology, chip.host_bytes_per_second
-    of_host, rate = host.value if host else 0.0, link.bytes_per_second.value
-    is_own = topology not in ("pcie", "shared-memory")
+    host, rate, topology = chip.host_bytes_per_second, link.bytes_per_second.value, link.topology
+    over_host, is_own = rate / host.value if host else 1.0, topology not in ("pcie", "shared-memory")
     of_a_node = " ".join(each for each in re.split(r"[.;]", chip.notes) if "node" not in each)
-    none, said = NO_PEERS.search(of_a_node), re.search(r"\bof (\d+)\b", link.name)
-    with_topology, shown = f" with topology {topology}", f"bytes_per_second = {rate:g}"
+    none, with_topology = NO_PEERS.findall(of_a_node), f" with topology {topology}"
+    shown, of_host = f"bytes_per_second = {rate:g}", f"{HOST} = {host.value if host else 0:g}"
+    is_named = bool(PCIE.search(link.name)) == (topology == "pcie") or topology == "shared-memory"
     yield from wrong(
         (link.switch_reduces and topology != "switch",
          f"switch_reduces = True{with_topology}", "remove it: only a switch reduces"),
         (not link.peer_access and is_own, f"peer_access = False{with_topology}",
          "remove it: devices on a link of their own can access each other's memory"),
-        (none and link.peer_access, f"peer_access = True, but notes say {none and none[0]!r}",
+        (none and link.peer_access, f"peer_access = True, but notes say {min(none, default='')!r}",
          "write peer_access: false, or correct the notes"),
-        (said and int(said[1]) != (size or node), f"domain_size = {size}, but link.name = {link.name!r}",
-         "write the same number of devices in both"),
-        (size and (size < 2 or (size > node and topology != "switch")), f"domain_size = {size}{with_topology}",
-         "give the number of devices on the link; only a switch joins several nodes"),
-        (size is not None and (size < 1 or (size % node and node % size)),
-         f"domain_size = {size} does not divide devices_per_node = {node}",
-         "give how many consecutive devices the link joins: a share of a node, or whole nodes"),
-        (link.whole_domains and size is None, "whole_domains without link.domain_size", "give the size of a domain"),
-        (topology != "shared-memory" and bool(PCIE.search(link.name)) != (topology == "pcie"),
-         f"topology = {topology!r}, but link.name = {link.name!r}",
+        (not is_named, f"topology = {topology!r}, but link.name = {link.name!r}",
          "write topology: pcie for devices that PCIe connects, and only for these"),
-        (host and topology == "pcie" and not 0.49 <= rate / of_host <= 1.01,
-         f"{shown} over PCIe, but {HOST} = {of_host:g}",
+        (topology == "pcie" and not 0.49 <= over_host <= 1.01, f"{shown} over PCIe, but {of_host}",
          "both are the rate of the device's interface in one direction"),
-        (is_own and rate < of_host, f"{shown} of {link.name} is below {HOST} = {of_host:g}",
+        (is_own and over_host < 1, f"{shown} of {link.name} is below {of_host}",
          "give bytes, not bits, and the rate to all peers together; a link below PCIe is no gain"),
         where=f"{chip.name}: link.",
     )  # fmt: skip
+
+
+@check("give how many consecutive devices the link joins: a share of a node, or whole nodes", each=linked)
+def link_domains_are_possible(chip: Chip, link: Link) -> Problems:
+    node, size, shown = chip.devices_per_node, link.domain_size, f"{chip.name}: link.domain_size = {link.domain_size}"
+    said = [int(number) for number in re.findall(r"\bof (\d+)\b", link.name)[:1] if int(number) != (size or node)]
+    if link.whole_domains and size is None:
+        yield Problem(f"{chip.name}: link.whole_domains without link.domain_size", "give the size of a domain")
+    if said:
+        yield Problem(f"{shown}, but link.name = {link.name!r}", "write the same number of devices in both")
+    if size is not None and (size < 2 or (size > node and link.topology != "switch")):
+        fix = "give the number of devices on the link; only a switch joins several nodes"
+        yield Problem(f"{shown} with topology {link.topology}", fix)
+    if size is not None and (size < 1 or (size % node and node % size)):
+        yield f"{shown} does not divide devices_per_node = {node}"
 
 
 SLIPS = (0.125, 0.5, 2.0, 8.0)

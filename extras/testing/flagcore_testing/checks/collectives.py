@@ -1,5 +1,6 @@
 """Checks of topologies and of the times of collectives."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ from flagcore_vendorkit.chip_file import collective_table, shared_costs
 
 from flagcore.contracts import CollectiveCosts
 from flagcore.domain.chip import Chip, with_network
-from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.errors import SpecError
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import KINDS, CollectiveTable, Curve
@@ -25,21 +26,29 @@ def levels_are_plausible(plugin: Subject) -> Problems:
     for group in plugin.groups():
         topology, chip = plugin.loaded.topology(group), group.chip
         for level in topology.levels if topology else ():
-            name, figures = level.name, {key: getattr(level, key) for key in ("latency_seconds", "efficiency")}
-            yield from outside(f"flagcore_topology: level {name} of {chip.name}: ", figures, OF_LEVELS)
+            figures = {key: getattr(level, key) for key in ("latency_seconds", "efficiency")}
+            yield from outside(f"flagcore_topology: level {level.name} of {chip.name}: ", figures, OF_LEVELS)
         names = [level.name for level in topology.levels] if topology else []
         if len(set(names)) != len(names) or not all(names):
             text = f"flagcore_topology: the levels of {chip.name} are named {', '.join(names)}"
             yield Problem(text, "give each level its own name; measured curves refer to it")
-        levels = (topology or topology_of(group)).levels if topology or chip.link else ()
-        for outer in levels[1:]:  # a level between may be slower: it need not cross a host's bridge
-            inner, rate, inside = levels[0], outer.bytes_per_second, levels[0].bytes_per_second
-            if rate > 1.001 * inside:
-                where = f"{chip.name}, {group.nodes} x {group.devices_per_node}: level {outer.name} has {rate:g} B/s"
-                yield f"{where}, {inner.name} inside it {inside:g}"
-            elif outer.devices <= group.devices_per_node and rate > 0.999 * inside:
-                text = f"{chip.name}: level {outer.name} has the rate of {inner.name} inside it"
-                yield Problem(text, "give one device's share of what connects the groups, or leave out the level")
+        if topology or chip.link:
+            yield from _rate_problems(group, topology or topology_of(group))
+
+
+def _rate_problems(group: NodeGroup, topology: Topology) -> Iterator[Problem]:
+    """Yield the outer levels that are faster than the innermost one; those between may be slower."""
+    inner, *others = topology.levels
+    where = f"{group.chip.name}, {group.nodes} x {group.devices_per_node}: level"
+    for outer in others:
+        rate, inside = outer.bytes_per_second, inner.bytes_per_second
+        is_equal = outer.devices <= group.devices_per_node and 0.999 * inside < rate <= 1.001 * inside
+        yield from wrong(
+            (rate > 1.001 * inside, f" has {rate:g} B/s, {inner.name} inside it {inside:g}", OUTER),
+            (is_equal, f" has the rate of {inner.name} inside it",
+             "give one device's share of what connects the groups, or leave out the level"),
+            where=f"{where} {outer.name}",
+        )  # fmt: skip
 
 
 SLOWER_THAN_LINK = 0.45
@@ -133,19 +142,18 @@ def _curves(plugin: Subject) -> list[tuple[Subject, Chip, CollectiveTable, Curve
 def measured_curves_are_plausible(plugin: Subject, chip: Chip, table: CollectiveTable, curve: Curve) -> Problems:
     rates = [size / time for size, time in zip(curve.payload_bytes, curve.seconds, strict=True)]
     best, largest, of_link = max(rates), curve.payload_bytes[-1], chip.link.bytes_per_second.value if chip.link else 0.0
-    sent = best * ((curve.ranks - 1) / curve.ranks if curve.kind != "send" else 1.0)
-    sent *= 2.0 if curve.kind == "all_reduce" and chip.link and not chip.link.switch_reduces else 1.0
-    groups = [replace(group_of(chip), nodes=nodes) for nodes in (1, 2)] if table.level else []
+    groups = [replace(group_of(chip), nodes=nodes) for nodes in (1, 2)]
     names = {level.name for each in groups for level in (plugin.loaded.topology(each) or topology_of(each)).levels}
+    sent, is_inner = _sent(curve, chip) * best, not table.level
     yield from wrong(
         (largest < LARGE, f" ends at payload_bytes = {largest:g}", BASE_UNITS),
-        (largest >= LARGE and best < SLOW_SHARE * of_link and not table.level,
+        (largest >= LARGE and is_inner and best < SLOW_SHARE * of_link,
          f" reaches {best:.3g} bytes per second, and {LINK} = {of_link:.3g}", BASE_UNITS),
         (rates[-1] < MINIMUM_SHARE * best,
          f" falls from {best:.3g} to {rates[-1]:.3g} bytes a second at its last point, from which larger payloads are "
          "extrapolated",
          "check its last seconds and payload_bytes; leave out a disturbed point"),
-        (chip.link and not table.level and sent > OVER_LINK * of_link,
+        (chip.link and is_inner and sent > OVER_LINK * of_link,
          f": a device sends {sent:.3g} bytes per second, above {LINK} = {of_link:.3g}",
          "give seconds and the payload of the whole tensor in bytes, or correct the rate of the link"),
         (table.level and table.level not in names,
@@ -153,6 +161,12 @@ def measured_curves_are_plausible(plugin: Subject, chip: Chip, table: Collective
          "name a level of flagcore_topology, or leave `level` out for the innermost one"),
         where=f"{chip.name}: the curve of {curve.kind} of {curve.ranks}",
     )  # fmt: skip
+
+
+def _sent(curve: Curve, chip: Chip) -> float:
+    """Return what a device sends over its link, relative to the payload."""
+    share = (curve.ranks - 1) / curve.ranks if curve.kind != "send" else 1.0
+    return share * (2.0 if curve.kind == "all_reduce" and chip.link and not chip.link.switch_reduces else 1.0)
 
 
 SHORTEST = 1e-6
@@ -166,26 +180,28 @@ def collectives_of_one_group_agree(plugin: Subject, chip: Chip, folder: str) -> 
     table: CollectiveTable | None = None
     with suppress(SpecError):  # another check reports it
         table = collective_table(plugin.package, chip)
-    size, file = chip.link.domain_size if chip.link else None, f"{folder}/collectives.yaml"
+    file, times = f"{folder}/collectives.yaml", dict[tuple[str, int, float], float]()
     is_own = (chip.name.casefold(), "collectives.yaml") not in shared_costs(plugin.package)
-    most = max(chip.devices_per_node, size or 0)
-    times = dict[tuple[str, int, float], float]()
     for curve in table.curves if table else ():
-        ranks, is_inner = curve.ranks, is_own and table and not table.level
         points = zip(curve.payload_bytes, curve.seconds, strict=False)
-        times |= {(curve.kind, ranks, payload): seconds for payload, seconds in points}
-        yield from wrong(
-            (is_inner and ranks > most, f", but {chip.name} has devices_per_node = {most}",
-             "give the number of devices that take part, and seconds"),
-            (is_inner and size and size < ranks <= most, f" spans links of {size} devices, and has no level",
-             "write level: the name of the level of flagcore_topology on which it was measured"),
-            (is_own and min(curve.seconds) < SHORTEST, f" has seconds = {min(curve.seconds):g}",
-             "give the number of devices that take part, and seconds"),
-            where=f"{file}: {curve.kind} with ranks = {ranks}",
-        )  # fmt: skip
+        times |= {(curve.kind, curve.ranks, payload): seconds for payload, seconds in points}
+        if table and is_own:
+            yield from _group_problems(chip, table, curve, f"{file}: {curve.kind} with ranks = {curve.ranks}")
     for (kind, ranks, payload), seconds in times.items():
         whole = times.get(("all_reduce", ranks, payload))
         if kind in PARTS and whole and not PART_OF[0] <= seconds / whole <= PART_OF[1]:
             text = f"{file}: {kind} of {payload:g} bytes with ranks = {ranks} takes {seconds:g} s"
             fix = "correct the slower or the faster of them: an all-reduce is a reduce-scatter and an all-gather"
             yield Problem(f"{text}, and the all_reduce {whole:g}", fix)
+
+
+def _group_problems(chip: Chip, table: CollectiveTable, curve: Curve, where: str) -> Iterator[Problem]:
+    ranks, size = curve.ranks, chip.link.domain_size if chip.link else None
+    most, fix = max(chip.devices_per_node, size or 0), "give the number of devices that take part, and seconds"
+    yield from wrong(
+        (not table.level and ranks > most, f", but {chip.name} has devices_per_node = {most}", fix),
+        (not table.level and size and size < ranks <= most, f" spans links of {size} devices, and has no level",
+         "write level: the name of the level of flagcore_topology on which it was measured"),
+        (min(curve.seconds) < SHORTEST, f" has seconds = {min(curve.seconds):g}", fix),
+        where=where,
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -275,36 +275,42 @@ def _least_seconds(chip: Chip, row: Mapping[str, Any]) -> tuple[float, bool]:
 @check("give the device's time in microseconds, and all bytes that are read and written", each=folders)
 def measured_kernels_are_possible(plugin: Subject, chip: Chip, folder: str) -> Problems:
     rows, file = _rows(plugin, folder), f"{folder}/kernels.jsonl"
-    rates: dict[str, dict[str, float]] = {}
     for row in rows:
-        kernel, precision, seconds = row["kernel"], row.get("precision"), row["us"] * 1e-6
-        least, large = _least_seconds(chip, row)
-        where = f"{file}: {' '.join(f'{key} {value}' for key, value in row.items() if key != 'us')}"
-        if least > FASTER * seconds:
-            yield f"{where} has us = {row['us']:g}, and the peaks of {chip.name} allow {least * 1e6:.3g}"
-        elif large and least and seconds > SLOWER * least:
-            yield f"{where} has us = {row['us']:g}, {seconds / least:.0f} times what {chip.name} needs"
-        is_attention = kernel.startswith("attention")
-        yield from wrong(
-            (is_attention and (row["heads"] % row["groups"] or row["keys"] < row["queries"]),
-             ": heads, groups, keys and queries do not fit",
-             "groups are those of keys and values and divide heads; keys are at least as many as queries"),
-            (kernel in BY_PRECISION and precision not in KNOWN, f": precision = {precision!r}",
-             f"name one of {', '.join(KNOWN)}"),
-            where=where,
-        )  # fmt: skip
-        if kernel == "gemm" and _flops(row) >= HUGE_FLOPS:
-            rates.setdefault(str(precision), {})[f"{row['m']} x {row['n']} x {row['k']}"] = _flops(row) / seconds
+        yield from _row_problems(chip, row, f"{file}: {' '.join(f'{key} {row[key]}' for key in row if key != 'us')}")
     for sizes, times in repeated(tuple(value for key, value in row.items() if key != "us") for row in rows):
         if times > 3:
             fix = "keep the median of repeated measurements"
             yield Problem(f"{file}: {' '.join(map(str, sizes))} is listed {times} times", fix)
-    for precision, by_size in rates.items():
-        ends = (max(by_size, key=by_size.__getitem__), min(by_size, key=by_size.__getitem__))
-        if by_size[ends[0]] > SPREAD * by_size[ends[1]]:
-            shown = " and ".join(f"{by_size[size] / 1e12:.3g} TFLOP/s for {size}" for size in ends)
+    yield from _rate_problems(file, [row for row in rows if row["kernel"] == "gemm" and _flops(row) >= HUGE_FLOPS])
+
+
+def _rate_problems(file: str, products: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    """Yield the precisions in which large products run at different rates."""
+    for precision in dict.fromkeys(str(row.get("precision")) for row in products):
+        of_precision = [row for row in products if str(row.get("precision")) == precision]
+        rates = [(_flops(row) / (row["us"] * 1e-6), _size(row)) for row in of_precision]
+        if max(rates)[0] > SPREAD * min(rates)[0]:
+            shown = " and ".join(f"{rate / 1e12:.3g} TFLOP/s for {size}" for rate, size in (max(rates), min(rates)))
             fix = "correct its size or its time: large products of one precision run at about one rate"
             yield Problem(f"{file}: gemm in {precision} has {shown}", fix)
+
+
+def _size(row: Mapping[str, Any]) -> str:
+    return f"{row['m']} x {row['n']} x {row['k']}"
+
+
+def _row_problems(chip: Chip, row: Mapping[str, Any], where: str) -> Iterator[Problem | str]:
+    kernel, precision, seconds = row["kernel"], row.get("precision"), row["us"] * 1e-6
+    least, large = _least_seconds(chip, row)
+    if least > FASTER * seconds:
+        yield f"{where} has us = {row['us']:g}, and the peaks of {chip.name} allow {least * 1e6:.3g}"
+    elif large and least and seconds > SLOWER * least:
+        yield f"{where} has us = {row['us']:g}, {seconds / least:.0f} times what {chip.name} needs"
+    if kernel.startswith("attention") and (row["heads"] % row["groups"] or row["keys"] < row["queries"]):
+        fix = "groups are those of keys and values and divide heads; keys are at least as many as queries"
+        yield Problem(f"{where}: heads, groups, keys and queries do not fit", fix)
+    if kernel in BY_PRECISION and precision not in KNOWN:
+        yield Problem(f"{where}: precision = {precision!r}", f"name one of {', '.join(KNOWN)}")
 
 
 @check("name kernels of kernels.jsonl, and give the overheads in microseconds", each=folders)
@@ -367,8 +373,13 @@ def _curve_problems(curve: Curve, source: str, chip: Chip) -> Iterator[str]:
             yield f"gemm_shares has {key!r}, and the names are {', '.join(KNOWN)}"
         elif PEAKS.get(key, key) not in chip.dense_flops_per_second:
             yield f"gemm_shares has {key}, of which {chip.name} has no peak"
-    for key, pattern in (("gemm_share", OF_PEAK), ("memory_share", OF_MEMORY)):
-        for low, high, whole, unit in pattern.findall(source):
-            peak = float(whole) * (1000.0 if unit == "TB/s" else 1.0)
-            if not 0.9 * float(low) / peak <= getattr(curve, key) <= 1.1 * float(high or low) / peak:
-                yield f"{key} = {getattr(curve, key):g}, but its source has {low} of {whole}"
+    yield from _share_problems(curve, "gemm_share", OF_PEAK.findall(source))
+    yield from _share_problems(curve, "memory_share", OF_MEMORY.findall(source))
+
+
+def _share_problems(curve: Curve, key: str, said: Sequence[tuple[str, str, str, str]]) -> Iterator[str]:
+    """Yield the rates of a source, of a peak, that differ from a share of the curve."""
+    for low, high, whole, unit in said:
+        peak, share = float(whole) * (1000.0 if unit == "TB/s" else 1.0), getattr(curve, key)
+        if not 0.9 * float(low) / peak <= share <= 1.1 * float(high or low) / peak:
+            yield f"{key} = {share:g}, but its source has {low} of {whole}"

@@ -161,7 +161,6 @@ def transcripts_have_sources(plugin: Subject) -> Problems:
 @check(f"correct the parser, or `lists` in {SOURCES}")
 def transcripts_are_parsed(plugin: Subject) -> Problems:
     for each in (each for each in plugin.transcripts if each.tool):
-        where = f"{FOLDER / each.name}: flagcore_devices"
         with (
             fakes.machine(fakes.printing(each)),
             fakes.warnings_enabled(),
@@ -169,24 +168,30 @@ def transcripts_are_parsed(plugin: Subject) -> Problems:
             redirect_stdout(io.StringIO()) as printed,
         ):
             devices = fakes.ask(plugin)
-        if each.devices == 0 and fakes.without_tools(plugin):
-            continue  # this machine has its own devices
-        wanted = [listed for listed in each.lists for _ in range(listed.devices)]
-        is_right = len(devices) == len(wanted) and all(map(lambda one, is_: one.matches(is_), wanted, devices))
-        listed = ", ".join(f"{one.devices} {one.chip!r} with {one.memory_mib} MiB" for one in each.lists)
-        is_shifted = is_right and devices and devices[0].index != 0 and not (each.left_out or each.of)
-        yield from wrong(
-            (not is_right, f"returns {_device_text(devices)}, expected {listed or 'no device'}",
-             f"correct the parser, or `lists` in {SOURCES}"),
-            (is_shifted, f"returns the indices {', '.join(str(device.index) for device in devices)}, which start at 0 "
-             "in the tool", "return the indices of the tool"),
-            (text := printed.getvalue().strip(), f"prints {text[:60]!r}",
-             "remove the print: the output of commands is data; use logging"),
-            (each.devices and len(warnings) != each.left_out,
-             f"leaves out {len(warnings)} devices, expected {each.left_out}: {'; '.join(warnings)[:200] or 'nothing'}",
-             f"read these lines, or state in {SOURCES} how many devices are `left_out`"),
-            where=f"{where} ",
-        )  # fmt: skip
+        if each.devices or not fakes.without_tools(plugin):  # else, these are the devices of this machine
+            yield from _listing_problems(each, devices, warnings, printed.getvalue().strip())
+
+
+def _listing_problems(
+    each: Transcript, devices: Sequence[Device], warnings: Sequence[str], printed: str
+) -> Iterator[Problem]:
+    """Yield how the devices that a plugin finds differ from those that a transcript lists."""
+    wanted = [listed for listed in each.lists for _ in range(listed.devices)]
+    is_right = len(devices) == len(wanted) and all(one.matches(is_) for one, is_ in zip(wanted, devices, strict=True))
+    listed = ", ".join(f"{one.devices} {one.chip!r} with {one.memory_mib} MiB" for one in each.lists)
+    indices, left_out = [device.index for device in devices], each.left_out
+    is_shifted = is_right and indices and indices[0] != 0 and not (left_out or each.of)
+    yield from wrong(
+        (not is_right, f"returns {_device_text(devices)}, expected {listed or 'no device'}",
+         f"correct the parser, or `lists` in {SOURCES}"),
+        (is_shifted, f"returns the indices {', '.join(map(str, indices))}, which start at 0 in the tool",
+         "return the indices of the tool"),
+        (printed, f"prints {printed[:60]!r}", "remove the print: the output of commands is data; use logging"),
+        (each.devices and len(warnings) != left_out,
+         f"leaves out {len(warnings)} devices, expected {left_out}: {'; '.join(warnings)[:200] or 'nothing'}",
+         f"read these lines, or state in {SOURCES} how many devices are `left_out`"),
+        where=f"{FOLDER / each.name}: flagcore_devices ",
+    )  # fmt: skip
 
 
 @check("ask the tool for the format of its transcript, such as --json")

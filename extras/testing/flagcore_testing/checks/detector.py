@@ -17,7 +17,7 @@ from flagcore_vendorkit.machine import TorchReport
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport
 from flagcore_testing import fakes
-from flagcore_testing.kit import Problem, Problems, Subject, check, need, once, wrong
+from flagcore_testing.kit import Case, Problem, Problems, Subject, check, need, once, wrong
 from flagcore_testing.package import Transcript
 
 AGREE = 3
@@ -107,31 +107,36 @@ def sections_preload_the_same_module(plugin: Subject) -> Problems:
             yield f"engines.yaml: {kind} and {other_kind} have the device {one.device_type}, but one preloads {text}"
 
 
-@check("write the name of this vendor's resource, or leave out `kubernetes`")
+def _others_sections(plugin: Subject) -> Iterator[tuple[str, EngineSupport]]:
+    """Yield the name of each other plugin with each section of its `engines.yaml`."""
+    for name, hooks in others_hooks(plugin):
+        package = getattr(hooks, "package", None) or getattr(hooks, "__package__", name)
+        yield from ((name, each) for each in read_engines(str(package)).values())
+
+
+RESOURCE_FIX = "write the name of this vendor's resource, or leave out `kubernetes`"
+
+
+@check(RESOURCE_FIX)
 def resources_are_the_vendors(plugin: Subject) -> Problems:
-    packages = {
-        name: str(getattr(other, "package", None) or getattr(other, "__package__", name))
-        for name, other in others_hooks(plugin)
-    }
-    theirs = [(name, each) for name, package in packages.items() for each in read_engines(package).values()]
+    theirs = [*_others_sections(plugin)]
     libraries = sorted({name for _, each in theirs for name in each.cross_vendor_libraries})
     others = {each.kubernetes.name: name for name, each in theirs if each.kubernetes}
+    most = max(chip.devices_per_card for chip in plugin.own_chips())
     for kind, each in sections_of(plugin):
-        for name in (name for name in each.cross_vendor_libraries if name not in libraries):
-            if meant := next((one for one in libraries if is_near(name, one)), ""):
+        for name in {*each.cross_vendor_libraries} - {*libraries}:
+            for meant in [one for one in libraries if is_near(name, one)][:1]:
                 fix = "write the name as other plugins do: chips are connected by a library that both name"
                 yield Problem(f"engines.yaml: {kind}.cross_vendor_libraries has {name!r}, others have {meant!r}", fix)
-        if (resource := each.kubernetes) is None:
-            continue
-        yield from wrong(
-            (resource.counts == "cards" and all(chip.devices_per_card == 1 for chip in plugin.own_chips()),
-             "counts = 'cards', but each card has one device", "remove counts, or give the chips devices_per_card"),
-            (not RESOURCE.fullmatch(resource.name), f"name = {resource.name!r}",
-             "write the domain of the vendor and the resource, such as acme.com/gpu"),
-            (resource.name in others, f"name is that of the plugin {others.get(resource.name)}",
-             "write the name of this vendor's resource, or leave out `kubernetes`"),
-            where=f"engines.yaml: {kind}.kubernetes.",
-        )  # fmt: skip
+        for resource in [each.kubernetes] if each.kubernetes else []:
+            yield from wrong(
+                (resource.counts == "cards" and most == 1, "counts = 'cards', but each card has one device",
+                 "remove counts, or give the chips devices_per_card"),
+                (not RESOURCE.fullmatch(resource.name), f"name = {resource.name!r}",
+                 "write the domain of the vendor and the resource, such as acme.com/gpu"),
+                (resource.name in others, f"name is that of the plugin {others.get(resource.name)}", RESOURCE_FIX),
+                where=f"engines.yaml: {kind}.kubernetes.",
+            )  # fmt: skip
 
 
 OTHER_FILES = ("_manager", "ctl", "_ctl", "_control")
@@ -146,37 +151,38 @@ def detector_is_well_formed(plugin: Subject) -> Problems:
         words = getattr(detector, name)
         if not isinstance(words, tuple) or not all(isinstance(word, str) and word.strip() for word in words):
             yield f"discover.py: {name} = {words!r}"
-    pattern, topology, own_id = detector.device_file, detector.topology, detector.pci_vendor
-    stem = pattern.rstrip("*")
-    others = [f"{stem}{end}" for end in OTHER_FILES if pattern.endswith("*") and not pattern.endswith("]*")]
-    wide = next((other for other in others if fnmatch(other, pattern)), "")
-    tools, classes = fakes.tools_of(plugin), detector.pci_classes if isinstance(detector.pci_classes, tuple) else ()
-    first = topology[0] if isinstance(topology, tuple) and topology else ""
-    is_number = isinstance(own_id, int)
+    own_id, tools, tool = detector.pci_vendor, fakes.tools_of(plugin), detector.tool
+    first = next(iter(detector.topology), tool) if isinstance(detector.topology, tuple) else tool
     yield from wrong(
-        (pattern.startswith("/") or pattern.count("[") != pattern.count("]"), f"device_file = {pattern!r}",
-         "write a glob pattern below the root, such as dev/acme[0-9]*"),
-        (wide, f"device_file = {pattern!r} matches /{wide}, too",
-         "match numbers only, such as dev/acme[0-9]*: drivers have files that are no devices"),
-        *((not CLASS.fullmatch(name), f"pci_classes has {name!r}",
+        *_file_cases(detector.device_file),
+        *((not CLASS.fullmatch(str(name)), f"pci_classes has {name!r}",
            "write the beginning of a class as in sysfs: 0x12 (accelerators), 0x0302 or 0x0380 (displays)")
-          for name in classes),
-        (tools and first and first not in tools, f"topology runs {first!r}, not {', '.join(tools)}",
+          for name in detector.pci_classes),
+        (tools and first != tool and first not in tools, f"topology runs {first!r}, not {', '.join(tools)}",
          "name a tool that `listing` runs"),
-        (tools and detector.tool not in tools, f"tool = {detector.tool!r}, but the detector runs {', '.join(tools)}",
+        (tools and tool not in tools, f"tool = {tool!r}, but the detector runs {', '.join(tools)}",
          "name the tool that `listing` runs: messages name it"),
         *((len(prefix) < 3 or not prefix.endswith("_"), f"own_variables has {prefix!r}",
            "write the prefix of the vendor's variables, such as ACME_") for prefix in detector.own_variables),
-        (not is_number, f"pci_vendor = {own_id!r} is no number", LSPCI),
-        *(_pci_cases(plugin, own_id) if is_number else ()),
+        *(_pci_cases(plugin, own_id) if isinstance(own_id, int) else
+          [(True, f"pci_vendor = {own_id!r} is no number", LSPCI)]),
         where="discover.py: ",
     )  # fmt: skip
+
+
+def _file_cases(pattern: str) -> Iterator[Case]:
+    wide = pattern.endswith("*") and not pattern.endswith("]*")
+    others = [other for end in OTHER_FILES if fnmatch(other := f"{pattern.rstrip('*')}{end}", pattern)]
+    fix = "write a glob pattern below the root, such as dev/acme[0-9]*"
+    yield pattern.startswith("/") or pattern.count("[") != pattern.count("]"), f"device_file = {pattern!r}", fix
+    fix = "match numbers only, such as dev/acme[0-9]*: drivers have files that are no devices"
+    yield wide and others, f"device_file = {pattern!r} matches /{[*others, ''][0]}, too", fix
 
 
 LSPCI = "write the ID that `lspci -nn` prints for the device, such as 0x1E3E"
 
 
-def _pci_cases(plugin: Subject, own_id: int) -> Iterator[tuple[object, str, str]]:
+def _pci_cases(plugin: Subject, own_id: int) -> Iterator[Case]:
     shown, file = f"pci_vendor = {own_id:#06x}", plugin.package_folder / "discover.py"
     no_vendor = "has not four hexadecimal digits, and IDs below 0x1000 belong to no vendor of accelerators"
     yield not 0x1000 <= own_id <= 0xFFFF, f"{shown} {no_vendor}", LSPCI
@@ -200,9 +206,12 @@ def detector_agrees_with_the_files(plugin: Subject) -> Problems:
         if device_type != detector.torch_device:
             text = f"engines.yaml: {kind}.device_type = {device_type!r}"
             yield f"{text}, but torch_device of discover.py is {detector.torch_device!r}"
-    readme, device_file, tool = plugin.packaged.readme, detector.device_file, detector.tool
+    yield from _readme_problems(detector, plugin.packaged.readme)
+
+
+def _readme_problems(detector: DeviceDetector, readme: str) -> Iterator[str]:
+    device_file, tool, stem = detector.device_file, detector.tool, re.split(r"[\[*]", detector.device_file)[0]
     files = sorted({each.rstrip(".,)`*") for each in re.findall(r"/(dev/[\w./*\[\]<>-]+)", readme)})
-    stem = re.split(r"[\[*]", device_file)[0]
     if files and not any(each.startswith(stem) or stem.startswith(re.split(r"[\[*<]", each)[0]) for each in files):
         yield f"discover.py: device_file = {device_file!r}, but README.md names {', '.join(files)}"
     tools = sorted({*re.findall(r"\b([a-z]+[-_](?:smi|gmi|info)|cnmon|[a-z]+smi)\b", readme)})

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from unittest import mock
@@ -68,23 +68,35 @@ def _named(plugin: Subject) -> Iterator[tuple[str, str]]:
         yield from (("discover.py", name) for name in names if name)
 
 
+@once
+def _known_variables(plugin: Subject) -> dict[str, list[str]]:
+    """Return the names of other plugins' variables, and those in the plugin's files, without the vendor's prefix."""
+    own = (word for word in words_of(plugin) if "_" in word and word.isupper() for _ in (1, 2))
+    known: dict[str, list[str]] = {}
+    for name in (*_others_names(plugin), *own):
+        known.setdefault(COLLECTIVES.sub("CL_", name), []).append(name)
+    return known
+
+
+def _meant_parts(name: str, parts: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Yield the words of a name that no other variable has, each with one that others nearly have."""
+    for part in (part for part in name.split("_") if len(part) > 6 and parts[part] == 1):
+        near = (other for other in parts if is_near(part, other) and part not in other and other not in part)
+        yield from ((part, meant) for meant in [*near][:1])
+
+
 @check("correct the name; if it is right, other files of the plugin may name it too, such as the README")
 def variables_are_spelled_correctly(plugin: Subject) -> Problems:
-    words, others, own = words_of(plugin), _others_names(plugin), [*dict.fromkeys(_named(plugin))]
-    known: dict[str, list[str]] = {}
-    for name in (*others, *(word for word in words if "_" in word and word.isupper() for _ in (1, 2))):
-        known.setdefault(COLLECTIVES.sub("CL_", name), []).append(name)
+    words, others, known = words_of(plugin), _others_names(plugin), _known_variables(plugin)
+    own = [*dict.fromkeys(_named(plugin))]
     parts = Counter(part for name in {*others, *(name for _, name in own)} for part in name.split("_"))
     for file, name in own:
-        for part in (part for part in name.split("_") if len(part) > 6 and parts[part] == 1):
-            near = (other for other in parts if is_near(part, other) and part not in other and other not in part)
-            if meant := next(near, ""):
-                yield f"{file}: {name} has the word {part}, and other variables have {meant}"
+        for part, meant in _meant_parts(name, parts):
+            yield f"{file}: {name} has the word {part}, and other variables have {meant}"
         general = COLLECTIVES.sub("CL_", name)
-        is_known = words[name] > 1 or name in others or {*known[general]} != {name}
-        near = (names[0] for each, names in known.items() if len(names) > 1 and is_near(general, each))
-        if not is_known and (meant := next(near, "")):
-            yield f"{file}: {name} is not known, but {meant} is"
+        if words[name] <= 1 and name not in others and {*known[general]} == {name}:
+            near = [names[0] for each, names in known.items() if len(names) > 1 and is_near(general, each)]
+            yield from (f"{file}: {name} is not known, but {meant} is" for meant in near[:1])
 
 
 def _variables(plugin: Subject) -> Iterator[tuple[str, Variable]]:
@@ -208,22 +220,25 @@ CHECKS = (
 
 @check(BOTH)
 def detector_reads_what_the_files_name(plugin: Subject) -> Problems:
-    detector, listed = detector_of(plugin), read_variables(plugin.package)
-    quirks = read_quirks(plugin.package)
+    detector, listed, quirks = detector_of(plugin), read_variables(plugin.package), read_quirks(plugin.package)
     texts = [*(each.advice for each in quirks.failures), *(each.note for each in quirks.notes)]
     said = " ".join(text for text in texts if not re.search(r"\b(no|not|ignored|instead)\b", text))
-    names = {*re.findall(r"\b[A-Z_]+_VISIBLE_DEVICES\b", said)} - {*_selecting(plugin), *(each.name for each in listed)}
-    yield from (f"quirks.yaml names {name}, which discover.py does not read" for name in sorted(names))
-    selecting = {*detector.vendor_variables}
-    if listed and selecting and not {each.name for each in listed if each.value} & selecting:
+    known = {*_selecting(plugin), *(each.name for each in listed)}
+    for name in sorted({*re.findall(r"\b[A-Z_]+_VISIBLE_DEVICES\b", said)} - known):
+        yield f"quirks.yaml names {name}, which discover.py does not read"
+    selecting, values = {*detector.vendor_variables}, {each.name for each in listed if each.value}
+    if listed and selecting and not values & selecting:
         text = f"discover.py reads {', '.join(detector.vendor_variables)}, but environment.yaml sets none of them"
         fix = "add the variable that names the vendor to environment.yaml, with a value, or remove it from discover.py"
         yield Problem(text, fix)
-    shared = {*_others_names(plugin), *SHARED}
-    for prefix in detector.own_variables:
-        if taken := sorted(name for name in shared if name.startswith(prefix) and "_" in prefix):
+    yield from _shared_prefixes(detector.own_variables, sorted({*_others_names(plugin), *SHARED}))
+
+
+def _shared_prefixes(prefixes: Sequence[str], shared: Sequence[str]) -> Iterator[Problem]:
+    for prefix in (each for each in prefixes if "_" in each):
+        if taken := next((name for name in shared if name.startswith(prefix)), ""):
             fix = "name only prefixes of variables that no other vendor's software reads"
-            yield Problem(f"discover.py: own_variables has {prefix!r}, with which {taken[0]} begins, too", fix)
+            yield Problem(f"discover.py: own_variables has {prefix!r}, with which {taken} begins, too", fix)
 
 
 @check("write the same, or a pattern of this vendor's own text")

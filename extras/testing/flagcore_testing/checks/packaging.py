@@ -2,12 +2,12 @@
 
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 from flagcore_vendorkit.chip_file import shared_costs
-from flagcore_vendorkit.engines import read_maturity
+from flagcore_vendorkit.engines import Claim, read_maturity
 from packaging.licenses import canonicalize_license_expression
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -19,7 +19,7 @@ from flagcore.domain.chip import Chip
 from flagcore.plugins import GROUP
 from flagcore.plugins.entry_points import installed
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, wrong
-from flagcore_testing.package import read_toml
+from flagcore_testing.package import Transcript, read_toml
 
 FRAMEWORKS = {
     *("torch", "torchvision", "torchaudio", "tensorflow", "jax", "jaxlib"),
@@ -192,44 +192,46 @@ MARK = "TODO"
 
 @check()
 def maturity_matches_the_files(plugin: Subject) -> Problems:
-    chips = {chip.name for chip in plugin.own_chips()}
+    chips = {chip.name.casefold(): chip.name for chip in plugin.own_chips()}
     if read_maturity(plugin.package) is None:
         fix = "write maturity.yaml: `flag plugins list` shows the maturity of the data"
         yield Problem(f"{plugin.package} has no maturity.yaml", fix)
         return
-    maturity = plugin.maturity
+    maturity, shared = plugin.maturity, {chip for chip, file in shared_costs(plugin.package) if file == "curve.yaml"}
     claims = (*maturity.run_on_hardware, *maturity.checked_on_transcripts, *maturity.from_documents)
-
-    def chips_of(*words: str) -> set[str]:
-        """Return the chips of the claims with one of these words, in lower case like the folders of costs."""
-        found = (claim.chips for claim in claims if any(word in claim.what for word in words))
-        return {name.casefold() for names in found for name in names}
-
-    run = {name.casefold() for claim in maturity.run_on_hardware for name in claim.chips}
+    run, named = _chips_of(maturity.run_on_hardware), [(each.what, name) for each in claims for name in each.chips]
+    works = [engine for chip, engine in plugin.pairs() if _works(plugin, chip, engine)]
     measured = _folders_with(plugin, "provenance.yaml", without="\nsource:")
-    works = next((engine for chip, engine in plugin.pairs() if _works(plugin, chip, engine)), "")
-    yield from wrong(
-        *((True, f": {claim.what!r} names the unknown chip {name!r}", "name chips of chips/*.yaml")
-          for claim in claims for name in sorted(set(claim.chips) - chips)),
-        *((True, f": {name} is missing in 'facts of the chips'",
-           "list every chip there, with how its facts were checked")
-          for name in sorted(chips) if name.casefold() not in chips_of("facts of the chips")),
-        *((True, f": run_on_hardware lacks {name}, although costs/{name} has measured kernels",
-           "add the kernel times there, with software and date") for name in sorted(measured - run)),
-        (works and not run, f" has no run_on_hardware, but engines.yaml says works: true ({works})",
-         "add the run, or remove works: true"),
-        where="maturity.yaml",
-    )  # fmt: skip
-    shared = {chip for chip, file in shared_costs(plugin.package) if file == "curve.yaml"}
+    for what, name in named:
+        if name not in chips.values():
+            yield Problem(f"maturity.yaml: {what!r} names the unknown chip {name!r}", "name chips of chips/*.yaml")
+    for name in sorted(chips.keys() - _chips_of(claims, "facts of the chips")):
+        text = f"maturity.yaml: {chips[name]} is missing in 'facts of the chips'"
+        yield Problem(text, "list every chip there, with how its facts were checked")
+    for name in sorted(measured - run):
+        text = f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels"
+        yield Problem(text, "add the kernel times there, with software and date")
+    if works and not run:
+        text = f"engines.yaml says works: true ({works[0]}), but maturity.yaml has no run_on_hardware"
+        yield Problem(text, "add the run, or remove works: true")
     kernels = _folders_with(plugin, "kernels.jsonl") | _folders_with(plugin, "curve.yaml") | shared
-    for what, file, claimed, shipped in (
-        ("collectives", COLLECTIVES, chips_of("collectives", "all-reduces"), _folders_with(plugin, COLLECTIVES)),
-        ("kernel times", "curve.yaml or kernels.jsonl", chips_of("kernel times"), kernels),
-    ):
-        for name in sorted(claimed ^ shipped):
-            problem = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
-            text = f"maturity.yaml {problem}: costs/{name} and {file} disagree"
-            yield Problem(text, "correct maturity.yaml or the files")
+    curves = _folders_with(plugin, COLLECTIVES)
+    yield from _disagreements(COLLECTIVES, "collectives", _chips_of(claims, "collectives", "all-reduces"), curves)
+    kernel_files = "curve.yaml or kernels.jsonl"
+    yield from _disagreements(kernel_files, "kernel times", _chips_of(claims, "kernel times"), kernels)
+
+
+def _chips_of(claims: Sequence[Claim], *words: str) -> set[str]:
+    """Return the chips of the claims with one of the words, in lower case like the folders of costs."""
+    found = (claim.chips for claim in claims if not words or any(word in claim.what for word in words))
+    return {name.casefold() for names in found for name in names}
+
+
+def _disagreements(file: str, what: str, claimed: set[str], shipped: set[str]) -> Iterator[Problem]:
+    for name in sorted(claimed ^ shipped):
+        problem = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
+        text = f"maturity.yaml {problem}: costs/{name} and {file} disagree"
+        yield Problem(text, "correct maturity.yaml or the files")
 
 
 @check("name each file of tests/smi once under checked_on_transcripts")
@@ -240,17 +242,18 @@ def maturity_matches_the_transcripts(plugin: Subject) -> Problems:
         problem = "is missing, but maturity.yaml names it" if name in named_files else "is not named in maturity.yaml"
         yield f"tests/smi/{name} {problem}"
     for claim in claims:
-        files = [by_name[name] for name in claim.files if name in by_name]
-        listed = [one.chip for each in files for one in each.lists]
+        yield from _claim_problems(plugin, claim, [by_name[name] for name in claim.files if name in by_name])
+
+
+def _claim_problems(plugin: Subject, claim: Claim, files: Sequence[Transcript]) -> Iterator[Problem]:
+    where, listed = f"maturity.yaml: {claim.what!r}", [one.chip for each in files for one in each.lists]
+    for each in files:
+        if each.tool and each.tool not in claim.by:
+            yield Problem(f"{where} has tool: {claim.by}, but {each.name} is of {each.tool}", "name that tool")
+    if len(files) == len(claim.files) and all(each.tool and each.lists for each in files):
         found = {chip.name for chip in plugin.chips if any(map(chip.has_name, listed))}
-        is_whole = len(files) == len(claim.files) and all(each.tool and each.lists for each in files)
-        yield from wrong(
-            *((each.tool and each.tool not in claim.by, f" has tool: {claim.by}, but {each.name} is of {each.tool}",
-               "name that tool") for each in files),
-            *((is_whole, f" has the chip {name}, which its files do not list", "leave it out")
-              for name in sorted({*claim.chips} - found)),
-            where=f"maturity.yaml: {claim.what!r}",
-        )  # fmt: skip
+        for name in sorted({*claim.chips} - found):
+            yield Problem(f"{where} has the chip {name}, which its files do not list", "leave it out")
 
 
 def _works(plugin: Subject, chip: Chip, engine: str) -> bool:

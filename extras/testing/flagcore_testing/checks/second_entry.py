@@ -34,6 +34,7 @@ from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.engines import VariableKnob, all_knobs, read_engines
 
 from flagcore.domain.chip import Chip
+from flagcore.domain.knob import Effect
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import parse_yaml
 from flagcore_testing.checks.bounds import BANDWIDTH, HOST, LINK, MEMORY, NIC, PEAK, WATTS
@@ -164,15 +165,7 @@ def settings_agree_with_their_second_entry(plugin: Subject) -> Problems:
 
 def _settings(plugin: Subject) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the names that the plugin's files use by their key in the second entry, each name with its file."""
-    sections = [*plugin.shipped("engines.yaml", read_engines).values()]
-    listed = all_knobs(plugin.package)
-    variable_knobs = [each.scope for each in listed if isinstance(each.scope, VariableKnob)]
-    others = [each.knob for each in listed if not isinstance(each.scope, VariableKnob)]
-    knobs = [effect for each in others for effect in each.effects.values()]
-    variables = {f"{each.name}={each.value}": "environment.yaml" for each in plugin.variables if each.value}
-    variables |= {f"{key}={value}": "knobs.yaml" for effect in knobs for key, value in effect.environment.items()}
-    variables |= {f"{each.variable}={' or '.join(map(str, each.values))}": "knobs.yaml" for each in variable_knobs}
-    detector = detector_of(plugin)
+    sections, detector = [*plugin.shipped("engines.yaml", read_engines).values()], detector_of(plugin)
     classes = detector.pci_classes if detector.pci_classes != DeviceDetector.pci_classes else ()
     rows: Iterable[tuple[str, str, Iterable[str | None]]] = (
         ("device", "engines.yaml", [each.device_type for each in sections]),
@@ -182,11 +175,27 @@ def _settings(plugin: Subject) -> Iterator[tuple[str, dict[str, str]]]:
         ("pci", "discover.py", [" ".join((format(int(str(detector.pci_vendor), 0), "04x"), *classes))]),
         ("files", "discover.py", [detector.device_file]),
         ("kubernetes", "engines.yaml", [each.kubernetes.name for each in sections if each.kubernetes]),
-        ("flags", "knobs.yaml", [" ".join(effect.flags) for effect in knobs]),
+        ("flags", "knobs.yaml", [" ".join(effect.flags) for effect in _effects(plugin)]),
     )
     for key, file, names in rows:
         yield key, {name: file for name in names if name}
-    yield "variables", variables
+    yield "variables", _variables(plugin)
+
+
+def _effects(plugin: Subject) -> list[Effect]:
+    """Return the effects of the knobs that are no single variables."""
+    knobs = [each.knob for each in all_knobs(plugin.package) if not isinstance(each.scope, VariableKnob)]
+    return [effect for knob in knobs for effect in knob.effects.values()]
+
+
+def _variables(plugin: Subject) -> dict[str, str]:
+    """Return NAME=VALUE of each variable that the plugin sets, with its file."""
+    scopes = [each.scope for each in all_knobs(plugin.package) if isinstance(each.scope, VariableKnob)]
+    compared = {f"{each.variable}={' or '.join(map(str, each.values))}": "knobs.yaml" for each in scopes}
+    values = {f"{key}={value}": "knobs.yaml" for each in _effects(plugin) for key, value in each.environment.items()}
+    return (
+        {f"{each.name}={each.value}": "environment.yaml" for each in plugin.variables if each.value} | values | compared
+    )
 
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)(?: to (\d+(?:\.\d+)?))? ?([KMG]i?B)\b")

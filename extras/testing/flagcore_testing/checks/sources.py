@@ -1,7 +1,8 @@
 """Checks of figures against the words of their sources: units, directions, shares, and what a text lets compute."""
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date, datetime, timedelta
 from difflib import get_close_matches
 
@@ -105,46 +106,43 @@ def figures_match_their_sources(chip: Chip) -> Problems:
                 yield Problem(f"{shown}, but its source has {text}", fix)
 
 
+POWERS_OF_TEN = (1e-3, 1e-2, 0.1, 10.0, 1e2, 1e3)
+WAYS, BITS_OR_BYTES = (2.0, 4.0, 16.0), (8.0, 0.125)
+"""Ratios of a figure to that of its source which slips lead to: units, directions or halving twice, bits."""
+
+
 def _differences(key: str, fact: Fact, chip: Chip) -> Iterator[str]:
     """Yield how a figure differs from those in its source by a factor that slips lead to."""
-    detail, value = fact.source.detail, fact.value
-    stated = _stated(key, detail)
-    numbers = [number for _, number, _ in stated]
-    halvings = 2 if "halved twice" in detail else 1 if "halved" in detail else 0
-    share = 2.0**halvings
+    detail, stated = fact.source.detail, _stated(key, fact.source.detail)
+    halved = next((words for words in ("halved twice", "halved") if words in detail), "")
+    share = {"halved twice": 4.0, "halved": 2.0}.get(halved, 1.0)
+    whole, after_halving = fact.value * share, f", {halved}" if halved else ""
+    numbers, cards = [number for _, number, _ in stated], 1 if halved else chip.devices_per_card
+    sharing = _sharing(detail, chip) if key == NIC else 1
     for shown, number, after in stated:
-        says, ratio = f"but its source has {shown}", value / number if number else 0.0
-        is_shared = key == NIC and (sharing := _sharing(detail, chip)) > 1 and ratio > 1.01 / sharing
-        of_a_card = chip.devices_per_card > 1 and not halvings and PER_CARD.match(after) and _close(ratio, 1.0, 0.025)
-        if halvings and not _is_one_of(value * share, numbers):
-            if any(_close(ratio, times) for times in (1.0, 0.5, 8.0, 8.0 / share, 0.125 / share)):
-                yield f"{says}, halved{' twice' if halvings == 2 else ''}: {number / share:g}"
-        elif not halvings and not _is_one_of(value, numbers):
-            yield from _slips(key, fact, number, numbers, chip, says)
-        is_power = any(_close(ratio * share, 10.0**power) for power in (-3, -2, -1, 1, 2, 3))
-        if is_power and not _is_one_of(value * share, numbers):
-            yield f"{says}: a power of ten lies between them"
-        if of_a_card:
-            yield f"{says} for a card of {chip.devices_per_card} devices"
-        if is_shared:
+        says, ratio = f"but its source has {shown}", whole / (number or math.nan)
+        if _is_slip(key, fact, chip, whole, ratio, numbers):
+            yield f"{says}{after_halving}: {number / share:g}; the figure is {ratio:.3g} times as much"
+        if cards > 1 and PER_CARD.match(after) and _close(ratio, 1.0, 0.025):
+            yield f"{says} for a card of {cards} devices"
+        if sharing > 1 and ratio > 1.01 * share / sharing:
             yield f"{says} for {sharing} devices: {number / sharing:g} each"
 
 
-def _slips(key: str, fact: Fact, number: float, numbers: list[float], chip: Chip, says: str) -> Iterator[str]:
-    """Yield what a figure is, relative to one number of its source: bits, both directions, or a sparse rate."""
-    ratio, bits = fact.value / number if number else 0.0, (8.0,) if key == NIC else (8.0, 0.125)
-    is_rate = fact.source.kind != "estimated" and not key.startswith((PEAK, WATTS))
-    peaks = [peak.value for peak in chip.dense_flops_per_second.values()]
-    is_explained = _is_one_of(fact.value, numbers, 0.15) or _is_one_of(number, peaks)
-    if key in (LINK, HOST, BANDWIDTH, NIC) and any(_close(ratio, times) for times in bits):
-        yield f"{says}, which is {number:g}"
-    elif is_rate and any(_close(ratio, times) for times in (2.0, 4.0)):
-        yield f"{says}: {ratio:.2g} times as much"
-    elif key in (BF16, FP16) and 0.44 <= number / fact.value <= 0.51 and not is_explained:
-        yield f"{says}, about half of it"
+def _is_slip(key: str, fact: Fact, chip: Chip, whole: float, ratio: float, numbers: Sequence[float]) -> bool:
+    """Return whether a slip leads from a number of the source to the figure. That of another peak is none."""
+    if _is_one_of(whole, numbers):
+        return False
+    if key.startswith(PEAK):
+        peaks = [peak.value for peak in chip.dense_flops_per_second.values()]
+        is_explained = _is_one_of(whole / ratio, peaks) or _is_one_of(whole, numbers, 0.15)
+        is_half = key in (BF16, FP16) and 1.96 <= ratio <= 2.27 and not is_explained
+        return is_half or _is_one_of(ratio, POWERS_OF_TEN, 0.01)
+    of_rates = (*BITS_OR_BYTES[: 1 if key == NIC else 2], *(WAYS if fact.source.kind != "estimated" else ()))
+    return _is_one_of(ratio, (*POWERS_OF_TEN, *(of_rates if key != WATTS else ())), 0.01)
 
 
-def _is_one_of(value: float, numbers: list[float], tolerance: float = 0.03) -> bool:
+def _is_one_of(value: float, numbers: Sequence[float], tolerance: float = 0.03) -> bool:
     return any(_close(value, number, tolerance) for number in numbers)
 
 
@@ -198,26 +196,26 @@ LINKS = re.compile(r"\b(two|three|four|six|seven|eight) links")
 
 
 def _derived(key: str, detail: str) -> dict[str, float]:
-    """Return the figures that follow from the units, the clock, the pins or the links in a source, by how."""
-    derived = dict[str, float]()
-    for match in OF_PINS.finditer(detail) if key == BANDWIDTH else ():
-        clock = float(match[2]) * UNITS[match[3]] * (2 if match[4] else 1)
-        derived[f"{match[1]} bit x {match[2]} {match[3]}"] = float(match[1]) / 8 * clock
+    """Return the figures that follow from the pins, the links, or the units and the clock in a source, by how."""
+    if key == BANDWIDTH:
+        pins = ((each, float(each[2]) * UNITS[each[3]] * (2 if each[4] else 1)) for each in OF_PINS.finditer(detail))
+        return {f"{each[1]} bit x {each[2]} {each[3]}": float(each[1]) / 8 * clock for each, clock in pins}
     if key == LINK and (taken := TAKEN.search(detail)):
-        links = LINKS.search(detail)
-        rate = float(taken[1]) * 1e9 / (int(taken[2]) / 100) * (WORDS[links[1]] if links else 1.0)
-        derived[f"{links[0] + ' of ' if links else ''}{taken[1]} GB/s / {taken[2]}%"] = rate
-    clock_found, cores = CLOCK.search(detail), CORES.findall(detail)
-    if key.startswith(PEAK) and "multiply-adds" in detail and clock_found and cores:
-        clock = _number(clock_found)
-        of_formats = {name: each for each, name in OF_FORMATS.findall(detail)}
-        each = of_formats.get(key.removeprefix(PEAK))
-        pairs = cores if not of_formats else [(cores[0][0], each)] if each is not None else []
-        if pairs:
-            text = " and ".join(f"{count} x {each}" for count, each in pairs)
-            operations = 2 * clock * sum(float(count) * float(each) for count, each in pairs)
-            derived[f"2 x {text} at {clock:g} Hz"] = operations
-    return derived
+        links = LINKS.findall(detail)[:1]
+        rate = float(taken[1]) * 1e9 / (int(taken[2]) / 100) * WORDS.get("".join(links), 1)
+        return {f"{f'{links[0]} links of ' if links else ''}{taken[1]} GB/s / {taken[2]}%": rate}
+    clock, cores = CLOCK.search(detail), CORES.findall(detail)
+    is_computed = key.startswith(PEAK) and "multiply-adds" in detail and cores
+    return _operations(key.removeprefix(PEAK), _number(clock), cores, detail) if is_computed and clock else {}
+
+
+def _operations(name: str, clock: float, cores: list[tuple[str, str]], detail: str) -> dict[str, float]:
+    """Return the rate in a format of `cores`, each a number of units and their multiply-adds in a clock."""
+    of_formats = {each: number for number, each in OF_FORMATS.findall(detail)}
+    own = [(cores[0][0], of_formats[name])] if name in of_formats else []
+    pairs = own if of_formats else cores
+    rate = 2 * clock * sum(float(count) * float(each) for count, each in pairs)
+    return {f"2 x {' and '.join(f'{count} x {each}' for count, each in pairs)} at {clock:g} Hz": rate} if pairs else {}
 
 
 DATES, OPENED, FIRST_YEAR = {"date", "checked", "quoted"}, {"checked", "quoted"}, "2024"

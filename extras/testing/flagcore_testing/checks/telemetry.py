@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from flagcore.domain.chip import Device
 from flagcore_testing import fakes
 from flagcore_testing.checks.bounds import READINGS, outside
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once, wrong
+from flagcore_testing.package import Transcript
 
 USED = "memory_used_bytes"
 UNITS = {"power_watts": "W", "power_limit_watts": "W", "temperature_celsius": "C", "utilization_share": "%"}
@@ -54,7 +55,7 @@ def telemetry_is_plausible(device: Device, sample: Mapping[str, float], text: st
 
 
 @check("read the first figure of the cell: memory in use is not the memory of the device")
-def telemetry_is_what_the_tool_prints(plugin: Subject) -> Problems:
+def telemetry_is_of_its_own_column(plugin: Subject) -> Problems:
     samples = _samples(plugin)
     full = [device for device, sample, _ in samples if sample.get(USED) == (device.memory_bytes or -1)]
     if full and len(full) == len(samples):
@@ -64,15 +65,22 @@ def telemetry_is_what_the_tool_prints(plugin: Subject) -> Problems:
     if len(same) == len(pairs) > 1:
         text = f"temperature_celsius and power_watts are both {same[0]:g}, and equal on every device"
         yield Problem(f"flagcore_telemetry: {text}", "read the column of the temperature")
+
+
+@check("read the column of that unit, and keep the tool's figure: a share is percent divided by 100")
+def telemetry_is_what_the_tool_prints(plugin: Subject) -> Problems:
+    samples = _samples(plugin)
     for name, unit in UNITS.items():
         read = [(sample[name], text) for _, sample, text in samples if name in sample]
         others = [shown for value, text in read if (shown := _other_unit(name, value, unit, text))]
         if others and len(others) * 2 >= len(read):
-            fix = "read the column of that unit, and keep the tool's figure: a share is percent divided by 100"
-            yield Problem(f"flagcore_telemetry: {others[0]}", fix)
-    printed = "\n".join(dict.fromkeys(text for _, _, text in samples))
+            yield f"flagcore_telemetry: {others[0]}"
+    printed, known = (
+        "\n".join(dict.fromkeys(text for *_, text in samples)),
+        {key for _, each, _ in samples for key in each},
+    )
     for name, pattern in PRINTED.items():
-        if printed and re.search(pattern, printed) and not any(name in sample for _, sample, _ in samples):
+        if name not in known and re.search(pattern, printed):
             fix = f"return {name}: trials show it, and find slow devices by it"
             yield Problem(f"flagcore_telemetry has no {name}, although the tool prints it", fix)
 
@@ -128,19 +136,25 @@ def telemetry_is_what_a_person_reads(plugin: Subject) -> Problems:
         fix = f"add reads of a device in use, with {', '.join(READ)}, such as {{device: 0, watts: 60, celsius: 41}}"
         yield Problem(f"sources.yaml: {known[0].name} and the others have no reads", fix)
     for each in (each for each in known if each.reads):
-        place = each.reads.get("device", 0)
-        with fakes.machine(fakes.printing(each)), fakes.uncached():
-            readers = [plugin.loaded.telemetry(device) for device in fakes.ask(plugin) if device.index == place]
-            sample = next((reader.sample() for reader in readers if reader), {})
         for key in sorted({*each.reads} - {"device", *READ}):
             yield Problem(f"sources.yaml: {each.name}: reads has {key!r}", f"write device, {', '.join(READ)}")
-        for key, (name, unit) in READ.items():
-            found, read = sample.get(name), each.reads.get(key)
-            is_equal = found is not None and read is not None and math.isclose(found, read * unit, rel_tol=1e-3)
-            if not is_equal and found != read:
-                shown = "missing" if found is None else f"{found / unit:g}"
-                text = f"{each.name}, device {place:g}: reads has {key}: {'no value' if read is None else f'{read:g}'}"
-                yield f"{text}, and {name} of flagcore_telemetry is {shown}"
+        yield from _differences(plugin, each)
+
+
+def _differences(plugin: Subject, each: Transcript) -> Iterator[str]:
+    """Yield the figures of a device that differ from those in `reads`."""
+    place = each.reads.get("device", 0)
+    with fakes.machine(fakes.printing(each)), fakes.uncached():
+        readers = [plugin.loaded.telemetry(device) for device in fakes.ask(plugin) if device.index == place]
+        sample = next((reader.sample() for reader in readers if reader), {})
+    for key, (name, unit) in READ.items():
+        read, value = each.reads.get(key), sample.get(name)
+        found = None if value is None else value / unit
+        is_equal = found is not None and read is not None and math.isclose(found, read, rel_tol=1e-3)
+        if not is_equal and found != read:
+            shown = ["missing" if one is None else f"{one:g}" for one in (read, found)]
+            where = f"{each.name}, device {place:g}"
+            yield f"{where}: reads has {key}: {shown[0]}, and {name} of flagcore_telemetry is {shown[1]}"
 
 
 PROCESS = re.compile(r"(?m)^[| ]*\d+\b[^%\n]*\b\d{3,7}\b[^%\n]*\b[a-z][\w./:-]{2,}[^%\n]*\b\d+ *(MiB|MB)?\b.*[| ]*$")
