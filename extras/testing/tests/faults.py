@@ -325,7 +325,7 @@ MEASURED = (
     Fault("transcripts_are_parsed", "tests/smi/acme-smi-1.txt", "+---", "| 2    ACME A1                  | 0000:10:00.0         | 0%                    |\n| 40C  61W / 400W               | broken               |                       |\n+---", "expected 0"),
     hook("topologies_fit_their_chips", "topology", "return own and topology_of(replace(group, chip=self.flagcore_chips()[0]))", "the user stated"),
     reading("telemetry_is_of_its_own_column", "{**figures, 'memory_used_bytes': 65536 * 2**20}", "all of its memory", also=("memory_models_are_plausible",)),
-    Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[0])", "120 MiB", also=("telemetry_is_what_the_tool_prints",)),
+    Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[0])", "120 MiB", also=("telemetry_is_of_its_own_column",)),
     Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[1] / 2**20)", "expected 2 'ACME A1' with 65536 MiB"),
 )
 SPELLING = (

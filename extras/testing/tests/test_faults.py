@@ -33,7 +33,7 @@ WITHOUT_FAULT = {
 
 WITHOUT_LINE = {
     "metadata_is_complete",
-    "chip_names_are_clean_and_own",
+    "chip_names_are_clean",
     "commands_ask_for_the_format",
     "import_has_no_side_effects",
     "import_loads_no_framework",
