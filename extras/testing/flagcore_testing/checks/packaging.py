@@ -241,7 +241,7 @@ def maturity_matches_the_transcripts(plugin: Subject) -> Problems:
     for name in sorted({name for name, each in by_name.items() if not each.of} ^ named_files):
         problem = "is missing, but maturity.yaml names it" if name in named_files else "is not named in maturity.yaml"
         yield f"tests/smi/{name} {problem}"
-    for claim in claims:
+    for claim in claims if plugin.chips else ():  # another check reports that they cannot be read
         yield from _claim_problems(plugin, claim, [by_name[name] for name in claim.files if name in by_name])
 
 
