@@ -205,8 +205,13 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
         with suppress(FlagError, KeyError):
             knobs = {knob.name: knob for knob in engines(data)[engine].knobs}
         if without is not None and set(used) - knobs.keys():
-            knobs |= {knob.name: knob for knob in load_plugins(without).knobs_on_any_chip(engine)}
+            knobs |= {knob.name: knob for knob in _knobs_of_plugins(engine, without)}
     return knobs
+
+
+def _knobs_of_plugins(engine: str, without: Collection[str]) -> tuple[Knob, ...]:
+    """Return the knobs that plugins and measured choices add to an engine. Their failures are reported later."""
+    return with_overlay(load_plugins(without), LOG.debug).knobs_on_any_chip(engine)
 
 
 def labels_of_spec(data: Mapping[str, Any]) -> Labels:
@@ -286,7 +291,7 @@ def _parsed(data: Mapping[str, Any], path: Path, without: Collection[str], base:
     installed = engines(data)
     if space_names and engine and engine in installed:
         engine_names = {name for knob in knobs_of_spec(data).values() for name in knob.names}
-        plugin_knobs = load_plugins(without).knobs_on_any_chip(engine) if space_names - engine_names - {engine} else ()
+        plugin_knobs = _knobs_of_plugins(engine, without) if space_names - engine_names - {engine} else ()
         plugin_knobs = [knob for knob in plugin_knobs if knob.name not in engine_names]
     unknown_names = list(_unknown_names(tuner, file))
     try:

@@ -1,6 +1,6 @@
 """Facts of a plugin that no check can confirm: those that look wrong, with the reason, then those that none guards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,9 +8,9 @@ from typing import Any
 
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import NodeGroup
-from flagcore_testing.checks import chips, figures, sources
-from flagcore_testing.checks.agreement import missing_variables
-from flagcore_testing.kit import Check, Skip, Subject
+from flagcore_testing import checks
+from flagcore_testing.checks.detector import missing_variables
+from flagcore_testing.kit import Skip, Subject
 
 LINES = 8
 """Maximum number of lines about chips."""
@@ -68,20 +68,23 @@ def _unlike_neighbours(plugin: Subject) -> Iterator[str]:
 
 def _odd(chip: Chip, other: Chip) -> tuple[list[str], float] | None:
     """Return the keys of the only kind of figure that differs between two chips, and its ratio if it is a slip's."""
-    kinds: dict[str, dict[str, float]] = {}
-    for key, fact in chip.figures.items():
-        if key in other.figures and key != "tdp_watts":
-            ratio = fact.value / other.figures[key].value
-            kinds.setdefault("peaks" if "flops" in key else key, {})[key] = ratio
-    agreeing = [ratio for ratios in kinds.values() for ratio in ratios.values() if NEAR[0] <= ratio <= NEAR[1]]
-    odd = [each for each in kinds.values() if any(not NEAR[0] <= ratio <= NEAR[1] for ratio in each.values())]
-    if len(agreeing) < AGREE or len(odd) != 1:
+    keys = (chip.figures.keys() & other.figures.keys()) - {"tdp_watts"}
+    ratios = {key: fact.value / other.figures[key].value for key, fact in chip.figures.items() if key in keys}
+    off = {key: ratio for key, ratio in ratios.items() if not NEAR[0] <= ratio <= NEAR[1]}
+    kinds = {"peaks" if "flops" in key else key for key in off}
+    if len(ratios) - len(off) < AGREE or len(kinds) != 1:
         return None
-    off = {key: ratio for key, ratio in odd[0].items() if not NEAR[0] <= ratio <= NEAR[1]}
     most = next(iter(off.values()))
-    is_slip = any(abs(most * by - 1) < 0.06 or abs(most / by - 1) < 0.06 for by in SLIPS)
-    is_one = all(abs(ratio / most - 1) < 0.06 for ratio in off.values())
-    return ([*off], most) if is_slip and is_one else None
+    is_one = all(_is_near(ratio, most) for ratio in off.values())
+    return ([*off], most) if is_one and _is_one_of(most, (*SLIPS, *(1 / by for by in SLIPS))) else None
+
+
+def _is_one_of(value: float, others: Sequence[float]) -> bool:
+    return any(_is_near(value, other) for other in others)
+
+
+def _is_near(value: float, other: float) -> bool:
+    return abs(value / other - 1) < 0.06
 
 
 PAIRS = (("fp16", "tf32"), ("bf16", "tf32"), ("int8", "fp16"), ("int8", "bf16"), ("fp8", "fp16"), ("fp8", "bf16"))
@@ -94,18 +97,22 @@ UNLIKE = 0.15
 def _unusual_ratios(plugin: Subject) -> Iterator[str]:
     """Yield peaks whose ratio is no power of two, or another one than on chips whose names begin alike."""
     for chip in plugin.chips:
-        peaks = {name: fact.value for name, fact in chip.dense_flops_per_second.items()}
-        for name, base in (pair for pair in PAIRS if {*pair} <= {*peaks}):
-            ratio = peaks[name] / peaks[base]
-            if ratio > 0.2 and not any(abs(ratio / usual - 1) < 0.06 for usual in USUAL):
-                fact = shown(f"dense_flops_per_second.{name}", peaks[name])
-                yield f"{chip.name}: {fact}: {ratio:.3g} times {base}, no power of two"
-                break
+        yield from _odd_peaks(chip)
         kin = [each for each in plugin.chips if each is not chip and each.name[:4] == chip.name[:4]]
-        of_kin = [found for each in kin if (found := _to_fp32(each))]
-        if of_kin and (own := _to_fp32(chip)) and all(abs(own / each - 1) > UNLIKE for each in of_kin):
+        own, of_kin = _to_fp32(chip), [found for each in kin if (found := _to_fp32(each))]
+        if own and of_kin and all(abs(own / each - 1) > UNLIKE for each in of_kin):
             usual = ", ".join(f"{each:.3g}" for each in of_kin[:3])
             yield f"{chip.name}: 16-bit peaks are {own:.3g} times fp32, and {usual} times on chips with similar names"
+
+
+def _odd_peaks(chip: Chip) -> Iterator[str]:
+    """Yield the first peak that is no usual multiple of another one."""
+    peaks = {name: fact.value for name, fact in chip.dense_flops_per_second.items()}
+    ratios = [(*pair, peaks[pair[0]] / peaks[pair[1]]) for pair in PAIRS if {*pair} <= {*peaks}]
+    odd = [each for each in ratios if each[2] > 0.2 and not _is_one_of(each[2], USUAL)]
+    for name, base, ratio in odd[:1]:
+        fact = shown(f"dense_flops_per_second.{name}", peaks[name])
+        yield f"{chip.name}: {fact}: {ratio:.3g} times {base}, no power of two"
 
 
 def _to_fp32(chip: Chip) -> float:
@@ -125,15 +132,11 @@ def _unshared_levels(plugin: Subject) -> Iterator[str]:
                 yield f"{chip.name}: {rate}, as much as to the host; the devices of a group share its link"
 
 
-CHECKS: tuple[Check, ...] = tuple(
-    getattr(module, name)
-    for module, names in (
-        (chips, "figures_are_plausible figures_are_consistent memory_bandwidth_is_plausible peaks_are_dense"),
-        (figures, "figures_are_of_their_class links_are_named_as_they_are figures_are_those_of_their_sources"),
-        (sources, "pcie_rates_are_one_way figures_match_their_sources links_are_added_up"),
-    )
-    for name in names.split()
+_NAMES = (
+    *("figures_are_plausible", "links_are_what_they_claim", "link_rates_are_one_way_and_of_all_links"),
+    *("pcie_rates_are_one_way", "figures_match_their_sources"),
 )
+CHECKS = tuple(check for check in checks.CHECKS if check.__name__ in _NAMES)
 """The checks of a chip's figures."""
 
 

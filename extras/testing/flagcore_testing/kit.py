@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial, wraps
+from functools import cached_property, lru_cache, wraps
 from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
 
 from flagcore.contracts import KernelCosts
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Chip, Link
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
@@ -48,6 +49,20 @@ class Problem:
 
     message: str
     fix: str
+
+
+Case = tuple[object, str, str]
+"""A row of a table of rules: whether something is wrong, the message, and the fix."""
+
+
+def wrong(*cases: Case, where: str = "") -> Iterator[Problem]:
+    """Yield a problem for each case that is true. Its message begins with `where`."""
+    return (Problem(f"{where}{message}", fix) for is_wrong, message, fix in cases if is_wrong)
+
+
+def repeated(words: Iterable[T]) -> Iterator[tuple[T, int]]:
+    """Yield each word that is there several times, with its number."""
+    return ((word, times) for word, times in Counter(words).items() if times > 1)
 
 
 def fix_of(reason: str) -> str:
@@ -303,6 +318,11 @@ def chips(plugin: Subject) -> Iterable[tuple[Chip]]:
     return [(chip,) for chip in plugin.own_chips()]
 
 
+def linked(plugin: Subject) -> Iterable[tuple[Chip, Link]]:
+    """Check the link of each chip that has one. Raises Skip if there are no chips."""
+    return [(chip, chip.link) for chip in plugin.own_chips() if chip.link]
+
+
 def check(
     fix: str = "", *, each: Callable[[Subject], Iterable[tuple[Any, ...]]] = whole
 ) -> Callable[[Callable[..., Problems]], Check]:
@@ -324,6 +344,36 @@ def check(
     return decorate
 
 
+class Rule(NamedTuple):
+    """A row of a table of rules: what is wrong with an item of a plugin, the message and the fix.
+
+    `broken(it, plugin)` returns nothing for a valid item, a list of what is wrong with it, or another true value.
+    `text` is the message of each, with `it` and `found` filled in.
+    """
+
+    broken: Callable[[Any, Any], object]
+    text: str
+    fix: str
+
+    def problems(self, where: str, it: object, plugin: Subject) -> Iterator[Problem]:
+        """Yield what is wrong with an item. The messages begin with `where`."""
+        found = self.broken(it, plugin) or []
+        for each in found if isinstance(found, list) else [found]:
+            yield Problem(where + self.text.format(it=it, found=each), self.fix)
+
+
+def table(name: str, items: Callable[[Subject], Iterable[tuple[str, Any]]], *rules: Rule) -> Check:
+    """Return the check `name`, which applies all rules to each item: the beginning of its messages, and an object."""
+
+    def checked(plugin: Subject) -> Problems:
+        for where, it in items(plugin):
+            for rule in rules:
+                yield from rule.problems(where, it, plugin)
+
+    checked.__name__ = name
+    return check()(checked)
+
+
 LOADS, SLOW = "plugin_loads", "hooks_return_quickly"
 """Checks after whose failure the others need not run, or would take minutes."""
 
@@ -333,25 +383,21 @@ def run(check: Check, subject: Subject) -> Result:
 
     An exception of the plugin is a failure of the check.
     """
-    name = check.__name__
-    skipped = partial(Result, check=name, state="skipped")
-    if name != LOADS and not subject.loaded.plugins:
-        return skipped(message="the plugin does not load")
-    if name not in (LOADS, SLOW) and subject.is_slow:
-        return skipped(message="a hook takes too long")
+    name, failure = check.__name__, None
+    if reason := _reason_to_skip(name, subject):
+        return Result(check=name, state="skipped", message=reason)
     problems: list[Problem] = []
-    failure: BaseException | None = None
     try:
         problems += check(subject)
     except Skip as skip:
         if not problems:
-            return skipped(message=str(skip))
+            return Result(check=name, state="skipped", message=str(skip))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         failure, reason = error, one_line(error)
         if isinstance(error, SpecError) and subject.is_reported(reason):
-            return skipped(message=f"{error.file or 'a file'} cannot be read")
+            return Result(check=name, state="skipped", message=f"{error.file or 'a file'} cannot be read")
         fix = fix_of(reason) or "the plugin raised this error: correct it, or return None for unknown values"
         problems = [Problem(reason, fix)]
     if not problems:
@@ -363,6 +409,12 @@ def run(check: Check, subject: Subject) -> Result:
         check=name,
         state="failed",
         message="; ".join([*listed, *([f"and {remainder} more"] if remainder > 0 else [])]),
-        fix=problems[0].fix,
+        fix="; ".join(dict.fromkeys(problem.fix for problem in problems if problem.message in listed)),
         places=subject.places(listed, failure),
     )
+
+
+def _reason_to_skip(name: str, subject: Subject) -> str:
+    if name != LOADS and not subject.loaded.plugins:
+        return "the plugin does not load"
+    return "a hook takes too long" if name not in (LOADS, SLOW) and subject.is_slow else ""

@@ -19,24 +19,38 @@ def place_of(message: str, folders: Sequence[Path]) -> str:
     """
     if _LINE.search(message) or not folders:
         return ""
-    package = folders[0]
     named = [path for name in _FILE.findall(message) for path in _found(name, folders)]
-    named_chips = [word.casefold().rstrip(".:") for word in re.findall(r"[\w.+-]+", message)]
-    chips = [path for path in package.glob("chips/*.yaml") if path.stem in named_chips]
-    chips.sort(key=lambda path: named_chips.index(path.stem))
+    package = folders[0]
+    chips = _files_of_chips(message, package)
     files = named or [*chips, *sorted(package.glob("*.py")), *sorted(package.rglob("*.yaml"))]
     words = [quoted or plain for quoted, plain in _WORD.findall(message)]
     words += [part for word in words for part in reversed(re.split(r"[.\[\]]+", word)) if len(part) > 1]
     for path in files:
-        lines = path.read_text("utf-8", "replace").splitlines()
-        for word in words:
-            pattern = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)")
-            if number := next((at for at, line in enumerate(lines, 1) if pattern.search(line)), 0):
-                return f"{_shown(path, folders)}:{number}"
+        if number := _line_of(words, path.read_text("utf-8", "replace").splitlines()):
+            return f"{_shown(path, folders)}:{number}"
+    first = next(iter([*named, *chips, *_files_of_hook(message, package)]), None)
+    return f"{_shown(first, folders)}:1" if first else ""
+
+
+def _line_of(words: Sequence[str], lines: Sequence[str]) -> int:
+    """Return the number of the first line with the first word that is in a line, or 0."""
+    patterns = (re.compile(rf"(?<!\w){re.escape(word)}(?!\w)") for word in words)
+    found = (at for pattern in patterns for at, line in enumerate(lines, 1) if pattern.search(line))
+    return next(found, 0)
+
+
+def _files_of_chips(message: str, package: Path) -> list[Path]:
+    """Return the files of the chips that a message names, in its order."""
+    names = [word.casefold().rstrip(".:") for word in re.findall(r"[\w.+-]+", message)]
+    chips = [path for path in package.glob("chips/*.yaml") if path.stem in names]
+    return sorted(chips, key=lambda path: names.index(path.stem))
+
+
+def _files_of_hook(message: str, package: Path) -> list[Path]:
+    """Return the files from which the hook that a message names is answered."""
     hook = re.search(r"flagcore_(\w+)", message)
-    answered_from = (f"{hook[1]}*.yaml", f"{hook[1]}/*.yaml", "discover.py") if hook else ()
-    others = [*named, *chips, *(path for pattern in answered_from for path in sorted(package.glob(pattern)))]
-    return f"{_shown(others[0], folders)}:1" if others else ""
+    patterns = (f"{hook[1]}*.yaml", f"{hook[1]}/*.yaml", "discover.py") if hook else ()
+    return [path for pattern in patterns for path in sorted(package.glob(pattern))]
 
 
 def line_of_error(error: BaseException | None, folders: Sequence[Path]) -> str:

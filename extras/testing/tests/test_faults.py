@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 from flagcore_testing.checks import CHECKS, module, telemetry
-from flagcore_testing.checks.agreement import links_of_one_name_agree
-from flagcore_testing.checks.entries import entries_apply_somewhere
-from flagcore_testing.checks.figures import architectures_are_alike
-from flagcore_testing.checks.measured import corrections_are_of_measured_kernels
+from flagcore_testing.checks.chips import architectures_are_alike, links_of_one_name_agree
+from flagcore_testing.checks.costs import corrections_are_of_measured_kernels
+from flagcore_testing.checks.engines import entries_apply_somewhere
 from flagcore_testing.checks.packaging import project_is_built_and_named as is_named
 from flagcore_testing.checks.telemetry import telemetry_is_of_the_right_field
 from flagcore_testing.kit import run
@@ -34,15 +33,14 @@ WITHOUT_FAULT = {
 
 WITHOUT_LINE = {
     "metadata_is_complete",
-    "chips_have_one_lowercase_vendor",
+    "chip_names_are_clean",
     "commands_ask_for_the_format",
     "import_has_no_side_effects",
     "import_loads_no_framework",
     "hooks_return_quickly",
     "hooks_write_no_files",
-    "measured_kernels_have_provenance",
-    "plugin_loads",
     "shipped_costs_belong_to_chips",
+    "plugin_loads",
 }
 """Checks whose problem may be a missing file, or the module as a whole."""
 

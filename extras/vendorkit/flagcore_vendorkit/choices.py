@@ -1,15 +1,14 @@
-"""The user's measured choices of variables as files, and the knobs that they become: the plugin `measured_choices`."""
+"""The user's measured choices of variables as files, and the knobs that they become."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.chip import Chip, Source, normalize_name
+from flagcore.domain.chip import Source, normalize_name
 from flagcore.domain.files import data_folder, save
 from flagcore.domain.knob import WHOLE_STEP, Effect, Factor, Knob, Requirement
-from flagcore.hooks import hookimpl
 from flagcore_vendorkit.fields import read_record
 
 SCHEMA = 1
@@ -78,10 +77,3 @@ def choices() -> tuple[tuple[Path, Choice], ...]:
 
 def _folder() -> Path:
     return data_folder() / "choices"
-
-
-@hookimpl
-def flagcore_knobs(chip: Chip, engine: str) -> Sequence[Knob] | None:
-    """Return a knob for each saved choice for this engine and chip that is better than the defaults."""
-    found = [each for _, each in choices() if each.engine == engine and chip.has_name(each.chip)]
-    return [each.as_knob() for each in found if each.environment] or None

@@ -6,9 +6,8 @@ from types import ModuleType
 from flagcore_testing.kit import LOADS, SLOW, Check
 
 MODULES = (
-    *("module", "chips", "figures", "sources", "derived", "answers", "costs", "measured", "engines", "entries"),
-    *("environment", "spelling", "agreement", "telemetry", "detection", "parsing", "published", "packaging"),
-    "second_entry",
+    *("module", "chips", "sources", "answers", "costs", "collectives", "engines", "environment", "detector"),
+    *("telemetry", "failures", "detection", "parsing", "published", "packaging", "second_entry"),
 )
 """The modules with checks, in the order of execution."""
 
@@ -16,8 +15,8 @@ MODULES = (
 def _checks(module: ModuleType) -> tuple[Check, ...]:
     """Return the checks of a module: the public functions that it defines, and those in its CHECKS."""
     own_functions = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
-    public = (each for each in own_functions if not each.__name__.startswith("_"))
-    return (*(each for each in public if hasattr(each, "__wrapped__")), *getattr(module, "CHECKS", ()))
+    public = (each for each in own_functions if not each.__name__.startswith("_") and hasattr(each, "__wrapped__"))
+    return (*(each for each in public if not hasattr(each, "cache_info")), *getattr(module, "CHECKS", ()))
 
 
 _ALL = [check for name in MODULES for check in _checks(import_module(f"{__name__}.{name}"))]

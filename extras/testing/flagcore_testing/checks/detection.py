@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 
-from flagcore_vendorkit.machine import TorchReport
+from flagcore_vendorkit.rows import read_matrix
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.errors import SpecError
 from flagcore.plugins.entry_points import capture_warnings
 from flagcore_testing import fakes
-from flagcore_testing.checks.spelling import detector_of
+from flagcore_testing.checks.detector import detector_of, others_hooks
 from flagcore_testing.hook_runner import seconds_without_waiting
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, wrong
 from flagcore_testing.package import FOLDER, SOURCES, Transcript, saved_outputs
 
 SECONDS = 15.0
@@ -62,28 +62,33 @@ def broken_tool_lists_no_devices(plugin: Subject) -> Problems:
 
 @check()
 def hanging_tool_is_stopped(plugin: Subject) -> Problems:
-    tools = _tools(plugin)
+    tools, has_limit = _tools(plugin), True
     waited: dict[int, float] = {}
     with fakes.with_short_timeouts(waited):
         try:
             fakes.devices(plugin, dict.fromkeys(tools, "exec sleep 5"))
         except fakes.NoLimit:
-            yield Problem(
-                f"flagcore_devices waits for {tools[0]} without a time limit",
-                "run it with flagcore_vendorkit.machine.tool_output, or give subprocess a timeout",
-            )
-            return
-    if sum(waited.values()) > TOTAL_SECONDS:
-        yield Problem(
-            f"flagcore_devices waits {sum(waited.values()):.0f} s for hanging tools",
-            f"lower timeout_seconds: together they must take less than {TOTAL_SECONDS:.0f} s",
-        )
+            has_limit = False
+    seconds = sum(waited.values())
+    yield from wrong(
+        (not has_limit, f"waits for {tools[0]} without a time limit",
+         "run it with flagcore_vendorkit.machine.tool_output, or give subprocess a timeout"),
+        (has_limit and seconds > TOTAL_SECONDS, f"waits {seconds:.0f} s for hanging tools",
+         f"lower timeout_seconds: together they must take less than {TOTAL_SECONDS:.0f} s"),
+        where="flagcore_devices ",
+    )  # fmt: skip
 
 
 @check("check the title, the PCI vendor or the devices' names before using a table")
 def output_of_other_vendors_is_ignored(plugin: Subject) -> Problems:
-    foreign_texts = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_foreign_transcripts(plugin)}
-    for name, text in foreign_texts.items():
+    texts = {"a vendor that does not exist": fakes.FOREIGN_TABLE}
+    for name, hooks in others_hooks(plugin):
+        try:
+            first = Subject(name=name, hooks=hooks).listings[0]
+        except (Skip, OSError, SpecError):
+            continue
+        texts[f"{name} ({first.name})"] = first.text
+    for name, text in texts.items():
         yield from _unexpected_devices(plugin, fakes.prints(text), f"which a tool of {name} printed")
 
 
@@ -112,15 +117,12 @@ def vendor_selection_is_respected(plugin: Subject) -> Problems:
         name: value for engine in plugin.engines for name, value in plugin.loaded.environment(chip, engine).items()
     }
     names = [name for name, value in variables.items() if value.casefold() == chip.vendor]
-    need(names, "no variable of trials selects the vendor")
-    for name in names:
+    for name in need(names, "no variable of trials selects the vendor"):
         for setting, seen in ((chip.vendor.upper(), True), ("another_vendor", False)):
             devices = fakes.devices(plugin, fakes.printing(plugin.listings[0]), **{name: setting})
             if bool(devices) is not seen:
-                yield Problem(
-                    f"flagcore_devices returns {len(devices)} devices with {name}={setting}",
-                    f"return none if {name} names another vendor, in any case: give the detector vendor_variables",
-                )
+                fix = f"return none if {name} names another vendor, in any case: give the detector vendor_variables"
+                yield Problem(f"flagcore_devices returns {len(devices)} devices with {name}={setting}", fix)
 
 
 def _tools(plugin: Subject) -> tuple[str, ...]:
@@ -136,66 +138,60 @@ def _unexpected_devices(plugin: Subject, script: str, when: str) -> Problems:
         yield f"flagcore_devices returns {more[0].chip!r}, {when}"
 
 
-def _foreign_transcripts(plugin: Subject) -> dict[str, str]:
-    foreign_texts = {}
-    for other in plugin.others.plugins:
-        hooks = next(iter(other.manager.get_plugins()), None)
-        try:
-            listings = Subject(name=other.name, hooks=hooks).listings
-        except (Skip, OSError, SpecError):
-            continue
-        foreign_texts[f"{other.name} ({listings[0].name})"] = listings[0].text
-    return foreign_texts
-
-
-PIECES = 36
-"""Number of truncated and garbled variants of all transcripts together; each transcript has at least six."""
-SLOW_SECONDS = 1.0
-"""If detection takes longer than these seconds, fewer variants are tried."""
-
-
 @check()
 def transcripts_have_sources(plugin: Subject) -> Problems:
     listed_files = {each.of or each.name for each in plugin.transcripts}
     present_files = saved_outputs(plugin.source / FOLDER).keys()
-    for name in sorted(present_files - listed_files):
-        yield Problem(f"{FOLDER / SOURCES} has no entry for {name}", "add where it was printed")
-    for name in sorted(listed_files - present_files):
-        yield Problem(f"{FOLDER / name} is missing, but {SOURCES} lists it", "add the file, or remove the entry")
+    for name in sorted(listed_files ^ present_files):
+        is_there = name in present_files
+        yield from wrong(
+            (is_there, f"{FOLDER / SOURCES} has no entry for {name}", "add where it was printed"),
+            (not is_there, f"{FOLDER / name} is missing, but {SOURCES} lists it", "add the file, or remove the entry"),
+        )
     for each in plugin.transcripts:
-        where = f"{FOLDER / SOURCES}: {each.name}"
-        if not each.source.strip():
-            yield Problem(f"{where} has no source", "add where it was printed")
-        if each.lists and not each.tool:
-            yield Problem(f"{where} has lists, but no tool: nothing reads it", "add the tool that printed it")
-        for listed in each.lists:
-            if listed.other and any(chip.has_name(listed.chip) for chip in plugin.chips):
-                yield Problem(f"{where} has other: true, but {listed.chip!r} is a chip of the plugin", "remove other")
+        own = [one.chip for one in each.lists if one.other and any(chip.has_name(one.chip) for chip in plugin.chips)]
+        yield from wrong(
+            (not each.source.strip(), " has no source", "add where it was printed"),
+            (each.lists and not each.tool, " has lists, but no tool: nothing reads it", "add the tool that printed it"),
+            (own, f" has other: true, but {own[:1]} is a chip of the plugin", "remove other"),
+            where=f"{FOLDER / SOURCES}: {each.name}",
+        )
 
 
 @check(f"correct the parser, or `lists` in {SOURCES}")
 def transcripts_are_parsed(plugin: Subject) -> Problems:
     for each in (each for each in plugin.transcripts if each.tool):
-        devices = fakes.devices(plugin, fakes.printing(each))
-        if each.devices == 0 and fakes.without_tools(plugin):
-            continue  # this machine has its own devices
-        wanted = [listed for listed in each.lists for _ in range(listed.devices)]
-        if len(devices) != len(wanted) or not all(one.matches(is_) for one, is_ in zip(wanted, devices, strict=True)):
-            listed = ", ".join(f"{one.devices} {one.chip!r} with {one.memory_mib} MiB" for one in each.lists)
-            expected = listed or "no device"
-            yield f"{FOLDER / each.name}: flagcore_devices returns {_device_text(devices)}, expected {expected}"
-        elif devices and devices[0].index != 0 and not (each.left_out or each.of):
-            indices = ", ".join(str(device.index) for device in devices)
-            yield f"{FOLDER / each.name}: flagcore_devices returns the indices {indices}, which start at 0 in the tool"
+        with (
+            fakes.machine(fakes.printing(each)),
+            fakes.warnings_enabled(),
+            capture_warnings() as warnings,
+            redirect_stdout(io.StringIO()) as printed,
+        ):
+            devices = fakes.ask(plugin)
+        if each.devices or not fakes.without_tools(plugin):  # else, these are the devices of this machine
+            yield from _listing_problems(each, devices, warnings, printed.getvalue().strip())
 
 
-@check("remove the print: the output of commands is data; use logging")
-def parsers_print_nothing(plugin: Subject) -> Problems:
-    for each in plugin.listings:
-        with redirect_stdout(io.StringIO()) as printed:
-            fakes.devices(plugin, fakes.printing(each))
-        if text := printed.getvalue().strip():
-            yield f"flagcore_devices prints {text[:60]!r} for {FOLDER / each.name}"
+def _listing_problems(
+    each: Transcript, devices: Sequence[Device], warnings: Sequence[str], printed: str
+) -> Iterator[Problem]:
+    """Yield how the devices that a plugin finds differ from those that a transcript lists."""
+    wanted = [listed for listed in each.lists for _ in range(listed.devices)]
+    is_right = len(devices) == len(wanted) and all(one.matches(is_) for one, is_ in zip(wanted, devices, strict=True))
+    listed = ", ".join(f"{one.devices} {one.chip!r} with {one.memory_mib} MiB" for one in each.lists)
+    indices, left_out = [device.index for device in devices], each.left_out
+    is_shifted = is_right and indices and indices[0] != 0 and not (left_out or each.of)
+    yield from wrong(
+        (not is_right, f"returns {_device_text(devices)}, expected {listed or 'no device'}",
+         f"correct the parser, or `lists` in {SOURCES}"),
+        (is_shifted, f"returns the indices {', '.join(map(str, indices))}, which start at 0 in the tool",
+         "return the indices of the tool"),
+        (printed, f"prints {printed[:60]!r}", "remove the print: the output of commands is data; use logging"),
+        (each.devices and len(warnings) != left_out,
+         f"leaves out {len(warnings)} devices, expected {left_out}: {'; '.join(warnings)[:200] or 'nothing'}",
+         f"read these lines, or state in {SOURCES} how many devices are `left_out`"),
+        where=f"{FOLDER / each.name}: flagcore_devices ",
+    )  # fmt: skip
 
 
 @check("ask the tool for the format of its transcript, such as --json")
@@ -208,27 +204,6 @@ def commands_ask_for_the_format(plugin: Subject) -> Problems:
                 arguments = (folder / "bin" / f"{each.tool}.arguments").read_text("utf-8")
             if form not in arguments.casefold():
                 yield f"{FOLDER / each.name} is {form}, but the arguments of {each.tool} are {arguments.split()}"
-
-
-@check("let `trusts` look at the version, the attributes and the devices' names that only this vendor's torch has")
-def torch_of_others_is_not_trusted(plugin: Subject) -> Problems:
-    own, detector = plugin.own_chips(), detector_of(plugin)
-    foreign = {chip.vendor: chip for chip in plugin.others.chips() if chip.name != "cpu"}
-
-    def trusts(chip: Chip, names: frozenset[str]) -> bool:
-        devices = (Device(index=0, chip=name, memory_bytes=2**36) for name in (chip.name, *chip.aliases))
-        reports = (TorchReport(version="2.10.0", attributes=names, devices=(each,)) for each in devices)
-        return any(map(detector.trusts, reports))
-
-    for vendor, chip in foreign.items():
-        if trusts(chip, frozenset()):
-            yield f"discover.py: trusts accepts a torch 2.10.0 with a device of {vendor}"
-    if detector.torch_device != "cuda" and not any(trusts(chip, frozenset(detector.torch_attributes)) for chip in own):
-        yield f"discover.py: trusts rejects a torch that has {detector.torch_device} and devices of {own[0].vendor}"
-    for name in detector.torch_attributes:
-        if all(trusts(chip, frozenset({name})) == trusts(chip, frozenset()) for chip in (*own, *foreign.values())):
-            text = f"discover.py: torch_attributes has {name!r}, which changes no answer of trusts"
-            yield Problem(text, "write the attribute of torch that trusts looks for, or remove it")
 
 
 STATES = {"Available": "Not Available", "OK": "Critical", "Healthy": "Unhealthy", "Good": "Bad"}
@@ -265,50 +240,60 @@ def all_chips_are_read(plugin: Subject) -> Problems:
             yield f"{chip.name}: flagcore_devices lists no device if {listings[0].name} has the name of this chip"
 
 
-@check(f"read these lines, or state in {SOURCES} how many devices are `left_out`")
-def transcripts_leave_nothing_out(plugin: Subject) -> Problems:
-    for each in plugin.listings:
-        with fakes.machine(fakes.printing(each)), fakes.warnings_enabled(), capture_warnings() as messages:
-            fakes.ask(plugin)
-        if len(messages) != each.left_out:
-            shown = "; ".join(messages)[:200] or "nothing"
-            yield f"{FOLDER / each.name}: {len(messages)} devices are left out, expected {each.left_out}: {shown}"
+@check("add it to the aliases of its chip, or mark it other: true in sources.yaml")
+def transcript_names_match_one_chip(plugin: Subject) -> Problems:
+    plugin.own_chips()
+    matches = [(each, listed) for each in plugin.listings for listed in each.lists if not listed.other]
+    for each, listed in need(matches, "the transcripts list only unknown chips"):
+        count = sum(chip.has_name(listed.chip) for chip in plugin.chips)
+        if count != 1:
+            yield f"{FOLDER / each.name} lists {listed.chip!r}, a name of {count} chips"
 
 
-@check("leave out a device with incomplete lines")
+@check(f"correct `topology` or `matrix` of the detector, or `matrix` in {SOURCES}")
+def matrices_of_links_are_read(plugin: Subject) -> Problems:
+    for each in (each for each in plugin.transcripts if each.matrix):
+        with fakes.machine(fakes.printing(each)):
+            found = read_matrix(detector_of(plugin).matrix())
+        devices = len(found.devices) if found else 0
+        if devices != each.matrix:
+            yield f"{FOLDER / each.name}: the detector reads the links of {devices} devices, expected {each.matrix}"
+
+
+PIECES = 36
+"""Number of truncated and garbled variants of all transcripts together; each transcript has at least six."""
+SLOW_SECONDS = 1.0
+"""If detection takes longer than these seconds, fewer variants are tried."""
+
+
+@check("leave out a device with incomplete lines, and raise nothing")
 def truncated_transcripts_add_no_devices(plugin: Subject) -> Problems:
     for each, whole, pieces in _whole_transcripts(plugin):
         lines = [match.end() for match in re.finditer("\n", each.text)]
-        cut_positions = [len(each.text) * place // pieces for place in range(0, pieces, 2)]
-        cut_positions += [lines[len(lines) * place // pieces] for place in range(1, pieces, 2)]
-        expected_devices = {(device.index, device.chip, device.memory_bytes) for device in whole}
-        texts = ((f"truncated after {end} characters", each.text[:end]) for end in cut_positions)
-        for how, found in _devices_per_text(plugin, each, texts):
-            unexpected = [each for each in found if (each.index, each.chip, each.memory_bytes) not in expected_devices]
-            if unexpected:
-                yield f"{how}: {_device_text(unexpected)}"
-                break
+        ends = [len(each.text) * place // pieces for place in range(0, pieces, 2)]
+        ends += [lines[len(lines) * place // pieces] for place in range(1, pieces, 2)]
+        known = {_identity(device) for device in whole}
+        truncated = ((f"truncated after {end} characters", each.text[:end]) for end in ends)
+        for texts, is_truncated in ((truncated, True), (_incomplete_texts(each.text, pieces), False)):
+            for how, found in _devices_per_text(plugin, each, texts):
+                added = [device for device in found if _identity(device) not in known]
+                if added and (is_truncated or ("line" not in how and added[0].memory_bytes is not None)):
+                    yield f"{how}: {_device_text(added)}"
+                    break
 
 
 @check("leave out rows that share an index or have an unknown format")
 def garbled_transcripts_add_no_devices(plugin: Subject) -> Problems:
     for each, whole, pieces in _whole_transcripts(plugin):
-        texts = ((f"garbled ({seed})", _garbled_texts(each.text, seed)) for seed in range(pieces))
+        texts = ((f"garbled ({seed})", _garbled_text(each.text, seed)) for seed in range(pieces))
         for how, found in _devices_per_text(plugin, each, texts):
             if len(found) > len(whole) or len({device.index for device in found}) != len(found):
                 yield f"{how}: flagcore_devices returns {_device_text(found)}"
                 break
 
 
-@check("leave out a device without its fields, and raise nothing")
-def incomplete_transcripts_add_no_devices(plugin: Subject) -> Problems:
-    for each, whole, pieces in _whole_transcripts(plugin):
-        expected_devices = {(device.index, device.chip, device.memory_bytes) for device in whole}
-        for how, found in _devices_per_text(plugin, each, _incomplete_texts(each.text, pieces)):
-            wrong = [one for one in found if (one.index, one.chip, one.memory_bytes) not in expected_devices]
-            if wrong and "line" not in how and wrong[0].memory_bytes is not None:
-                yield f"{how}: {_device_text(wrong)}"
-                break
+def _identity(device: Device) -> tuple[object, ...]:
+    return device.index, device.chip, device.memory_bytes
 
 
 def _incomplete_texts(text: str, pieces: int) -> Iterator[tuple[str, str]]:
@@ -322,17 +307,6 @@ def _incomplete_texts(text: str, pieces: int) -> Iterator[tuple[str, str]]:
     rows = [at for at, line in enumerate(lines) if re.search(r"\d", line)]
     for at in rows[: max(pieces // 2, 3)]:
         yield f"without line {at + 1}", "".join(lines[:at] + lines[at + 1 :])
-
-
-@check("add it to the aliases of its chip, or mark it other: true in sources.yaml")
-def transcript_names_match_one_chip(plugin: Subject) -> Problems:
-    plugin.own_chips()
-    matches = [(each, listed) for each in plugin.listings for listed in each.lists if not listed.other]
-    need(matches, "the transcripts list only unknown chips")
-    for each, listed in matches:
-        count = sum(chip.has_name(listed.chip) for chip in plugin.chips)
-        if count != 1:
-            yield f"{FOLDER / each.name} lists {listed.chip!r}, a name of {count} chips"
 
 
 def _whole_transcripts(plugin: Subject) -> Iterator[tuple[Transcript, tuple[Device, ...], int]]:
@@ -354,7 +328,7 @@ def _devices_per_text(
         yield location, fakes.devices(plugin, {transcript.tool: fakes.prints(text)}, location)
 
 
-def _garbled_texts(text: str, seed: int) -> str:
+def _garbled_text(text: str, seed: int) -> str:
     rng, garbled = random.Random(seed), bytearray(text.encode())
     for _ in range((1, 20, 400)[seed % 3]):
         garbled[rng.randrange(len(garbled))] = rng.randrange(1, 256)

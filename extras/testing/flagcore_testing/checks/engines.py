@@ -1,32 +1,39 @@
-"""Checks of what the plugin states about engines: support, rejected values, and knobs."""
+"""Checks of what the plugin states about engines: support, rules about values, advice, and knobs."""
 
 import re
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from flagcore_vendorkit.engines import all_knobs, read_quirks, read_variables
+from flagcore_vendorkit.fields import Scope, applicable
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from flagcore.domain.chip import Chip, Support
 from flagcore.domain.engine import JOB_KEYS, SHARED_PREFIXES, EngineSupport, ForcedSetting, RefusedValues, ValueRule
-from flagcore.domain.knob import WHOLE_STEP, Factor, Knob
+from flagcore.domain.knob import WHOLE_STEP, Effect, Factor, Knob
 from flagcore.domain.prediction import PART_NAMES
 from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
 from flagcore.plugins import find_engine, kind_of
 from flagcore_testing.examples import task_on
-from flagcore_testing.kit import Problem, Problems, Subject, check, need, once
+from flagcore_testing.kit import Problem, Problems, Subject, check, need, once, repeated, wrong
 
 IMPLEMENTATIONS = ("local", "transformer_engine")
 """Implementations of the layers that a spec may name."""
-MOST = 5.0
-"""Maximum factor of a knob on time or memory."""
 PREFIXES = ", ".join(SHARED_PREFIXES)
-Supported = tuple[str, Chip, str, EngineSupport]
+Supported = tuple[str, str, EngineSupport]
 
 
 def _supports(plugin: Subject) -> list[Supported]:
-    """Return, for each chip and engine: the prefix of messages, the chip, the engine and the answer."""
+    """Return, for each chip and engine: the prefix of messages, the engine and the answer."""
     plugin.implements("flagcore_engine_support")
     supports = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
     answers = [
-        (f"flagcore_engine_support: {engine} on {chip.name}", chip, engine, answer)
+        (f"flagcore_engine_support: {engine} on {chip.name}", engine, answer)
         for chip, engine, answer in supports
         if not answer.reason.startswith("no plugin supports")
     ]
@@ -34,26 +41,29 @@ def _supports(plugin: Subject) -> list[Supported]:
 
 
 @check(each=_supports)
-def engine_support_is_complete(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    if answer.support is not Support.IMPOSSIBLE and not (answer.device_type and answer.distributed_backend):
-        yield Problem(f"{where} lacks device_type or distributed_backend", "give torch's names: both are needed to run")
-    if answer.support is not Support.YES and not answer.reason.strip():
-        text = f"{where} is {answer.support.value!r} without a reason"
-        yield Problem(text, "give a reason for `flag doctor` and `flag explain`")
-    if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in answer.visible_devices):
-        text = f"{where}: visible_devices = {answer.visible_devices!r}"
-        yield Problem(text, "give the names of environment variables, such as ACME_VISIBLE_DEVICES")
-    if answer.stack and kind_of(engine) == "train" and answer.stack.implementation not in IMPLEMENTATIONS:
-        text = f"{where}: stack.implementation = {answer.stack.implementation!r}"
-        yield Problem(text, f"use one of {', '.join(IMPLEMENTATIONS)}")
-    for name, value in answer.stack.settings.items() if answer.stack else ():
-        words = answer.stack.source.detail.replace("-", "_") if answer.stack else ""
-        if value is True and "overlap" in name and name not in words:
-            text = f"{where}: stack.settings has {name}: true, which its source does not name"
-            yield Problem(text, "name the flag with the script that sets it, or write false")
-        if not _is_known(engine, f"settings.{name}", () if value is None else (value,)):
-            text = f"{where}: stack.settings has {name}: {value!r}"
-            yield Problem(text, "name a setting of the engine and a valid value (docs/spec.md)")
+def engine_support_is_complete(where: str, engine: str, answer: EngineSupport) -> Problems:
+    stack, names = answer.stack, answer.visible_devices
+    runs = answer.support is Support.IMPOSSIBLE or (answer.device_type and answer.distributed_backend)
+    yield from wrong(
+        (not runs, " lacks device_type or distributed_backend", "give torch's names: both are needed to run"),
+        (answer.support is not Support.YES and not answer.reason.strip(),
+         f" is {answer.support.value!r} without a reason", "give a reason for `flag doctor` and `flag explain`"),
+        (not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in names), f": visible_devices = {names!r}",
+         "give the names of environment variables, such as ACME_VISIBLE_DEVICES"),
+        (stack and kind_of(engine) == "train" and stack.implementation not in IMPLEMENTATIONS,
+         f": stack.implementation = {stack and stack.implementation!r}", f"use one of {', '.join(IMPLEMENTATIONS)}"),
+        where=where,
+    )  # fmt: skip
+    for name, value in stack.settings.items() if stack else ():
+        words = stack.source.detail.replace("-", "_") if stack else ""
+        yield from wrong(
+            (value is True and "overlap" in name and name not in words,
+             f"{name}: true, which its source does not name",
+             "name the flag with the script that sets it, or write false"),
+            (not _is_known(engine, f"settings.{name}", () if value is None else (value,)), f"{name}: {value!r}",
+             "name a setting of the engine and a valid value (docs/spec.md)"),
+            where=f"{where}: stack.settings has ",
+        )  # fmt: skip
 
 
 @once
@@ -68,23 +78,29 @@ def _rules(plugin: Subject) -> list[tuple[str, Chip, str, ValueRule]]:
     return need(rules, "the plugin has no rules about values")
 
 
-@check("give a name of letters and underscores, a reason for `flag explain`, and what the rule is about", each=_rules)
-def rules_of_engines_are_complete(where: str, chip: Chip, engine: str, rule: ValueRule) -> Problems:
+COMPLETE = "give a name of letters and underscores, a reason for `flag explain`, and what the rule is about"
+VALID = "name a knob or a setting of the engine and valid values (docs/spec.md, docs/spec-serve.md)"
+
+
+@check(each=_rules)
+def rules_of_engines_are_complete_and_known(where: str, chip: Chip, engine: str, rule: ValueRule) -> Problems:
     is_named = rule.name.isidentifier() and bool(rule.reason.strip())
     if isinstance(rule, ForcedSetting):
-        if not (is_named and rule.setting.startswith(SHARED_PREFIXES)):
-            yield f"{where}: {rule.name!r} forces {rule.setting!r}, which begins with none of {PREFIXES}"
-    elif not (is_named and (rule.values or rule.above is not None)):
-        yield f"{where}: {rule.name!r} is incomplete"
-
-
-@check("name a knob or a setting of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_rules)
-def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, rule: ValueRule) -> Problems:
-    if isinstance(rule, ForcedSetting):
-        if rule.setting.startswith(SHARED_PREFIXES) and not _is_known(engine, rule.setting, (rule.value,)):
-            yield f"{where}: {rule.name} forces {rule.setting} = {rule.value!r}, which is not a valid setting"
-    elif not _is_known(engine, rule.knob, rule.values):
-        yield f"{where}: unknown knob {rule.knob!r} with {rule.values}"
+        is_setting = rule.setting.startswith(SHARED_PREFIXES)
+        yield from wrong(
+            (not (is_named and is_setting),
+             f"{rule.name!r} forces {rule.setting!r}, which begins with none of {PREFIXES}", COMPLETE),
+            (is_setting and not _is_known(engine, rule.setting, (rule.value,)),
+             f"{rule.name} forces {rule.setting} = {rule.value!r}, which is not a valid setting", VALID),
+            where=f"{where}: ",
+        )  # fmt: skip
+    else:
+        has_values = rule.values or rule.above is not None
+        is_known = _is_known(engine, rule.knob, rule.values)
+        yield from wrong(
+            (not (is_named and has_values), f"{where}: {rule.name!r} is incomplete", COMPLETE),
+            (not is_known, f"{where}: unknown knob {rule.knob!r} with {rule.values}", VALID),
+        )
 
 
 @check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason")
@@ -99,6 +115,26 @@ def refused_values_leave_candidates(plugin: Subject) -> Problems:
                 yield f"{where}: every value of {axis.knob} is refused"
 
 
+HARDWARE = re.compile(r"\bunits?\b|hardware|(does|do) not support")
+
+
+@check("remove the peak or the rule, or restrict the rule to other chips")
+def refused_precisions_have_no_peak(plugin: Subject) -> Problems:
+    for chip, engine in plugin.pairs():
+        peaks, advice = {*chip.dense_flops_per_second}, plugin.loaded.check_task(task_on(chip, engine))
+        rules = [rule for rule in advice.rules if isinstance(rule, RefusedValues) and rule.knob == "precision"]
+        for rule in rules:
+            refused, usable = {*map(str, rule.values)}, peaks & {"bf16", "fp16"}
+            where = f"quirks.yaml: {rule.name} refuses"
+            for value in refused & peaks if HARDWARE.search(rule.reason) else ():
+                yield f"{where} {value} on {chip.name}, whose file has a peak in it"
+            if usable and usable <= refused:
+                yield f"{where} {', '.join(sorted(usable))} on {chip.name}: no 16-bit format is left"
+
+
+PREFIX = "engine_args."
+
+
 @check("advise on what this task lacks: names, reasons and known settings; a small task on one node can run")
 def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
     plugin.implements("flagcore_check_task")
@@ -107,14 +143,15 @@ def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
         advice = plugin.loaded.check_task(task)
         if advice.impossible:
             yield f"{location} cannot run: {advice.impossible}; if nothing can, flagcore_engine_support says so"
-        for preferred in advice.preferred:
-            if preferred.setting.startswith("engine_args.") and "_" in preferred.setting[12:]:
-                text = f"{location}: {preferred.setting} is not the name of a flag"
-                yield Problem(
-                    text, f"write it with dashes: {preferred.setting[:12]}{preferred.setting[12:].replace('_', '-')}"
-                )
-            if not (preferred.reason.strip() and preferred.setting.startswith(SHARED_PREFIXES)):
-                yield f"{location}: {preferred.setting!r} lacks a reason, or begins with none of {PREFIXES}"
+        for each in advice.preferred:
+            flag = each.setting.removeprefix(PREFIX)
+            yield from wrong(
+                (flag != each.setting and "_" in flag, f"{each.setting} is not the name of a flag",
+                 f"write it with dashes: {PREFIX}{flag.replace('_', '-')}"),
+                (not (each.reason.strip() and each.setting.startswith(SHARED_PREFIXES)),
+                 f"{each.setting!r} lacks a reason, or begins with none of {PREFIXES}", "give a reason and a setting"),
+                where=f"{location}: ",
+            )  # fmt: skip
         if not all(note.strip() for note in advice.notes):
             yield f"{location}: a note is empty"
 
@@ -138,6 +175,154 @@ def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
     return not knobs
 
 
+def scoped(plugin: Subject) -> Iterator[tuple[Subject, str, Scope]]:
+    """Yield the location and the content of each entry of a file that may be restricted to chips or engines."""
+    quirks = read_quirks(plugin.package)
+    for section in fields(quirks):
+        for place, each in enumerate(getattr(quirks, section.name)):
+            yield plugin, f"quirks.yaml: {section.name}[{place}]", each
+    yield from ((plugin, f"environment.yaml: {each.name}", each) for each in read_variables(plugin.package))
+    yield from ((plugin, f"knobs.yaml: {each.knob.name}", each.scope) for each in all_knobs(plugin.package))
+
+
+OF_AGE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)+)[^\s,;)]*\)?,? and (?:older|earlier|newer|later)")
+
+
+@check("correct engines, kinds, chips or versions: together they must leave something", each=scoped)
+def entries_apply_somewhere(plugin: Subject, where: str, scope: Scope) -> Problems:
+    known = f"engines are {', '.join(plugin.engines)}; chips are those of chips/*.yaml"
+    for word in {*scope.engines} - {*plugin.engines} | {*scope.chips} - {chip.name for chip in plugin.chips}:
+        yield Problem(f"{where} is for the unknown {word!r}", known)
+    kinds = {kind_of(each) for each in scope.engines if each in plugin.engines}
+    if kinds and scope.kinds and not kinds & {*scope.kinds}:
+        yield f"{where} has engines {', '.join(scope.engines)} and kinds {', '.join(scope.kinds)}: it never applies"
+    range_ = SpecifierSet(scope.versions, prereleases=True)
+    if scope.versions and not any(map(range_.contains, _near_versions(range_))):
+        yield f"{where} has versions {scope.versions!r}, which no release has"
+    for release in OF_AGE.findall(str(getattr(scope, "reason", ""))) if scope.versions else ():
+        if not range_.contains(release):
+            fix = "correct versions, or the reason: they must contain a release that the reason names"
+            yield Problem(f"{where}.versions = {scope.versions!r}, and reason has {release}", fix)
+    for key, words in (("engines", scope.engines), ("chips", scope.chips)):
+        yield from (f"{where} has {word} {times} times in {key}" for word, times in repeated(words))
+
+
+def _near_versions(versions: SpecifierSet) -> Iterator[str]:
+    """Yield releases at, just below and just above the bounds of a range."""
+    for each in versions:
+        exact = each.version.replace(".*", "")
+        yield exact
+        if each.operator == "===":  # it may be any text
+            continue
+        major, minor, patch = [*Version(exact).release, 0, 0][:3]
+        bound = f"{major}.{minor}.{patch}"
+        yield from (bound, f"{bound}.1", f"{major}.{minor}.{patch + 1}", "0.0.1", "9999")
+        yield from (f"{major}.{max(minor - 1, 0)}.9999", f"{major}.{minor}.{max(patch - 1, 0)}")
+
+
+MOST_STEPS = 50
+WHOLE_NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
+
+
+@check()
+def quirks_agree_with_their_reasons(plugin: Subject) -> Problems:
+    quirks = plugin.quirks
+    for place, refused in enumerate(quirks.refused):
+        above, reason = refused.above, refused.reason
+        used = [value for value in refused.values if re.search(rf"\buses( only)? {re.escape(str(value))}\b", reason)]
+        yield from wrong(
+            (above is not None and above < 1, f"refused[{place}].above = {above}: every value is refused",
+             "give the largest value that works, at least 1"),
+            *((True, f"{refused.name} refuses {value!r}, and its reason says {reason!r}",
+               "remove the value from the list, or correct the reason") for value in used),
+            where="quirks.yaml: ",
+        )  # fmt: skip
+    for place, warmup in enumerate(quirks.warmup):
+        if warmup.count > MOST_STEPS:
+            fix = "give the number of first steps or requests that are slow, usually below ten"
+            yield Problem(f"quirks.yaml: warmup[{place}].count = {warmup.count}", fix)
+    for place, preferred in enumerate(quirks.preferred):
+        value, numbers = preferred.value, WHOLE_NUMBER.findall(preferred.reason)
+        if isinstance(value, int) and not isinstance(value, bool) and numbers and str(value) not in numbers:
+            text = f"quirks.yaml: preferred[{place}].value = {value}, and its reason is {preferred.reason[:80]!r}"
+            yield Problem(text, "write the value that the reason states, or correct the reason")
+
+
+@check("keep one of them, or restrict each by engines, chips or versions")
+def rules_do_not_contradict(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_check_task")
+    names = [*(rule.name for rule in plugin.quirks.refused), *(rule.name for rule in plugin.quirks.forced)]
+    for name, times in repeated(names):
+        text = f"quirks.yaml: {times} rules have the name {name}"
+        yield Problem(text, "give each rule its own name: reports name the rule")
+    for chip, engine in plugin.pairs():
+        advice = plugin.loaded.check_task(task_on(chip, engine))
+        refused = {rule.knob: {*map(str, rule.values)} for rule in advice.rules if isinstance(rule, RefusedValues)}
+        forced = {rule.setting: rule.value for rule in advice.rules if isinstance(rule, ForcedSetting)}
+        preferred = [("preferred", each.setting, each.value) for each in advice.preferred]
+        for kind, name, value in (*preferred, *(("forced", *item) for item in forced.items())):
+            shown = f"quirks.yaml: {engine} on {chip.name}: {kind} has {name} = {value!r}"
+            if str(value) in refused.get(name, ()):
+                yield f"{shown}, which refused has too"
+            if forced.get(name, value) != value:
+                yield f"{shown}, and forced {forced[name]!r}"
+
+
+@check("name a flag of the engine and a value that it accepts")
+def preferred_flags_are_known(plugin: Subject) -> Problems:
+    for engine in plugin.engines:
+        program: Any = getattr(find_engine(engine), "program", None)
+        advice = [plugin.loaded.check_task(task_on(chip, engine)) for chip in plugin.own_chips()]
+        rules: list[tuple[str, object]] = [(each.setting, each.value) for one in advice for each in one.preferred]
+        rules += [(rule.setting, rule.value) for one in advice for rule in one.rules if isinstance(rule, ForcedSetting)]
+        for setting, value in (pair for pair in dict.fromkeys(rules) if pair[0].startswith(PREFIX)):
+            if kind_of(engine) == "train":
+                yield f"quirks.yaml: {setting} is for {engine}, which has no engine_args: they are of serving engines"
+            if hasattr(program, "knob_of"):
+                yield from _flag_problem(program, engine, setting, value)
+
+
+def _flag_problem(program: Any, engine: str, setting: str, value: object) -> Iterator[str]:
+    name, shown = program.full_name(setting.removeprefix(PREFIX)), f"quirks.yaml: {setting} = {value!r} of {engine}"
+    knob, _ = program.knob_of(name)
+    if knob is not None:
+        try:
+            knob.parse(value, setting)
+        except SpecError as error:
+            yield f"{shown}: {error.problem}"
+    elif program.flags and name not in program.flags and (near := get_close_matches(name, program.flags, n=1)):
+        yield f"quirks.yaml: {setting} is no flag of {engine}, but {near[0]} is"
+    if isinstance(value, str) and re.fullmatch(r"\d[\d.]*\s+\w+", value):
+        yield f"{shown} has a unit"
+
+
+@check("keep one of them")
+def lists_have_no_duplicates(plugin: Subject) -> Problems:
+    for name, content in plugin.yaml_files("**/*.yaml"):
+        for path, key, items in _lists(content):
+            of_choices = key == "choices"
+            values = [item.get("value", item) if of_choices and isinstance(item, dict) else item for item in items]
+            for place, value in enumerate(values):
+                is_number = isinstance(value, int | float) and not of_choices
+                if not is_number and value in values[:place]:
+                    shown = value.get("name", value) if isinstance(value, dict) else value
+                    yield f"{name}: {path}{key} has {str(shown)[:60]!r} twice"
+
+
+def _lists(content: Any, path: str = "") -> Iterator[tuple[str, str, list[Any]]]:
+    """Yield every list of a file with the path before it and its key."""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        if isinstance(value, list):
+            yield path, str(key), value
+            for place, item in enumerate(value):
+                yield from _lists(item, f"{path}{key}[{place}].")
+        yield from _lists(value, f"{path}{key}.")
+
+
+MOST = 5.0
+"""Maximum factor of a knob on time or memory."""
+
+
 def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
     plugin.implements("flagcore_knobs")
     knobs = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
@@ -146,26 +331,126 @@ def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
 
 @check(each=_knobs)
 def knobs_are_complete(chip: Chip, engine: str, knob: Knob) -> Problems:
-    name, factors = f"flagcore_knobs: {knob.name}", [each for e in knob.effects.values() for each in (e.time, e.memory)]
-    if not knob.help.strip():
-        yield Problem(f"{name} of {engine} has no help", "add a sentence for `flag explain`")
-    if engine == "megatron" and knob.name in {axis.knob for axis in find_engine(engine).axes(task_on(chip))}:
-        yield Problem(f"{name} is already a knob of {engine}", "rename it, for example with the vendor as prefix")
-    if any(factor.value != 1.0 and factor.low == factor.high for factor in factors):
-        text = f"{name} of {engine} scales the time or the memory without an interval"
-        yield Problem(text, "give low and high, the ends of an 80% interval")
+    effects = [*knob.effects.values()]
+    factors = [each for effect in effects for each in (effect.time, effect.memory)]
+    names = {axis.knob for axis in find_engine(engine).axes(task_on(chip))} if engine == "megatron" else set()
     is_estimated = knob.source is not None and knob.source.kind == "estimated"
-    for effect in knob.effects.values():
-        if effect.flags and not effect.flags[0].startswith("-"):
-            yield Problem(f"{name} of {engine} has the flag {effect.flags[0]!r}", "write it with its dashes")
-        if blank := next((flag for flag in effect.flags if re.search(r"^-.*\s", flag)), ""):
-            text = f"{name} of {engine} has the flag {blank!r}, which is passed as one argument"
-            yield Problem(text, "write the flag and its value as two entries of the list")
-        if kind_of(engine) == "train" and {*effect.part.split()} - {WHOLE_STEP, *PART_NAMES}:
-            parts = ", ".join((WHOLE_STEP, *PART_NAMES))
-            yield Problem(f"{name} of {engine} scales the unknown part {effect.part!r}", f"the parts are {parts}")
-    if wide := [factor.value for factor in factors if not 1 / MOST <= factor.value <= MOST]:
-        yield Problem(f"{name} of {engine} has the factor {wide[0]:g}", "give a ratio: 8% less time are 0.92")
-    if knob.effect_source is None and not is_estimated and any(each != Factor() for each in factors):
-        text = f"{name} of {engine} has factors without a source"
-        yield Problem(text, "add effect: {kind: estimated, method: WHY}, or the source of these figures")
+    is_free = knob.effect_source is None and not is_estimated and any(each != Factor() for each in factors)
+    wide = [factor.value for factor in factors if not 1 / MOST <= factor.value <= MOST]
+    yield from wrong(
+        (not knob.help.strip(), " has no help", "add a sentence for `flag explain`"),
+        (knob.name in names, " is already a knob", "rename it, for example with the vendor as prefix"),
+        (any(factor.value != 1.0 and factor.low == factor.high for factor in factors),
+         " scales the time or the memory without an interval", "give low and high, the ends of an 80% interval"),
+        (wide, f" has the factor {[*wide, 0.0][0]:g}", "give a ratio: 8% less time are 0.92"),
+        (is_free, " has factors without a source",
+         "add effect: {kind: estimated, method: WHY}, or the source of these figures"),
+        *(case for effect in effects for case in _cases_of_effect(engine, effect)),
+        where=f"flagcore_knobs: {knob.name} of {engine}",
+    )  # fmt: skip
+
+
+def _cases_of_effect(engine: str, effect: Effect) -> Iterator[tuple[object, str, str]]:
+    first, blank = [*effect.flags, ""][0], next((flag for flag in effect.flags if re.search(r"^-.*\s", flag)), "")
+    parts = (WHOLE_STEP, *PART_NAMES)
+    yield effect.flags and not first.startswith("-"), f" has the flag {first!r}", "write it with its dashes"
+    fix = "write the flag and its value as two entries of the list"
+    yield blank, f" has the flag {blank!r}, which is passed as one argument", fix
+    is_unknown = kind_of(engine) == "train" and {*effect.part.split()} - {*parts}
+    yield is_unknown, f" scales the unknown part {effect.part!r}", f"the parts are {', '.join(parts)}"
+
+
+LARGE_GAIN, LARGE_LOSS = 0.85, 1.5
+"""A smaller factor of the whole step needs a published figure; a larger one is never the best without memory saved."""
+GAIN = re.compile(r"\d+ ?% (more throughput|faster|less time)|\bfaster\b|higher throughput")
+DIVIDE = "give the time with the knob divided by the time without it: 8% more throughput are 0.93"
+
+
+@check()
+def knobs_name_what_the_engine_has(plugin: Subject) -> Problems:
+    listed = plugin.shipped("knobs.yaml", all_knobs)
+    defaults = {
+        each.name: each.used for each in read_variables(plugin.package) if each.condition.startswith("the default")
+    }
+    for each in listed:
+        yield from _value_problems(each.knob, defaults)
+        for engine in (name for name in each.scope.engines if name in plugin.engines):
+            if known := {name for one in find_engine(engine).knobs for name in one.names}:
+                yield from _need_problems(each.knob, engine, known | {one.knob.name for one in listed})
+                yield from _effect_problems(each.knob, engine, known)
+
+
+def _value_problems(knob: Knob, defaults: dict[str, str]) -> Iterator[Problem]:
+    """Yield values of a knob that are equal, and those of several types."""
+    where, seen = f"knobs.yaml: {knob.name}", dict[str, object]()
+    kinds = {type(value).__name__ for value in (*knob.effects, knob.neutral) if value is not None}
+    yield from wrong(
+        (len(kinds) > 1, f"{where}: default and choices are of the types {', '.join(sorted(kinds))}",
+         "write values of one type: true without quotes, 1 and not true"),
+        (knob.neutral in knob.effects, f"{where}.choices has the value {knob.neutral!r}, which is the default",
+         "list only other values: the default has no effect"),
+    )  # fmt: skip
+    for value, effect in knob.effects.items():
+        launched = f"{effect.flags} {sorted(effect.environment.items())}"
+        same = (effect.flags or effect.environment) and launched in seen
+        usual = [(name, word) for name, word in effect.environment.items() if defaults.get(name) == word != str(value)]
+        yield from wrong(
+            (same, f"{value!r} and {seen.get(launched)!r} set the same",
+             "give each value the flags or variables that enable it"),
+            *((True, f"{value!r} sets {name} = {word!r}, its default", "do not list the default as another value")
+              for name, word in usual),
+            where=f"{where}: ",
+        )  # fmt: skip
+        seen[launched] = value
+
+
+def _need_problems(knob: Knob, engine: str, known: set[str]) -> Iterator[Problem]:
+    for each in knob.requires:
+        words = each.knob.removeprefix("enable_").replace("_", " ")
+        quoted = {"true", "false"} & {str(one).casefold() for one in each.one_of if isinstance(one, str)}
+        said = re.search(rf"\b(with|without) {words}\b", knob.help)
+        low, high = each.at_least, each.at_most
+        yield from wrong(
+            (each.knob not in known, f"the knob {each.knob!r}, which {engine} lacks", "name a knob of the engine"),
+            (quoted, f"one_of {min(quoted, default='')!r}, which no value equals",
+             "write true or false without quotes"),
+            (said and (said[1] == "with") not in each.one_of,
+             f"{each.knob} one_of {[*each.one_of]}, and says has {said and said[0]!r}",
+             "write the value for which the knob has an effect"),
+            (low is not None and high is not None and low > high, f"at_least {low} above at_most",
+             "correct one of them"),
+            where=f"knobs.yaml: {knob.name}.needs has ",
+        )  # fmt: skip
+
+
+def _effect_problems(knob: Knob, engine: str, known: set[str]) -> Iterator[Problem]:
+    method, claim = knob.effect_source.detail if knob.effect_source else "", knob.claim
+    for value, effect in knob.effects.items():
+        time, saves_nothing = effect.time.value, effect.memory.value >= 1.0
+        yield from wrong(
+            *((True, f"settings.{name}, which {engine} lacks", "name a setting of the engine")
+              for name in {*effect.settings} - known),
+            (time > 1.0 and GAIN.search(claim) and saves_nothing, f"the time {time:g}, and claim = {claim[:60]!r}",
+             DIVIDE),
+            ("formula of " in method and not effect.settings, f"no settings, and its effect is that of {method[:60]!r}",
+             "name the setting of the engine whose formula predicts, or give the factors"),
+            (effect.part == WHOLE_STEP and time < LARGE_GAIN and not re.search(r"\d", claim),
+             f"the time {time:g} of the whole step, and claim has no figure",
+             "name the part of the step that gets faster, such as part: tp_comm_s, or quote the gain"),
+            (LARGE_LOSS < time <= MOST and saves_nothing,
+             f"the time {time:g} and saves no memory: it is never the best", DIVIDE),
+            where=f"knobs.yaml: {knob.name}: {value!r} has ",
+        )  # fmt: skip
+
+
+@check("return the entries of quirks.yaml there, as VendorPlugin does")
+def quirks_are_used(plugin: Subject) -> Problems:
+    need(plugin.quirks.refused or plugin.quirks.forced, "quirks.yaml refuses nothing")
+    need(not plugin.failed("flagcore_check_task"), "flagcore_check_task has no valid answer")
+    for chip, engine in plugin.pairs():
+        rules = plugin.loaded.check_task(task_on(chip, engine)).rules
+        about = (chip, engine, None, kind_of(engine))
+        refused, forced = applicable(plugin.quirks.refused, *about), applicable(plugin.quirks.forced, *about)
+        expected: tuple[ValueRule, ...] = (*refused, *forced)
+        for name in (quirk.name for quirk in expected if quirk not in rules):
+            yield f"flagcore_check_task: {chip.name} lacks {name} of quirks.yaml"

@@ -1,19 +1,257 @@
-"""Checks of the environment of trials, and of `environment.yaml`."""
+"""Checks of the environment of trials: the hook's answer, and the entries of `environment.yaml` one by one."""
 
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 from unittest import mock
 
-from flagcore_vendorkit.engines import Variable
+from flagcore_vendorkit.engines import Variable, all_knobs, read_quirks, read_variables
 from flagcore_vendorkit.fields import applicable
 
 from flagcore.domain.chip import Chip
-from flagcore.plugins import kind_of
+from flagcore.errors import SpecError
+from flagcore.launchers.network import placeholders
+from flagcore.plugins import find_engine, kind_of
 from flagcore_testing import fakes
-from flagcore_testing.kit import Problems, Skip, Subject, check, need, once
+from flagcore_testing.checks.detector import (
+    AGREE,
+    SHARED,
+    detector_of,
+    is_near,
+    others_detectors,
+    others_hooks,
+    words_of,
+)
+from flagcore_testing.kit import Problem, Problems, Rule, Skip, Subject, check, need, once, repeated, table
+
+COLLECTIVES = re.compile(r"^[A-Z]{1,3}CL_")
+"""The beginning of variables of collective libraries, most of which have the same names after it."""
+PLACEHOLDER = re.compile(r"\$\{?\w+\}?|\{\w*\}")
+OF_MACHINE = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_IF_IP$")
+"""Variables whose value differs between machines."""
+UNSET = re.compile(r"\b(?:leave|unset|do not set) ([A-Z][A-Z0-9_]{4,})")
+DOCUMENT = "use `used` instead of `value`: it documents the value without setting it"
+
+
+def _others_files(plugin: Subject, read: Any) -> Iterator[Any]:
+    """Yield the content of a file of each other installed plugin."""
+    for name, hooks in others_hooks(plugin):
+        with suppress(SpecError, ModuleNotFoundError):  # the checks of the other plugin report it
+            yield read(str(getattr(hooks, "package", name)))
+
+
+@once
+def _others_variables(plugin: Subject) -> list[Variable]:
+    """Return the variables that other installed plugins describe."""
+    return [each for variables in _others_files(plugin, read_variables) for each in variables]
+
+
+@once
+def _others_names(plugin: Subject) -> list[str]:
+    """Return the names of these variables, one of each plugin."""
+    files = _others_files(plugin, read_variables)
+    return [name for variables in files for name in sorted({each.name for each in variables})]
+
+
+def _named(plugin: Subject) -> Iterator[tuple[str, str]]:
+    """Yield each variable that a file or the detector names, with the file."""
+    if (plugin.package_folder / "environment.yaml").is_file():
+        yield from (("environment.yaml", each.name) for each in plugin.variables)
+    for listed in all_knobs(plugin.package):
+        for effect in listed.knob.effects.values():
+            yield from (("knobs.yaml", name) for name in effect.environment)
+    if detector := plugin.detector:
+        names = (*detector.visible, detector.outer, *detector.vendor_variables)
+        yield from (("discover.py", name) for name in names if name)
+
+
+@once
+def _known_variables(plugin: Subject) -> dict[str, list[str]]:
+    """Return the names of other plugins' variables, and those in the plugin's files, without the vendor's prefix."""
+    own = (word for word in words_of(plugin) if "_" in word and word.isupper() for _ in (1, 2))
+    known: dict[str, list[str]] = {}
+    for name in (*_others_names(plugin), *own):
+        known.setdefault(COLLECTIVES.sub("CL_", name), []).append(name)
+    return known
+
+
+def _meant_parts(name: str, parts: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Yield the words of a name that no other variable has, each with one that others nearly have."""
+    for part in (part for part in name.split("_") if len(part) > 6 and parts[part] == 1):
+        near = (other for other in parts if is_near(part, other) and part not in other and other not in part)
+        yield from ((part, meant) for meant in [*near][:1])
+
+
+@check("correct the name; if it is right, other files of the plugin may name it too, such as the README")
+def variables_are_spelled_correctly(plugin: Subject) -> Problems:
+    words, others, known = words_of(plugin), _others_names(plugin), _known_variables(plugin)
+    own = [*dict.fromkeys(_named(plugin))]
+    parts = Counter(part for name in {*others, *(name for _, name in own)} for part in name.split("_"))
+    for file, name in own:
+        for part, meant in _meant_parts(name, parts):
+            yield f"{file}: {name} has the word {part}, and other variables have {meant}"
+        general = COLLECTIVES.sub("CL_", name)
+        if words[name] <= 1 and name not in others and {*known[general]} == {name}:
+            near = [names[0] for each, names in known.items() if len(names) > 1 and is_near(general, each)]
+            yield from (f"{file}: {name} is not known, but {meant} is" for meant in near[:1])
+
+
+def _variables(plugin: Subject) -> Iterator[tuple[str, Variable]]:
+    return ((f"environment.yaml: {each.name}", each) for each in plugin.variables)
+
+
+def _filled(it: Variable) -> set[str]:
+    """Return the placeholders of a value, known and unknown ones."""
+    return {*PLACEHOLDER.findall(it.value or "")}
+
+
+def _unknown_condition(it: Variable, plugin: Subject) -> bool:
+    trains = [engine for engine in plugin.engines if kind_of(engine) == "train"]
+    known = {name for engine in trains for knob in find_engine(engine).knobs for name in knob.names}
+    return bool(it.unless) and it.unless not in known
+
+
+def _meant(it: Variable, plugin: Subject) -> str:
+    """Return the known name that `overridden_by` nearly is, or an empty string."""
+    names = sorted({*_others_names(plugin), *(each.name for each in plugin.variables)})
+    near = (name for name in names if it.overridden_by and is_near(it.overridden_by, name))
+    return "" if it.overridden_by in names else next(near, "")
+
+
+def _reader(it: Variable, plugin: Subject) -> str:
+    """Return the engine that reads a variable by the beginning of its name, if the entry is of others only."""
+    starts = {f"{re.sub(r'[^A-Z]', '', engine.upper())}_": engine for engine in plugin.engines}
+    engine = starts.get(f"{it.name.partition('_')[0]}_", "")
+    is_other = engine and ((it.engines and engine not in it.engines) or (it.kinds and kind_of(engine) not in it.kinds))
+    return engine if is_other else ""
+
+
+def _differences(it: Variable, plugin: Subject) -> list[str]:
+    """Return what an entry has otherwise than all others of its name, if at least AGREE plugins agree."""
+    same = [each for each in _others_variables(plugin) if each.name == it.name and each.value and not each.chips]
+    usual, differences = {each.value for each in same}, []
+    for key in ("value", "unless", "several_nodes", "overridden_by", "engines", "kinds"):
+        values, own = {getattr(each, key) for each in same}, getattr(it, key)
+        if it.value and len(same) >= AGREE and len(usual) == len(values) == 1 and own not in values:
+            differences.append(f"{key} = {own!r}, and {len(same)} other plugins have {values.pop()!r}")
+    return differences
+
+
+def _usual_placeholder(it: Variable, plugin: Subject) -> str:
+    """Return what other plugins fill in for variables with the same ending, if it is something else."""
+    end = it.name.partition("_")[2]
+    theirs = [each for each in _others_variables(plugin) if "{" in (each.value or "")]
+    usual = Counter(str(each.value) for each in theirs if each.name.partition("_")[2] == end)
+    if not usual or "{" not in (it.value or "") or it.value in usual:
+        return ""
+    return f"{usual.total()} variables of other plugins with this ending have {usual.most_common(1)[0][0]!r}"
+
+
+def _foreign(it: Variable, plugin: Subject) -> list[str]:
+    """Return the prefix of a variable that only software of another vendor reads."""
+    prefixes = ((name, each) for name, other in others_detectors(plugin) for each in other.own_variables)
+    is_own = not plugin.detector or it.name.startswith(plugin.detector.own_variables)
+    found = [f"{each}, which only software of {name}" for name, each in prefixes if it.name.startswith(each)]
+    return [] if is_own else found
+
+
+def _selecting(plugin: Subject) -> set[str]:
+    return {*plugin.detector.visible, plugin.detector.outer} if plugin.detector else set()
+
+
+def _unread(it: Variable, plugin: Subject) -> str:
+    """Return why an entry about the selection of devices has no counterpart in the detector."""
+    known, same = _selecting(plugin), it.used.removeprefix("as ")
+    if plugin.detector is None:
+        return ""
+    if same != it.used:
+        names = {*known, *(each.name for each in plugin.variables)}
+        return f"is used as {same}" if same.isidentifier() and same not in names else ""
+    return "restricts devices" if it.name.endswith("VISIBLE_DEVICES") and it.name not in known else ""
+
+
+BOTH = "name the same variables in `visible` of the detector and in environment.yaml"
+CHECKS = (
+    table(
+        "variables_hold_for_all_users", _variables,
+        Rule(lambda it, of: re.match(r"[/~]\w|[A-Z]:\\", it.value or ""), " = {it.value!r} is a path of one machine",
+             "use `used` instead of `value`, or name a file that the vendor installs on every machine"),
+        Rule(lambda it, of: it.value and (it.value != it.value.strip() or it.value[0] in "'\""),
+             " = {it.value!r} has quotes or spaces", "write the value as the program reads it"),
+        Rule(lambda it, of: re.fullmatch(rf"{it.name}\w*=.*", it.value or ""), " = {it.value!r} repeats the name",
+             "write only the value"),
+        Rule(lambda it, of: it.value and not it.several_nodes and it.condition.startswith("several nodes"),
+             " = {it.value!r} is set for one node, too, but its condition is {it.condition!r}",
+             "add several_nodes: true; condition is only a text"),
+        Rule(lambda it, of: it.value and it.condition and not any((it.unless, it.several_nodes, it.chips, it.versions)),
+             " = {it.value!r} is always set, and condition is {it.condition!r}, which is only a text",
+             "use `used` instead of `value`, or restrict it by unless, several_nodes, chips or versions"),
+        Rule(lambda it, of: it.several_nodes and not it.value, ": several_nodes has no effect without value",
+             "give value, or remove it"),
+        Rule(lambda it, of: sorted(_filled(it) - {*placeholders()}), " has the unknown placeholder {found}",
+             "write {address}, {interface}, {adapters}, or the value itself"),
+        Rule(lambda it, of: _filled(it) & {*placeholders()} and not it.several_nodes,
+             " = {it.value!r} is set for one node, too",
+             "add several_nodes: true: a job on one node needs no interface or adapter"),
+        Rule(lambda it, of: it.value and OF_MACHINE.search(it.name) and "{" not in it.value,
+             " = {it.value!r} is the name of a device of one machine",
+             "write {interface} or {adapters}, or `used` instead of `value`: flagcore fills in what differs"),
+        Rule(lambda it, of: it.value and it.name in _selecting(of), " = {it.value!r} selects devices",
+             "use `used` instead of `value`: flagcore sets them to the devices of each trial"),
+    ),
+    table(
+        "variables_have_their_meaning", _variables,
+        Rule(_meant, ".overridden_by = {it.overridden_by!r}, but {found} is known", "correct the name"),
+        Rule(_unknown_condition, ".unless = {it.unless!r} is unknown",
+             "name a setting of a training engine, as in docs/spec.md"),
+        Rule(_reader, " is for {it.engines} {it.kinds}, and {found} reads it",
+             "use the engine that reads the variable"),
+        Rule(_unread, " {found}, but discover.py does not read it", BOTH),
+        Rule(_differences, " has {found}", "write the value of the others, or restrict the variable to what differs"),
+        Rule(_usual_placeholder, " = {it.value!r}, and {found}",
+             "write what they fill in: {interface} for sockets, {adapters} for InfiniBand, {address} for hosts"),
+        Rule(_foreign, " begins with {found} reads", "remove it, or write this vendor's variable of the same meaning"),
+    ),
+)  # fmt: skip
+
+
+@check(BOTH)
+def detector_reads_what_the_files_name(plugin: Subject) -> Problems:
+    detector, listed, quirks = detector_of(plugin), read_variables(plugin.package), read_quirks(plugin.package)
+    texts = [*(each.advice for each in quirks.failures), *(each.note for each in quirks.notes)]
+    said = " ".join(text for text in texts if not re.search(r"\b(no|not|ignored|instead)\b", text))
+    known = {*_selecting(plugin), *(each.name for each in listed)}
+    for name in sorted({*re.findall(r"\b[A-Z_]+_VISIBLE_DEVICES\b", said)} - known):
+        yield f"quirks.yaml names {name}, which discover.py does not read"
+    selecting, values = {*detector.vendor_variables}, {each.name for each in listed if each.value}
+    if listed and selecting and not values & selecting:
+        text = f"discover.py reads {', '.join(detector.vendor_variables)}, but environment.yaml sets none of them"
+        fix = "add the variable that names the vendor to environment.yaml, with a value, or remove it from discover.py"
+        yield Problem(text, fix)
+    yield from _shared_prefixes(detector.own_variables, sorted({*_others_names(plugin), *SHARED}))
+
+
+def _shared_prefixes(prefixes: Sequence[str], shared: Sequence[str]) -> Iterator[Problem]:
+    for prefix in (each for each in prefixes if "_" in each):
+        if taken := next((name for name in shared if name.startswith(prefix)), ""):
+            fix = "name only prefixes of variables that no other vendor's software reads"
+            yield Problem(f"discover.py: own_variables has {prefix!r}, with which {taken} begins, too", fix)
+
+
+@check("write the same, or a pattern of this vendor's own text")
+def failures_agree_with_other_plugins(plugin: Subject) -> Problems:
+    theirs = [each for quirks in _others_files(plugin, read_quirks) for each in quirks.failures]
+    for place, each in enumerate(plugin.quirks.failures):
+        for key in ("state", "weak"):
+            values = {getattr(one, key) for one in theirs if one.pattern == each.pattern}
+            if values and getattr(each, key) not in values:
+                shown, usual = (getattr(value, "value", value) for value in (getattr(each, key), values.pop()))
+                where = f"quirks.yaml: failures[{place}].{key} = {shown!r}"
+                yield f"{where}, and other plugins have {usual!r} for its pattern"
+
 
 USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
 """Variables that belong to the user's shell."""
@@ -22,79 +260,77 @@ OF_LAUNCHERS = {
     *("NNODES", "NPROC_PER_NODE", "GROUP_WORLD_SIZE"),
 }
 """Variables that a launcher sets in each process."""
-Set = tuple[Chip, str, Mapping[str, str]]
+DEBUGGING = re.compile(r"LAUNCH_BLOCKING|_DEBUG(_|$)|_TRACE|PROFIL|NO_\w*MEMORY_CACHING|LOG_LEVEL|VERBOS")
+QUIET = {"0", "false", "off", "warn", "warning", "error", "none"}
+Set = tuple[Subject, Chip, str, Mapping[str, str]]
 
 
-def _environments(plugin: Subject) -> Iterator[Set]:
+def _environments(plugin: Subject) -> list[Set]:
     plugin.implements("flagcore_environment")
-    return ((chip, engine, plugin.loaded.environment(chip, engine)) for chip, engine in plugin.pairs())
+    return [(plugin, chip, engine, plugin.loaded.environment(chip, engine)) for chip, engine in plugin.pairs()]
+
+
+@check(DOCUMENT, each=_environments)
+def system_variables_are_not_set(plugin: Subject, chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
+    for name, value in sorted(variables.items()):
+        if name in OF_LAUNCHERS:
+            yield f"flagcore_environment: {name} of {engine} on {chip.name} is set by the launcher of each job"
+        if name in USERS:
+            yield f"flagcore_environment: {name} of {engine} on {chip.name} replaces the user's value"
+        if DEBUGGING.search(name) and value.casefold() not in QUIET:
+            fix = "use `used` instead of `value`: it is for debugging, and slows runs"
+            yield Problem(f"flagcore_environment: {name} = {value!r} of {engine} on {chip.name}", fix)
 
 
 @check("keep one, or restrict each by engines, chips or versions")
 def variables_are_listed_once(plugin: Subject) -> Problems:
     for chip, engine in plugin.pairs():
-        for name, times in Counter(each.name for each in _variables_on_chip(plugin, chip, engine)).items():
-            if times > 1:
-                yield f"environment.yaml: {name} has {times} values for {engine}"
         listed = applicable(plugin.variables, chip, engine, None, kind_of(engine))
-        for name in sorted({each.name for each in listed if each.value} & {each.name for each in listed if each.used}):
+        set_names = [each.name for each in listed if each.value]
+        for name, times in repeated(set_names):
+            yield f"environment.yaml: {name} has {times} values for {engine}"
+        for name in sorted({*set_names} & {each.name for each in listed if each.used}):
             yield f"environment.yaml: {name} has value and used for {engine} on {chip.name}"
-
-
-@check("use `used` instead of `value`: it documents the value without setting it", each=_environments)
-def system_variables_are_not_set(chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
-    for name in sorted(OF_LAUNCHERS & {*variables}):
-        yield f"flagcore_environment: {name} of {engine} on {chip.name} is set by the launcher of each job"
-    for name in sorted(USERS & {*variables}):
-        yield f"flagcore_environment: {name} of {engine} on {chip.name} replaces the user's value"
-
-
-DEBUGGING = re.compile(r"LAUNCH_BLOCKING|_DEBUG(_|$)|_TRACE|PROFIL|NO_\w*MEMORY_CACHING|LOG_LEVEL|VERBOS")
-QUIET = {"0", "false", "off", "warn", "warning", "error", "none"}
-
-
-@check("use `used` instead of `value`: it is for debugging, and slows runs", each=_environments)
-def variables_do_not_debug(chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
-    for name, value in variables.items():
-        if DEBUGGING.search(name) and value.casefold() not in QUIET:
-            yield f"flagcore_environment: {name} = {value!r} of {engine} on {chip.name}"
+    warned = {name: each.note for each in read_quirks(plugin.package).notes for name in UNSET.findall(each.note)}
+    for each in plugin.variables:
+        if each.value and each.name in warned:
+            text = f"environment.yaml: {each.name} = {each.value!r}, and quirks.yaml has {warned[each.name][:80]!r}"
+            yield Problem(text, "remove the value, or the note")
 
 
 @check("write the name that the software has for this vendor, and handle it in discover.py")
 def variables_do_not_select_another_vendor(plugin: Subject) -> Problems:
     other_vendors = {name for chip in plugin.others.chips() for name in _accelerator(plugin, chip)}
-    for chip, _, variables in _environments(plugin):
+    for _, chip, _, variables in _environments(plugin):
         wrong_names = [name for name, value in variables.items() if value.casefold() in other_vendors - {chip.vendor}]
         for name in dict.fromkeys([*wrong_names, *_device_variables(plugin, variables)]):
             reason = "another vendor" if name in wrong_names else "its own devices are then not found"
             yield f"flagcore_environment sets {name} = {variables[name]!r} on {chip.name} of {chip.vendor}: {reason}"
 
 
-@check("add it with value, meaning and source")
-def variables_are_documented(plugin: Subject) -> Problems:
-    documented = {each.name for each in plugin.variables if each.value}
-    for _, engine, variables in _environments(plugin):
-        for name in sorted(set(variables) - documented):
-            yield f"flagcore_environment sets {name} for {engine}, which is missing in environment.yaml"
+@check("add it with value, meaning and source", each=_environments)
+def variables_are_documented(plugin: Subject, chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
+    for name in sorted(set(variables) - {each.name for each in plugin.variables if each.value}):
+        yield f"flagcore_environment sets {name} for {engine}, which is missing in environment.yaml"
 
 
-@check("return the variables of environment.yaml there, as VendorPlugin does")
-def documented_variables_are_set(plugin: Subject) -> Problems:
+@check("return the variables of environment.yaml there, as VendorPlugin does", each=_environments)
+def documented_variables_are_set(plugin: Subject, chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
     need(not plugin.failed("flagcore_environment"), "flagcore_environment has no valid answer")
-    for chip, engine, variables in _environments(plugin):
-        for each in _variables_on_chip(plugin, chip, engine):
-            is_unconditional = each.applies_to(None) and not each.condition and "{" not in str(each.value)
-            if is_unconditional and each.name not in variables:
-                yield f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not set"
+    for each in applicable(plugin.variables, chip, engine, None, kind_of(engine)):
+        is_unconditional = each.applies_to(None) and not each.condition and "{" not in str(each.value)
+        if each.value and is_unconditional and each.name not in variables:
+            yield f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not set"
 
 
-@check("return what trials need: the core keeps the user's values and reports conflicts")
-def variables_do_not_depend_on_the_shell(plugin: Subject) -> Problems:
-    for chip, engine, variables in _environments(plugin):
-        with mock.patch.dict(os.environ, dict.fromkeys(variables, "the user's own")), fakes.quiet():
-            second_answer = plugin.loaded.environment(chip, engine)
-        for name in sorted(name for name in variables if second_answer.get(name) != variables[name]):
-            yield f"flagcore_environment returns {second_answer.get(name)!r} for {name} if the shell sets it"
+@check("return what trials need: the core keeps the user's values and reports conflicts", each=_environments)
+def variables_do_not_depend_on_the_shell(
+    plugin: Subject, chip: Chip, engine: str, variables: Mapping[str, str]
+) -> Problems:
+    with mock.patch.dict(os.environ, dict.fromkeys(variables, "the user's own")), fakes.quiet():
+        second_answer = plugin.loaded.environment(chip, engine)
+    for name in sorted(name for name in variables if second_answer.get(name) != variables[name]):
+        yield f"flagcore_environment returns {second_answer.get(name)!r} for {name} if the shell sets it"
 
 
 def _accelerator(plugin: Subject, chip: Chip) -> tuple[str, ...]:
@@ -121,8 +357,3 @@ def _has_devices(plugin: Subject, *variables: tuple[str, str]) -> bool:
     with suppress(Exception):  # another check reports it
         return bool(fakes.devices(plugin, tools, **dict(variables)))
     return True
-
-
-def _variables_on_chip(plugin: Subject, chip: Chip, engine: str) -> list[Variable]:
-    """Return the variables with a value for an engine on a chip."""
-    return [each for each in applicable(plugin.variables, chip, engine, None, kind_of(engine)) if each.value]

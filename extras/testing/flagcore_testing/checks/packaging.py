@@ -2,26 +2,24 @@
 
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 from flagcore_vendorkit.chip_file import shared_costs
-from flagcore_vendorkit.engines import read_maturity
-from flagcore_vendorkit.fields import applicable
-from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+from flagcore_vendorkit.engines import Claim, read_maturity
+from packaging.licenses import canonicalize_license_expression
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from flagcore import __version__
-from flagcore.domain.engine import ValueRule
-from flagcore.plugins import GROUP, kind_of
+from flagcore.domain.chip import Chip
+from flagcore.plugins import GROUP
 from flagcore.plugins.entry_points import installed
-from flagcore_testing.examples import task_on
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need
-from flagcore_testing.package import read_toml
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, wrong
+from flagcore_testing.package import Transcript, read_toml
 
 FRAMEWORKS = {
     *("torch", "torchvision", "torchaudio", "tensorflow", "jax", "jaxlib"),
@@ -31,21 +29,14 @@ FRAMEWORKS = {
 """Packages of which vendors ship their own builds. A dependency on such a package would replace the vendor's build."""
 BUILDS = re.compile(r"torch-\w+")
 """Matches packages that add a vendor's devices to torch."""
+COLLECTIVES = "collectives.yaml"
 DATA = {".yaml", ".jsonl", ".py", ".typed"}
 
 
-@check()
-def entry_point_names_the_plugin(plugin: Subject) -> Problems:
-    if plugin.entry not in plugin.packaged.points.values():
-        yield Problem(
-            f"pyproject.toml: no entry point of flagcore.plugins names {plugin.entry}",
-            f'write [project.entry-points."flagcore.plugins"] and below it NAME = "{plugin.entry}"',
-        )
-
-
 @check('write "flagcore>=0.1,<0.2"; widen the range if the checks pass')
-def flagcore_version_is_limited(plugin: Subject) -> Problems:
-    core = [each for each in _requirements(plugin) if canonicalize_name(each.name) == "flagcore"]
+def dependencies_are_limited(plugin: Subject) -> Problems:
+    requirements = [Requirement(text) for text in plugin.packaged.requires]
+    core = [each for each in requirements if canonicalize_name(each.name) == "flagcore"]
     if not core:
         yield "pyproject.toml: dependencies does not name flagcore"
     for each in core:
@@ -53,40 +44,44 @@ def flagcore_version_is_limited(plugin: Subject) -> Problems:
             yield f"pyproject.toml: {each} has no upper bound"
         elif not each.specifier.contains(__version__, prereleases=True):
             yield f"pyproject.toml: {each} does not include this flagcore, {__version__}"
-
-
-@check("remove it; trials use what is installed, and [project.optional-dependencies] may name it")
-def dependencies_have_no_framework(plugin: Subject) -> Problems:
-    for each in _requirements(plugin):
+    for each in requirements:
         optional = each.marker is not None and not each.marker.evaluate({"extra": ""})
         name = canonicalize_name(each.name)
         if not optional and (name in FRAMEWORKS or BUILDS.fullmatch(name)):
-            yield f"pyproject.toml: dependencies has '{each}', which pip would install over the vendor's build"
+            text = f"pyproject.toml: dependencies has '{each}', which pip would install over the vendor's build"
+            fix = "remove it; trials use what is installed, and [project.optional-dependencies] may name it"
+            yield Problem(text, fix)
 
 
-@check("give each distribution its own name, such as flagcore-acme: pip installs one of each name")
-def distribution_has_its_own_name(plugin: Subject) -> Problems:
-    name, value = canonicalize_name(plugin.packaged.name), plugin.entry
-    if not name:
-        yield "pyproject.toml: name is missing"
-    for other, points in installed(GROUP).items():
-        if points[0].value != value and points[0].dist and canonicalize_name(points[0].dist.name) == name:
-            yield f"pyproject.toml: name = {plugin.packaged.name!r} is that of the distribution of the plugin {other}"
-
-
-@check('add it to [project], the version as "0.1.0"')
+@check()
 def metadata_is_complete(plugin: Subject) -> Problems:
-    for key in ("description", "license"):
-        if not getattr(plugin.packaged, key).strip():
-            yield f"pyproject.toml: {key} is missing"
-    python = platform.python_version()
-    if not SpecifierSet(plugin.packaged.python).contains(python):
-        fix = "write the oldest release that your code runs on: flagcore runs on 3.10 and later"
-        yield Problem(f"pyproject.toml: requires-python = {plugin.packaged.python!r} excludes Python {python}", fix)
+    package, python = plugin.packaged, platform.python_version()
+    name, own = canonicalize_name(package.name), 'add it to [project], the version as "0.1.0"'
+    points = [(other, each[0]) for other, each in installed(GROUP).items() if each[0].value != plugin.entry]
+    taken = [other for other, each in points if each.dist and name and canonicalize_name(each.dist.name) == name]
+    yield from wrong(
+        (plugin.entry not in package.points.values(), f"no entry point of {GROUP} names {plugin.entry}",
+         f'write [project.entry-points."{GROUP}"] and below it NAME = "{plugin.entry}"'),
+        (not name, "name is missing", own),
+        (taken, f"name = {package.name!r} is that of the distribution of the plugin {[*taken, ''][0]}",
+         "give each distribution its own name, such as flagcore-acme: pip installs one of each name"),
+        *((not getattr(package, key).strip(), f"{key} is missing", own) for key in ("description", "license")),
+        (not SpecifierSet(package.python).contains(python),
+         f"requires-python = {package.python!r} excludes Python {python}",
+         "write the oldest release that your code runs on: flagcore runs on 3.10 and later"),
+        (not _is_valid(Version, package.version), f"version = {package.version!r} is invalid", own),
+        (package.license.strip() and not _is_valid(canonicalize_license_expression, package.license),
+         f"license = {package.license!r}", "write an SPDX expression, such as Apache-2.0"),
+        where="pyproject.toml: ",
+    )  # fmt: skip
+
+
+def _is_valid(read: Callable[[str], object], text: str) -> bool:
     try:
-        Version(plugin.packaged.version)
-    except InvalidVersion:
-        yield f"pyproject.toml: version = {plugin.packaged.version!r} is invalid"
+        read(text.strip())
+    except ValueError:
+        return False
+    return True
 
 
 @check('write one that lists all chips; readme = "README.md"')
@@ -163,105 +158,106 @@ def tests_run_the_checks(plugin: Subject) -> Problems:
 
 @check()
 def project_is_built_and_named(plugin: Subject) -> Problems:
-    content, name = read_toml(plugin.source / "pyproject.toml"), plugin.packaged.name
-    build = content.get("build-system", {})
+    build, package = read_toml(plugin.source / "pyproject.toml").get("build-system", {}), plugin.packaged
     backend, requires = str(build.get("build-backend", "")), " ".join(map(str, build.get("requires", ())))
-    if not backend or backend.partition(".")[0].casefold() not in re.sub("-", "_", requires).casefold():
-        text = f"pyproject.toml: build-system.build-backend = {backend!r}, and requires has {requires or 'nothing'}"
-        yield Problem(text, 'write requires = ["hatchling"] and build-backend = "hatchling.build"')
-    try:
-        canonicalize_license_expression(plugin.packaged.license.strip() or "Apache-2.0")  # another check reports none
-    except InvalidLicenseExpression:
-        fix = "write an SPDX expression, such as Apache-2.0"
-        yield Problem(f"pyproject.toml: license = {plugin.packaged.license!r}", fix)
-    readme = re.sub(r"\bflagcore\[([\w-]+)\]", r"flagcore-\1", plugin.packaged.readme)
+    is_built = backend and backend.partition(".")[0].casefold() in re.sub("-", "_", requires).casefold()
+    readme = re.sub(r"\bflagcore\[([\w-]+)\]", r"flagcore-\1", package.readme)
     named = {canonicalize_name(each) for each in re.findall(r"[\w-]*\bflagcore-[\w-]*\w", readme)}
-    if (named := named - {"flagcore-testing"}) and canonicalize_name(name) not in named:
-        text = f"README.md names {', '.join(sorted(named))}, but not {name}"
-        yield Problem(text, "name the distribution of pyproject.toml, which users install")
-    words = {*re.findall(r"\w+", plugin.packaged.description.casefold())}
-    vendors = {chip.vendor for chip in plugin.chips}
-    if (foreign := sorted(words & {chip.vendor for chip in plugin.others.chips()})) and not words & vendors:
-        text = f"pyproject.toml: description is of {', '.join(foreign)}: {plugin.packaged.description!r}"
-        yield Problem(text, "describe this plugin")
-    for entry in plugin.packaged.points:
-        for vendor in {chip.vendor for chip in plugin.chips}:
-            if entry != vendor and get_close_matches(entry, [vendor], cutoff=0.8):
-                text = f"pyproject.toml: the entry point is named {entry!r}, but the vendor is {vendor!r}"
-                yield Problem(text, "write the same name")
-
-
-def _requirements(plugin: Subject) -> Iterator[Requirement]:
-    """Yield the dependencies. Raises InvalidRequirement with the invalid text."""
-    return (Requirement(text) for text in plugin.packaged.requires)
+    named -= {"flagcore-testing"}
+    words, vendors = {*re.findall(r"\w+", package.description.casefold())}, {chip.vendor for chip in plugin.chips}
+    foreign = sorted(words & {chip.vendor for chip in plugin.others.chips()})
+    near = [
+        (entry, vendor)
+        for entry in package.points
+        for vendor in vendors
+        if entry != vendor and get_close_matches(entry, [vendor], cutoff=0.8)
+    ]
+    yield from wrong(
+        (not is_built,
+         f"pyproject.toml: build-system.build-backend = {backend!r}, and requires has {requires or 'nothing'}",
+         'write requires = ["hatchling"] and build-backend = "hatchling.build"'),
+        (named and canonicalize_name(package.name) not in named,
+         f"README.md names {', '.join(sorted(named))}, but not {package.name}",
+         "name the distribution of pyproject.toml, which users install"),
+        (foreign and not words & vendors,
+         f"pyproject.toml: description is of {', '.join(foreign)}: {package.description!r}", "describe this plugin"),
+        *((True, f"pyproject.toml: the entry point is named {entry!r}, but the vendor is {vendor!r}",
+           "write the same name") for entry, vendor in near),
+    )  # fmt: skip
 
 
 MARK = "TODO"
 """Mark of a placeholder in files of `flag plugins new`."""
 
 
-@check("return the entries of quirks.yaml there, as VendorPlugin does")
-def quirks_are_used(plugin: Subject) -> Problems:
-    need(plugin.quirks.refused or plugin.quirks.forced, "quirks.yaml refuses nothing")
-    need(not plugin.failed("flagcore_check_task"), "flagcore_check_task has no valid answer")
-    for chip, engine in plugin.pairs():
-        rules = plugin.loaded.check_task(task_on(chip, engine)).rules
-        about = (chip, engine, None, kind_of(engine))
-        refused, forced = applicable(plugin.quirks.refused, *about), applicable(plugin.quirks.forced, *about)
-        expected: tuple[ValueRule, ...] = (*refused, *forced)
-        for name in (quirk.name for quirk in expected if quirk not in rules):
-            yield f"flagcore_check_task: {chip.name} lacks {name} of quirks.yaml"
-
-
-@check("write maturity.yaml: `flag plugins list` shows the maturity of the data")
-def maturity_is_given(plugin: Subject) -> Problems:
-    plugin.own_chips()
-    if read_maturity(plugin.package) is None:
-        yield f"{plugin.package} has no maturity.yaml"
-
-
 @check()
 def maturity_matches_the_files(plugin: Subject) -> Problems:
-    maturity, chips = plugin.maturity, {chip.name for chip in plugin.own_chips()}
+    chips = {chip.name.casefold(): chip.name for chip in plugin.own_chips()}
+    if read_maturity(plugin.package) is None:
+        fix = "write maturity.yaml: `flag plugins list` shows the maturity of the data"
+        yield Problem(f"{plugin.package} has no maturity.yaml", fix)
+        return
+    maturity, shared = plugin.maturity, {chip for chip, file in shared_costs(plugin.package) if file == "curve.yaml"}
     claims = (*maturity.run_on_hardware, *maturity.checked_on_transcripts, *maturity.from_documents)
-
-    def chips_of(*words: str) -> set[str]:
-        """Return the chips of the claims with one of these words, in lower case like the folders of costs."""
-        found = (claim.chips for claim in claims if any(word in claim.what for word in words))
-        return {name.casefold() for names in found for name in names}
-
-    for claim in claims:
-        for name in sorted(set(claim.chips) - chips):
-            yield Problem(
-                f"maturity.yaml: {claim.what!r} names the unknown chip {name!r}", "name chips of chips/*.yaml"
-            )
-    for name in sorted(chips):
-        if name.casefold() not in chips_of("facts of the chips"):
-            text = f"maturity.yaml: {name} is missing in 'facts of the chips'"
-            yield Problem(text, "list every chip there, with how its facts were checked")
-    run = {name.casefold() for claim in maturity.run_on_hardware for name in claim.chips}
-    for name in sorted(_folders_with(plugin, "provenance.yaml", without="\nsource:") - run):
+    run, named = _chips_of(maturity.run_on_hardware), [(each.what, name) for each in claims for name in each.chips]
+    works = [engine for chip, engine in plugin.pairs() if _works(plugin, chip, engine)]
+    measured = _folders_with(plugin, "provenance.yaml", without="\nsource:")
+    for what, name in named:
+        if name not in chips.values():
+            yield Problem(f"maturity.yaml: {what!r} names the unknown chip {name!r}", "name chips of chips/*.yaml")
+    for name in sorted(chips.keys() - _chips_of(claims, "facts of the chips")):
+        text = f"maturity.yaml: {chips[name]} is missing in 'facts of the chips'"
+        yield Problem(text, "list every chip there, with how its facts were checked")
+    for name in sorted(measured - run):
         text = f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels"
         yield Problem(text, "add the kernel times there, with software and date")
-    curves, kernels = _folders_with(plugin, "collectives.yaml"), _folders_with(plugin, "kernels.jsonl")
-    shared = {chip for chip, file in shared_costs(plugin.package) if file == "curve.yaml"}
-    kernels |= _folders_with(plugin, "curve.yaml") | shared
-    for what, file, claimed, shipped in (
-        ("collectives", "collectives.yaml", chips_of("collectives", "all-reduces"), curves),
-        ("kernel times", "curve.yaml or kernels.jsonl", chips_of("kernel times"), kernels),
-    ):
-        for name in sorted(claimed ^ shipped):
-            problem = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
-            text = f"maturity.yaml {problem}: costs/{name} and {file} disagree"
-            yield Problem(text, "correct maturity.yaml or the files")
+    if works and not run:
+        text = f"engines.yaml says works: true ({works[0]}), but maturity.yaml has no run_on_hardware"
+        yield Problem(text, "add the run, or remove works: true")
+    kernels = _folders_with(plugin, "kernels.jsonl") | _folders_with(plugin, "curve.yaml") | shared
+    curves = _folders_with(plugin, COLLECTIVES)
+    yield from _disagreements(COLLECTIVES, "collectives", _chips_of(claims, "collectives", "all-reduces"), curves)
+    kernel_files = "curve.yaml or kernels.jsonl"
+    yield from _disagreements(kernel_files, "kernel times", _chips_of(claims, "kernel times"), kernels)
+
+
+def _chips_of(claims: Sequence[Claim], *words: str) -> set[str]:
+    """Return the chips of the claims with one of the words, in lower case like the folders of costs."""
+    found = (claim.chips for claim in claims if not words or any(word in claim.what for word in words))
+    return {name.casefold() for names in found for name in names}
+
+
+def _disagreements(file: str, what: str, claimed: set[str], shipped: set[str]) -> Iterator[Problem]:
+    for name in sorted(claimed ^ shipped):
+        problem = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
+        text = f"maturity.yaml {problem}: costs/{name} and {file} disagree"
+        yield Problem(text, "correct maturity.yaml or the files")
 
 
 @check("name each file of tests/smi once under checked_on_transcripts")
-def maturity_names_existing_transcripts(plugin: Subject) -> Problems:
-    named_files = {name for claim in plugin.maturity.checked_on_transcripts for name in claim.files}
-    for name in sorted({each.name for each in plugin.transcripts if not each.of} ^ named_files):
+def maturity_matches_the_transcripts(plugin: Subject) -> Problems:
+    claims, by_name = plugin.maturity.checked_on_transcripts, {each.name: each for each in plugin.transcripts}
+    named_files = {name for claim in claims for name in claim.files}
+    for name in sorted({name for name, each in by_name.items() if not each.of} ^ named_files):
         problem = "is missing, but maturity.yaml names it" if name in named_files else "is not named in maturity.yaml"
         yield f"tests/smi/{name} {problem}"
+    for claim in claims if plugin.chips else ():  # another check reports that they cannot be read
+        yield from _claim_problems(plugin, claim, [by_name[name] for name in claim.files if name in by_name])
+
+
+def _claim_problems(plugin: Subject, claim: Claim, files: Sequence[Transcript]) -> Iterator[Problem]:
+    where, listed = f"maturity.yaml: {claim.what!r}", [one.chip for each in files for one in each.lists]
+    for each in files:
+        if each.tool and each.tool not in claim.by:
+            yield Problem(f"{where} has tool: {claim.by}, but {each.name} is of {each.tool}", "name that tool")
+    if len(files) == len(claim.files) and all(each.tool and each.lists for each in files):
+        found = {chip.name for chip in plugin.chips if any(map(chip.has_name, listed))}
+        for name in sorted({*claim.chips} - found):
+            yield Problem(f"{where} has the chip {name}, which its files do not list", "leave it out")
+
+
+def _works(plugin: Subject, chip: Chip, engine: str) -> bool:
+    return plugin.loaded.engine_support(chip, engine).support.name == "YES"
 
 
 @check()

@@ -11,10 +11,8 @@ from typing import Any
 from unittest import mock
 
 from flagcore_vendorkit import rows
-from flagcore_vendorkit.rows import read_matrix
 
 from flagcore_testing import fakes
-from flagcore_testing.checks.spelling import detector_of
 from flagcore_testing.checks.telemetry import READ
 from flagcore_testing.kit import Problems, Subject, check, need, once
 from flagcore_testing.package import FOLDER, SOURCES
@@ -118,13 +116,3 @@ def readings_are_found_in_transcripts(plugin: Subject) -> Problems:
                 names = {word.arg for word in node.keywords if word.arg} - given.get((path, node.lineno), set())
                 for name in sorted(names) if (path, node.lineno) in given else ():
                     yield f"{path.name}:{node.lineno}: reading gets no {name} above 0 that {FOLDER / SOURCES} has"
-
-
-@check(f"correct `topology` or `matrix` of the detector, or `matrix` in {SOURCES}")
-def matrices_of_links_are_read(plugin: Subject) -> Problems:
-    for each in (each for each in plugin.transcripts if each.matrix):
-        with fakes.machine(fakes.printing(each)):
-            found = read_matrix(detector_of(plugin).matrix())
-        devices = len(found.devices) if found else 0
-        if devices != each.matrix:
-            yield f"{FOLDER / each.name}: the detector reads the links of {devices} devices, expected {each.matrix}"

@@ -1,15 +1,14 @@
 """Checks of the published runs that a plugin ships."""
 
 import re
-from collections import Counter
+from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 from flagcore import plugins
 from flagcore.domain.spec import JobRecord
 from flagcore.errors import FlagError
 from flagcore.spec.jobs import read_job
-from flagcore_testing.kit import Problem, Problems, Subject, check, need, once
+from flagcore_testing.kit import Problem, Problems, Subject, check, need, once, repeated, wrong
 
 PEAKS = {"mxfp8": "fp8", "nvfp4": "fp4"}
 """The peaks of formats with another name."""
@@ -79,21 +78,26 @@ def published_times_are_plausible(
 def published_runs_can_be_found(plugin: Subject) -> Problems:
     plugin.implements("flagcore_published_runs")
     records = plugin.loaded.published_runs()
-    for name, times in Counter(str(each.get("id")) for each in records).items():
-        if times > 1:
-            yield Problem(f"published.jsonl: {times} lines have the id {name!r}", "give each run its own id")
+    for name, times in repeated(str(each.get("id")) for each in records):
+        yield Problem(f"published.jsonl: {times} lines have the id {name!r}", "give each run its own id")
     for each in records:
-        where = f"published.jsonl: {each.get('id')!r}"
-        if not ADDRESS.match(str(each.get("source", ""))):
-            fix = "let it begin with the address of the publication: https://..."
-            yield Problem(f"{where}: source = {each.get('source')!r}", fix)
-        parts: list[Any] = [each.get("cluster"), each.get("candidate")]
-        cluster, candidate = (dict(part) if isinstance(part, dict) else {} for part in parts)
-        devices, node = cluster.get("devices"), cluster.get("devices_per_node")
+        cluster, candidate = (dict(part) if isinstance(part, dict) else {} for part in _parts(each))
+        devices, node = (found if isinstance(found := cluster.get(key), int) else 0 for key in NODES)
         degrees = prod(degree for name in DEGREES if isinstance(degree := candidate.get(name, 1), int))
-        if isinstance(devices, int) and degrees and devices % degrees:
-            text = f"{where}: cluster.devices = {devices} is no multiple of the parallel sizes, {degrees}"
-            yield Problem(text, "correct one of them: the rest is data parallel")
-        if isinstance(devices, int) and isinstance(node, int) and devices > node > 0 and devices % node:
-            text = f"{where}: cluster.devices = {devices} is no multiple of devices_per_node = {node}"
-            yield Problem(text, "count all devices of the job")
+        shown = f"cluster.devices = {devices} is no multiple of"
+        yield from wrong(
+            (not ADDRESS.match(str(each.get("source", ""))), f"source = {each.get('source')!r}",
+             "let it begin with the address of the publication: https://..."),
+            (degrees and devices % degrees, f"{shown} the parallel sizes, {degrees}",
+             "correct one of them: the rest is data parallel"),
+            (devices > node > 0 and devices % node, f"{shown} devices_per_node = {node}",
+             "count all devices of the job"),
+            where=f"published.jsonl: {each.get('id')!r}: ",
+        )  # fmt: skip
+
+
+NODES = ("devices", "devices_per_node")
+
+
+def _parts(record: Mapping[str, object]) -> tuple[object, object]:
+    return record.get("cluster"), record.get("candidate")

@@ -34,11 +34,11 @@ from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.engines import VariableKnob, all_knobs, read_engines
 
 from flagcore.domain.chip import Chip
+from flagcore.domain.knob import Effect
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import parse_yaml
-from flagcore_testing.checks.chips import BANDWIDTH, HOST, LINK, NIC, PEAK
-from flagcore_testing.checks.figures import MEMORY, WATTS
-from flagcore_testing.checks.spelling import detector_of
+from flagcore_testing.checks.bounds import BANDWIDTH, HOST, LINK, MEMORY, NIC, PEAK, WATTS
+from flagcore_testing.checks.detector import detector_of
 from flagcore_testing.kit import Problem, Problems, Subject, check, need
 
 FILE = "tests/facts.yaml"
@@ -80,45 +80,47 @@ def figures_agree_with_their_second_entry(plugin: Subject) -> Problems:
     for name in sorted(content.keys() - known.keys()):
         yield Problem(f"{FILE} has {name!r}, which is no chip of the plugin", "write the chip's name")
     for name, chip in known.items():
-        figures_of_chip = content.get(name) or {}
-        if not isinstance(figures_of_chip, Mapping):
-            raise SpecError(file=FILE, key=f"chips.{name}", value=figures_of_chip, problem="must be a mapping")
-        entry = {str(key): str(value) for key, value in figures_of_chip.items()}
-        figures = {KEYS.get(key, key.removeprefix(PEAK)): (key, fact.value) for key, fact in chip.figures.items()}
-        for key, (path, value) in figures.items():
-            if key not in entry:
-                fix = f"add {key} with the number and unit of its source, such as {_example(key)}"
-                yield Problem(f"{FILE}: {name} has no {key}, and {path} = {value:g}", fix)
-                continue
-            text = entry.pop(key)
-            try:
-                derived = _value(key, text, chip)
-            except ValueError as error:
-                yield Problem(f"{FILE}: {name}.{key} = {text!r}: {error}", f"write for example {_example(key)}")
-                continue
-            if key == "link" and chip.link and not PCIE.fullmatch(text):
-                joined = (JOINED.search(text) or [""])[0].replace(" ", "-")
-                if joined != chip.link.topology and (joined or chip.link.topology != "pcie"):
-                    yield f"{name}: link.topology = {chip.link.topology}, but {FILE} has link: {text}"
-            sizes = (derived, derived * 1e9 / 2**30) if key == "memory" and "GB" in text else (derived,)
-            if not any(abs(value - size) < TOLERANCE * size for size in sizes):
-                yield f"{name}: {path} = {value:g}, but {FILE} has {key}: {text}, which is {derived:.4g}"
-        yield from _counts(name, chip, entry)
+        figures = content.get(name) or {}
+        if not isinstance(figures, Mapping):
+            raise SpecError(file=FILE, key=f"chips.{name}", value=figures, problem="must be a mapping")
+        entry = {str(key): str(value) for key, value in figures.items()}
+        for path, fact in chip.figures.items():
+            key = KEYS.get(path, path.removeprefix(PEAK))
+            yield from _figure_problems(chip, key, path, fact.value, entry.pop(key, None))
+        yield from _counts(chip, entry)
 
 
-def _counts(name: str, chip: Chip, entry: dict[str, str]) -> Iterator[str | Problem]:
+def _figure_problems(chip: Chip, key: str, path: str, value: float, text: str | None) -> Iterator[str | Problem]:
+    """Yield how a figure differs from its second entry `text`, or why the entry cannot be read."""
+    shown = f"{chip.name}: {path} = {value:g}"
+    if text is None:
+        fix = f"add {key} with the number and unit of its source, such as {_example(key)}"
+        yield Problem(f"{FILE}: {chip.name} has no {key}, and {path} = {value:g}", fix)
+        return
+    try:
+        derived = _value(key, text, chip)
+    except ValueError as error:
+        yield Problem(f"{FILE}: {chip.name}.{key} = {text!r}: {error}", f"write for example {_example(key)}")
+        return
+    if key == "link" and chip.link and not PCIE.fullmatch(text):
+        joined = (JOINED.search(text) or [""])[0].replace(" ", "-")
+        if joined != chip.link.topology and (joined or chip.link.topology != "pcie"):
+            yield f"{chip.name}: link.topology = {chip.link.topology}, but {FILE} has link: {text}"
+    sizes = (derived, derived * 1e9 / 2**30) if key == "memory" and "GB" in text else (derived,)
+    if not any(abs(value - size) < TOLERANCE * size for size in sizes):
+        yield f"{shown}, but {FILE} has {key}: {text}, which is {derived:.4g}"
+
+
+def _counts(chip: Chip, entry: dict[str, str]) -> Iterator[str | Problem]:
     """Yield the numbers of devices that differ, and the keys that are left."""
-    whole = ", whole" if chip.link and chip.link.whole_domains else ""
-    domain = f"{chip.link.domain_size or ''}{whole}" if chip.link else ""
+    link, fix = chip.link, "remove it, or add the figure"
+    domain = f"{link.domain_size or ''}{', whole' if link.whole_domains else ''}" if link else ""
     for key, value in (("node", chip.devices_per_node), ("card", chip.devices_per_card), ("domain", domain)):
-        usual = "1" if key == "card" else ""
-        if (text := entry.pop(key, usual)) != str(value):
-            shown = f"{FILE} has {key}: {text}" if text else f"{FILE} has no {key} of {name}"
-            yield f"{name}: {COUNTS[key]} = {value or 'null'}, but {shown}"
+        if (text := entry.pop(key, "1" if key == "card" else "")) != str(value):
+            shown = f"{FILE} has {key}: {text}" if text else f"{FILE} has no {key} of {chip.name}"
+            yield f"{chip.name}: {COUNTS[key]} = {value or 'null'}, but {shown}"
     for key in sorted(entry):
-        yield Problem(
-            f"{FILE}: {name} has {key!r}, which the chip's file does not have", "remove it, or add the figure"
-        )
+        yield Problem(f"{FILE}: {chip.name} has {key!r}, which the chip's file does not have", fix)
 
 
 def _value(key: str, text: str, chip: Chip) -> float:
@@ -163,15 +165,7 @@ def settings_agree_with_their_second_entry(plugin: Subject) -> Problems:
 
 def _settings(plugin: Subject) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the names that the plugin's files use by their key in the second entry, each name with its file."""
-    sections = [*plugin.shipped("engines.yaml", read_engines).values()]
-    listed = all_knobs(plugin.package)
-    variable_knobs = [each.scope for each in listed if isinstance(each.scope, VariableKnob)]
-    others = [each.knob for each in listed if not isinstance(each.scope, VariableKnob)]
-    knobs = [effect for each in others for effect in each.effects.values()]
-    variables = {f"{each.name}={each.value}": "environment.yaml" for each in plugin.variables if each.value}
-    variables |= {f"{key}={value}": "knobs.yaml" for effect in knobs for key, value in effect.environment.items()}
-    variables |= {f"{each.variable}={' or '.join(map(str, each.values))}": "knobs.yaml" for each in variable_knobs}
-    detector = detector_of(plugin)
+    sections, detector = [*plugin.shipped("engines.yaml", read_engines).values()], detector_of(plugin)
     classes = detector.pci_classes if detector.pci_classes != DeviceDetector.pci_classes else ()
     rows: Iterable[tuple[str, str, Iterable[str | None]]] = (
         ("device", "engines.yaml", [each.device_type for each in sections]),
@@ -181,11 +175,27 @@ def _settings(plugin: Subject) -> Iterator[tuple[str, dict[str, str]]]:
         ("pci", "discover.py", [" ".join((format(int(str(detector.pci_vendor), 0), "04x"), *classes))]),
         ("files", "discover.py", [detector.device_file]),
         ("kubernetes", "engines.yaml", [each.kubernetes.name for each in sections if each.kubernetes]),
-        ("flags", "knobs.yaml", [" ".join(effect.flags) for effect in knobs]),
+        ("flags", "knobs.yaml", [" ".join(effect.flags) for effect in _effects(plugin)]),
     )
     for key, file, names in rows:
         yield key, {name: file for name in names if name}
-    yield "variables", variables
+    yield "variables", _variables(plugin)
+
+
+def _effects(plugin: Subject) -> list[Effect]:
+    """Return the effects of the knobs that are no single variables."""
+    knobs = [each.knob for each in all_knobs(plugin.package) if not isinstance(each.scope, VariableKnob)]
+    return [effect for knob in knobs for effect in knob.effects.values()]
+
+
+def _variables(plugin: Subject) -> dict[str, str]:
+    """Return NAME=VALUE of each variable that the plugin sets, with its file."""
+    scopes = [each.scope for each in all_knobs(plugin.package) if isinstance(each.scope, VariableKnob)]
+    compared = {f"{each.variable}={' or '.join(map(str, each.values))}": "knobs.yaml" for each in scopes}
+    values = {f"{key}={value}": "knobs.yaml" for each in _effects(plugin) for key, value in each.environment.items()}
+    return (
+        {f"{each.name}={each.value}": "environment.yaml" for each in plugin.variables if each.value} | values | compared
+    )
 
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)(?: to (\d+(?:\.\d+)?))? ?([KMG]i?B)\b")
@@ -196,19 +206,19 @@ POWERS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30}
 def constants_have_the_size_that_they_state(plugin: Subject) -> Problems:
     for path in sorted(plugin.package_folder.glob("*.py")):
         module = sys.modules.get(f"{plugin.package}.{path.stem}")
-        body = ast.parse(path.read_text("utf-8")).body if module else []
-        for line, after in pairwise(body):
-            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
-            targets = line.targets if isinstance(line, ast.Assign) else []
-            names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
-            sizes = [
-                (float(low) * POWERS[unit[0]], float(high or low) * POWERS[unit[0]])
-                for low, high, unit in SIZE.findall(text if isinstance(text, str) else "")
-            ]
-            for name in (name for name in names if name.endswith("_BYTES") and isinstance(text, str)):
-                value = getattr(module, name, None)
-                near = isinstance(value, int | float) and any(0.95 * a <= value <= 1.05 * b for a, b in sizes)
-                if isinstance(value, int | float) and not near:
-                    shown = ", ".join(match[0] for match in SIZE.finditer(str(text))) or "none"
-                    where = f"{path.name}:{line.lineno}: {name} = {value / 2**20:.5g} MiB"
+        for line, names, text in _documented(ast.parse(path.read_text("utf-8")).body if module else []):
+            ends = [(float(low), float(high or low), POWERS[unit[0]]) for low, high, unit in SIZE.findall(text)]
+            for name, value in ((name, getattr(module, name, None)) for name in names if name.endswith("_BYTES")):
+                if isinstance(value, int | float) and not any(0.95 * a <= value / by <= 1.05 * b for a, b, by in ends):
+                    shown = ", ".join(match[0] for match in SIZE.finditer(text)) or "none"
+                    where = f"{path.name}:{line}: {name} = {value / 2**20:.5g} MiB"
                     yield f"{where}, and the sizes in its docstring are {shown}"
+
+
+def _documented(body: list[ast.stmt]) -> Iterator[tuple[int, list[str], str]]:
+    """Yield the line and the names of each assignment that a text follows, and the text."""
+    for line, after in pairwise(body):
+        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+        if isinstance(line, ast.Assign) and isinstance(text, str):
+            names = [each.id for target in line.targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+            yield line.lineno, names, text

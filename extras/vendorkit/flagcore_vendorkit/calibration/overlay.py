@@ -1,5 +1,5 @@
-"""What the kit adds to the installed plugins: the user's calibrations, with chips that no plugin lists, the evidence in
-`maturity.yaml`, and settings that change the cost on all engines."""
+"""What the kit adds to the installed plugins: the user's calibrations with chips that no plugin lists, the knobs of the
+user's measured choices, the evidence in `maturity.yaml`, and settings that change the cost on all engines."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +14,7 @@ from flagcore.contracts import CollectiveCosts
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support, normalize_name
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport, Unmodelled
+from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Task
 from flagcore.errors import FlagError, NoDevice, RunError
 from flagcore.i18n import N_, _
@@ -21,6 +22,7 @@ from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.roofline import CollectiveCostStack, Curve, KernelCostStack, Roofline
 from flagcore.plugins import LoadedPlugins, Plugin, PluginFailure
 from flagcore_vendorkit.calibration.store import Calibration, Calibrations, collective_table, kernel_table
+from flagcore_vendorkit.choices import Choice, choices
 from flagcore_vendorkit.engines import read_maturity
 from flagcore_vendorkit.machine import TorchReport, query_torch
 from flagcore_vendorkit.settings import unmodelled_on_all_engines
@@ -30,10 +32,10 @@ CALIBRATED = "calibration"
 
 
 class ExtendedPlugins(LoadedPlugins):
-    """`LoadedPlugins` with the kernel and collective times of the user's calibrations, for chips that have one.
+    """`LoadedPlugins` with the user's measurements: kernel and collective times of calibrations, and knobs of choices.
 
     `warn` is called once for each calibration in use, for a calibration of fewer devices than a node has, and for each
-    unreadable file of another chip.
+    unreadable file of another chip or of choices.
     """
 
     def __init__(self, found: Iterable[Plugin | PluginFailure], warn: Callable[[str], object]) -> None:
@@ -59,6 +61,21 @@ class ExtendedPlugins(LoadedPlugins):
                     kind, backend = str(facts.get("device_type")), str(facts.get("distributed_backend"))
                     self._support[chip.name] = support_of(kind, backend, chip.name)
         return catalogue
+
+    @cached_property
+    def _choices(self) -> tuple[Choice, ...]:
+        """The saved choices that are better than the defaults. There are none if a file cannot be read."""
+        try:
+            return tuple(each for _file, each in choices() if each.environment)
+        except RunError as error:
+            self._warn(str(error))
+            return ()
+
+    def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
+        """Return the plugins' knobs, and one for each saved choice for this engine and chip. A choice comes first."""
+        measured = [each.as_knob() for each in self._choices if each.engine == engine and chip.has_name(each.chip)]
+        knobs = (*measured, *super().knobs(chip, engine, engine_version))
+        return tuple({knob.name: knob for knob in reversed(knobs)}.values())[::-1]
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
         """Return the plugins' engine support, or torch's report for a chip that only a calibration describes."""
