@@ -113,8 +113,8 @@ class TrainSpec(Work):
     `command`: the user's launch command. None means flagcore's trial program.
     `directory`: the working directory of the command, by default the folder of the spec.
     `lengths`: the lengths of samples. None means that all have `seq_length` tokens.
-    `mtp_num_layers`: the depths of multi-token prediction that are trained. None means those that `trained_depths`
-    assumes, which are `assumed_depths`; that is None if the model has none, or states them.
+    `mtp_num_layers`: the depths of multi-token prediction that are trained, if they are given.
+    `untrained_depths`: those of the model's files that the job is assumed not to train. None: nothing is assumed.
     `settings`: engine settings, the same for all candidates. Lists are comma-separated text.
     `flags`: arguments that knobs with effects add to the command.
     """
@@ -138,7 +138,7 @@ class TrainSpec(Work):
     program: Any = None
     adapter: Adapter | None = None
     mtp_num_layers: int | None = None
-    assumed_depths: int | None = None
+    untrained_depths: int | None = None
 
     @property
     def step_samples(self) -> int:

@@ -283,7 +283,7 @@ def with_depths(model: Model, train: TrainSpec, source: object, engine: Engine |
     if is_shape or not own:
         return model, train
     depths = 0 if train.adapter or (engine and not engine.trains_depths) else own
-    return replace(model, mtp_num_layers=depths), replace(train, assumed_depths=depths)
+    return replace(model, mtp_num_layers=depths), replace(train, untrained_depths=own - depths)
 
 
 class TunerSection(SearchSection):

@@ -205,8 +205,8 @@ def _assumed(task: Task) -> Mapping[str, Any]:
     """Return the implementation, the settings and the depths of multi-token prediction that a plan assumes, if any."""
     work = task.spec.work
     found = {"implementation": task.spec.train.implementation, **work.assumed} if work.assumed else {}
-    depths = work.assumed_depths if isinstance(work, TrainSpec) else None
-    return found if depths is None else {**found, DEPTHS: depths}
+    is_assumed = isinstance(work, TrainSpec) and work.untrained_depths is not None
+    return {**found, DEPTHS: task.spec.model.mtp_num_layers} if is_assumed else found
 
 
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:

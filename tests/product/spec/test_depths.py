@@ -26,27 +26,27 @@ def record(**train: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("given", "depths", "assumed"),
+    ("given", "depths", "untrained"),
     [
-        (spec(), 1, 1),
-        (spec(**LORA), 0, 0),
+        (spec(), 1, 0),
+        (spec(**LORA), 0, 1),
         (spec(**LORA, mtp_num_layers=1), 1, None),
         (spec(mtp_num_layers=0), 0, None),
         (spec("Qwen/Qwen3-8B", **LORA), 0, None),
         (spec("Qwen/Qwen3-8B", mtp_num_layers=2), 2, None),
-        (spec(engine="deepspeed"), 0, 0),
-        (spec(engine="fsdp2"), 0, 0),
-        (spec(engine="torchtitan", command=["torchrun", "train.py"]), 0, 0),
+        (spec(engine="deepspeed"), 0, 1),
+        (spec(engine="fsdp2"), 0, 1),
+        (spec(engine="torchtitan", command=["torchrun", "train.py"]), 0, 1),
         (spec({**SHAPE, "mtp_num_layers": 1}, **LORA), 1, None),
         (spec({**SHAPE, "mtp_num_layers": 1}, mtp_num_layers=1), 1, None),
     ],
 )
 def test_a_job_trains_the_depths_that_it_names_or_that_its_engine_trains(
-    given: dict[str, Any], depths: int, assumed: int | None
+    given: dict[str, Any], depths: int, untrained: int | None
 ) -> None:
     found = read_spec(given)
     assert isinstance(found.work, TrainSpec)
-    assert (found.model.mtp_num_layers, found.work.assumed_depths) == (depths, assumed)
+    assert (found.model.mtp_num_layers, found.work.untrained_depths) == (depths, untrained)
 
 
 def test_adapters_need_no_memory_for_depths_that_are_not_trained() -> None:

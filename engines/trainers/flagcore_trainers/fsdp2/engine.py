@@ -152,7 +152,7 @@ class Fsdp2(Engine):
 
 def _without_depths(task: Task) -> list[str]:
     """Return a line for a model with multi-token prediction, which programs with `fully_shard` do not train."""
-    depths = task.spec.model.mtp_num_layers
+    depths = task.spec.model.mtp_num_layers + (task.spec.train.untrained_depths or 0)
     return [_("fsdp2 trains no multi-token prediction: mtp_num_layers = {depths} does nothing", depths=depths)] * (
         depths > 0
     )
