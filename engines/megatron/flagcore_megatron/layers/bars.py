@@ -28,7 +28,7 @@ def place_bars(
     rows = np.flatnonzero(chosen & (layout.pipeline > 1))
     if not rows.size:
         return train, layout
-    first, combination = distinct([getattr(layout[rows], name) for name in DEPENDS_ON])
+    first, combination = distinct([getattr(layout[rows], name) for name in ("pipeline", *DEPENDS_ON)])
     unique = layout[rows[first]]
     parts = (unique.pipeline * unique.virtual).astype(np.int64)
     chunks = _parts(*_seconds(train, unique, costs, blocks[rows[first]].on(0)), parts)

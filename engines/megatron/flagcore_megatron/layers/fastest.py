@@ -45,7 +45,7 @@ def split_layers(
     layouts, starts = [layout[rows]], StageGroups.from_layout(layout[rows], costs).starts
     layouts += [each.layout for each in layouts[0].further]
     batches = [layouts[0].microbatches * _few_microbatches(train, layouts[0])] if costs.further else []
-    depends = (getattr(each, name) for each in layouts for name in DEPENDS_ON)
+    depends = (getattr(each, name) for each in layouts for name in ("pipeline", *DEPENDS_ON))
     first, combination = distinct([*depends, *starts, *batches])
     unique = layout[rows[first]]
     paces = Paces.from_blocks(train, unique, costs, blocks[rows[first]])

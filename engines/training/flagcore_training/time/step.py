@@ -456,7 +456,7 @@ def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, w
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, stage)) - window, 0.0)
 
 
-DEPENDS_ON = (*LAYER_COUNTS, "pipeline", "virtual", "selective", "uniform", "block")
+DEPENDS_ON = (*LAYER_COUNTS, "virtual", "selective", "uniform", "block")
 """Fields of a layout that determine the seconds of its stages, apart from their numbers of layers."""
 
 
