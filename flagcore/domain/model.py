@@ -248,63 +248,20 @@ class Mixer(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Indexer:
-    """The indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556).
-
-    A layer has an indexer with `heads` heads of `head_dim` elements, which scores all tokens. Attention then uses
-    only the `top_k` tokens with the highest scores. The indexer caches one key per token, with 8 bits per element and
-    a 32-bit scale per 128 elements.
-    """
-
-    heads: int
-    head_dim: int
-    top_k: int
-
-    @property
-    def token_bytes(self) -> float:
-        """The bytes per token in the indexer cache of one layer."""
-        return self.head_dim * (1.0 + 4.0 / 128.0)
-
-    def weights(self, hidden_size: int, query_rank: int) -> int:
-        """Return the number of indexer weights in one layer.
-
-        `query_rank`: the width of the input from which the queries are computed.
-        """
-        return query_rank * self.heads * self.head_dim + hidden_size * (self.head_dim + self.heads)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attention:
-    """Softmax attention over all tokens, or over less. Sizes that are None are those of `Model`.
-
-    `window`: the number of tokens to which a token attends. None: all tokens.
-    `indexer`: what selects the tokens, in sparse attention. Without heads: those that an earlier layer selects.
-    `heads`, `groups`, `head_dim`, `value_dim`: query heads, key heads, and the widths of a head of keys and of values.
-    `latent_rank`: `Model.kv_lora_rank`.
-    `projections`: 2 if keys and values have their own projections, 1 if keys are also the values, 0 if both are those
-    of an earlier layer, which caches them.
-    """
-
-    window: int | None = None
-    indexer: Indexer | None = None
-    heads: int | None = None
-    groups: int | None = None
-    head_dim: int | None = None
-    value_dim: int | None = None
-    latent_rank: int | None = None
-    projections: int = 2
-
-
-@dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer: how it mixes tokens (None: it does not), and its feed-forward network: dense, experts, or none ("").
+    """A layer: its mixer and its feed-forward network. None: it has none.
 
     `repeats`: whether it runs the weights of an earlier layer again, with a cache of its own.
     """
 
-    mixer: Attention | Mixer | None
-    feed_forward: str = "dense"
+    mixer: Mixer | None
+    network: Network | None
     repeats: bool = False
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The mixer and the network, each of which has a norm before it and a residual sum after it."""
+        return tuple(each for each in (self.mixer, self.network) if each is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,11 +275,10 @@ class Model:
     `moe_shared_expert_intermediate_size`: the total width of the shared experts.
     `vision`: the vision tower. None if the model has no known one.
     `layers`: all layers in order. Empty if all of them attend to all tokens, and all but `moe_first_dense_layers` of
-    those of a model with experts have them.
+    those of a model with experts have them: then they follow from the other fields.
     `moe_latent_size`: the width between which and their own width routed experts project, if it is not `hidden_size`.
     `attention_output_gate`: whether a gate scales the output of attention. It is computed by a projection as large as
     the query projection.
-    `key_value_projections`: see `Attention.projections`.
     `layer_embedding_size`: the width of the embeddings that each layer has of its own (Gemma 3n). 0: none.
     `residual_streams`: the number of residual streams, which hyper-connections before and after each mixer and
     feed-forward network mix, with `residual_weights` weights (arXiv 2512.24880).
@@ -365,102 +321,15 @@ class Model:
     vision: Vision | None = None
     layers: tuple[Layer, ...] = field(default=(), repr=False)
     attention_output_gate: bool = False
-    key_value_projections: int = 2
     layer_embedding_size: int = 0
     residual_streams: int = 1
     residual_weights: int = 0
     unread: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property
-    def mixers(self) -> Mapping[Attention | Mixer, int]:
-        """The kinds of mixers, with the number of layers of each."""
-        mixers = Counter(each.mixer for each in self.layers if each.mixer is not None)
-        return mixers if self.layers else {Attention(): self.num_layers}
-
-    @property
-    def attention(self) -> Mapping[Attention, int]:
-        """The kinds of attention, with the number of layers of each."""
-        return {mixer: number for mixer, number in self.mixers.items() if isinstance(mixer, Attention)}
-
-    @property
-    def other_mixers(self) -> Mapping[Mixer, int]:
-        """The kinds of mixers whose sizes are their own, with the number of layers of each."""
-        return {mixer: number for mixer, number in self.mixers.items() if isinstance(mixer, Mixer)}
-
-    @property
-    def once(self) -> "Model":
-        """This model with all weights once: without the layers that repeat others."""
-        layers = tuple(each for each in self.layers if not each.repeats)
-        return self if len(layers) == len(self.layers) else replace(self, num_layers=len(layers), layers=layers)
-
-    @property
-    def attention_layers(self) -> int:
-        """The number of layers with attention."""
-        return sum(self.attention.values())
-
-    @property
-    def by_attention(self) -> tuple["Model", ...]:
-        """This model for each kind of attention, whatever its window: with its sizes, and only its layers' mixers."""
-        kinds: dict[Attention, list[Attention]] = {}
-        for each in self.attention:
-            kinds.setdefault(replace(each, window=None), []).append(each)
-        if kinds.keys() <= {Attention(indexer=self.indexer)}:
-            return (self,) if kinds else ()
-        return tuple(self.with_attention(*each) for each in kinds.values())
-
-    def with_attention(self, kind: Attention, *others: Attention) -> "Model":
-        """Return this model with the sizes of a kind of attention, and only its mixers. `others` differ in windows."""
-        sizes = {
-            "num_attention_heads": kind.heads,
-            "num_query_groups": kind.groups,
-            "kv_channels": kind.head_dim,
-            "qk_head_dim": kind.head_dim if self.multi_latent_attention else None,
-            "kv_lora_rank": kind.latent_rank,
-            "v_head_dim": kind.value_dim,
-            "key_value_projections": kind.projections,
-        }
-        mixers = [
-            Attention(window=each.mixer.window, indexer=kind.indexer)
-            if isinstance(each.mixer, Attention) and each.mixer in (kind, *others)
-            else None
-            for each in self.layers
-        ]
-        layers = [replace(each, mixer=mixer) for each, mixer in zip(self.layers, mixers, strict=True)]
-        given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-        return replace(self, **given, layers=tuple(layers))
-
-    @property
-    def indexer(self) -> Indexer | None:
-        """The indexer of the first kind of sparse attention."""
-        return next((each.indexer for each in self.attention if each.indexer), None)
-
-    @property
-    def state_bytes(self) -> float:
-        """The bytes of the largest recurrent state that a layer has for a sequence. 0 if no layer has one."""
-        return max((mixer.state_bytes for mixer in self.other_mixers if mixer.recurrent), default=0.0)
-
-    @property
-    def expert_hidden_size(self) -> int:
-        """The width of the input and output of routed experts."""
-        return self.moe_latent_size or self.hidden_size
-
-    @property
-    def mtp_layer(self) -> "Model":
-        """This model with only the layer of a depth of multi-token prediction. Its mixer is the last attention."""
-        if not (self.layers or self.mtp_dense):
-            return self
-        mixers = [each.mixer for each in self.layers if each.mixer is not None] or [Attention()]
-        mixer = next((each for each in reversed(mixers) if isinstance(each, Attention)), mixers[-1])
-        experts = None if self.mtp_dense else self.num_moe_experts
-        layer = Layer(mixer=mixer, feed_forward="dense" if experts is None else "experts")
-        return replace(self, num_layers=1, moe_first_dense_layers=0, num_moe_experts=experts, layers=(layer,))
-
-    def feed_forward_layers(self, kind: str) -> int:
-        """Return the number of layers with a feed-forward network of one kind, "dense" or "experts"."""
-        if self.layers:
-            return sum(each.feed_forward == kind for each in self.layers)
-        dense = self.num_layers if self.num_moe_experts is None else self.moe_first_dense_layers
-        return dense if kind == "dense" else self.num_layers - dense
+    def experts(self) -> int:
+        """The number of routed experts of a layer that has some. 0 for a model without experts."""
+        return self.num_moe_experts or 0
 
     @property
     def is_inline(self) -> bool:

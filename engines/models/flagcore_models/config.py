@@ -14,11 +14,13 @@ from typing import Any
 import yaml
 from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 
-from flagcore.domain.model import Attention, Indexer, Layer, Mixer, Model, Vision
+from flagcore.domain.model import Layer, Mixer, Model, Vision
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.plain_data import KeyPath, SafeLoader, spec_error
 from flagcore.spec.shapes import check_model
 from flagcore.spec.validate import Layers, NoLayers, NoSize, Size, checked, located
+from flagcore_models.layers import attention_of, network_of
+from flagcore_models.mixers.indexer import Indexer
 
 _TABLES = files(__package__).joinpath("families.yaml").read_text("utf-8")
 FAMILIES, MODELS, NAMES, _ALIASES, KINDS, MIXERS = yaml.load_all(_TABLES, SafeLoader)
@@ -33,7 +35,7 @@ INDEXED = "indexed"
 """The kind of layers that have an indexer, if not all layers with attention have one."""
 DENSE, EXPERTS = "dense", "experts"
 """The kinds of feed-forward networks."""
-SIZES = {"num_attention_heads": "heads", "num_key_value_heads": "groups", "head_dim": "head_dim"}
+SIZES = {"num_attention_heads": "num_heads", "num_key_value_heads": "groups", "head_dim": "head_dim"}
 SIZES |= {"v_head_dim": "value_dim", "kv_lora_rank": "latent_rank", "qk_nope_head_dim": "head_dim"}
 """The fields of `Attention` for keys of a config.json, which `per_layer_config` gives for layers that differ."""
 BASIC = (DENSE, EXPERTS, "attention", "window", INDEXED)
@@ -139,76 +141,87 @@ class Config(BaseModel):
     n_group: NoSize | None = None
     topk_group: NoSize | None = None
 
-    def fields(self, kinds: Mapping[str, str], keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all fields of `Model` except its name. Raises SpecError for unsupported features.
+    def model(self, kinds: Mapping[str, str], keys: Mapping[str, Any], name: str) -> Model:
+        """Return the model with this name. Raises SpecError for unsupported features.
 
         `kinds`: what the names of layers mean in the model's family. `keys`: all keys of the config.json, and defaults.
         """
         same = {"num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "gated_linear_unit", "q_lora_rank"}
         same |= {"kv_lora_rank", "v_head_dim", "attention_output_gate"}
         same |= {"moe_bias", "mtp_dense", "mtp_use_repeated_layer"}
-        layers = self._layers(kinds, keys)
+        blocks = self._blocks(kinds)
+        order = self._order()
+        networks = [network for number in order for _, network in blocks[number]]
         width, shared = self.intermediate_size, self.num_kv_shared_layers
         if self.use_double_wide_mlp:  # the mean of all layers
             width = round(width * (1 + shared / self.num_hidden_layers))
-        return {
+        model = Model(
+            name=name,
             **self.model_dump(include=same),
-            "num_layers": len(layers.get("layers", ())) or self.num_hidden_layers,
-            "ffn_hidden_size": width,
-            "layer_embedding_size": self.hidden_size_per_layer_input,
-            "residual_streams": self.hc_mult,
-            "residual_weights": self._residual_weights(),
-            "num_query_groups": self.num_key_value_heads or self.num_attention_heads,
-            "kv_channels": self.qk_nope_head_dim or self._head_width(),
-            "untie_embeddings_and_output_weights": not self.tie_word_embeddings,
-            "add_qkv_bias": self.attention_bias or self.qkv_bias,
-            "multi_latent_attention": self.kv_lora_rank is not None,
-            "qk_head_dim": self.qk_nope_head_dim,
-            "qk_pos_emb_head_dim": self.qk_rope_head_dim,
-            "mtp_num_layers": self.num_nextn_predict_layers or 0,
-            **(self._experts() if "moe_first_dense_layers" in layers else {}),
-            **layers,
-        }
+            num_layers=len(networks),
+            ffn_hidden_size=width,
+            layer_embedding_size=self.hidden_size_per_layer_input,
+            residual_streams=self.hc_mult,
+            residual_weights=self._residual_weights(),
+            num_query_groups=self.num_key_value_heads or self.num_attention_heads,
+            kv_channels=self.qk_nope_head_dim or self._head_width(),
+            untie_embeddings_and_output_weights=not self.tie_word_embeddings,
+            add_qkv_bias=self.attention_bias or self.qkv_bias,
+            multi_latent_attention=self.kv_lora_rank is not None,
+            qk_head_dim=self.qk_nope_head_dim,
+            qk_pos_emb_head_dim=self.qk_rope_head_dim,
+            mtp_num_layers=self.num_nextn_predict_layers or 0,
+            **(self._experts(networks) if EXPERTS in networks else {}),
+        )
+        return replace(model, layers=self._layers(model, blocks, order, keys))
 
-    def _layers(self, kinds: Mapping[str, str], keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the layers of `Model`, if there is more than one kind, and the number of the leading dense ones."""
+    def _blocks(self, kinds: Mapping[str, str]) -> list[list[tuple[str, str]]]:
+        """Return the blocks of each layer: a kind of mixer, or "" for none, and a kind of network, or ""."""
         names = self.layer_names()
         if len(names) != self.num_hidden_layers:
             problem = f"must be num_hidden_layers = {self.num_hidden_layers} kinds"
             raise spec_error("layer_types", problem, value=len(names), fix="list the kind of each layer")
-        known, runs = dict[tuple[Any, ...], Layer](), list[list[Layer]]()
-        heads = self.num_attention_heads_per_layer or []
-        of_layers = {layer.lstrip("0") or "0": given for layer, given in (self.per_layer_config or {}).items()}
         of_names = [kinds.get(name, "attention") for name in names]
-        is_blocks = any(kind in (DENSE, EXPERTS) for kind in of_names)
+        is_blocks, blocks = any(kind in (DENSE, EXPERTS) for kind in of_names), list[list[tuple[str, str]]]()
         for number, kind in enumerate(of_names):
             dense = not self.num_experts or self.enable_moe_block is False or self._is_dense(number)
             default = "" if is_blocks or " " in kind else DENSE if dense else EXPERTS
+            blocks.append([])
+            for block in kind.split():
+                mixer, _, network = block.partition("/")
+                if mixer == "attention" and INDEXED not in of_names:
+                    mixer = INDEXED
+                blocks[-1].append(("", mixer) if mixer in (DENSE, EXPERTS) else (mixer, network or default))
+        return blocks
+
+    def _layers(
+        self, model: Model, blocks: list[list[tuple[str, str]]], order: list[int], keys: Mapping[str, Any]
+    ) -> tuple[Layer, ...]:
+        """Return the layers of a model in the `order` in which they run. Empty if they follow from its sizes."""
+        known, runs, heads = dict[tuple[Any, ...], Layer](), list[list[Layer]](), self.num_attention_heads_per_layer
+        of_layers = {layer.lstrip("0") or "0": given for layer, given in (self.per_layer_config or {}).items()}
+        for number, layer in enumerate(blocks):
             reuses = number >= self.num_hidden_layers - self.num_kv_shared_layers
             shares = self._shares_index(number)
             sizes = {SIZES[key]: size for key, size in of_layers.get(str(number), {}).items() if key in SIZES}
-            if number < len(heads):
-                sizes["heads"] = heads[number]
+            if heads and number < len(heads):
+                sizes["num_heads"] = heads[number]
             runs.append([])
-            for block in kind.split():
-                mixer, _, network = block.partition("/")
-                key = mixer, network or default, reuses, shares, *sizes.items()
+            for mixer, network in layer:
+                key = mixer, network, reuses, shares, *sizes.items()
                 if key not in known:
-                    given = INDEXED if mixer == "attention" and INDEXED not in of_names else mixer
-                    known[key] = self._layer(given, network or default, keys, sizes, reuses=reuses, shares=shares)
+                    found = self._mixer(model, mixer, keys, sizes, reuses=reuses, shares=shares) if mixer else None
+                    known[key] = Layer(mixer=found, network=network_of(model, network))
                 runs[-1].append(known[key])
-        order, first = self._order(), dict[int, int]()
+        first = dict[int, int]()
         layers = [
             replace(each, repeats=first.setdefault(number, place) < place)
             for place, number in enumerate(order)
             for each in runs[number]
         ]
-        networks = [each.feed_forward for each in layers]
-        leading = next((at for at, network in enumerate(networks) if network != DENSE), 0)
-        is_plain = {each.mixer for each in layers} == {Attention()} and len({*networks[leading:]}) == 1
-        is_plain &= len(order) == len(runs)
-        found: dict[str, Any] = {} if is_plain else {"layers": tuple(layers)}
-        return {**found, "moe_first_dense_layers": leading} if EXPERTS in networks else found
+        rest = {each.network for each in layers[model.moe_first_dense_layers :]}
+        is_plain = {each.mixer for each in layers} == {attention_of(model)} and len(rest) == 1
+        return () if is_plain and len(order) == len(runs) else tuple(layers)
 
     def _order(self) -> list[int]:
         """Return the numbers of the layers in the order in which they run: those of a loop several times.
@@ -247,18 +260,16 @@ class Config(BaseModel):
             full = {layer for layer in range(size) if layer % interval == offset}
         return [FULL if layer < self.max_window_layers or layer in full else other for layer in range(size)]
 
-    def _layer(
-        self, kind: str, network: str, keys: Mapping[str, Any], sizes: Mapping[str, int], *, reuses: bool, shares: bool
-    ) -> Layer:
-        """Return a layer of one of KINDS, with the feed-forward network `network`.
+    def _mixer(
+        self, model: Model, kind: str, keys: Mapping[str, Any], sizes: Mapping[str, int], *, reuses: bool, shares: bool
+    ) -> Mixer:
+        """Return the mixer of one of KINDS.
 
         `sizes`: those of its attention that differ. `reuses`: whether it uses keys and values of an earlier layer.
         `shares`: whether it uses the choice of its indexer.
         """
-        if kind in (DENSE, EXPERTS):
-            return Layer(mixer=None, feed_forward=kind)
         if kind not in ("attention", "window", INDEXED):
-            return Layer(mixer=_mixer(kind, keys), feed_forward=network)
+            return _mixer(kind, keys)
         is_window = kind == "window"
         own: dict[str, Any] = {
             name: found[0][1]
@@ -267,18 +278,15 @@ class Config(BaseModel):
         }
         if not is_window and not self.attention_k_eq_v:  # Gemma 4 reads their heads only then
             own.pop("groups", None)
-        usual = {field: size for key, field in SIZES.items() if (size := getattr(self, key)) is not None}
-        own = {name: size for name, size in {**own, **sizes}.items() if size != usual.get(name)}
         top_k = self.index_topk or (self.index_topk_blocks or 0) * self.index_block_size
-        indexer = None
         if kind == INDEXED and top_k and self.index_n_heads and self.index_head_dim:
             heads, width = (0, 0) if shares else (self.index_n_heads, self.index_head_dim)
-            indexer = Indexer(heads=heads, head_dim=width, top_k=top_k)
-        projections = 0 if reuses else 1 if self.attention_k_eq_v and not is_window else 2
-        window = self.sliding_window or None if is_window and self.use_sliding_window else None
-        return Layer(
-            mixer=Attention(window=window, indexer=indexer, projections=projections, **own), feed_forward=network
-        )
+            own["indexer"] = Indexer(heads=heads, head_dim=width, top_k=top_k)
+        if is_window and self.use_sliding_window and self.sliding_window:
+            own["window"] = self.sliding_window
+        if reuses or (self.attention_k_eq_v and not is_window):
+            own["projections"] = 0 if reuses else 1
+        return attention_of(model, **{**own, **sizes})
 
     def _shares_index(self, layer: int) -> bool:
         """Return whether a layer uses the choice of an earlier layer's indexer (transformers `GlmMoeDsaConfig`)."""
@@ -299,8 +307,8 @@ class Config(BaseModel):
             raise spec_error("hidden_size", problem, value=self.hidden_size, fix="change it, or give head_dim")
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    def _experts(self) -> dict[str, Any]:
-        """Return the fields of `Model` for mixture-of-experts layers, except where they are."""
+    def _experts(self, networks: list[str]) -> dict[str, Any]:
+        """Return the fields of `Model` for mixture-of-experts layers. `networks`: the kind of that of each layer."""
         width = self.moe_intermediate_size or self.intermediate_size
         groups = self.n_group if self.n_group and self.n_group > 1 else 0
         shared = self.shared_expert_intermediate_size or (self.n_shared_experts or 0) * width
@@ -310,6 +318,7 @@ class Config(BaseModel):
         if self.zero_expert_num:  # LongCat: the others of those that are chosen do nothing
             chosen = round(chosen * experts / (experts + self.zero_expert_num))
         return {
+            "moe_first_dense_layers": next((at for at, network in enumerate(networks) if network != DENSE), 0),
             "num_moe_experts": self.num_experts,
             "moe_router_topk": chosen,
             "moe_router_num_groups": groups,
@@ -398,14 +407,14 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
         if unknown := sorted({*known.layer_names()} - kinds.keys()):
             unread.append(("layer_types", ", ".join(unknown)))
         try:
-            sizes = known.fields(kinds, read)
+            model = known.model(kinds, read, name)
         except SpecError:
             if family is not None:
                 raise
-            kinds = {name: meant if meant in BASIC else "attention" for name, meant in kinds.items()}
+            kinds = {kind: meant if meant in BASIC else "attention" for kind, meant in kinds.items()}
             unread.append(("layer_types", ", ".join(sorted({*known.layer_names()}))))
-            sizes = known.fields(kinds, read)
-        model = Model(name=name, unread=tuple(dict(unread).items()), **sizes)
+            model = known.model(kinds, read, name)
+        model = replace(model, unread=tuple(dict(unread).items()))
         check_model(model, NAMES)
     except SpecError as error:
         found = error

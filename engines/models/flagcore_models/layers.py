@@ -6,68 +6,34 @@ the other functions are sums over them.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from flagcore.domain import model as domain
-from flagcore.domain.model import Mixer, Model, Network, Part, Product
+from flagcore.domain.model import Layer, Mixer, Model, Network, Product
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.dense import Dense
 from flagcore_models.networks.experts import Experts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """A layer: its mixer and its feed-forward network. None: it has none.
+def attention_of(model: Model, **changes: Any) -> Attention:
+    """Return softmax attention with the sizes of a model, with other values of some fields of `Attention`.
 
-    `repeats`: whether it runs the weights of an earlier layer again, with a cache of its own.
+    Of latent attention, `head_dim` is the part of a head without the position. `value_dim` is by default that of the
+    model, or `head_dim`.
     """
-
-    mixer: Mixer | None
-    network: Network | None
-    repeats: bool = False
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The mixer and the network, each of which has a norm before it and a residual sum after it."""
-        return tuple(each for each in (self.mixer, self.network) if each is not None)
-
-
-def attention_of(model: Model, kind: domain.Attention | None = None) -> Attention:
-    """Return the attention of a model's layers of a kind. Sizes that `kind` leaves open are those of the model."""
-    kind = kind or domain.Attention()
-    heads = kind.heads or model.num_attention_heads
-    shared: dict[str, Any] = {
-        "num_heads": heads,
-        "window": kind.window,
-        "indexer": kind.indexer,
-        "gate": model.attention_output_gate,
-        "qk_norm": model.qk_layernorm,
-    }
-    value_dim = kind.value_dim or model.v_head_dim or kind.head_dim or model.kv_channels
+    heads = changes.pop("num_heads", model.num_attention_heads)
+    width = changes.pop("head_dim", None)
+    value_dim = changes.pop("value_dim", None) or model.v_head_dim or width or model.kv_channels
+    shared = {"gate": model.attention_output_gate, "qk_norm": model.qk_layernorm, "value_dim": value_dim, **changes}
     if model.multi_latent_attention:
-        nope, rope = kind.head_dim or model.qk_head_dim or 0, model.qk_pos_emb_head_dim or 0
-        rank = kind.latent_rank or model.kv_lora_rank or 0
-        return LatentAttention(
-            groups=heads,
-            head_dim=nope + rope,
-            value_dim=value_dim,
-            latent_rank=rank,
-            query_rank=model.q_lora_rank or 0,
-            nope_dim=nope,
-            rope_dim=rope,
-            **shared,
-        )
-    return Attention(
-        groups=kind.groups or model.num_query_groups,
-        head_dim=kind.head_dim or model.kv_channels,
-        value_dim=value_dim,
-        projections=min(kind.projections, model.key_value_projections),
-        bias=model.add_qkv_bias,
-        **shared,
-    )
+        nope, rope = width or model.qk_head_dim or 0, model.qk_pos_emb_head_dim or 0
+        sizes = {"latent_rank": model.kv_lora_rank or 0, "query_rank": model.q_lora_rank or 0, **shared}
+        dims = {"head_dim": nope + rope, "nope_dim": nope, "rope_dim": rope}
+        return LatentAttention(**{**sizes, **dims, "num_heads": heads, "groups": heads})
+    sizes = {"groups": model.num_query_groups, "bias": model.add_qkv_bias, **shared}
+    return Attention(**{**sizes, "num_heads": heads, "head_dim": width or model.kv_channels})
 
 
 def dense_of(model: Model) -> Dense:
@@ -100,17 +66,12 @@ def network_of(model: Model, kind: str) -> Network | None:
 @lru_cache(maxsize=256)
 def layers_of(model: Model) -> tuple[Layer, ...]:
     """Return all layers of a model, in order."""
-    dense, experts = dense_of(model), experts_of(model)
-    if not model.layers:
-        attention = attention_of(model)
-        leading = model.num_layers if experts is None else model.moe_first_dense_layers
-        first, rest = (Layer(mixer=attention, network=each) for each in (dense, experts))
-        return (first,) * leading + (rest,) * (model.num_layers - leading)
-    known: dict[domain.Layer, Layer] = {}
-    for each in {*model.layers}:
-        mixer = attention_of(model, each.mixer) if isinstance(each.mixer, domain.Attention) else each.mixer
-        known[each] = Layer(mixer=mixer, network=network_of(model, each.feed_forward), repeats=each.repeats)
-    return tuple(known[each] for each in model.layers)
+    if model.layers:
+        return model.layers
+    attention, dense, experts = attention_of(model), dense_of(model), experts_of(model)
+    leading = model.num_layers if experts is None else model.moe_first_dense_layers
+    first, rest = (Layer(mixer=attention, network=each) for each in (dense, experts))
+    return (first,) * leading + (rest,) * (model.num_layers - leading)
 
 
 def own_layers(model: Model) -> tuple[Layer, ...]:

@@ -6,8 +6,9 @@ from functools import partial
 
 import numpy as np
 
-from flagcore.domain.model import Indexer, Mixer, Output, Product
+from flagcore.domain.model import Mixer, Output, Product
 from flagcore.domain.space import FloatArray
+from flagcore_models.mixers.indexer import Indexer
 
 
 @dataclass(frozen=True, kw_only=True)

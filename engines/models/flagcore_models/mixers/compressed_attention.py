@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from flagcore.domain.model import Indexer, Mixer, Product
+from flagcore.domain.model import Mixer, Product
+from flagcore_models.mixers.indexer import Indexer
 
 
 @dataclass(frozen=True, kw_only=True)
