@@ -328,12 +328,12 @@ def expected_seconds(
     None if this engine made no such run on any chip, if unknown settings change the time, or with lengths or adapters.
     """
     spec = problem.task.spec
-    has_experts = spec.model.num_moe_experts is not None
+    has_experts = spec.model.experts > 0
 
     def is_like(job: JobRecord) -> bool:
         is_whole = isinstance(job.work, TrainSpec) and not (job.work.lengths or job.work.adapter)
         is_same_engine = job.work.engine == spec.work.engine
-        return is_whole and is_same_engine and (job.model.num_moe_experts is not None) == has_experts
+        return is_whole and is_same_engine and (job.model.experts > 0) == has_experts
 
     here = any(is_like(job) for job, _ in problem.published)
     known = here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True))
@@ -384,7 +384,7 @@ def _run(
 ) -> PublishedRun:
     measured_s, speedup = record["measured"]["step_time_s"], answer["step_time_s"]["value"]
     speedup /= measured_s
-    predicted, has_experts = answer["tokens_per_second_per_device"]["value"], job.model.num_moe_experts is not None
+    predicted, has_experts = answer["tokens_per_second_per_device"]["value"], job.model.experts > 0
     return PublishedRun(
         run=job.id,
         precision=job.work.precision,
@@ -393,6 +393,6 @@ def _run(
         predicted=predicted,
         mfu=answer["mfu"] * speedup if "mfu" in answer else None,
         source=record["source"],
-        is_bound=job.work.precision == spec.work.precision and not (has_experts and spec.model.num_moe_experts is None),
+        is_bound=job.work.precision == spec.work.precision and not (has_experts and not spec.model.experts),
         knobs={knob.name: knob for knob in engines[job.work.engine].knobs},
     )

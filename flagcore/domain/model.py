@@ -1,10 +1,8 @@
 """The architecture of a transformer."""
 
 import math
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 

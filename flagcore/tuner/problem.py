@@ -313,6 +313,6 @@ def distance(task: Task, job: JobRecord) -> float:
     """Return how much a published job differs from `task`: in model, devices, and as `Work.distance` returns."""
     model = task.spec.model
     sizes = [math.log2(each.num_layers * each.hidden_size**2) for each in (model, job.model)]
-    is_other_kind = (model.num_moe_experts is None) != (job.model.num_moe_experts is None)
+    is_other_kind = (not model.experts) != (not job.model.experts)
     scale = abs(math.log2(task.cluster.devices / job.devices))
     return abs(sizes[0] - sizes[1]) + 2 * is_other_kind + task.spec.work.distance(job.work) + scale / 4

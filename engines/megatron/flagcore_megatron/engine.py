@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
 from flagcore_training.reading import FAILURES
 
@@ -88,7 +89,7 @@ class Megatron(Engine):
     def warnings(self, task: Task) -> Sequence[str]:
         lines = checks.spec_warnings(task.spec)
         checks.check_variables(task)
-        attention, length = task.spec.model.attention, task.spec.train.seq_length
+        attention, length = attention_counts(task.spec.model), task.spec.train.seq_length
         has_windows = any(each.window and each.window < length for each in attention)
         if not has_windows or prediction.training(task).model.layers:
             return lines

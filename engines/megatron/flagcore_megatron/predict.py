@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from flagcore_models.layers import indexer_of, other_mixers
 from flagcore_training.layout import Layout, MeshStages, StageGroups, Training
 from flagcore_training.memory.training import component_table, memory_in_use, stages_in_use
 from flagcore_training.stages import model_flops, parts_of_model, placed, stage, stage_of, stages
@@ -344,9 +345,9 @@ def _predict(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> P
     memory = memory_in_use(train, layout, costs, distinct_stages)
     time_s = step_time(train, layout, costs, blocks, distinct_stages)
     total = sum(time_s.values(), np.zeros(()))
-    run_interval = DENSE_INTERVAL if train.model.num_moe_experts is None else MOE_INTERVAL
+    run_interval = DENSE_INTERVAL if not train.model.experts else MOE_INTERVAL
     intervals = [run_interval]
-    intervals += [MIXER_INTERVAL] * bool(train.model.other_mixers) + [SPARSE_INTERVAL] * bool(train.model.indexer)
+    intervals += [MIXER_INTERVAL] * bool(other_mixers(train.model)) + [SPARSE_INTERVAL] * bool(indexer_of(train.model))
     intervals += [PACKED_INTERVAL] * bool(train.lengths and train.lengths.batching == PACKED)
     for each in costs.groups:
         intervals += [SHARED_CPU_INTERVAL] if each.synchronous else [ESTIMATED_INTERVAL] if each.guessed else []

@@ -12,6 +12,7 @@ from typing import Any
 
 from flagcore.domain.model import Layer, Mixer, Model, Network, Product
 from flagcore_models.mixers.attention import Attention
+from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.dense import Dense
 from flagcore_models.networks.experts import Experts
@@ -133,6 +134,11 @@ def attention_by_size(model: Model) -> Mapping[Attention, Mapping[Attention, int
 def other_mixers(model: Model) -> Mapping[Mixer, int]:
     """Return the distinct mixers of a model but softmax attention, with the number of layers of each."""
     return {each: number for each, number in mixer_counts(model).items() if not isinstance(each, Attention)}
+
+
+def indexer_of(model: Model) -> Indexer | None:
+    """Return the indexer of the first kind of sparse attention. None if there is none."""
+    return next((each.indexer for each in attention_counts(model) if each.indexer), None)
 
 
 def latent_layers(model: Model) -> int:

@@ -16,7 +16,7 @@ AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
     "divisors": lambda task: divisors(task.cluster.devices),
     "linked_divisors": lambda task: [n for n in divisors(task.cluster.devices) if n <= task.cluster.linked_devices],
     "batch_divisors": lambda task: divisors(task.spec.train.global_batch_size),
-    "expert_divisors": lambda task: divisors(gcd(task.spec.model.num_moe_experts or 1, task.cluster.devices)),
+    "expert_divisors": lambda task: divisors(gcd(task.spec.model.experts or 1, task.cluster.devices)),
     "virtual_stages": lambda task: (None, *_virtual_stage_lengths(task.spec.model.num_layers)),
     "layers": lambda task: tuple(range(1, task.spec.model.num_layers + 1)),
 }

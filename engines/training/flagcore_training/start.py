@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from flagcore_models.layers import attention_by_size, indexer_of, other_mixers, without_repeats
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion
 
@@ -48,13 +49,13 @@ def _excluded(requirement: Requirement) -> bool:
 def missing_layers(model: Model) -> Sequence[str]:
     """Return the kinds of layers of a model that trial programs do not have: all but attention over all tokens or a
     window, each before a feed-forward network."""
-    found = [mixer.label for mixer in model.other_mixers]
+    found = [mixer.label for mixer in other_mixers(model)]
     return [
         *found,
-        *["sparse attention"] * (model.indexer is not None),
-        *["attention of other sizes"] * (len(model.by_attention) > 1 or model.layer_embedding_size > 0),
+        *["sparse attention"] * (indexer_of(model) is not None),
+        *["attention of other sizes"] * (len(attention_by_size(model)) > 1 or model.layer_embedding_size > 0),
         *["latent experts"] * bool(model.moe_latent_size),
-        *["repeated layers"] * (model.once is not model),
+        *["repeated layers"] * (without_repeats(model) is not model),
         *["multi-token prediction without experts"] * (model.mtp_dense and model.mtp_num_layers > 0),
     ]
 

@@ -191,7 +191,7 @@ def _requirement_rules(task: Task, knob: Knob, axes: Sequence[Axis]) -> Iterator
     If the required knob is not in the space, the setting of the same name in the spec must meet the requirement.
     """
     by_name, neutral = {axis.knob: axis for axis in axes}, plugin_axis(task, knob).encode(knob.neutral)
-    if knob.experts_only and task.spec.model.num_moe_experts is None:
+    if knob.experts_only and not task.spec.model.experts:
         yield Rule(
             name=f"{knob.name}_without_experts",
             knobs=(knob.name,),

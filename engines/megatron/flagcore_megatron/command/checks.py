@@ -205,7 +205,7 @@ def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[
     for name, value in settings_of_command(spec).items():
         if train.settings.get(name, value) != value:
             yield name, value, f"train.settings.{name}: {train.settings[name]}", spec_is_used
-    spec_values = {name: getattr(model, name) for name in SHAPE} | {"num_experts": model.num_moe_experts}
+    spec_values = {name: getattr(model, name) for name in SHAPE} | {"num_experts": model.experts or None}
     if effective.get("group_query_attention"):
         spec_values["num_query_groups"] = model.num_query_groups
     for dest, spec_value in spec_values.items():

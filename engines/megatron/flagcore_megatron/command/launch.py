@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from flagcore_importers.shell import SHELLS
+from flagcore_models.layers import attention_counts, indexer_of, latent_layers, other_mixers, without_repeats
+from flagcore_models.mixers.attention import Attention
 from flagcore_training.commands import Option, UserCommand, environment, expand_command
 
 from flagcore.contracts import Platform
 from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import Launch
-from flagcore.domain.model import Attention, Model
+from flagcore.domain.model import Model
 from flagcore.domain.secrets import is_secret, redact_arguments, redact_data
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SLOTS, Spec, Task
@@ -255,7 +257,7 @@ def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, m
 
 def model_arguments(model: Model) -> list[str]:
     """Return Megatron-LM's arguments for a model: a decoder with RMSNorm, rotary embeddings and no biases."""
-    is_latent, has_experts, dense = model.multi_latent_attention, model.num_moe_experts, model.moe_first_dense_layers
+    is_latent, has_experts, dense = latent_layers(model) > 0, model.experts, model.moe_first_dense_layers
     names = [*REFERENCE["sizes"], *(REFERENCE["latent_sizes"] if is_latent else ())]
     names += REFERENCE["expert_sizes"] if has_experts else []
     switches = [name for name in REFERENCE["switches"] if getattr(model, name)]
@@ -272,19 +274,19 @@ def model_arguments(model: Model) -> list[str]:
 def _arguments_of_layers(model: Model) -> list[str]:
     """Return the arguments of all layers but attention over all tokens, without a hybrid pattern."""
     sizes: dict[str, object] = {}
-    if model.once is not model:
+    if without_repeats(model) is not model:
         raise LaunchError("Megatron-LM has no arguments for layers that run several times: start them with a command")
-    for mixer in model.other_mixers:
+    for mixer in other_mixers(model):
         if mixer.label not in REFERENCE["mixers"]:
             raise LaunchError(f"Megatron-LM has no arguments for layers with {mixer.label}: start them with a command")
         sizes |= {name: getattr(mixer, field) for field, name in REFERENCE["mixers"][mixer.label].items()}
-    if model.indexer:
-        sizes |= {name: getattr(model.indexer, field) for field, name in REFERENCE["indexer"].items()}
+    if indexer := indexer_of(model):
+        sizes |= {name: getattr(indexer, field) for field, name in REFERENCE["indexer"].items()}
         sizes["experimental_attention_variant"] = "dsa"
-    if model.other_mixers and not is_hybrid(model):
+    if other_mixers(model) and not is_hybrid(model):
         sizes["experimental_attention_variant"] = "gated_delta_net"
         sizes["linear_attention_freq"] = [int(not isinstance(each.mixer, Attention)) for each in model.layers]
-    if window := max((each.window or 0 for each in model.attention), default=0):
+    if window := max((each.window or 0 for each in attention_counts(model)), default=0):
         windows = [int(isinstance(each.mixer, Attention) and each.mixer.window is not None) for each in model.layers]
         sizes |= {"window_size": f"{window - 1},0", "window_attn_skip_freq": windows}
     return [word for name, size in sizes.items() for word in (_flag(name), str(size).replace(" ", ""))]

@@ -66,7 +66,7 @@ def _even(train: Training, layout: Layout, splits: LayerSplit) -> BoolArray:
     """Return a mask of the candidates whose split in `splits` is the even split."""
     mean_layers, most = train.model.num_layers / layout.pipeline, splits.layers.max(axis=1)[splits.number]
     even: BoolArray = (most == mean_layers) & (mean_layers % layout.virtual == 0) & ~splits.early
-    if train.model.num_moe_experts is not None:
+    if train.model.experts > 0:
         for index in range(min(splits.leading.shape[1], leading_layers(train) + 1)):
             stage_index, leading = np.minimum(float(index), layout.pipeline - 1.0), splits.leading[:, index]
             even &= stage(train.model, layout, stage_index, train.options).dense == leading[splits.number]
@@ -180,7 +180,7 @@ def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Tra
         chunks[row, : len(counts)], mixes[row, :length] = counts, mixes_of(model, counts, length)
         norm[row, np.flatnonzero(counts)[-1] % length] = True
     norm = norm if model.mtp_num_layers else last
-    dense = layers if model.num_moe_experts is None else leading
+    dense = layers if not model.experts else leading
     table = np.stack((first, last, norm, layers, dense, mtp), axis=2).astype(np.float64)
     splits = Splits.from_contents(table, layout.pipeline, chunks, mixes, before)
     number = (1 if before is None else len(before.stage_counts)) + split_index[first_index]
@@ -227,7 +227,7 @@ def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
     it may have. A dense layer may move up to `virtual - 1` other layers to virtual stages with fewer micro-batches in
     flight. The result is always true for pipelines with virtual stages and leading layers on every device.
     """
-    leading, has_experts = leading_layers(train), train.model.num_moe_experts is not None
+    leading, has_experts = leading_layers(train), train.model.experts > 0
     total, last = train.model.num_layers - leading, layout.pipeline - 1.0
     layout, placement = replace(layout, split=np.ones_like(layout.split)), StageGroups.from_layout(layout, costs)
     counts, weights_room = placement.stages(layout), np.zeros(())

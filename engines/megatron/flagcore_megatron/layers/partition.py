@@ -144,7 +144,7 @@ class Fronts:
 def leading_layers(train: Training) -> int:
     """Return the number of dense layers before the first layer with experts."""
     model = train.model
-    return 0 if model.num_moe_experts is None else min(model.moe_first_dense_layers, model.num_layers)
+    return 0 if not model.experts else min(model.moe_first_dense_layers, model.num_layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ def mesh_columns(task: Task, group: int, *, has_share: bool = False) -> dict[str
     divide the batch.
     """
     nodes, batch, space = task.cluster.groups[group], task.spec.train.global_batch_size, task.spec.space
-    words, experts = recompute_words(task), task.spec.model.num_moe_experts
+    words, experts = recompute_words(task), task.spec.model.experts
     common = int(np.gcd.reduce([each.devices for each in task.cluster.groups]))
     suggested = {
         TP: divisors(nodes.devices_per_node),
@@ -206,7 +206,7 @@ def mesh_columns(task: Task, group: int, *, has_share: bool = False) -> dict[str
     columns[DIST_OPT], columns[SPLIT] = np.full_like(size, _largest(task, DIST_OPT)), np.ones_like(size)
     expert_ranks = Split.from_task(task).expert_tensor_size(columns) * columns[EP]
     broken = (nodes.devices % size != 0) | ((columns[TP] > 1) & (columns[SP] == 0))
-    broken |= (nodes.devices // columns[PP] % expert_ranks != 0) & (experts is not None)
+    broken |= (nodes.devices // columns[PP] % expert_ranks != 0) & (experts > 0)
     listed = space.get(DP, AUTO)
     if not isinstance(listed, str):
         broken |= ~np.isin(columns[DP], np.array(listed, dtype=np.int64))

@@ -84,7 +84,7 @@ def _of_texts(task: Task, table: Meshes) -> Iterator[Rule]:
         ),
         "mesh_expert_world_size": (
             N_("EP x expert tensor parallel size (default: TP) must divide TP x CP x DP of a mesh"),
-            ((stage % expert_ranks != 0) & has_mesh).any(axis=1) & (model.num_moe_experts is not None),
+            ((stage % expert_ranks != 0) & has_mesh).any(axis=1) & (model.experts > 0),
         ),
         "mesh_embedding": (
             N_(

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
+from flagcore_models.layers import other_mixers
 from flagcore_training.unmodelled import joined
 from flagcore_vendorkit.settings import UNCHANGED, read_settings
 
@@ -24,8 +25,8 @@ def unmodelled(spec: Spec) -> list[Unmodelled]:
     """Return the arguments, settings and variables of a spec that predictions do not include."""
     train, command = spec.train, readable_command(spec)
     arguments, problems = release_table(None).parse([*program_arguments(spec), *train.flags])
-    sizes = {"num-experts": spec.model.num_moe_experts, "lengths": train.lengths is not None}
-    sizes |= {"linear-attention-freq": len(spec.model.other_mixers)}
+    sizes = {"num-experts": spec.model.experts, "lengths": train.lengths is not None}
+    sizes |= {"linear-attention-freq": len(other_mixers(spec.model))}
     given: dict[str, tuple[str, Any]] = {name: ("", size) for name, size in sizes.items()}
     given |= {_name(key): (f"train.settings.{key}", value) for key, value in train.settings.items()}
     given = {name: each for name, each in given.items() if not SETTINGS.unclassed([name])}  # others are modelled

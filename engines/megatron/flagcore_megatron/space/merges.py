@@ -23,7 +23,7 @@ from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, bala
 
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return merges of candidates that Megatron treats as equal: knobs without effect, and equivalent schedules."""
-    split, is_dense, can_derive = Split.from_task(task), task.spec.model.num_moe_experts is None, derived(task)
+    split, is_dense, can_derive = Split.from_task(task), not task.spec.model.experts, derived(task)
     settings = settings_in_force(task.spec)
     sharded = any(settings.get(name) for name in DIST_OPT_SETTINGS if name not in task.spec.train.assumed)
 

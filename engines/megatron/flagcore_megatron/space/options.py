@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from flagcore_models.layers import latent_layers
 from flagcore_training.layout import Options, Tower
 
 from flagcore.domain.knob import in_versions
@@ -173,7 +174,7 @@ def release(spec: Spec) -> str | None:
 
 def is_hybrid(model: Model) -> bool:
     """Return whether a model has layers with only a mixer or only a feed-forward network: those of a hybrid pattern."""
-    return any(each.mixer is None or not each.feed_forward for each in model.layers)
+    return any(each.mixer is None or each.network is None for each in model.layers)
 
 
 def takes_layouts(spec: Spec) -> bool:
@@ -226,7 +227,7 @@ def check(task: Task, settings: Settings) -> None:
         "moe_pad_expert_input_to_capacity": (dispatcher == "flex", "excludes moe_token_dispatcher_type: flex"),
         shared_overlap: (dispatcher != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
         "recompute_modules": (
-            ("mla_up_proj" in modules and not model.multi_latent_attention)
+            ("mla_up_proj" in modules and not latent_layers(model))
             or ("moe_act" in modules and "moe_grouped_gemm" not in enabled)
             or ("shared_experts" in modules and shared_overlap in enabled),
             "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",

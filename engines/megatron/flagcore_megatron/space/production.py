@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
+from flagcore_models.layers import indexer_of, latent_layers
 from flagcore_training.adapters import as_noted
 from flagcore_training.lengths import OFFLINE
 
@@ -59,7 +60,7 @@ def overlaps(
 
     `sharded` is whether the distributed optimizer is used.
     """
-    precision, dense = task.spec.train.precision, task.spec.model.num_moe_experts is None
+    precision, dense = task.spec.train.precision, not task.spec.model.experts
     overlap_reduce = bool(settings.get("overlap_grad_reduce", sharded))
     is_eight_bit = precision in NARROW and "accumulate_allreduce_grads_in_fp32" not in settings
     narrow_gradients = overlap_reduce and sharded and kind == IMPLEMENTATION and is_eight_bit
@@ -106,12 +107,12 @@ def as_in_production(platform: Platform) -> Platform:
     if _refuses(platform.value_rules, "implementation", stack.implementation):
         return platform
     train = replace(train, implementation=stack.implementation)
-    is_dense, set_keys = spec.model.num_moe_experts is None, {*train.settings, *spec.space, *(spec.baseline or {})}
+    is_dense, set_keys = not spec.model.experts, {*train.settings, *spec.space, *(spec.baseline or {})}
     known = {name for name, knob in BY_NAME.items() if not (is_dense and knob.experts_only)}
     recipe = {**_recipe(task, stack.implementation), **stack.settings}
     if recipe.get("cuda_graph_impl") and not is_dense:  # experts have a size that graphs cannot have
         recipe["cuda_graph_scope"] = "attn,mamba,moe_router,moe_preprocess" if is_hybrid(spec.model) else GRAPHS
-    if not spec.model.indexer:
+    if not indexer_of(spec.model):
         recipe["dsa_kernel_backend"] = None
     for key, value in recipe.items():
         if key in set_keys or key not in known or not value or _refuses(platform.value_rules, f"settings.{key}", value):
@@ -178,11 +179,11 @@ def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
     """Return the settings of published recipes. MoE models recompute cheap modules that store many bytes."""
     model, settings = task.spec.model, task.spec.train.settings
     recipe = overlaps(task, kind, settings, sharded=True, sequence_parallel=True) | narrow_hybrids(task)
-    recipe["dsa_indexer_loss_coeff"] = 0.001 if model.indexer else None
+    recipe["dsa_indexer_loss_coeff"] = 0.001 if indexer_of(model) else None
     recipe |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
-    if model.num_moe_experts is None:
+    if not model.experts:
         return {**recipe, "moe_grouped_gemm": False}
-    modules = "layernorm,moe_act" + (",mla_up_proj" if model.multi_latent_attention else "")
+    modules = "layernorm,moe_act" + (",mla_up_proj" if latent_layers(model) else "")
     if task.spec.train.precision == "fp8":
         recipe["fp8_recipe"] = "blockwise"  # the default, delayed scaling, cannot be combined with such recompute
     recipe |= {EXPERT_TENSOR: 1, "moe_token_dispatcher_type": "flex"}
@@ -254,7 +255,7 @@ def _defaults(
     return {
         **({EXPERT_TENSOR: 1} if whole and EXPERT_TENSOR not in values else {}),
         **narrow_hybrids(task),
-        **({"dsa_indexer_loss_coeff": 0.001} if task.spec.model.indexer else {}),  # `glm5_bridge.py`
+        **({"dsa_indexer_loss_coeff": 0.001} if indexer_of(task.spec.model) else {}),  # `glm5_bridge.py`
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
         "moe_token_dispatcher_type": "flex" if is_wide else "alltoall",
         **({EXPERT_OVERLAP: True} if is_wide and can_overlap and not is_repeated else {}),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 import numpy as np
+from flagcore_models.layers import latent_layers, other_mixers
 
 from flagcore.domain.space import BoolArray, Columns, Rule
 from flagcore.domain.spec import Task
@@ -84,7 +85,7 @@ def _width_rules(task: Task) -> Iterator[Rule]:
     model = task.spec.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     widths = [model.moe_shared_expert_intermediate_size or 0]
-    if model.num_moe_experts is None or model.moe_first_dense_layers:
+    if not model.experts or model.moe_first_dense_layers:
         widths.append(model.ffn_hidden_size)
     expert_width, split = model.moe_ffn_hidden_size or 0, Split.from_task(task)
     keys_values = 2 * groups * model.kv_channels
@@ -106,7 +107,7 @@ def _width_rules(task: Task) -> Iterator[Rule]:
         message=Message(
             "{TP} must divide the width of keys and values, {keys_values}", **NAMES, keys_values=keys_values
         ),
-        broken=lambda c: (keys_values % c[TP] != 0) & (not model.multi_latent_attention),
+        broken=lambda c: (keys_values % c[TP] != 0) & (not latent_layers(model)),
     )
     yield Rule(
         name="ffn_width",
@@ -114,7 +115,7 @@ def _width_rules(task: Task) -> Iterator[Rule]:
         message=Message("{TP} must divide the width of the feed-forward layers, {width}", **NAMES, width=max(widths)),
         broken=lambda c: np.logical_or.reduce([width % c[TP] != 0 for width in widths]),
     )
-    mixer_heads = math.gcd(*(mixer.heads for mixer in model.other_mixers))
+    mixer_heads = math.gcd(*(mixer.heads for mixer in other_mixers(model)))
     yield Rule(
         name="mixer_heads",
         knobs=(TP, CP),
@@ -136,7 +137,7 @@ def _width_rules(task: Task) -> Iterator[Rule]:
 
 
 def _length_rules(task: Task) -> Iterator[Rule]:
-    length, experts = task.spec.train.seq_length, task.spec.model.num_moe_experts
+    length, experts = task.spec.train.seq_length, task.spec.model.experts
     is_local = task.spec.train.command is not None and implementation_of_command(task.spec) == "local"
     yield Rule(
         name="context_parallel_implementation",
@@ -162,7 +163,7 @@ def _length_rules(task: Task) -> Iterator[Rule]:
         name="moe_sequence_parallel",
         knobs=(TP, SP),
         message=Message("a mixture of experts with {TP} > 1 trains only with {SP}", **NAMES),
-        broken=lambda c: (c[TP] > 1) & (c[SP] == 0) & (experts is not None),
+        broken=lambda c: (c[TP] > 1) & (c[SP] == 0) & (experts > 0),
     )
 
 
@@ -232,18 +233,18 @@ def _pipeline_rules(task: Task) -> Iterator[Rule]:
 
 
 def _expert_rules(task: Task) -> Iterator[Rule]:
-    experts, devices, split = task.spec.model.num_moe_experts, task.cluster.devices, Split.from_task(task)
+    experts, devices, split = task.spec.model.experts, task.cluster.devices, Split.from_task(task)
     yield Rule(
         name="experts_exist",
         knobs=(EP,),
         message=Message("{EP} > 1 needs a model with experts", **NAMES),
-        broken=lambda c: (c[EP] > 1) & (experts is None),
+        broken=lambda c: (c[EP] > 1) & (experts == 0),
     )
     yield Rule(
         name="experts_divide",
         knobs=(EP,),
         message=Message("{EP} must divide num_moe_experts = {experts}", **NAMES, experts=experts),
-        broken=lambda c: (experts or 0) % c[EP] != 0,
+        broken=lambda c: experts % c[EP] != 0,
     )
     yield Rule(
         name="expert_world_size",
@@ -253,7 +254,7 @@ def _expert_rules(task: Task) -> Iterator[Rule]:
             **NAMES,
             devices=devices,
         ),
-        broken=lambda c: (devices % (split.expert_tensor_size(c) * c[EP] * c[PP]) != 0) & (experts is not None),
+        broken=lambda c: (devices % (split.expert_tensor_size(c) * c[EP] * c[PP]) != 0) & (experts > 0),
     )
 
 

@@ -2,12 +2,16 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 
+from flagcore_models.layers import depth_layer
+from flagcore_models.mixers.attention import Attention
+from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_training.layout import StageLayers
 
-from flagcore.domain.model import Attention, Layer, Model
+from flagcore.domain.model import Layer, Model
 from flagcore.domain.spec import SettingValue
 from flagcore.errors import SpecError
 
@@ -84,20 +88,21 @@ def pattern_text(model: Model, chunks: Sequence[int], given: str = "") -> str:
     Its letters are those of the pattern `given`, by default those of the model's layers, without which it is empty.
     """
     layers, *depths = given.split("/")
-    letters = layers.replace("|", "") or "".join(map(_letter, [model] * model.num_layers, model.layers))
+    letters = layers.replace("|", "") or "".join(map(_letter, model.layers))
     if not given and model.mtp_num_layers:
-        (layer,) = model.mtp_layer.layers
-        depths = [_letter(model, layer) + LETTERS[layer.feed_forward]] * model.mtp_num_layers
+        layer = depth_layer(model)
+        depths = [_letter(layer) + _letter(replace(layer, mixer=None))] * model.mtp_num_layers
     ends = [0, *accumulate(chunks)]
     stages = "|".join(letters[start:end] for start, end in pairwise(ends))
     return "/".join([stages, *depths]) if len(letters) == model.num_layers else ""
 
 
-def _letter(model: Model, layer: Layer) -> str:
-    """Return the letter of a layer; empty if there is none."""
-    if isinstance(layer.mixer, Attention):
-        return "D" if layer.mixer.indexer else "+" if model.multi_latent_attention else "*"
-    return LETTERS.get(layer.mixer.label if layer.mixer else layer.feed_forward, "")
+def _letter(layer: Layer) -> str:
+    """Return the letter of a layer, by its mixer or its network; empty if there is none."""
+    mixer, network = layer.mixer, layer.network
+    if isinstance(mixer, Attention):
+        return "D" if mixer.indexer else "+" if isinstance(mixer, LatentAttention) else "*"
+    return LETTERS.get(mixer.label if mixer else network.kind if network else "", "")
 
 
 def layout_text(chunks: Sequence[int], mtp_num_layers: int, *, early: bool = False) -> str:
@@ -116,7 +121,7 @@ def layout_text(chunks: Sequence[int], mtp_num_layers: int, *, early: bool = Fal
 
 def may_start_empty(model: Model) -> bool:
     """Return whether the first of several virtual stages may have only the embedding: with equal layers and no MTP."""
-    return not model.mtp_num_layers and (model.num_moe_experts is None or not model.moe_first_dense_layers)
+    return not model.mtp_num_layers and (not model.experts or not model.moe_first_dense_layers)
 
 
 def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool = False) -> list[int]:
