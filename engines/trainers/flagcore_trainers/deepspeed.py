@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from flagcore_importers.dialect import SUFFIXES
+from flagcore_models.layers import attention_counts, experts_of, layer_embeddings
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
 from flagcore_training.lengths import length_warnings
@@ -30,6 +31,7 @@ from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import start
 from flagcore_trainers.fully_shard import AC
 from flagcore_trainers.fully_shard.traffic import INTERVAL, with_torch_attention
+from flagcore_trainers.fully_shard.weights import own_counts
 from flagcore_trainers.importing import DEEPSPEED as DEEPSPEED_SETTINGS
 from flagcore_trainers.importing import (
     Imported,
@@ -251,7 +253,8 @@ class DeepSpeed(Trainer):
             broken=lambda columns: task.cluster.devices % np.maximum(columns[HPZ], 1) != 0,
         )
         model, length = task.spec.model, task.spec.train.seq_length
-        shared = math.gcd(model.num_attention_heads, length)
+        heads = (each.num_heads for each in attention_counts(model))
+        shared = math.gcd(length, model.num_attention_heads, *heads)
         ulysses = Rule(
             name="ulysses",
             knobs=(ULYSSES,),
@@ -312,11 +315,13 @@ micro-batches of 256 to 768 tokens need 0.2 to 0.5 ms more."""
 def small_weights(model: Model) -> int:
     """Return the number of weights in tensors that each rank of ZeRO 3 keeps whole, as they are small."""
     h = model.hidden_size
-    query, key = (count * model.kv_channels for count in (model.num_attention_heads, model.num_query_groups))
-    layer = [h, h, h * query, h * key, h * key, query * h, *[h * model.ffn_hidden_size] * (2 + model.gated_linear_unit)]
-    ends = [h, *[model.vocab_size * h] * (1 + model.untie_embeddings_and_output_weights)]
-    layers = model.num_layers * sum(each for each in layer if each <= PERSISTENT)
-    return layers + sum(each for each in ends if each <= PERSISTENT)
+    sizes = [(h, 1), (model.vocab_size * h, 1 + model.untie_embeddings_and_output_weights)]
+    sizes += [(each.inputs * each.outputs, each.copies) for each in layer_embeddings(model)]
+    for part, number in ((part, number) for layer, number in own_counts(model) for part in layer.parts):
+        sizes += [(h, number), (part.other_weights, number)]
+        for product in part.products(h):
+            sizes += [(product.inputs * each.width, number * product.copies) for each in product.layers]
+    return sum(size * number for size, number in sizes if size <= PERSISTENT)
 
 
 def _one_by_one(task: Task) -> list[str]:
@@ -326,7 +331,7 @@ def _one_by_one(task: Task) -> list[str]:
         "experts are predicted as grouped products: transformers before 5 computes them one by one, which with ZeRO 3"
         " takes many times as long"
     )
-    return [text] * (task.spec.model.num_moe_experts is not None)
+    return [text] * (experts_of(task.spec.model) is not None)
 
 
 def _unless_listed(knob: Knob) -> Knob:
