@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from flagcore_sglang.engine import ENGINE as ENGINE
-from flagcore_testing.examples import mixed
 
+from engines.models.tests.examples import mixed
 from engines.serving.tests.engines.tasks import broken, planned, server, settings
 from flagcore.api import estimate_jobs
 from flagcore.domain.model import Attention, Indexer

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from flagcore_models.layers import attention_of
 from flagcore_models.mixers.mamba2 import Mamba2
-from flagcore_testing.examples import mixed
 from flagcore_training import stages as pipeline
 from flagcore_training.layout import DEFAULTS, Layout, Options, StageLayers, Training
 from flagcore_training.memory import training as memory
@@ -16,6 +15,7 @@ from flagcore_training.memory.stored_activations import Kinds
 from flagcore_training.memory.training import component_table, split_parameters
 from flagcore_training.stages import stage_parameters
 
+from engines.models.tests.examples import mixed
 from engines.training.tests.candidates import (
     DEEPSEEK_16B,
     LLAMA,

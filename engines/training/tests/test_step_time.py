@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_models.mixers.mamba2 import Mamba2
-from flagcore_testing.examples import mixed
 from flagcore_training.layout import Layout, Options, Training, distinct
 from flagcore_training.mixes import mean_layer
 from flagcore_training.stages import model_flops
 from flagcore_training.time.layer import layer_time
 from flagcore_training.time.step import rank_time, step_time
 
+from engines.models.tests.examples import mixed
 from engines.training.tests.candidates import LLAMA, TOPOLOGY, plain_costs
 from engines.training.tests.candidates import layout as layout_of
 from engines.training.tests.candidates import train as train_of

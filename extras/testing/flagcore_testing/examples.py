@@ -1,12 +1,11 @@
 """Test data for checks of plugins: a small task, a chip that no plugin lists, and arguments for every hook."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.model import Attention, Layer, Mixer, Model
+from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
 from flagcore.plugins import ENGINES, kind_of, kinds, names
 
@@ -55,13 +54,3 @@ def example_calls(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
         yield "flagcore_engine_support", {**engine_arguments, "kind": kind}
         yield "flagcore_knobs", engine_arguments
         yield "flagcore_environment", {**engine_arguments, "task": task, "kind": kind}
-
-
-def mixed(model: Model, mixer: Attention | Mixer, number: int) -> Model:
-    """Return `model` with another mixer in its first `number` layers."""
-    dense = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
-    layers = (
-        Layer(mixer=mixer if layer < number else Attention(), feed_forward="dense" if layer < dense else "experts")
-        for layer in range(model.num_layers)
-    )
-    return replace(model, layers=tuple(layers))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_serving.job import Load, ServeSpec
-from flagcore_testing.examples import mixed
 
+from engines.models.tests.examples import mixed
 from flagcore import api
 from flagcore.api.jobs import past
 from flagcore.contracts import Problem

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from flagcore_models.layers import attention_of, depth_layer
+from flagcore_models.layers import attention_of, dense_of, depth_layer
 
 from flagcore.domain.model import Layer
 from flagcore.domain.space import BoolArray, FloatArray
@@ -44,12 +44,11 @@ def drafts(serving: Serving, settings: Settings) -> Iterator[Draft]:
     those of `serving.draft`; it is left out if they are unknown."""
     model, serving = serving.model, replace(serving, adapters=AdaptedRequests())
     wide = replace(serving, precision=serving.wide_precision, weight_bytes=None)
-    depth = depth_layer(model)
     head, own_layer = (
         replace(model, num_layers=1, moe_first_dense_layers=0, layers=(layer,))
         for layer in (
-            Layer(mixer=attention_of(model)),
-            Layer(mixer=depth.mixer, feed_forward=depth.network.kind if depth.network else ""),
+            Layer(mixer=attention_of(model), network=dense_of(model)),
+            depth_layer(model),
         )
     )
     of_scheme = {

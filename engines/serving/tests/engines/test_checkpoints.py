@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.space.weights import ATTENTION, DENSE, SHARED, Quantization, context_limit, quantization
-from flagcore_testing.examples import mixed
 
+from engines.models.tests.examples import mixed
 from engines.serving.tests.engines.tasks import planned, server
 from flagcore import api
 from tests.product.tasks import DENSE as MODEL

@@ -12,8 +12,8 @@ from flagcore_serving.model.iteration import NODES, interpolate, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore_serving.model.simulation import Lane, Price
 from flagcore_serving.model.work import Serving, SparseKernel, distinct_experts
-from flagcore_testing.examples import mixed
 
+from engines.models.tests.examples import mixed
 from flagcore.contracts import Costs
 from flagcore.domain.chip import with_network
 from flagcore.domain.cluster import NodeGroup

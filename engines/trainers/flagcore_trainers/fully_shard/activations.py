@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from flagcore_models.layers import Layer, layer_counts
+from flagcore_models.layers import layer_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.experts import Experts
 from flagcore_training.adapters import has_adapter
 
-from flagcore.domain.model import Mixer, Network
+from flagcore.domain.model import Layer, Mixer, Network
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Adapter
 from flagcore_trainers.fully_shard.weights import MemoryInputs, part_weights, trained_weights, widths

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from flagcore_models.layers import Layer, layers_of
+from flagcore_models.layers import layers_of
 from flagcore_training.memory.training import Memory
 
+from flagcore.domain.model import Layer
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_trainers.fully_shard import DUALPIPEV, INTERLEAVED, ZBV
 from flagcore_trainers.fully_shard.activations import Activations, activations

@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
-from flagcore_models.layers import Layer, layer_counts, layer_embeddings
+from flagcore_models.layers import layer_counts, layer_embeddings
 from flagcore_training.adapters import BASE_BYTES, linears, weights_beside
 from flagcore_training.memory.adapters import DORA_STORED
 
-from flagcore.domain.model import Model, Part, Product
+from flagcore.domain.model import Layer, Model, Part, Product
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.domain.spec import Adapter
 from flagcore_trainers.fully_shard import ZBV

@@ -6,11 +6,12 @@ from operator import add
 
 import numpy as np
 from flagcore_models.mixers.attention import Attention
+from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.experts import Experts
 
 from flagcore.contracts import AttentionShape, Costs
-from flagcore.domain.model import Indexer, Mixer, Network, Part, Product
+from flagcore.domain.model import Mixer, Network, Part, Product
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import linears
 from flagcore_training.layout import Layout, Training
