@@ -1,13 +1,24 @@
 """Models for the tests of engines."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from flagcore_models.layers import layers_of
+from flagcore_models.layers import attention_of, layers_of, network_of
 
-from flagcore.domain.model import Mixer, Model
+from flagcore.domain.model import Layer, Mixer, Model
+
+Kind = Mixer | Mapping[str, Any] | None
+"""A mixer, or the sizes of softmax attention that differ from the model's; None: no mixer."""
 
 
-def mixed(model: Model, mixer: Mixer, number: int) -> Model:
+def layer_of(model: Model, kind: Kind = {}, network: str = "dense", *, repeats: bool = False) -> Layer:  # noqa: B006
+    """Return a layer of `model` with a mixer of this kind and with a network: "dense", "experts" or "" for none."""
+    mixer = attention_of(model, **kind) if isinstance(kind, Mapping) else kind
+    return Layer(mixer=mixer, network=network_of(model, network), repeats=repeats)
+
+
+def mixed(model: Model, kind: Kind, number: int) -> Model:
     """Return `model` with another mixer in its first `number` layers."""
-    own, rest = layers_of(model)[:number], layers_of(model)[number:]
-    return replace(model, layers=(*(replace(each, mixer=mixer) for each in own), *rest))
+    mixer, layers = layer_of(model, kind).mixer, layers_of(model)
+    return replace(model, layers=(*(replace(each, mixer=mixer) for each in layers[:number]), *layers[number:]))

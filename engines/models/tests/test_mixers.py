@@ -8,6 +8,7 @@ import pytest
 import yaml
 from flagcore_models import config as model_config
 from flagcore_models.config import mixers, model_of_config
+from flagcore_models.layers import attention_counts, network_counts, other_mixers
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.mamba2 import Mamba2
 
@@ -27,8 +28,8 @@ NEXT = {
 def test_layers_with_states_have_no_cache() -> None:
     model = model_of_config({**NEXT, "linear_num_value_heads": 64}, name="next", file="")
     states = GatedDeltaNet(key_heads=16, value_heads=64, key_dim=128, value_dim=128, kernel=4)
-    assert model.other_mixers == {states: 36}
-    assert (model.attention_layers, model.attention_output_gate) == (12, True)
+    assert other_mixers(model) == {states: 36}
+    assert (sum(attention_counts(model).values()), model.attention_output_gate) == (12, True)
 
 
 def test_a_missing_size_of_a_mixer_is_named() -> None:
@@ -40,8 +41,8 @@ def test_letters_list_layers_that_are_a_mixer_or_a_network() -> None:
     config = {**NEXT, "model_type": "nemotron_h", "num_hidden_layers": 5, "hybrid_override_pattern": "MEM*-"}
     config |= {"mamba_num_heads": 64, "n_routed_experts": 8, "num_experts_per_tok": 2}
     model = model_of_config(config, name="hybrid", file="")
-    assert {type(mixer): number for mixer, number in model.other_mixers.items()} == {Mamba2: 2}
-    assert [model.feed_forward_layers(kind) for kind in ("dense", "experts")] == [1, 1]
+    assert {type(mixer): number for mixer, number in other_mixers(model).items()} == {Mamba2: 2}
+    assert [number for _, number in sorted(network_counts(model).items(), key=lambda each: each[0].kind)] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -72,4 +73,4 @@ def test_the_guide_adds_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None
     known = {**mixers(), "echo": names["Echo"]}
     monkeypatch.setattr(model_config, "mixers", lambda: known)
     model = model_of_config({**NEXT, "model_type": "echo_model", "layer_types": ["echo"] * 48}, name="echo", file="")
-    assert model.other_mixers == {names["Echo"](num_heads=8, head_dim=64): 48}
+    assert other_mixers(model) == {names["Echo"](num_heads=8, head_dim=64): 48}

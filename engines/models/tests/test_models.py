@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 from flagcore_models.gguf import context_length, gguf_shape
+from flagcore_models.layers import (
+    attention_by_size,
+    attention_counts,
+    attention_of,
+    mixer_counts,
+    network_counts,
+    own_layers,
+)
+from flagcore_models.mixers.latent_attention import LatentAttention
 
-from flagcore.domain.model import Attention, Model
+from flagcore.domain.model import Model
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
 from tests.tasks import VISION
@@ -109,7 +118,7 @@ def test_text_part_of_a_larger_model_is_read(at: At) -> None:
 
 
 def windows_of(model: Model) -> dict[int | None, int]:
-    return {mixer.window: number for mixer, number in model.attention.items() if isinstance(mixer, Attention)}
+    return {mixer.window: number for mixer, number in attention_counts(model).items()}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +167,8 @@ def test_keys_that_are_not_read_are_kept(at: At) -> None:
 )
 def test_layers_without_experts_may_be_anywhere(at: At, extra: dict[str, Any], dense: int, experts: int) -> None:
     model = read_model("Some-Model", at(QWEN3_MOE | extra))
-    assert (model.feed_forward_layers("dense"), model.feed_forward_layers("experts")) == (dense, experts)
+    networks = {network.kind: number for network, number in network_counts(model).items()}
+    assert networks == {"dense": dense, "experts": experts}
 
 
 def test_leading_dense_layers_are_read(at: At) -> None:
@@ -210,7 +220,7 @@ def test_what_is_not_known_is_read_as_attention_and_named(
     at: At, extra: dict[str, Any], unread: dict[str, str]
 ) -> None:
     model = read_model("Some-Model", at(LLAMA3 | extra))
-    assert (model.num_layers, model.num_query_groups, model.mixers) == (32, 8, {Attention(): 32})
+    assert (model.num_layers, model.num_query_groups, mixer_counts(model)) == (32, 8, {attention_of(model): 32})
     assert unread.items() <= dict(model.unread).items()
 
 
@@ -252,10 +262,9 @@ def test_sizes_follow_the_families(at: At, data: dict[str, Any], sizes: tuple[in
         (config("longcat_flash", 2, 256, 512, 8, 99), 1),
     ],
 )
-def test_layers_with_other_sizes_are_models_of_their_own(at: At, data: dict[str, Any], kinds: int) -> None:
+def test_attention_with_other_sizes_is_a_kind_of_its_own(at: At, data: dict[str, Any], kinds: int) -> None:
     model = read_model("Some-Model", at(data))
-    assert len(model.by_attention) == kinds
-    assert sum(each.attention_layers for each in model.by_attention) == model.attention_layers
+    assert len(attention_by_size(model)) == kinds
 
 
 @pytest.mark.parametrize(
@@ -283,7 +292,9 @@ def test_a_window_may_have_a_latent_of_its_own(at: At) -> None:
             | {"layer_types": kinds, "per_layer_config": own}
         ),
     )
-    assert {(each.kv_lora_rank, each.qk_head_dim) for each in model.by_attention} == {(512, 128), (1024, 192)}
+    assert {
+        (each.latent_rank, each.nope_dim) for each in attention_counts(model) if isinstance(each, LatentAttention)
+    } == {(512, 128), (1024, 192)}
 
 
 LOOP = {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 3}
@@ -301,7 +312,7 @@ LOOP = {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes
 def test_a_layer_of_a_loop_runs_again(at: At, data: dict[str, Any], runs: str) -> None:
     model = read_model("Some-Model", at(data))
     assert [each.repeats for each in model.layers] == [number in runs[:place] for place, number in enumerate(runs)]
-    assert (model.num_layers, model.once.num_layers) == (len(runs), len({*runs}))
+    assert (model.num_layers, len(own_layers(model))) == (len(runs), len({*runs}))
 
 
 def test_a_misspelled_name_is_answered_with_the_nearest(error_of: ErrorOf) -> None:

@@ -4,16 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from flagcore_models.mixers.indexer import Indexer
 from flagcore_sglang.engine import ENGINE as ENGINE
 
 from engines.models.tests.examples import mixed
 from engines.serving.tests.engines.tasks import broken, planned, server, settings
 from flagcore.api import estimate_jobs
-from flagcore.domain.model import Attention, Indexer
 from tests.product.serving_inputs import LATENT
 from tests.product.tasks import DENSE
 
-SPARSE = mixed(LATENT, Attention(indexer=Indexer(heads=32, head_dim=128, top_k=2048)), LATENT.num_layers)
+SPARSE = mixed(LATENT, {"indexer": Indexer(heads=32, head_dim=128, top_k=2048)}, LATENT.num_layers)
 
 
 def cards(**arguments: Any) -> Any:

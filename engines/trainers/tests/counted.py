@@ -9,6 +9,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from engines.models.tests.examples import layer_of
 from engines.trainers.tests.decoder.job import Job, Layout
 from engines.trainers.tests.decoder.mixers import MIXERS  # noqa: F401  # of `decoder`
 from engines.trainers.tests.decoder.model import build, rotary_angles
@@ -51,9 +53,10 @@ def job(
     precision: str = "bf16",
     adapter: Adapter | None = None,
 ) -> Job:
-    """Return a job of two micro-batches."""
-    each = Layout(**layout)
-    samples, model = 2 * each.micro_batch * each.replicate * each.shard, Model(**{**SHAPE, **shape})
+    """Return a job of two micro-batches. `layers` of a shape: the arguments of `layer_of` for each layer."""
+    each, kinds = Layout(**layout), shape.get("layers", ())
+    samples, model = 2 * each.micro_batch * each.replicate * each.shard, Model(**{**SHAPE, **shape, "layers": ()})
+    model = replace(model, layers=tuple(layer_of(model, *kind) for kind in kinds))
     return Job(model=model, candidate=each, sequence=sequence, samples=samples, precision=precision, adapter=adapter)
 
 

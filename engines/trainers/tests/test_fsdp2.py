@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.fully_shard import (
@@ -30,7 +31,7 @@ from flagcore_trainers.fully_shard.predict import memory_job
 
 from flagcore import api
 from flagcore.contracts import Platform
-from flagcore.domain.model import Attention, Indexer, Layer
+from flagcore.domain.model import Layer
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Adapter
 from flagcore.errors import LaunchError
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.spread
 NEUTRAL = {knob.name: knob.neutral for knob in FSDP2.knobs}
 UNTIED = replace(DENSE, untie_embeddings_and_output_weights=True)
 MIXED = replace(EXPERTS, moe_shared_expert_intermediate_size=32, moe_first_dense_layers=1)
-SPARSE = Attention(indexer=Indexer(heads=2, head_dim=16, top_k=8))
+SPARSE = {"indexer": Indexer(heads=2, head_dim=16, top_k=8)}
 
 
 def columns(**values: Any) -> dict[str, Any]:
@@ -211,11 +212,11 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 51
 DELTA = GatedDeltaNet(key_heads=1, value_heads=2, key_dim=256, value_dim=256)
 STATES = Mamba2(num_heads=2, head_dim=256, state_size=128, groups=1)
 HYBRID = (
-    Layer(mixer=STATES, feed_forward=""),
-    Layer(mixer=None, feed_forward="experts"),
-    Layer(mixer=Attention(window=64), feed_forward=""),
+    (STATES, ""),
+    (None, "experts"),
+    ({"window": 64}, ""),
 )
-WINDOWS = tuple(Layer(mixer=Attention(window=each)) for each in (128, None))
+WINDOWS = tuple(({"window": each},) for each in (128, None))
 SHORT = {"sequence": 128, "precision": "fp32"}
 
 
@@ -228,9 +229,9 @@ SHORT = {"sequence": 128, "precision": "fp32"}
         ({"untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2, "state_dtype": "bf16"}, {}),
         ({"layers": WINDOWS}, {"shard": 4}, {}),
         ({**LATENT, "num_query_groups": 8}, {"shard": 4, "micro_batch": 2}, {}),
-        ({"layers": (Layer(mixer=DELTA), Layer(mixer=Attention()))}, {"shard": 4}, {"sequence": 256}),
+        ({"layers": ((DELTA,), ({},))}, {"shard": 4}, {"sequence": 256}),
         (
-            {"layers": (Layer(mixer=STATES), Layer(mixer=Attention()))},
+            {"layers": ((STATES,), ({},))},
             {"shard": 2, "state_dtype": "bf16"},
             {"sequence": 256},
         ),

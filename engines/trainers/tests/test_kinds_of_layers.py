@@ -13,7 +13,8 @@ from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.fully_shard import EP, REPLICATE, SHARD
 from flagcore_trainers.torchtitan import TORCHTITAN
 
-from flagcore.domain.model import Attention, Layer, Mixer, Model, Product
+from engines.models.tests.examples import layer_of
+from flagcore.domain.model import Mixer, Model, Product
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.spec import Adapter
 from flagcore.spec.models import model_from
@@ -102,7 +103,7 @@ class Echo(Mixer):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_mixer_needs_no_more_than_its_numbers(engine: str) -> None:
     def of(width: int, **train: Any) -> Predictions:
-        layers = (Layer(mixer=Echo(width=width)), Layer(mixer=Attention(), feed_forward=""))
+        layers = (layer_of(DENSE, Echo(width=width)), layer_of(DENSE, network=""))
         return predicted(engine, replace(DENSE, num_layers=2, layers=layers), **train)
 
     narrow, wide = of(1024), of(2048)
@@ -117,7 +118,7 @@ def test_a_mixer_needs_no_more_than_its_numbers(engine: str) -> None:
 
 
 def test_layers_that_repeat_others_have_activations_and_no_weights() -> None:
-    layers = Layer(mixer=Attention()), Layer(mixer=Attention(), repeats=True)
+    layers = layer_of(DENSE), layer_of(DENSE, repeats=True)
     once, twice = (
         predicted("fsdp2", replace(DENSE, num_layers=len(each), layers=each), seq_length=4096)
         for each in (layers[:1], layers)

@@ -11,19 +11,20 @@ from flagcore_training.mixes import layer_kinds, mix
 from flagcore_training.stages import layer_input_bytes, parts_of_model, placed, stage, stage_parameters, stages
 from flagcore_training.time.step import passes
 
+from engines.models.tests.examples import layer_of
 from engines.training.tests.candidates import LLAMA, layout, plain_costs, rank_memory, train
-from flagcore.domain.model import Attention, Layer, Model
+from flagcore.domain.model import Layer, Model
 from flagcore.domain.schedule import SCHEDULES
 
 MAMBA = Mamba2(num_heads=128, head_dim=64, state_size=128)
-FULL, WINDOW, STATE = (Layer(mixer=each) for each in (Attention(), Attention(window=128), MAMBA))
+FULL, WINDOW, STATE = (layer_of(LLAMA, each) for each in ({}, {"window": 128}, MAMBA))
 EXPERTS = replace(LLAMA, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=4096, vocab_size=1024)
 MIXED = replace(LLAMA, num_layers=12, layers=(*(STATE,) * 6, *(FULL, STATE) * 3), vocab_size=1024)
 SPARSE = replace(
     EXPERTS,
     num_layers=8,
     moe_first_dense_layers=1,
-    layers=(FULL, *(replace(STATE, feed_forward="experts"), replace(FULL, feed_forward="experts")) * 3, WINDOW),
+    layers=(FULL, *(layer_of(EXPERTS, MAMBA, "experts"), layer_of(EXPERTS, {}, "experts")) * 3, WINDOW),
 )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import Layout, Options, Training, distinct
 from flagcore_training.mixes import mean_layer
@@ -18,7 +19,7 @@ from engines.training.tests.candidates import layout as layout_of
 from engines.training.tests.candidates import train as train_of
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Topology
-from flagcore.domain.model import Attention, Indexer, Model
+from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.roofline import Curve, PlainMemory, Roofline
@@ -240,8 +241,8 @@ def test_isolated_kernel_times_are_scaled_in_a_step_but_not_in_a_rank() -> None:
 def test_layers_with_windows_compute_only_the_scores_within_them() -> None:
     length = {"sequence": 131072}
     full = replace(TRAIN, **length)
-    windowed = replace(full, model=mixed(DENSE, Attention(window=1024), 24))
-    whole = replace(full, model=mixed(DENSE, Attention(window=131072), 24))
+    windowed = replace(full, model=mixed(DENSE, {"window": 1024}, 24))
+    whole = replace(full, model=mixed(DENSE, {"window": 131072}, 24))
     assert total(windowed) < 0.5 * total(full)
     assert model_flops(windowed) < 0.5 * model_flops(full)
     assert total(whole) == pytest.approx(total(full))
@@ -293,7 +294,7 @@ def test_modules_in_more_bits_take_longer() -> None:
 
 
 def test_sparse_attention_without_its_kernels_computes_all_scores() -> None:
-    sparse = mixed(DENSE, Attention(indexer=Indexer(heads=32, head_dim=128, top_k=256)), 32)
+    sparse = mixed(DENSE, {"indexer": Indexer(heads=32, head_dim=128, top_k=256)}, 32)
     fused, unfused = (
         total(replace(TRAIN, model=sparse, options=replace(TRAIN.options, sparse_kernels=each)))
         for each in (True, False)

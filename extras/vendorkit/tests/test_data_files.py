@@ -19,7 +19,7 @@ from flagcore_vendorkit.settings import UNKNOWN_TIME, Cost, Settings
 from flagcore.domain.chip import Chip, Source
 from flagcore.domain.engine import UNKNOWN, TaskAdvice, Unmodelled
 from flagcore.domain.knob import in_versions
-from flagcore.domain.model import Attention, Layer, Model
+from flagcore.domain.model import Layer, Model
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.complete import unmodelled
@@ -308,7 +308,7 @@ def with_model(job: Task, **fields: Any) -> Task:
         ({"unread": (("n_group", "8"), ("strange", "1"))}, ["model.n_group", "model.strange"]),
         ({"unread": (("text_config.attn_pdrop", "0.1"),)}, ["model.text_config.attn_pdrop"]),
         ({"unread": (("vision_config", "{}"),), "vision": VISION}, ["model.vision_config"]),
-        ({"layers": (Layer(mixer=Attention(window=8)),)}, []),
+        ({"layers": (Layer(mixer=None, network=None),)}, []),
     ],
 )
 def test_keys_of_a_model_that_change_the_cost_of_training_are_named(fields: dict[str, Any], names: list[str]) -> None:

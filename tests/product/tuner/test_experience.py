@@ -19,7 +19,6 @@ from flagcore import api
 from flagcore.api.jobs import past
 from flagcore.contracts import Problem
 from flagcore.domain.engine import PreferredSetting, TaskAdvice
-from flagcore.domain.model import Attention
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Trial, TrialState
@@ -139,7 +138,7 @@ def test_a_record_has_the_settings_of_a_command_and_not_the_command(
     ("task", "done"),
     [
         (tasks.task(tasks.DENSE), trial(0, TrialState.FAILED)),
-        (tasks.task(mixed(tasks.DENSE, Attention(window=128), 1)), trial(0)),
+        (tasks.task(mixed(tasks.DENSE, {"window": 128}, 1)), trial(0)),
         (serving(Load(concurrency=1), Load(concurrency=8)), trial(0)),
     ],
     ids=["no measurement", "a model that a record cannot describe", "several loads"],

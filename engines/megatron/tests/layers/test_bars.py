@@ -15,16 +15,16 @@ from flagcore_training.layout import StageLayers
 from flagcore_training.stages import placed
 from flagcore_training.time.step import Blocks, costs_in_run, step_time
 
+from engines.models.tests.examples import layer_of
 from engines.training.tests.candidates import layout, train
-from flagcore.domain.model import Attention, Layer
 from flagcore.errors import SpecError
 from tests.product import tasks
 
 KINDS = {
-    "M": Layer(mixer=Mamba2(num_heads=16, head_dim=64, state_size=64), feed_forward=""),
-    "*": Layer(mixer=Attention(), feed_forward=""),
-    "-": Layer(mixer=None),
-    "E": Layer(mixer=None, feed_forward="experts"),
+    "M": (Mamba2(num_heads=16, head_dim=64, state_size=64), ""),
+    "*": ({}, ""),
+    "-": (None, "dense"),
+    "E": (None, "experts"),
 }
 SIZES: dict[str, Any] = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 16, "kv_channels": 64}
 WORK = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
@@ -32,9 +32,9 @@ PATTERN, PP, EACH = "hybrid_layer_pattern", "pipeline_model_parallel_size", "num
 
 
 def model(pattern: str, **values: Any) -> Any:
-    layers, base = tuple(KINDS[letter] for letter in pattern), tasks.EXPERTS if "E" in pattern else tasks.DENSE
-    sizes = {**SIZES, "num_query_groups": 16, "num_layers": len(layers), "layers": layers, **values}
-    return dataclasses.replace(base, **sizes)
+    base = tasks.EXPERTS if "E" in pattern else tasks.DENSE
+    found = dataclasses.replace(base, **{**SIZES, "num_query_groups": 16, "num_layers": len(pattern), **values})
+    return dataclasses.replace(found, layers=tuple(layer_of(found, *KINDS[letter]) for letter in pattern))
 
 
 def test_bars_and_slashes_of_a_pattern_are_stages_and_depths() -> None:

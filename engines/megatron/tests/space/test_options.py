@@ -12,8 +12,8 @@ from flagcore_megatron.space.options import options
 from flagcore_megatron.space.production import read_notes
 from flagcore_training.layout import Options
 
+from engines.models.tests.examples import layer_of
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.model import Layer
 from flagcore.domain.spec import Adapter
 from flagcore.errors import NotModelled, SpecError
 from flagcore.tuner.stages.build import check
@@ -227,7 +227,7 @@ def test_published_run_splits_experts_like_other_layers_if_it_can(tensor: int, s
 def test_published_run_of_a_hybrid_keeps_some_parts_in_more_bits(
     precision: str, latent: int | None, layers: int
 ) -> None:
-    layer = Layer(mixer=None, feed_forward="experts")
+    layer = layer_of(WIDE, None, "experts")
     model = dataclasses.replace(WIDE, num_layers=50, layers=(layer,) * 50, mtp_num_layers=2, moe_latent_size=latent)
     options = published({}, model=model, precision=precision)
     assert (options.wide_layers, options.wide_mtp) == (layers, precision != "bf16")
@@ -260,7 +260,7 @@ def test_published_run_that_packs_offline_has_the_settings_of_recipes_for_fine_t
     assert published(values, notes, settings={"apply_rope_fusion": True}).rope_fusion
     assert published(values, notes, model=dataclasses.replace(tasks.DENSE, name="Llama-3.1-8B")).rope_fusion
     assert not published(values, notes, engine_version="0.20.0").one_by_one
-    hybrid = dataclasses.replace(WIDE, num_layers=2, layers=(Layer(mixer=None, feed_forward="experts"),) * 2)
+    hybrid = dataclasses.replace(WIDE, num_layers=2, layers=(layer_of(WIDE, None, "experts"),) * 2)
     assert published(values, notes, model=hybrid).rope_fusion  # without rotary embeddings
 
 

@@ -12,10 +12,11 @@ from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.space.meshes import CP, MESHES, TP
 
 from engines.megatron.tests.mixed.test_brute_force import job
+from engines.models.tests.examples import layer_of
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Source
 from flagcore.domain.engine import RefusedValues, Stack
-from flagcore.domain.model import Attention, Layer, Model
+from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.tuner.stages.build import build, legality
@@ -108,7 +109,7 @@ def test_graphs_of_a_model_with_experts_leave_the_experts_out() -> None:
 
 
 def test_a_model_with_a_pattern_of_layers_does_not_overlap_its_experts() -> None:
-    layers = (Layer(mixer=Attention()), Layer(mixer=None, feed_forward="experts")) * 2
+    layers = (layer_of(tasks.EXPERTS), layer_of(tasks.EXPERTS, None, "experts")) * 2
     hybrid = replace(tasks.EXPERTS, layers=layers)
     assert OVERLAP in assumed(tasks.EXPERTS)
     assert OVERLAP not in assumed(hybrid)

@@ -10,8 +10,8 @@ from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_megatron.space.meshes import MESHES
 from flagcore_models.mixers.mamba2 import Mamba2
 
+from engines.models.tests.examples import layer_of
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.model import Layer
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.tuner.stages.build import check
@@ -65,8 +65,8 @@ def scheduled(name: str, devices: int = 4, batch: int = 8) -> dict[str, Any]:
     return {**dense(num_layers=24), "devices": devices, "global_batch_size": batch, "settings": {SCHEDULE: name}}
 
 
-MAMBA = Layer(mixer=Mamba2(num_heads=4, head_dim=8, state_size=8, groups=2), feed_forward="")
-HYBRID = dataclasses.replace(tasks.DENSE, layers=(MAMBA, Layer(mixer=None)) * (tasks.DENSE.num_layers // 2))
+MAMBA = layer_of(tasks.DENSE, Mamba2(num_heads=4, head_dim=8, state_size=8, groups=2), "")
+HYBRID = dataclasses.replace(tasks.DENSE, layers=(MAMBA, layer_of(tasks.DENSE, None)) * (tasks.DENSE.num_layers // 2))
 OLD_PATTERN = {"model": HYBRID, "engine_version": "0.16.0"}
 BARS = {"settings": {"hybrid_layer_pattern": "M-|M-"}}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {

@@ -8,6 +8,7 @@ import pytest
 from flagcore_models.catalogue import public_model
 from flagcore_models.layers import parameters
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.mixers.indexer import Indexer
 from flagcore_serving.model.iteration import NODES, interpolate, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore_serving.model.simulation import Lane, Price
@@ -17,7 +18,7 @@ from engines.models.tests.examples import mixed
 from flagcore.contracts import Costs
 from flagcore.domain.chip import with_network
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.model import Attention, Indexer, Model
+from flagcore.domain.model import Model
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.roofline import Roofline
 from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, LATENT, OVER, costs, settings, times
@@ -40,9 +41,9 @@ HOSTS = NodeGroup(chip=with_network(CHIP, 50e9), nodes=8, devices_per_node=8)
 NETWORK = replace(costs(), collectives=Collectives(topology=topology_of(HOSTS)))
 """Costs on eight hosts."""
 LARGE = NODES[-1]
-INDEXED = Attention(indexer=Indexer(heads=32, head_dim=128, top_k=2048))
+INDEXED = {"indexer": Indexer(heads=32, head_dim=128, top_k=2048)}
 SCORES = Indexer(heads=0, head_dim=0, top_k=2048)
-WINDOWS = {"model": mixed(DENSE, Attention(window=1024), 36), "tokens": 4096.0, "prompt": 2048.0}
+WINDOWS = {"model": mixed(DENSE, {"window": 1024}, 36), "tokens": 4096.0, "prompt": 2048.0}
 STATES = GatedDeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
 LINEAR = {"model": mixed(DENSE, STATES, 27), "tokens": 1e4}
 SPARSE = {"model": mixed(LATENT, INDEXED, 36)}
@@ -302,7 +303,7 @@ def test_a_latent_is_whole_on_each_tensor_rank_that_does_not_share_it() -> None:
 
 
 def test_a_layer_with_a_window_caches_only_its_window_if_the_engine_frees_the_rest() -> None:
-    model = mixed(DENSE, Attention(window=1024), 30)
+    model = mixed(DENSE, {"window": 1024}, 30)
     of = replace(serving(model, frees_windows=True), tokens=4096.0)
     assert memory(of).token[0] == pytest.approx((6 + 30 / 4) * 2 * 8 * 128 * 2)
     assert token_bytes(model, settings(), 4096.0, 2048.0)[0] == pytest.approx((6 + 30 * 3 / 4) * 2 * 8 * 128 * 2)
@@ -310,7 +311,7 @@ def test_a_layer_with_a_window_caches_only_its_window_if_the_engine_frees_the_re
 
 
 def test_layers_that_run_again_have_a_cache_and_no_weights() -> None:
-    layers = mixed(DENSE, Attention(window=1024), 30).layers
+    layers = mixed(DENSE, {"window": 1024}, 30).layers
     model = replace(DENSE, num_layers=72, layers=(*layers, *(replace(each, repeats=True) for each in layers)))
     assert weight_bytes(serving(model), settings())[0] == weight_bytes(serving(DENSE), settings())[0]
     assert parameters(model) == parameters(DENSE)
@@ -327,7 +328,7 @@ def test_an_index_has_a_cache_and_weights_of_its_own() -> None:
     model = mixed(LATENT, INDEXED, 36)
     assert token_bytes(model, settings(tensor=8.0))[0] == 36 * (576 * 2 + 132)
     rank, hidden = LATENT.q_lora_rank or LATENT.hidden_size, LATENT.hidden_size
-    half = replace(model, layers=mixed(LATENT, Attention(indexer=SCORES), 18).layers[:18] + model.layers[18:])
+    half = replace(model, layers=mixed(LATENT, {"indexer": SCORES}, 18).layers[:18] + model.layers[18:])
     assert token_bytes(half, settings())[0] == 36 * 576 * 2 + 18 * 132
     assert token_bytes(half, settings(), indexes_all=True)[0] == token_bytes(model, settings())[0]
     added = weight_bytes(serving(model), settings())[0] - weight_bytes(serving(LATENT), settings())[0]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
+from flagcore_models.layers import layers_of
+from flagcore_models.mixers import attention
 from flagcore_training.adapters import has_adapter
 from flagcore_training.trial.layers import NormOfInput, causal_mask, has_fused_norm
 from torch import nn
@@ -268,9 +270,9 @@ class Layer(nn.Module):
         if kind.mixer is not None:
             self.attention_norm = Norm(model.hidden_size)
             self.attention = _mixer(model, kind.mixer, context)
-        if kind.feed_forward:
+        if kind.network is not None:
             self.ffn_norm = Norm(model.hidden_size)
-            has_experts = kind.feed_forward == "experts"
+            has_experts = kind.network.kind == "experts"
             self.feed_forward = MixtureOfExperts(model, expert) if has_experts else FeedForward(model)
 
     def forward(self, hidden: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -279,18 +281,10 @@ class Layer(nn.Module):
         return hidden if self.feed_forward is None else hidden + self.feed_forward(self.ffn_norm(hidden))
 
 
-def _mixer(model: Model, mixer: domain.Attention | domain.Mixer, context: DeviceMesh | None) -> nn.Module:
-    if isinstance(mixer, domain.Mixer):
+def _mixer(model: Model, mixer: domain.Mixer, context: DeviceMesh | None) -> nn.Module:
+    if not isinstance(mixer, attention.Attention):
         return MIXERS[mixer.label](model.hidden_size, mixer)
     return LatentAttention(model) if model.multi_latent_attention else Attention(model, context, mixer.window)
-
-
-def layer_kinds(model: Model) -> tuple[domain.Layer, ...]:
-    """Return the kinds of all layers of a model."""
-    dense, experts = (domain.Layer(mixer=domain.Attention(), feed_forward=each) for each in ("dense", "experts"))
-    return model.layers or tuple(dense for _ in range(model.feed_forward_layers("dense"))) + tuple(
-        experts for _ in range(model.feed_forward_layers("experts"))
-    )
 
 
 class Transformer(nn.Module):
@@ -359,14 +353,14 @@ def build(job: Job, meshes: Meshes, device: torch.device, angles: torch.Tensor, 
             _shard(whole.embedding, job, mesh)
         count = job.model.num_layers // job.stages
         for number in range(stage * count, (stage + 1) * count):
-            kind = layer_kinds(job.model)[number]
+            kind = layers_of(job.model)[number]
             layer: nn.Module = Layer(job.model, kind, context, meshes.experts["ep"])
             if job.adapter is not None:
                 with_adapters(layer, job.adapter)
             set_weights(layer, SEED, f"layer{number}.", meshes.experts["ep"].get_local_rank())
             if job.adapter is not None:
                 freeze(layer, job.precision)
-            if kind.feed_forward == "experts":
+            if kind.network is not None and kind.network.kind == "experts":
                 _shard(layer.feed_forward.experts, job, meshes.experts, "efsdp")
             if tensor is not None:
                 parallelize_module(layer, tensor, _layer_plan(job.model), src_data_rank=None)
