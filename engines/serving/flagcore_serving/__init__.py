@@ -1,4 +1,7 @@
 """The serving engines: their knobs, and how their servers are started, loaded, measured and predicted."""
 
-SDK = ("engine", "job", "launch.importing", "launch.reports", "launch.server", "load.result", "load.routing", "space")
+SDK = (
+    *("advice", "engine", "job", "launch.importing", "launch.reports", "launch.server", "load.result", "load.routing"),
+    "space",
+)
 """The modules that serving engines may import. `space` is a package."""

@@ -21,7 +21,7 @@ from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.roofline import PlainMemory
 from flagcore_vendorkit.chip_file import collective_table, cost_file, kernel_costs, load_chips
 from flagcore_vendorkit.detection import DeviceDetector, DeviceReading, Readings
-from flagcore_vendorkit.engines import all_knobs, read_engines, read_quirks, read_variables
+from flagcore_vendorkit.engines import Report, all_knobs, read_engines, read_quirks, read_variables
 from flagcore_vendorkit.fields import S, applicable
 from flagcore_vendorkit.settings import read_settings
 
@@ -116,10 +116,7 @@ class VendorPlugin:
             return None
         quirks, about = read_quirks(self.package), (chip, engine, engine_version, kind)
         for report in applicable(quirks.support, *about)[:1]:
-            works = {None: support.support, True: Support.YES, False: Support.NOT_YET}[report.works]
-            preload = support.preload if report.preload is None else report.preload
-            support = replace(support, support=works, reason=report.reason, preload=preload)
-            support = replace(support, install=report.install or support.install)
+            support = _reported(support, report)
         for found in reversed(applicable(quirks.overheads, *about)):
             support = replace(support, overheads={**support.overheads, **found.values})
         if support.support is not Support.YES and not support.reason:
@@ -130,12 +127,10 @@ class VendorPlugin:
         is_fitted = support.overheads or support.shared_devices or cost_file(self.package, chip, "serving.yaml")
         if kind == "serve" and not is_fitted:
             notes.append(Message(UNFITTED, chip=chip.name))
-        return replace(
-            support,
-            visible_devices=support.visible_devices or (self.detector.visible if self.detector else ()),
-            outer_variable=support.outer_variable or (self.detector.outer if self.detector else ""),
-            notes=tuple(notes),
-        )
+        if self.detector:
+            visible, outer = support.visible_devices or self.detector.visible, self.detector.outer
+            support = replace(support, visible_devices=visible, outer_variable=support.outer_variable or outer)
+        return replace(support, notes=tuple(notes))
 
     @hookimpl
     def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
@@ -190,3 +185,11 @@ class VendorPlugin:
 
 def _sourced(note: str, source: Source) -> Message:
     return Message("{note} ({kind}: {source})", note=Message(note), kind=Message(source.kind), source=source.detail)
+
+
+def _reported(support: EngineSupport, report: Report) -> EngineSupport:
+    """Return the support of a section of `engines.yaml` with what a report about one engine states."""
+    works = {None: support.support, True: Support.YES, False: Support.NOT_YET}[report.works]
+    preload = support.preload if report.preload is None else report.preload
+    install = report.install or support.install
+    return replace(support, support=works, reason=report.reason, preload=preload, install=install)

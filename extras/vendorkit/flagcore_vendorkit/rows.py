@@ -247,27 +247,35 @@ def read_matrix(text: str) -> Matrix | None:
     start = next((at for at, row in enumerate(words) if _DEVICE.fullmatch(row[0]) and "X" not in row), None)
     if start is None:
         return None
-    columns = [*_AFFINITY.split(lines[start])[0].split(), *_AFFINITY.findall(lines[start])]
-    width = sum(not _AFFINITY.fullmatch(column) for column in columns)
-    devices = tuple(int(match[1]) for column in columns if (match := _DEVICE.fullmatch(column)))
-    prefixes = {column.rstrip("0123456789") for column in columns if _DEVICE.fullmatch(column)}
-    if len(prefixes) != 1 or len(set(devices)) != len(devices):
+    names, affinities = _AFFINITY.split(lines[start])[0].split(), _AFFINITY.findall(lines[start])
+    devices = {name: int(match[1]) for name in names if (match := _DEVICE.fullmatch(name))}
+    cells = _cells_by_device(words[start + 1 :], [*names, *affinities], len(names))
+    is_one_kind = len({name.rstrip("0123456789") for name in devices}) == 1
+    if not is_one_kind or len(devices) != len({*devices.values()}) or {*cells} != {*devices.values()}:
         return None
-    (prefix,) = prefixes
-    links_by_device: dict[int, dict[str, str]] = {}
-    for label, *cells in words[start + 1 :]:
-        device = _DEVICE.fullmatch(label)
-        if device and len(cells) >= width and int(device[1]) not in links_by_device:
-            links_by_device[int(device[1])] = dict(zip(columns, cells, strict=False))
-    if set(links_by_device) != set(devices):
+    return _matrix(names, devices, cells)
+
+
+def _matrix(names: Sequence[str], devices: Mapping[str, int], cells: Mapping[int, Mapping[str, str]]) -> Matrix | None:
+    """Return the matrix with these columns and cells, or None if both directions of a pair differ."""
+    pairs = {(a, b): cells[a][name] for a in devices.values() for name, b in devices.items()}
+    if any(cell != (pairs[b, a] if a != b else "X") for (a, b), cell in pairs.items()):
         return None
-    links = {(a, b): links_by_device[a][f"{prefix}{b}"] for a in devices for b in devices if a != b}
-    is_symmetric = all(links[a, b] == links[b, a] for a, b in links)
-    if not is_symmetric or any(links_by_device[a][f"{prefix}{a}"] != "X" for a in devices):
-        return None
-    names = [column for column in columns[:width] if not _DEVICE.fullmatch(column)]
-    adapters = {(device, name): links_by_device[device][name] for device in devices for name in names}
-    return Matrix(devices=devices, links=links, adapters=adapters)
+    others = [name for name in names if name not in devices]
+    return Matrix(
+        devices=tuple(devices.values()),
+        links={(a, b): cell for (a, b), cell in pairs.items() if a != b},
+        adapters={(device, name): cells[device][name] for device in devices.values() for name in others},
+    )
+
+
+def _cells_by_device(rows: Sequence[Sequence[str]], columns: Sequence[str], width: int) -> dict[int, dict[str, str]]:
+    """Return the cells of the first complete row of each device by their columns."""
+    found = dict[int, dict[str, str]]()
+    for label, *cells in rows:
+        if (device := _DEVICE.fullmatch(label)) and len(cells) >= width:
+            found.setdefault(int(device[1]), dict(zip(columns, cells, strict=False)))
+    return found
 
 
 def islands(matrix: Matrix, link: str) -> tuple[tuple[int, ...], ...]:

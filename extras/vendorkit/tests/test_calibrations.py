@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flagcore_testing import fakes
 from flagcore_vendorkit.calibration import measuring as calibration
-from flagcore_vendorkit.calibration.overlay import busy
+from flagcore_vendorkit.calibration.overlay import ExtendedPlugins, busy
 from flagcore_vendorkit.calibration.store import Calibration, Calibrations, collective_table, kernel_table
-from flagcore_vendorkit.choices import choices
+from flagcore_vendorkit.choices import Choice, choices
 
 from flagcore.domain.chip import Chip, Device, Fact, Source
 from flagcore.errors import RunError
@@ -97,6 +97,20 @@ def test_an_invalid_file_is_reported_with_its_fix(
     (tmp_path / "choices" / "a.json").write_text(text)
     with pytest.raises(RunError, match=r"measure it again, or delete the file"):
         choices()
+
+
+def test_measured_choices_are_knobs_of_their_chip_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))
+    fields: dict[str, Any] = {"how": "by hand", "job": "job.yaml", "date": "2026-11-02", "time": (0.9, 0.8, 1.0)}
+    choice = Choice(knob="lib", chip="X1", engine="megatron", environment={"A": "1"}, rows=(), **fields)
+    file, warnings = choice.save(), list[str]()
+    plugins = ExtendedPlugins([], warnings.append)
+    assert [knob.name for knob in plugins.knobs(X1, "megatron")] == ["lib"]
+    assert plugins.knobs(X1, "vllm") == plugins.knobs(replace(X1, name="X2", aliases=()), "megatron") == ()
+    file.write_text("[]")
+    plugins = ExtendedPlugins([], warnings.append)
+    assert plugins.knobs(X1, "megatron") == plugins.knobs(X1, "megatron") == ()
+    assert [str(file) in warning for warning in warnings] == [True]
 
 
 def test_a_folder_that_cannot_be_written_is_reported_with_its_fix(tmp_path: Path) -> None:

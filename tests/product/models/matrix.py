@@ -52,11 +52,11 @@ SPACES: Mapping[str, Mapping[str, Any]] = {
     "megatron": {
         **_TRAINING,
         "tensor_model_parallel_size": [1, 8],
-        "pipeline_model_parallel_size": [1, 4],
+        "pipeline_model_parallel_size": "auto",
         "expert_model_parallel_size": [1, 8, 32],
         "sequence_parallel": [False, True],
         "use_distributed_optimizer": [True],
-        "num_layers_per_virtual_pipeline_stage": [None],
+        "num_layers_per_virtual_pipeline_stage": "auto",
         "use_recompute": [True],
         "recompute_granularity": ["full"],
         "recompute_method": ["uniform"],
@@ -95,7 +95,15 @@ SPACES: Mapping[str, Mapping[str, Any]] = {
 KINDS = {name: "serve" if space.get("instances") else "train" for name, space in SPACES.items()}
 _ALONE = {f"{name}_model_parallel_size": 1 for name in ("tensor", "pipeline", "expert")}
 ONE_DEVICE: Mapping[str, tuple[Mapping[str, KnobValue], str]] = {
-    "megatron": (_ALONE | {"sequence_parallel": False, "use_distributed_optimizer": True}, "data_parallel_size"),
+    "megatron": (
+        _ALONE
+        | {
+            "sequence_parallel": False,
+            "use_distributed_optimizer": True,
+            "num_layers_per_virtual_pipeline_stage": None,
+        },
+        "data_parallel_size",
+    ),
     "fsdp2": (_ALONE, "data_parallel_shard_size"),
     "deepspeed": ({"zero_stage": 1}, ""),
     "torchtitan": ({}, ""),

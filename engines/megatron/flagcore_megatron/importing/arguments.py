@@ -32,6 +32,8 @@ class Flags:
         self._arguments: dict[str, tuple[str, Any]] = {}
         self.empty: list[str] = []
         """Keys with nulls and empty mappings."""
+        self.asked: set[str] = set()
+        """Names of flags that were asked for."""
         for key, value in entries:
             if value is None or value == {}:
                 self.empty.append(key)
@@ -42,6 +44,7 @@ class Flags:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a flag, or `default` if it is missing."""
+        self.asked.add(name)
         return self._arguments.get(name, ("", default))[1]
 
     def has(self, name: str) -> bool:
@@ -172,12 +175,14 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
     for key in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
         if (layers := flags.get(key)) is not None:
             flags.note(key, f"{layers} applies to all candidates: only pipelines that it fits are tried", "train")
+    asked = {*flags.asked}
     names = (each for each in flags.names() if not (on_meshes and each.endswith("_per_stage_micro_batch")))
     given = {name.replace("_", "-"): (flags.key(name), flags.get(name)) for name in names}
     note_effects(not_predicted(given), flags.source)
     off = [key for name, (key, value) in given.items() if not is_on(name, value)]
     for key in (*off, *flags.empty):  # others are among the effects
-        if SETTINGS.unclassed([name := flag_name(key).replace("_", "-")]) and not knows(name):
+        name = flag_name(key)
+        if name not in asked and SETTINGS.unclassed([name.replace("_", "-")]) and not knows(name):
             flags.source.note(key, "unknown to flagcore: not in the predictions", "train")
     dropouts = dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.1)  # Megatron's defaults
     settings: dict[str, Any] = {name: value for name, value in dropouts.items() if not flags.has(name)}

@@ -60,7 +60,7 @@ def is_on(name: str, value: object) -> bool:
 
 def knows(name: str) -> bool:
     """Return whether an argument is one of a known release, or of FlagScale's fork."""
-    return any(table.find(f"--{name}") for table in _TABLES)
+    return any(table.find(f"--{name.replace('_', '-')}") for table in _TABLES)
 
 
 def _text(value: object) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_megatron.engine import ENGINE
+from flagcore_megatron.space import production
 from flagcore_megatron.space.meshes import CP, MESHES, TP
 
 from engines.megatron.tests.mixed.test_brute_force import job
@@ -42,7 +43,7 @@ def platform(model: Model = tasks.DENSE, *refused: RefusedValues, own: Any = (),
 
 
 def plan(model: Model = tasks.DENSE, *refused: RefusedValues, **job: Any) -> Task:
-    return ENGINE.as_in_production(platform(model, *refused, **job)).task
+    return production.as_in_production(platform(model, *refused, **job)).task
 
 
 def assumed(model: Model = tasks.DENSE, *refused: RefusedValues, **job: Any) -> dict[str, SettingValue]:
@@ -126,11 +127,11 @@ def test_naming_the_layers_that_are_assumed_changes_nothing() -> None:
 @pytest.mark.parametrize("job", [{"command": ("pretrain_gpt.py",)}, {"implementation": "local"}])
 def test_a_spec_that_names_its_settings_is_unchanged(job: dict[str, Any]) -> None:
     arguments = platform(**job)
-    assert ENGINE.as_in_production(arguments) is arguments
+    assert production.as_in_production(arguments) is arguments
 
 
 def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Path) -> None:
-    arguments = ENGINE.as_in_production(platform(tasks.EXPERTS, precision="fp8"))
+    arguments = production.as_in_production(platform(tasks.EXPERTS, precision="fp8"))
     neutral = {axis.knob: axis.neutral for axis in legality(tasks.platform(arguments.task)).axes}
     knobs = {**neutral, "expert_model_parallel_size": 4}
     shards = {"data_parallel_size": 4, "use_distributed_optimizer": True}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_a_trial_takes_the_time_of_its_requests_at_all_points() -> None:
     (rate,), (answer_s,) = figure(found, "requests_per_s"), figure(found, "e2e_s.mean")
     expected = 2 * (64 / rate + 64 / min(rate, 4 / answer_s) + (400 + 32) / rate)
     assert VLLM.plans.load_seconds(on, found) == pytest.approx(expected)
-    assert np.isnan(VLLM.load_seconds(task(highest="concurrency"), found)).all()
+    assert np.isnan(VLLM.plans.load_seconds(task(highest="concurrency"), found)).all()
 
 
 def test_every_figure_of_the_domain_is_predicted() -> None:
@@ -243,7 +244,8 @@ def test_releases_have_different_overheads() -> None:
     assert known["0.20.2"].iteration < known["0.19.1"].iteration
     assert known[None] == known["0.33"]
     assert not overheads_of(SGLANG.program.overheads, "0.5.9").mixes
-    bare = replace(VLLM, program=replace(VLLM.program, overheads={}), host_times=None)
+    bare = copy(VLLM)
+    bare.program, bare.host_times = replace(VLLM.program, overheads={}), None
     assert overheads_of({}, "0.5.9") == bare.overheads_for(task(), on_host=True) == UNFITTED
 
 

@@ -168,7 +168,7 @@ OF_CURVES = (
     Bound("launch_seconds", 0, 1e-3, CURVE),
     Bound("half_head", 0, 512, CURVE),
     Bound("attention_tail", 0, 2, CURVE),
-    Bound("16-bit flops per second", 4e11, 4e13, CURVE, "units", why=", the dense peak of each unit"),
+    Bound("dense_flops_per_second", 4e11, 4e13, CURVE, "units", why=", the dense peak of each unit"),
     Bound("host_bytes_per_second", 0, 1.05, CURVE, "that of the chip"),
 )
 """0.18 is the smallest share of a peak on a known chip; clocks and timers vary above 1. A unit's peak is its clock, of
@@ -195,7 +195,7 @@ def outside(
                 ratio = f"{values[key] / base:.3g} times {bound.per} = {base:g}{bound.why}"
                 yield Problem(f"{shown} {ratio}; expected {bound}", bound.fix)
             else:
-                yield Problem(f"{shown} not in {bound}", bound.fix)
+                yield Problem(f"{shown} not in {bound.low:g} to {bound.high:g}", bound.fix)
 
 
 def figures_of(chip: Chip) -> dict[str, float]:

@@ -70,7 +70,7 @@ def topologies_fit_their_chips(plugin: Subject) -> Problems:
         of_link, joined = (link.bytes_per_second.value, min(link.domain_size or node, node)) if link else (0.0, 0)
         sizes = [each.devices for each in topology.levels] if topology else [0]
         yield from wrong(
-            (not topology and twice, f"has no levels of {chip.name} with its own devices_per_node = {node}, and it "
+            (not topology and twice, f"no levels of {chip.name} with its own devices_per_node = {node}, and it "
              "answers for twice as many",
              "devices_per_node counts devices, not cards; or let flagcore_topology answer for whole nodes"),
             (topology and rate < SLOWER_THAN_LINK * of_link,

@@ -353,9 +353,9 @@ def _figures_of(curve: Curve, chip: Chip) -> dict[str, float]:
     figures = {name: float(getattr(curve, name)) for name in names}
     for part in ("gemm_shares", "attention_shares"):
         figures.update({f"{part}.{name}": share for name, share in getattr(curve, part).items()})
-    if curve.units > 1:
-        peaks = (chip.dense_flops_per_second.get(name) for name in ("bf16", "fp16"))
-        figures |= {f"16-bit flops per second.{place}": peak.value for place, peak in enumerate(peaks) if peak}
+    for name in ("bf16", "fp16"):
+        if curve.units > 1 and (peak := chip.dense_flops_per_second.get(name)):
+            figures[f"dense_flops_per_second.{name}"] = peak.value
     if chip.host_bytes_per_second and curve.host_bytes_per_second != Curve().host_bytes_per_second:
         figures["host_bytes_per_second"] = curve.host_bytes_per_second
         figures["that of the chip"] = chip.host_bytes_per_second.value

@@ -339,7 +339,7 @@ def knobs_are_complete(chip: Chip, engine: str, knob: Knob) -> Problems:
     wide = [factor.value for factor in factors if not 1 / MOST <= factor.value <= MOST]
     yield from wrong(
         (not knob.help.strip(), " has no help", "add a sentence for `flag explain`"),
-        (knob.name in names, " is already a knob", "rename it, for example with the vendor as prefix"),
+        (knob.name in names, " is already one of its knobs", "rename it, for example with the vendor as prefix"),
         (any(factor.value != 1.0 and factor.low == factor.high for factor in factors),
          " scales the time or the memory without an interval", "give low and high, the ends of an 80% interval"),
         (wide, f" has the factor {[*wide, 0.0][0]:g}", "give a ratio: 8% less time are 0.92"),

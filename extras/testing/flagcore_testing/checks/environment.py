@@ -122,11 +122,11 @@ def _meant(it: Variable, plugin: Subject) -> str:
 
 
 def _reader(it: Variable, plugin: Subject) -> str:
-    """Return the engine that reads a variable by the beginning of its name, if the entry is of others only."""
+    """Return whom an entry is for, and the engine that reads it by its name, if these differ."""
     starts = {f"{re.sub(r'[^A-Z]', '', engine.upper())}_": engine for engine in plugin.engines}
     engine = starts.get(f"{it.name.partition('_')[0]}_", "")
     is_other = engine and ((it.engines and engine not in it.engines) or (it.kinds and kind_of(engine) not in it.kinds))
-    return engine if is_other else ""
+    return f"{', '.join(it.engines or it.kinds)}, and {engine}" if is_other else ""
 
 
 def _differences(it: Variable, plugin: Subject) -> list[str]:
@@ -207,7 +207,7 @@ CHECKS = (
         Rule(_meant, ".overridden_by = {it.overridden_by!r}, but {found} is known", "correct the name"),
         Rule(_unknown_condition, ".unless = {it.unless!r} is unknown",
              "name a setting of a training engine, as in docs/spec.md"),
-        Rule(_reader, " is for {it.engines} {it.kinds}, and {found} reads it",
+        Rule(_reader, " is for {found} reads it",
              "use the engine that reads the variable"),
         Rule(_unread, " {found}, but discover.py does not read it", BOTH),
         Rule(_differences, " has {found}", "write the value of the others, or restrict the variable to what differs"),

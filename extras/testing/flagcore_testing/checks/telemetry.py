@@ -46,7 +46,7 @@ def telemetry_is_plausible(device: Device, sample: Mapping[str, float], text: st
     fix = "give bytes, watts, degrees, shares of 1 and hertz; leave out what the tool does not report"
     yield from (Problem(problem.message, fix) for problem in outside(where, numbers, READINGS))
     yield from wrong(
-        (USED not in sample, f"lacks {USED}",
+        (USED not in sample, f"{USED} is missing",
          "read it from the same output: trials use the values that the device reports"),
         *((True, f"{name} = {sample[name]!r} is no number", fix) for name in sample.keys() - numbers.keys()),
         (watts > 1.3 * limit, f"power_watts = {watts:g}, but power_limit_watts = {limit:g}", fix),

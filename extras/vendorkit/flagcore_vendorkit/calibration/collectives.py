@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -137,16 +137,7 @@ def calibrate_collectives(
         rows.append({"setting": f"{name}={value}", "time": factor, "excluded": why})
         if factor is not None and not why:
             good.append((factor, name, value))
-    chosen, best = dict[str, str](), 1.0
-    for factor, name, value in sorted(good):
-        if name not in chosen and factor < 1.0 - compared.noise:
-            joined = {**chosen, name: value}
-            together, why = compared.factor(joined, rounding) if chosen else (factor, "")
-            if chosen:
-                text = " ".join(f"{name}={value}" for name, value in joined.items())
-                rows.append({"setting": text, "time": together, "excluded": why})
-            if together is not None and not why and together < best - compared.noise:
-                chosen, best = joined, together
+    chosen, best = _combined(compared, sorted(good), rows, rounding)
     choice = Choice(
         knob=KNOB,
         chip=chip.name,
@@ -250,3 +241,24 @@ def _settings(opened: OpenedSpec) -> list[tuple[str, str]]:
     knobs = [each.knob for each in listed if each.scope.includes(chip, engine, platform.engine_version)]
     settings = (item for knob in knobs for effect in knob.effects.values() for item in effect.environment.items())
     return [(name, value) for name, value in settings if name not in own]
+
+
+def _combined(
+    compared: _Comparison, good: Sequence[tuple[float, str, str]], rows: list[dict[str, Any]], rounding: bool
+) -> tuple[dict[str, str], float]:
+    """Return the values that together save the most time, added one by one, and their time relative to the default.
+
+    `good`: the time, the variable and the value of each setting that saves time, the fastest first. `rows` get the
+    combinations that were timed.
+    """
+    chosen, best = dict[str, str](), 1.0
+    for factor, name, value in good:
+        if name not in chosen and factor < 1.0 - compared.noise:
+            joined = {**chosen, name: value}
+            together, why = compared.factor(joined, rounding) if chosen else (factor, "")
+            if chosen:
+                text = " ".join(f"{name}={value}" for name, value in joined.items())
+                rows.append({"setting": text, "time": together, "excluded": why})
+            if together is not None and not why and together < best - compared.noise:
+                chosen, best = joined, together
+    return chosen, best
