@@ -154,7 +154,7 @@ def test_a_kernel_of_selected_tokens_computes_blocks_of_heads(
     of_token = 36 * 64 * 2048 * 2 * (512 + 64 + 512) / (0.5 * 1e15)
     for part, share, pairs in (("cached", cached, 1.0), ("pair", pair, 2.0)):
         plain, found = (seconds(part, **given, overheads=replace(OVER, sparse=each)) for each in ((), (kernel,)))
-        indexer = {**given, "model": mixed(LATENT, replace(INDEXED, indexer=SCORES), 36)}
+        indexer = {**given, "model": mixed(LATENT, {"indexer": SCORES}, 36)}
         scores = seconds(part, **given) - seconds(part, **indexer)
         expected = plain if share is None else scores + pairs * share * of_token / given["tokens"]
         assert found == pytest.approx(expected, rel=1e-6)
